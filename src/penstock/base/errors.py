@@ -1,0 +1,42 @@
+"""One exception tree. Every message says what is wrong and what to change."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of every error Penstock raises on purpose."""
+
+
+class InputError(PenstockError, ValueError):
+    """A request that cannot be served as written (HTTP: 400).
+
+    `param` names the field, as the client wrote it, that has to change.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelError(PenstockError):
+    """A model folder or file that is broken, hostile or not one Penstock can run. One sentence, no traceback needed."""
+
+
+class UnsupportedError(ModelError):
+    """A well-formed model that needs something Penstock does not have; the message names the missing part."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An engine setting that is out of range or contradicts another. `field` is the setting's name."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class CapacityError(ConfigError):
+    """What was asked for does not fit this machine; the message gives the smallest change that fits."""
+
+
+class EngineError(PenstockError):
+    """The engine could not finish a request for a reason that is not the client's fault (HTTP: 500)."""

@@ -1,0 +1,142 @@
+"""What crosses the line between the scheduler and a rank. Frozen, wire-able, ids only, no feature booleans.
+
+The rank applies a SchedulerOutput strictly in this order: `removed`, `added`, `forked`, `appended`, `tables`,
+`page_ops` (in list order), then it runs `scheduled` and samples.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.sampling import TokenRules
+
+
+class AddedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence (re)enters the rank with everything known of it. Its tables follow in `tables`."""
+
+    seq_id: int
+    sample_index: int
+    token_ids: list[int]
+    prompt_len: int
+    rules: TokenRules
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    """`child_id` starts as a copy of `parent_id`'s row (tokens, processors' state); its tables follow in `tables`.
+
+    The copy is made before this step's `appended`, so parent and child may be given different tokens in it.
+    `num_tokens` cuts the copied tokens (beams: the parent may already hold one more).
+    """
+
+    parent_id: int
+    child_id: int
+    sample_index: int
+    num_tokens: int
+
+
+class Appended(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that commit made known. Negative `rollback` is never sent; `rollback` tokens are dropped first."""
+
+    seq_id: int
+    token_ids: list[int]
+    rollback: int = 0
+
+
+class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks `start, start+1, ...` of a sequence's table in `group` are now `ids`.
+
+    Shared table (`layer` < 0): ids are slabs; layer i of the group reads page id * pages_per_slab + i.
+    Ragged table (`layer` >= 0): ids are the pages of that layer of the group. `length` >= 0 cuts the table first.
+    """
+
+    seq_id: int
+    group: int
+    start: int
+    ids: list[int]
+    layer: int = -1
+
+
+class PageOp(msgspec.Struct, frozen=True, array_like=True):
+    """`src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count` pages src -> dst."""
+
+    group: int
+    src: int
+    dst: int
+    count: int
+
+
+class ScheduledRow(msgspec.Struct, frozen=True, array_like=True):
+    """Run tokens [start, start+num_tokens) of a row.
+
+    `num_samples`: 0 if more known tokens follow; 1 to sample the next token; n > 1 to draw the first token of samples
+    0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
+    `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.
+    """
+
+    seq_id: int
+    start: int
+    num_tokens: int
+    num_samples: int = 0
+    num_candidates: int = 0
+    prompt_logprobs_from: int = -1
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One step's work."""
+
+    step: int
+    removed: list[int] = []
+    added: list[AddedRow] = []
+    forked: list[Fork] = []
+    appended: list[Appended] = []
+    tables: list[TableUpdate] = []
+    page_ops: list[PageOp] = []
+    scheduled: list[ScheduledRow] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(r.num_tokens for r in self.scheduled)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position, raw (before any processor). `rank` of the chosen token: 1 is the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """Result of one row that sampled: `token_ids[j]` for sample index base + j; logprobs in parallel or empty."""
+
+    seq_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] = []
+    candidates: list[tuple[int, float]] = []
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """`entries[j]` belongs to prompt position `start + j`."""
+
+    seq_id: int
+    start: int
+    entries: list[TokenLogprobs]
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """This row alone failed (for example: its logits hold a NaN). Its request ends with an error."""
+
+    seq_id: int
+    message: str
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step yielded. `duration_s` is recorded so that a simulator can replay the schedule."""
+
+    step: int
+    sampled: list[Sampled] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    errors: list[RowError] = []
+    duration_s: float = 0.0

@@ -1,0 +1,97 @@
+"""What clients get back. `RequestOutput` and `CompletionOutput` have vLLM's names and fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from penstock.core.batch import TokenLogprobs
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one sample of one request, emitted by the engine after a step. Ids only."""
+
+    request_id: str
+    index: int
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    beams: list[tuple[list[int], float, str]] = []
+    """Final hypotheses of a beam search: generated ids, cumulative logprob, finish reason; best first."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One entry of a logprobs dictionary (vLLM's name)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """Units: seconds on the engine's clock. `first_token_s` - `arrival_s` is the TTFT."""
+
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    def tpot_s(self, num_tokens: int) -> float | None:
+        """Mean time per output token after the first."""
+        if self.first_token_s is None or self.finished_s is None or num_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (num_tokens - 1)
+
+
+@dataclass
+class CompletionOutput:
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    lora_request: Any = None
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0
+    lora_request: Any = None
+    error: str | None = None
+
+
+@dataclass
+class BeamSearchSequence:
+    tokens: list[int]
+    """Prompt and generated ids."""
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """Best hypothesis first."""
+
+    sequences: list[BeamSearchSequence]

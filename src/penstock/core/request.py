@@ -1,0 +1,63 @@
+"""A request as the engine takes it in: ids only, checked, frozen, fit for a wire."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.sampling import BeamSearchParams, TokenRules
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and what to make of it.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: never empty; ids in [0, vocab).
+        rules: the token-level sampling rules.
+        n: samples to make.
+        max_tokens: generated tokens at most per sample; prompt + max_tokens fits the context.
+        stop_token_ids: ids that end a sample and are reported as its stop reason.
+        eos_token_ids: ids that end a sample as "stop"; empty when ignored.
+        beam: set for beam search; `n` is then 1.
+        priority: smaller goes first (only policies that say so look at it).
+        namespace: identity under which blocks may be shared (tenant, adapter, salt, position scheme, taint).
+        taint: label of a lossy method chosen for this request from the start; "" is lossless.
+        arrival_s: clock reading at arrival, for metrics only.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    rules: TokenRules
+    n: int = 1
+    max_tokens: int = 16
+    stop_token_ids: list[int] = []
+    eos_token_ids: list[int] = []
+    beam: BeamSearchParams | None = None
+    priority: int = 0
+    namespace: bytes = b""
+    taint: str = ""
+    arrival_s: float = 0.0
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop a request (or one sample of it). `reason` becomes its finish reason; nothing is owed afterwards."""
+
+    request_id: str
+    index: int | None = None
+    reason: str = "abort"
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
+
+    Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
+    (mark a sequence as lossy from here on), `reset_prefix_cache`.
+    """
+
+    kind: str
+    request_id: str = ""
+    index: int | None = None
+    label: str = ""
+
+
+Intake = Request | Abort | Control

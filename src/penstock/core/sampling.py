@@ -1,0 +1,102 @@
+"""What a client may ask of decoding. Names and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy (vLLM's `_SAMPLING_EPS`)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose the next token. Checked once, by `text.validate`, for every front end.
+
+    Attributes:
+        n: samples per prompt; they share the prompt's KV blocks.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p: truncations of the distribution; 1.0, 0 (or -1) and 0.0 switch them off.
+        presence_penalty, frequency_penalty: subtracted from logits of tokens generated so far.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and output.
+        max_tokens: generated tokens at most; None fills the context.
+        min_tokens: end-of-sequence, stop ids and stop strings do not end the sample before this many tokens.
+        stop: strings that end the sample; cut off unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the sample.
+        ignore_eos: go on after the model's end-of-sequence token.
+        logprobs: log-probabilities of this many likeliest tokens per position (0: only the chosen one); -1 is all.
+        prompt_logprobs: the same for each prompt token.
+        seed: same seed, same tokens, whatever else runs; None lets the engine choose and keep one.
+        logit_bias: token id -> number added to its logit.
+        bad_words: texts that must not be generated.
+        allowed_token_ids: if given, the only ids that may be generated.
+        skip_special_tokens, spaces_between_special_tokens: how output ids become text.
+        detokenize: False leaves `text` empty.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Beam search, with vLLM's names. `length_penalty` divides a hypothesis' score by length ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+
+class TokenRules(msgspec.Struct, frozen=True, array_like=True):
+    """SamplingParams reduced to ids, with every text resolved: all that a rank needs to choose a token.
+
+    `bad_sequences` are token sequences whose last token is masked after the others. `stop_ids` holds
+    stop_token_ids and, unless ignored, the model's end-of-sequence ids: masked while fewer than `min_tokens`
+    tokens have been generated.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_ids: list[int] = []
+    logit_bias: dict[int, float] = {}
+    bad_sequences: list[list[int]] = []
+    allowed_ids: list[int] | None = None
+    num_logprobs: int = -1
+    """-1: none; 0: the chosen token's; k: also the k likeliest."""
+    num_prompt_logprobs: int = -1
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE

@@ -1,0 +1,90 @@
+"""A sequence: one growing list of tokens and how far the caches have followed it."""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.core.request import Request
+
+
+class Status(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+class Sequence:
+    """Mutable state of one sample of a request. Owned by the scheduler; only `commit` and admission change it.
+
+    The one idea of the loop: `num_computed` catches up with `num_known`. A new prompt, a prefix hit, a decode step,
+    a resume after preemption are all "num_computed lags behind".
+
+    Attributes:
+        seq_id: unique in the engine's life.
+        index: which sample of the request (0-based); Philox's sample index.
+        arrival: order of arrival of the request: the FCFS key together with `index`.
+        token_ids: prompt followed by generated ids (unsigned 32-bit array).
+        num_computed: tokens whose cache entries exist (committed).
+        num_inflight: tokens in steps that were submitted and not yet committed.
+        num_cached: tokens the last admission found in the prefix cache.
+        tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
+        taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
+        held: beam member that has its candidates and waits for its siblings.
+    """
+
+    __slots__ = (
+        "arrival", "block_keys", "cumulative_logprob", "finish_reason", "first_token_s", "held", "index",
+        "last_logprobs", "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len",
+        "prompt_logprobs_done", "request", "seq_id", "status", "stop_reason", "tables", "taint_start", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.arrival = arrival
+        self.index = index
+        self.token_ids: array[int] = array("I", request.prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.num_computed = 0
+        self.num_inflight = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.status = Status.WAITING
+        self.tables: list[Any] = []
+        self.block_keys: list[bytes] = []
+        self.node: Any = None
+        self.taint_start: int | None = None
+        self.held = False
+        self.prompt_logprobs_done = 0
+        self.cumulative_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.first_token_s: float | None = None
+        self.last_logprobs: Any = None
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def lag(self) -> int:
+        """Known tokens that no step has been given yet."""
+        return len(self.token_ids) - self.num_computed - self.num_inflight
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the newest token lags: the next step yields another one."""
+        return self.num_computed > 0 and len(self.token_ids) - self.num_computed == 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.request.request_id}[{self.index}], {self.status.name}, "
+            f"computed={self.num_computed}+{self.num_inflight}/{self.num_known})"
+        )
