@@ -1,7 +1,8 @@
 """What crosses the line between the scheduler and a rank. Frozen, wire-able, ids only, no feature booleans.
 
-The rank applies a SchedulerOutput strictly in this order: `removed`, `added`, `forked`, `appended`, `tables`,
-`page_ops` (in list order), then it runs `scheduled` and samples.
+The rank applies a SchedulerOutput strictly in this order: `forked`, `removed`, `added`, `appended`, `tables`,
+`page_ops` (in list order), then it runs `scheduled` and samples. Forks come first because a parent may have ended in
+the very step that forked it.
 """
 
 from __future__ import annotations
@@ -25,17 +26,15 @@ class Fork(msgspec.Struct, frozen=True, array_like=True):
     """`child_id` starts as a copy of `parent_id`'s row (tokens, processors' state); its tables follow in `tables`.
 
     The copy is made before this step's `appended`, so parent and child may be given different tokens in it.
-    `num_tokens` cuts the copied tokens (beams: the parent may already hold one more).
     """
 
     parent_id: int
     child_id: int
     sample_index: int
-    num_tokens: int
 
 
 class Appended(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that commit made known. Negative `rollback` is never sent; `rollback` tokens are dropped first."""
+    """Tokens that commit made known; the newest `rollback` tokens of the row are dropped first."""
 
     seq_id: int
     token_ids: list[int]
@@ -46,7 +45,8 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
     """Blocks `start, start+1, ...` of a sequence's table in `group` are now `ids`.
 
     Shared table (`layer` < 0): ids are slabs; layer i of the group reads page id * pages_per_slab + i.
-    Ragged table (`layer` >= 0): ids are the pages of that layer of the group. `length` >= 0 cuts the table first.
+    Ragged table (`layer` >= 0): ids are the pages of that layer of the group.
+    A row that was shared and gets ragged updates gets them for every layer at once.
     """
 
     seq_id: int
@@ -85,9 +85,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's work."""
 
     step: int
+    forked: list[Fork] = []
     removed: list[int] = []
     added: list[AddedRow] = []
-    forked: list[Fork] = []
     appended: list[Appended] = []
     tables: list[TableUpdate] = []
     page_ops: list[PageOp] = []

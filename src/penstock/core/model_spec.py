@@ -173,7 +173,9 @@ def _mixer_shapes(m: Mixer, e: int) -> dict[str, tuple[int, ...]]:
         return out
     if isinstance(m, Latent):
         q = m.num_heads * (m.nope_dim + m.rope_dim)
-        out = {"q": (q, e)} if m.q_rank is None else {"q_a": (m.q_rank, e), "q_a_norm": (m.q_rank,), "q_b": (q, m.q_rank)}
+        out = (
+            {"q": (q, e)} if m.q_rank is None else {"q_a": (m.q_rank, e), "q_a_norm": (m.q_rank,), "q_b": (q, m.q_rank)}
+        )
         return out | {
             "kv_a": (m.kv_rank + m.rope_dim, e),
             "kv_a_norm": (m.kv_rank,),
@@ -195,6 +197,4 @@ def cache_spec(mixer: Mixer, dtype: str) -> CacheSpec:
     if isinstance(mixer, Latent):
         planes = (Plane("latent", 1, mixer.kv_rank, dtype), Plane("k_rope", 1, mixer.rope_dim, dtype))
         return CacheSpec(kind="paged", planes=planes)
-    return CacheSpec(
-        kind="slot", planes=(Plane("state", mixer.num_heads, mixer.key_dim * mixer.value_dim, "float32"),)
-    )
+    return CacheSpec(kind="slot", planes=(Plane("state", mixer.num_heads, mixer.key_dim * mixer.value_dim, "float32"),))

@@ -1,0 +1,30 @@
+"""Penstock: an LLM serving engine in which every published optimisation is a small, switchable, measured part."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.core.output import CompletionOutput, Logprob, RequestOutput
+    from penstock.core.sampling import BeamSearchParams, SamplingParams
+    from penstock.launch.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "penstock.launch.llm",
+    "SamplingParams": "penstock.core.sampling",
+    "BeamSearchParams": "penstock.core.sampling",
+    "RequestOutput": "penstock.core.output",
+    "CompletionOutput": "penstock.core.output",
+    "Logprob": "penstock.core.output",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that `import penstock` and the command line stay instant.
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

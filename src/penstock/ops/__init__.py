@@ -1,0 +1,1 @@
+"""L6: the list of operations a model is made of, and their implementations."""
