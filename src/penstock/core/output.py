@@ -21,6 +21,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     error: str | None = None
     beams: list[tuple[list[int], float, str]] = []
     """Final hypotheses of a beam search: generated ids, cumulative logprob, finish reason; best first."""

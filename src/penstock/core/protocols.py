@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from array import array
+
     import numpy as np
     import numpy.typing as npt
 
     from penstock.core.batch import SchedulerOutput, StepOutput
+    from penstock.core.model_spec import ModelSpec
     from penstock.core.sampling import TokenRules
     from penstock.core.sequence import Sequence
 
@@ -33,12 +37,19 @@ class SchedulingPolicy(Protocol):
 
     name: str
 
-    def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
-        """Candidates of this step, first served first. May leave sequences out; must not starve any for ever."""
+    def key(self, seq: Sequence) -> tuple[int, ...]:
+        """Sort key of both queues: smaller goes first."""
         ...
 
-    def num_tokens(self, seq: Sequence, budget_left: int, num_decodes_left: int) -> int:
-        """How many of `seq.lag` tokens to run now; at most `budget_left`; 0 skips it in this step."""
+    def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
+        """Candidates of this step, first served first; both queues come sorted by `key`.
+
+        May leave sequences out; must not starve any for ever.
+        """
+        ...
+
+    def num_tokens(self, seq: Sequence, lag: int, budget_left: int) -> int:
+        """How many of its `lag` tokens to run now; at most `budget_left`; 0 skips it in this step."""
         ...
 
     def victim(self, running: Seq[Sequence], needy: Sequence) -> Sequence | None:
@@ -47,13 +58,111 @@ class SchedulingPolicy(Protocol):
 
 
 class PrefixCache(Protocol):
-    """Remembers full blocks by what was computed in them. Ids only. See `kv.prefix` for the laws."""
+    """Remembers full blocks by what was computed in them. Ids only. See `kv.prefix` for the laws.
+
+    A *block* is known by the tokens up to its end and owns one slab id per paged cache group (a tuple, in group order).
+    A *checkpoint* is the state of all slot groups at the end of a block: one slab id per slot group. An *entry* is an
+    opaque handle of one prefix; whoever acquired it stands on it until `release`, and its path cannot be evicted. The
+    cache never touches a pool: what it lets go is returned, and the caller drops the references.
+    """
 
     name: str
+    version: int
+    """Changes whenever something is forgotten; what `match` returned may be acquired while it stays the same."""
+    num_query_tokens: int
+    num_hit_tokens: int
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that `evict` can give up now. O(1)."""
+        ...
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints kept; every one can be given up. O(1)."""
+        ...
+
+    def match(
+        self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool
+    ) -> tuple[Any, int]:
+        """Longest known prefix of at most `num_blocks` whole blocks of `tokens`: (entry, blocks), or (None, 0).
+
+        `keys` is a memo that lives with the tokens: the cache may append to it. `at_checkpoint`: only a prefix that
+        ends at a checkpoint counts.
+        """
+        ...
+
+    def num_idle(self, entry: Any, num_blocks: int) -> int:
+        """Blocks of a matched prefix that are evictable now and will not be once it is acquired."""
+        ...
+
+    def acquire(
+        self, namespace: bytes, entry: Any, num_blocks: int, num_query_tokens: int
+    ) -> tuple[Any, list[tuple[int, ...]]]:
+        """Stand on a matched prefix (or on the empty one: None, 0): (entry to hold, slabs of every block in order).
+
+        Counts `num_query_tokens` tokens asked for, of which the prefix was a hit.
+        """
+        ...
+
+    def path(self, entry: Any) -> list[tuple[int, ...]]:
+        """Slabs of every block of an entry's prefix, in order. Linear; for checks."""
+        ...
+
+    def share(self, entry: Any) -> None:
+        """One more holder of the same entry."""
+        ...
+
+    def release(self, entry: Any) -> None:
+        """One holder less."""
+        ...
+
+    def insert(
+        self, entry: Any, tokens: bytes, slabs: list[tuple[int, ...]]
+    ) -> tuple[Any, list[tuple[int, ...]], int]:
+        """Go on from a held `entry` by whole blocks (`tokens`: 4 bytes per id): (new entry, existing, num_new).
+
+        The holder now stands on the new entry instead. Blocks 0 ... len(existing) were there already, with these slabs;
+        the next `num_new` are new and keep the given slabs. The sum falls short of len(slabs) if the cache
+        refuses the rest.
+        """
+        ...
+
+    def evict(self, num_blocks: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Forget up to `num_blocks` blocks, ends of paths first: slabs of (blocks, checkpoints) that were let go."""
+        ...
+
+    def checkpoint(self, entry: Any) -> tuple[int, ...] | None:
+        """Slabs of the checkpoint at the end of an entry's prefix."""
+        ...
+
+    def add_checkpoint(self, entry: Any, slabs: tuple[int, ...]) -> None:
+        """Keep `slabs` as the checkpoint of a held entry that has none."""
+        ...
+
+    def evict_checkpoint(self, keep: Any) -> tuple[int, ...] | None:
+        """Forget one checkpoint, not that of entry `keep`: its slabs, or None."""
+        ...
+
+    def contents(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Slabs of all (blocks, checkpoints)."""
+        ...
+
+    def reset(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Forget everything, even what is held: slabs of (blocks, checkpoints). Entries given out are void."""
+        ...
+
+    def check_invariants(self, held: Iterable[Any]) -> None:
+        """Raises AssertionError unless the structure is sound and `held` are exactly the entries held."""
+        ...
 
 
 class EvictionPolicy(Protocol):
-    """Orders evictable entries: the smallest key goes first."""
+    """Orders evictable entries: the smallest key goes first. An entry has an attribute `tick` for the policy's use.
+
+    `tick` counts the cache's operations. `on_hit` is called when an entry is found and when its last holder leaves it.
+    A key may change in `on_insert` and `on_hit` only.
+    """
 
     name: str
 
@@ -87,16 +196,55 @@ class LogitsProcessor(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Attention over paged planes; see `ops.ref.attention` for shapes."""
+    """Softmax attention of a step's tokens over paged planes. Implementations are named in `ops.ref.attention`.
+
+    Shape letters: T tokens, H query heads, G kv heads (G divides H; query head h reads kv head h // (H/G)), D key dim,
+    W value dim.
+    """
 
     name: str
     online: bool
+    """Whether the softmax is computed in one pass, chunk by chunk, with a running maximum."""
+
+    def attend(
+        self, q: npt.NDArray[np.float32], step: Any, group: int, layer: int, *, keys: tuple[str, ...], value: str,
+        scale: float, window: int | None = None, soft_cap: float | None = None,
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
+        """q [T, H, D] -> [T, H, W].
+
+        `step` (an `ops.step.Step`) gives the plan and the planes of every cache group; `layer` counts within `group`.
+        The keys are the planes named `keys` side by side (dims add up to D), the values the plane `value`; this step's
+        own tokens are already in them. The token at position p sees positions p-window+1 ... p (all from 0 without a
+        window). Scores are scale * q.k, or soft_cap * tanh(scale * q.k / soft_cap). The result of a token must not
+        depend, bit for bit, on the other tokens of the step, on where its pages lie or on how its context was cut into
+        steps. Mutates nothing.
+        """
+        ...
 
 
 class ModelFamily(Protocol):
-    """formats -> ModelSpec and weight names; see `families.registry`."""
+    """One kind of checkpoint folder: config.json -> ModelSpec and weight names; see `families.registry`."""
 
     name: str
+    """As `model_type` in config.json says it."""
+    architectures: tuple[str, ...]
+    """The entries of `architectures` in config.json that this family can run."""
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        """A parsed config.json as a ModelSpec.
+
+        Raises ModelError for a field that is missing or makes no sense; UnsupportedError for one that asks for
+        something the family does not compute, every field it has never heard of included.
+        """
+        ...
+
+    def weight_names(self, spec: ModelSpec) -> dict[str, str]:
+        """Logical name (the keys of `model_spec.weight_shapes(spec)`, all of them) -> name in the checkpoint."""
+        ...
+
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        """Whether the tensor `name` of a checkpoint can be left unread without changing a result."""
+        ...
 
 
 class StepTimer(Protocol):

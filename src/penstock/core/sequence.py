@@ -29,16 +29,17 @@ class Sequence:
         token_ids: prompt followed by generated ids (unsigned 32-bit array).
         num_computed: tokens whose cache entries exist (committed).
         num_inflight: tokens in steps that were submitted and not yet committed.
-        num_cached: tokens the last admission found in the prefix cache.
+        num_cached: tokens the last admission found in the prefix cache; `first_cached`: those of the first admission
+            (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         held: beam member that has its candidates and waits for its siblings.
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cumulative_logprob", "finish_reason", "first_token_s", "held", "index",
-        "last_logprobs", "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len",
-        "prompt_logprobs_done", "request", "seq_id", "status", "stop_reason", "tables", "taint_start", "token_ids",
+        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "index", "node", "num_cached",
+        "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request", "seq_id",
+        "status", "tables", "taint_start", "token_ids",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -51,6 +52,7 @@ class Sequence:
         self.num_computed = 0
         self.num_inflight = 0
         self.num_cached = 0
+        self.first_cached = 0
         self.num_preemptions = 0
         self.status = Status.WAITING
         self.tables: list[Any] = []
@@ -60,10 +62,6 @@ class Sequence:
         self.held = False
         self.prompt_logprobs_done = 0
         self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.first_token_s: float | None = None
-        self.last_logprobs: Any = None
 
     @property
     def num_known(self) -> int:

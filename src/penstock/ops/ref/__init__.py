@@ -1,0 +1,41 @@
+"""The reference ops: plain numpy, row by row. Slow, and the oracle of every other table.
+
+The result of a token never depends, bit for bit, on the other tokens of the batch, on chunking or on paging: products
+are one matrix-vector call per row, and attention reduces each token over its own context with shapes that follow from
+its position alone.
+"""
+
+from __future__ import annotations
+
+from penstock.ops.ref.latent import latent_output, latent_query
+from penstock.ops.ref.product import embed, linear, select
+from penstock.ops.ref.norm import layer_norm, rms_norm
+from penstock.ops.ref.pointwise import activate, activate_gated, add, columns, flat, heads
+from penstock.ops.ref.recurrence import recurrent
+from penstock.ops.ref.rotary import rope, rope_angles
+from penstock.ops.ref.storage import write_kv
+from penstock.ops.table import OpTable
+
+REF = OpTable(
+    "ref",
+    {
+        "embed": embed,
+        "select": select,
+        "linear": linear,
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "heads": heads,
+        "flat": flat,
+        "columns": columns,
+        "rope_angles": rope_angles,
+        "rope": rope,
+        "activate": activate,
+        "activate_gated": activate_gated,
+        "add": add,
+        "write_kv": write_kv,
+        "latent_query": latent_query,
+        "latent_output": latent_output,
+        "recurrent": recurrent,
+    },
+)
+"""Every op but attention, which `ops.ref.attention.ATTENTION_BACKENDS` names."""

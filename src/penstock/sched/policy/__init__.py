@@ -1,0 +1,8 @@
+"""Scheduling policies by name. One file each; add a line here to add one."""
+
+from penstock.base.registry import Registry
+
+POLICIES = Registry("scheduling_policy")
+POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
+POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
+POLICIES.add("static", "penstock.sched.policy.static:Static")

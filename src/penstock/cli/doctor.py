@@ -1,0 +1,66 @@
+"""`penstock doctor`: the machine, the parts, and why a part is not available."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.metadata import PackageNotFoundError, version
+
+
+def doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock import __version__
+    from penstock.launch.inventory import inventory
+    from penstock.plan.probe import probe
+
+    console = Console()
+    machine = probe()
+    console.print(f"penstock {__version__}, {machine.arch}, {machine.num_cores} usable cores")
+    console.print(
+        f"memory: {machine.available_bytes / 2**30:.1f} GiB available of {machine.memory_bytes / 2**30:.1f} GiB"
+    )
+    packages = Table(title="Libraries", title_justify="left")
+    packages.add_column("package")
+    packages.add_column("version")
+    for name in ("numpy", "msgspec", "tokenizers", "jinja2", "rich"):
+        try:
+            packages.add_row(name, version(name))
+        except PackageNotFoundError:
+            packages.add_row(name, "[red]missing[/red]: reinstall with pip install penstock")
+    console.print(packages)
+    parts = Table(title="Parts", title_justify="left")
+    for column in ("kind", "name", "state"):
+        parts.add_column(column, overflow="fold")
+    bad = 0
+    for part in inventory():
+        bad += part.problem is not None
+        parts.add_row(part.kind, part.name, "available" if part.problem is None else f"[red]{part.problem}[/red]")
+    console.print(parts)
+    console.print(
+        "Kernels: the numpy reference only (slow and exact). It computes in float32; bfloat16 and float16 weights "
+        "are widened."
+    )
+    if args.model is not None:
+        _model(args.model, console)
+    return 1 if bad else 0
+
+
+def _model(path: str, console: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.config import from_kwargs
+    from penstock.families.registry import open_model
+    from penstock.plan.probe import probe
+    from penstock.plan.resolve import resolve
+
+    assert isinstance(console, Console)
+    checkpoint = open_model(path)
+    plan = resolve(from_kwargs(model=path), checkpoint.spec, probe())
+    table = Table(title=f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters")
+    for column in ("decision", "value", "why"):
+        table.add_column(column, overflow="fold")
+    for d in plan.decisions:
+        table.add_row(d.name, str(d.value), d.why)
+    console.print(table)

@@ -1,0 +1,64 @@
+"""`penstock`: the entry point. Until a command is known, only the standard library is imported: start-up counts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPT = 0, 1, 2, 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock", description="An LLM serving engine whose every optimisation is a switchable, measured part."
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.add_argument("--log-level", default=None, metavar="LEVEL", help="debug, info, warning (default) or error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    run = commands.add_parser("run", help="complete a prompt with a model, on this machine", add_help=True)
+    from penstock.cli.run import add_arguments
+
+    add_arguments(run)
+
+    doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
+    doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status; errors Penstock knows are one line on stderr."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return EXIT_USAGE
+    from penstock.base.errors import PenstockError
+    from penstock.base.log import setup
+
+    setup(args.log_level)
+    try:
+        if args.command == "run":
+            from penstock.cli.run import run
+
+            return run(args)
+        from penstock.cli.doctor import doctor
+
+        return doctor(args)
+    except PenstockError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPT
+    except BrokenPipeError:
+        # The reader of our output went away (`penstock run ... | head`): nothing is left to say to anybody.
+        sys.stderr.close()
+        return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""`penstock run MODEL --prompt ...`: text in, text out, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+
+def _number(text: str) -> int | float:
+    """A number as the user wrote it; ranges are the validator's business, so that every front end says the same."""
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.config.load import add_arguments as add_engine_arguments
+
+    parser.add_argument("model", help="a folder with config.json and safetensors, or a llama2.c .bin")
+    parser.add_argument("--prompt", "-p", help="the prompt; without it, standard input is read")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
+    sampling = parser.add_argument_group("sampling")
+    for flag, text in (
+        ("--max-tokens", "generated tokens at most (default: 128)"),
+        ("--temperature", "0 is greedy (default: 1.0)"),
+        ("--top-p", "keep the likeliest tokens up to this probability"),
+        ("--top-k", "keep this many likeliest tokens"),
+        ("--min-p", "keep tokens at least this likely, relative to the likeliest"),
+        ("--presence-penalty", "subtract from tokens generated before"),
+        ("--frequency-penalty", "subtract for every time a token was generated"),
+        ("--repetition-penalty", "divide logits of tokens seen before"),
+        ("--min-tokens", "do not end before this many tokens"),
+        ("--sampling-seed", "same seed, same text"),
+        ("--n", "number of samples"),
+    ):
+        sampling.add_argument(flag, type=_number, default=None, help=text, metavar="N")
+    sampling.add_argument("--stop", action="append", help="end at this text (may be repeated)")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times to standard error at the end")
+    add_engine_arguments(parser)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    names = (
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "min_tokens", "n", "stop",
+    )  # fmt: skip
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.sampling_seed is not None:
+        given["seed"] = args.sampling_seed
+    if args.ignore_eos:
+        given["ignore_eos"] = True
+    given.setdefault("max_tokens", 128)
+    return given
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.base.errors import InputError
+    from penstock.config.load import from_args
+    from penstock.core.sampling import SamplingParams
+    from penstock.launch.llm import LLM
+
+    prompt = args.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            print("(reading the prompt from standard input; end with Ctrl-D)", file=sys.stderr)
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise InputError("prompt must not be empty", param="prompt")
+    params = SamplingParams(**_sampling(args))
+    llm = LLM.from_config(from_args(args))
+    if args.explain:
+        for d in llm.engine.decisions:
+            print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
+    started = time.perf_counter()
+    stream = llm.stream_chat([{"role": "user", "content": prompt}], params) if args.chat else llm.stream(prompt, params)
+    last = None
+    written = 0
+    if not args.chat and params.n == 1:
+        sys.stdout.write(prompt)
+    for output in stream:
+        last = output
+        if params.n == 1:
+            text = output.outputs[0].text
+            sys.stdout.write(text[written:])
+            sys.stdout.flush()
+            written = len(text)
+    if last is not None and params.n > 1:
+        for sample in last.outputs:
+            sys.stdout.write(f"--- {sample.index} ({sample.finish_reason})\n{sample.text}\n")
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if last is not None and last.error is not None:
+        print(f"penstock: error: {last.error}", file=sys.stderr)
+        return 1
+    if args.stats and last is not None:
+        _print_stats(last, time.perf_counter() - started)
+    return 0
+
+
+def _print_stats(output: Any, wall_s: float) -> None:
+    num = sum(len(o.token_ids) for o in output.outputs)
+    ttft = output.metrics.ttft_s or 0.0
+    print(
+        f"prompt {len(output.prompt_token_ids)} tokens ({output.num_cached_tokens} cached), generated {num} tokens, "
+        f"TTFT {ttft * 1e3:.1f} ms, {num / wall_s:.1f} tokens/s, ended by {output.outputs[0].finish_reason}",
+        file=sys.stderr,
+    )

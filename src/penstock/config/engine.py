@@ -1,0 +1,129 @@
+"""The settings of an engine, frozen, by concern. Names are vLLM's wherever vLLM has one.
+
+A setting that is None or "auto" is decided by `plan.resolve`, which also says why. Names of policies, caches, backends
+and executors are plain text here: the registries in upper layers know which exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.base.errors import ConfigError
+from penstock.config.setting import Section, Setting, setting, settings_of
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Which model, and how its numbers are held."""
+
+    model: str = field(metadata={"help": "Folder or file of the model."})
+    tokenizer: str | None = setting(None, "Folder or file of the tokenizer; by default the model's own.")
+    dtype: str = setting(
+        "auto",
+        "Type of weights and activations. auto: float32 for float32 checkpoints and for half-precision ones whose "
+        "widened weights take at most half of the available memory; otherwise the checkpoint's own.",
+        choices=DTYPES,
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest sequence, prompt and output together, in tokens; by default what the model was made for.",
+        minimum=1,
+    )
+    skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts and outputs are token ids only.")
+    seed: int = setting(0, "Seed from which requests that bring none get theirs.", minimum=0, maximum=2**64 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(Section):
+    """KV memory: how much, in what pieces, and what is kept for reuse."""
+
+    block_size: int = setting(32, "Tokens per KV block.", minimum=1)
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Bytes for KV blocks and recurrent states, instead of what gpu_memory_utilization allows.", minimum=1
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None,
+        "Number of KV blocks, instead of a number computed from memory (vLLM's name; here: of main memory).",
+        minimum=1,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Fraction of the memory left after weights and reserve that KV may take (vLLM's name; here: of main memory).",
+        above=0.0,
+        maximum=1.0,
+    )
+    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
+    prefix_cache: str = setting("radix", "Which prefix cache.")
+    eviction: str = setting("lru", "Which cached blocks are given up first.")
+    kv_cache_dtype: str = setting("auto", "Type of keys and values. auto: the same as dtype.", choices=DTYPES)
+    slot_checkpoint_tokens: int = setting(
+        512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Section):
+    """Who runs, and how much per step."""
+
+    scheduling_policy: str = setting("fcfs", "Who is served first.")
+    max_num_seqs: int | None = setting(None, "Sequences running at once; by default 64.", minimum=1)
+    max_num_batched_tokens: int | None = setting(
+        None, "Token budget of one step; by default 512, more if other settings need it.", minimum=1
+    )
+    enable_chunked_prefill: bool = setting(
+        True, "Let a prompt span several steps. Off: a step must be able to hold the longest sequence."
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "Tokens that one sequence may take from a step's budget; 0: as many as there are.", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionConfig(Section):
+    """What computes a step."""
+
+    attention_backend: str = setting("ref", "Which implementation of attention.")
+    executor: str = setting("inproc", "Where the model runs.")
+    depth: int = setting(1, "Steps that may be in flight.", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine. Build it with `config.from_kwargs`, `from_toml` or `from_args`.
+
+    Raises ConfigError when settings contradict each other (what depends on the model or the machine is checked by
+    `plan.resolve`).
+    """
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+
+    def __post_init__(self) -> None:
+        cache = self.cache
+        if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
+            raise ConfigError(
+                f"num_gpu_blocks_override: {cache.num_gpu_blocks_override} contradicts kv_cache_memory_bytes "
+                f"{cache.kv_cache_memory_bytes}: both set the size of the KV memory; give only one of them",
+                field="num_gpu_blocks_override",
+            )
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """Every setting by its flat name: `from_kwargs(**config.as_kwargs()) == config`."""
+        return {item.name: getattr(getattr(self, item.section), item.name) for item in SETTINGS.values()}
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "execution": ExecutionConfig,
+}
+"""TOML table name -> section class."""
+
+SETTINGS: dict[str, Setting] = {item.name: item for section in SECTIONS.values() for item in settings_of(section)}
+"""Every setting by name; names are unique over all sections."""

@@ -1,0 +1,245 @@
+"""The client's side of the engine: ids become text, stop strings end samples, outputs take vLLM's shape.
+
+Nothing here can change a token. A stop string is found in text, so it ends a sample here; the engine is then told to
+stop, and whatever it still sends for that sample is dropped (DESIGN 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.core.output import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EngineOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
+from penstock.core.request import Abort, Request
+from penstock.text.detokenize import IncrementalDetokenizer
+from penstock.text.stop import StopMatcher
+
+if TYPE_CHECKING:
+    from penstock.base.clock import Clock
+    from penstock.core.batch import TokenLogprobs
+    from penstock.core.sampling import SamplingParams
+    from penstock.text.tokenizer import Tokenizer
+
+
+@dataclass
+class _Sample:
+    """One sample's text so far."""
+
+    index: int
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopMatcher | None
+    min_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add_text(self, delta: str, *, checked: bool) -> str | None:
+        """Take in new text; returns the stop string it completed, if any."""
+        if self.stops is None:
+            self.text.append(delta)
+            return None
+        if not checked:  # before min_tokens no stop string counts
+            self.text.append(delta)
+            return None
+        emit, hit = self.stops.feed(delta)
+        self.text.append(emit)
+        return hit
+
+    def end(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+
+class _Live:
+    """A request whose output is still being put together."""
+
+    def __init__(self, request: Request, params: SamplingParams | None, prompt: str | None, samples: list[_Sample]):
+        self.request = request
+        self.params = params
+        self.prompt = prompt
+        self.samples = samples
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self.metrics = RequestMetrics(arrival_s=request.arrival_s)
+        self.num_cached = 0
+        self.error: str | None = None
+
+
+class OutputProcessor:
+    """Turns EngineOutputs into RequestOutputs. One per front end; not thread-safe.
+
+    `aborts` collects what the engine must be told; the owner hands them in and clears the list.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.aborts: list[Abort] = []
+        self._live: dict[str, _Live] = {}
+
+    def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
+        """Begin to follow a request. `params` is None for beam search."""
+        samples = [self._sample(i, params) for i in range(request.n)] if params is not None else []
+        self._live[request.request_id] = _Live(request, params, prompt, samples)
+
+    def _sample(self, index: int, params: SamplingParams) -> _Sample:
+        if self.tokenizer is None or not params.detokenize:
+            return _Sample(index, None, None, params.min_tokens)
+        detokenizer = IncrementalDetokenizer(
+            self.tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+        )
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+        matcher = StopMatcher(stops, params.include_stop_str_in_output) if stops else None
+        return _Sample(index, detokenizer, matcher, params.min_tokens)
+
+    def process(self, outputs: list[EngineOutput]) -> list[str]:
+        """Take in a step's news. Returns the ids of the requests that changed, in order."""
+        touched: dict[str, None] = {}
+        for out in outputs:
+            live = self._live.get(out.request_id)
+            if live is None:
+                continue  # ended here already: overshoot is dropped
+            touched[out.request_id] = None
+            if live.params is not None:
+                self._take(live, out)
+        return list(touched)
+
+    def discard(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+
+    # -- one output ----------------------------------------------------------------------------------------------
+
+    def _take(self, live: _Live, out: EngineOutput) -> None:
+        now = self.clock.now()
+        params = live.params
+        assert params is not None
+        if out.error is not None:
+            live.error = out.error
+            for sample in live.samples:
+                if sample.finish_reason is None:
+                    sample.end("error", None)
+            live.metrics.finished_s = now
+            return
+        if out.prompt_logprobs:
+            live.prompt_logprobs += [self._entry(e, params.prompt_logprobs) for e in out.prompt_logprobs]
+        sample = live.samples[out.index]
+        if sample.finish_reason is not None:
+            return
+        live.metrics.num_preemptions = max(live.metrics.num_preemptions, out.num_preemptions)
+        if out.token_ids:
+            if live.metrics.first_token_s is None:
+                live.metrics.first_token_s = now
+                live.num_cached = out.num_cached_tokens
+            self._tokens(live, sample, out)
+        if out.finish_reason is not None and sample.finish_reason is None:
+            self._flush(live, sample, out.finish_reason, out.stop_reason)
+        if all(s.finish_reason is not None for s in live.samples):
+            live.metrics.finished_s = now
+
+    def _tokens(self, live: _Live, sample: _Sample, out: EngineOutput) -> None:
+        params = live.params
+        assert params is not None
+        sample.token_ids += out.token_ids
+        for entry in out.logprobs:
+            sample.logprobs.append(self._entry(entry, params.logprobs))
+            sample.cumulative_logprob += entry.logprob
+        if sample.detokenizer is None:
+            return
+        ids = out.token_ids
+        if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
+            ids = ids[:-1] if not params.include_stop_str_in_output else ids
+        hit = sample.add_text(sample.detokenizer.add(ids), checked=len(sample.token_ids) >= sample.min_tokens)
+        if hit is not None:
+            sample.end("stop", hit)
+            if out.finish_reason is None:
+                self.aborts.append(Abort(request_id=out.request_id, index=sample.index, reason="stop"))
+
+    def _flush(self, live: _Live, sample: _Sample, reason: str, stop_reason: int | str | None) -> None:
+        """The sample ends: give out the text that waited for a next token that never comes."""
+        if sample.detokenizer is not None:
+            hit = sample.add_text(
+                sample.detokenizer.flush(), checked=len(sample.token_ids) >= sample.min_tokens and reason != "abort"
+            )
+            if hit is not None:
+                sample.end("stop", hit)
+                return
+            if sample.stops is not None:
+                sample.text.append(sample.stops.flush())
+        sample.end(reason, stop_reason)
+
+    def _entry(self, entry: TokenLogprobs, num: int | None) -> dict[int, Logprob]:
+        """A position's dictionary: the likeliest tokens, and the chosen one if it is not among them."""
+        out = {
+            token_id: Logprob(logprob, rank, self._piece(token_id))
+            for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), 1)
+        }
+        if entry.token_id not in out:
+            out[entry.token_id] = Logprob(entry.logprob, entry.rank, self._piece(entry.token_id))
+        return out
+
+    def _piece(self, token_id: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    # -- what the front end returns ------------------------------------------------------------------------------
+
+    def is_finished(self, request_id: str) -> bool:
+        live = self._live[request_id]
+        return all(s.finish_reason is not None for s in live.samples)
+
+    def output(self, request_id: str) -> RequestOutput:
+        """The request's output so far; finished requests are forgotten by this call."""
+        live = self._live[request_id]
+        params = live.params
+        assert params is not None
+        finished = self.is_finished(request_id)
+        if finished:
+            del self._live[request_id]
+        wants_logprobs = params.logprobs is not None
+        return RequestOutput(
+            request_id=request_id,
+            prompt=live.prompt,
+            prompt_token_ids=live.request.prompt_token_ids,
+            prompt_logprobs=live.prompt_logprobs if params.prompt_logprobs is not None else None,
+            outputs=[
+                CompletionOutput(
+                    index=s.index,
+                    text="".join(s.text),
+                    token_ids=s.token_ids,
+                    cumulative_logprob=s.cumulative_logprob if wants_logprobs else None,
+                    logprobs=s.logprobs if wants_logprobs else None,
+                    finish_reason=s.finish_reason,
+                    stop_reason=s.stop_reason,
+                )
+                for s in live.samples
+            ],
+            finished=finished,
+            metrics=live.metrics,
+            num_cached_tokens=live.num_cached,
+            error=live.error,
+        )
+
+    def beam_output(self, out: EngineOutput) -> BeamSearchOutput:
+        """A finished beam search; the request is forgotten by this call."""
+        live = self._live.pop(out.request_id)
+        prompt_ids = live.request.prompt_token_ids
+        sequences = []
+        for ids, score, reason in out.beams:
+            text = None
+            if self.tokenizer is not None:
+                shown = ids
+                beam = live.request.beam
+                ends = reason == "stop" and ids and beam is not None and not beam.include_stop_str_in_output
+                if ends:
+                    shown = ids[:-1]
+                text = self.tokenizer.decode(shown)
+            sequences.append(BeamSearchSequence([*prompt_ids, *ids], score, text, reason))
+        return BeamSearchOutput(sequences)

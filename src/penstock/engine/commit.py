@@ -1,0 +1,271 @@
+"""Commit: the only place where sequences change after execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from penstock.core.output import EngineOutput
+from penstock.core.sequence import Sequence
+from penstock.engine import beam as beam_search
+
+if TYPE_CHECKING:
+    from penstock.core.batch import Sampled, SchedulerOutput, StepOutput, TokenLogprobs
+    from penstock.core.request import Request
+    from penstock.engine.group import Group
+    from penstock.kv.manager import KVManager
+    from penstock.sched.scheduler import Scheduler
+
+
+class Commit:
+    """Applies a step's results in the order of its rows, so that equal steps leave equal states.
+
+    Mutates: sequences, groups, the queues and the KV tables; appends to `emitted`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVManager,
+        groups: dict[str, Group],
+        sequences: dict[int, Sequence],
+        new_sequence: Callable[[Request, int, int], Sequence],
+        emitted: list[EngineOutput],
+    ) -> None:
+        self.scheduler = scheduler
+        self.kv = kv
+        self.groups = groups
+        self.sequences = sequences
+        self.new_sequence = new_sequence
+        self.emitted = emitted
+        self.stats = scheduler.stats
+
+    def apply(
+        self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
+    ) -> None:
+        """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
+        alive: dict[int, Sequence] = {}
+        for seq, num_tokens, num_preemptions in rows:
+            if seq.seq_id not in self.sequences or seq.num_preemptions != num_preemptions:
+                continue  # aborted, or preempted while this step was in flight: its cache entries are gone
+            seq.num_inflight -= num_tokens
+            seq.num_computed += num_tokens
+            self.kv.commit(seq)
+            alive[seq.seq_id] = seq
+        for prompt in result.prompt_logprobs:
+            seq = alive.get(prompt.seq_id)
+            if seq is not None:
+                self._prompt_logprobs(seq, prompt.start, prompt.entries)
+        for error in result.errors:
+            seq = alive.pop(error.seq_id, None)
+            if seq is not None and seq.seq_id in self.sequences:
+                self._fail(seq, error.message)
+        for sampled in result.sampled:
+            seq = alive.get(sampled.seq_id)
+            if seq is not None and seq.seq_id in self.sequences:
+                self._sampled(seq, sampled)
+
+    # -- one row -------------------------------------------------------------------------------------------------
+
+    def _sampled(self, seq: Sequence, sampled: Sampled) -> None:
+        group = self.groups[seq.request.request_id]
+        if group.request.beam is not None:
+            group.candidates[seq.seq_id] = list(sampled.candidates)
+            seq.held = True
+            if len(group.candidates) == len(group.live):
+                self._advance_beams(group)
+            return
+        members = [(seq, 0)] if 0 not in group.cancelled or group.forked else []
+        if not group.forked:
+            for index in range(1, group.request.n):
+                if index in group.cancelled:
+                    continue
+                child = self.new_sequence(group.request, group.arrival, index)
+                child.first_cached = seq.first_cached
+                group.live[index] = child
+                self.scheduler.fork(seq, child)
+                members.append((child, index))
+            group.forked = True
+        for member, j in members:
+            logprob = sampled.logprobs[j] if sampled.logprobs else None
+            self._append(group, member, sampled.token_ids[j], logprob)
+        if seq.index in group.cancelled:  # it only computed the prompt for the others
+            self.finish(group, seq, "abort", None, emit=False, aborted=True)
+
+    def _append(self, group: Group, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> None:
+        request = group.request
+        seq.token_ids.append(token_id)
+        self.scheduler.appended(seq, [token_id])
+        self.stats.num_sampled_tokens += 1
+        finish_reason: str | None = None
+        stop_reason: int | None = None
+        if seq.num_generated >= request.rules.min_tokens:
+            if token_id in request.eos_token_ids:
+                finish_reason = "stop"
+            elif token_id in request.stop_token_ids:
+                finish_reason, stop_reason = "stop", token_id
+        if finish_reason is None and seq.num_generated >= request.max_tokens:
+            finish_reason = "length"
+        self._emit(seq, [token_id], [logprob] if logprob is not None else [], finish_reason, stop_reason)
+        if finish_reason is not None:
+            self.finish(group, seq, finish_reason, stop_reason, emit=False)
+
+    def _prompt_logprobs(self, seq: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
+        fresh = entries[max(0, seq.prompt_logprobs_done - start) :]
+        if fresh:
+            seq.prompt_logprobs_done = start + len(entries)
+            self.emitted.append(EngineOutput(request_id=seq.request.request_id, index=seq.index, prompt_logprobs=fresh))
+
+    def _emit(
+        self,
+        seq: Sequence,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        finish_reason: str | None,
+        stop_reason: int | None,
+    ) -> None:
+        self.emitted.append(
+            EngineOutput(
+                request_id=seq.request.request_id,
+                index=seq.index,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+                num_cached_tokens=seq.first_cached,
+                num_preemptions=seq.num_preemptions,
+            )
+        )
+
+    # -- endings -------------------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        group: Group,
+        seq: Sequence,
+        reason: str,
+        stop_reason: int | None,
+        *,
+        emit: bool = True,
+        aborted: bool = False,
+    ) -> None:
+        """End one sample. A finished sequence owns nothing."""
+        self.scheduler.remove(seq)
+        del self.sequences[seq.seq_id]
+        del group.live[seq.index]
+        if aborted:
+            self.stats.num_aborted += 1
+        else:
+            self.stats.num_finished += 1
+        if emit:
+            self._emit(seq, [], [], reason, stop_reason)
+        if not group.live:
+            del self.groups[group.request.request_id]
+
+    def cancel(self, group: Group, index: int, reason: str) -> None:
+        """Abort a sample that does not exist yet. The first sequence still computes the prompt for the others."""
+        if index in group.cancelled or not 0 <= index < group.request.n:
+            return
+        group.cancelled.add(index)
+        self.emitted.append(EngineOutput(request_id=group.request.request_id, index=index, finish_reason=reason))
+        if len(group.cancelled) == group.request.n:
+            self.abort_group(group, reason)
+
+    def abort_group(self, group: Group, reason: str) -> None:
+        """End all that is left of a request, samples that were never started included."""
+        request = group.request
+        unborn = [] if group.forked else [i for i in range(1, request.n) if i not in group.cancelled]
+        for seq in list(group.live.values()):
+            told = request.beam is not None or seq.index in group.cancelled
+            self.finish(group, seq, reason, None, emit=not told, aborted=True)
+        for index in unborn:
+            self.emitted.append(EngineOutput(request_id=request.request_id, index=index, finish_reason=reason))
+        if request.beam is not None:
+            self.emitted.append(EngineOutput(request_id=request.request_id, index=0, finish_reason=reason))
+
+    def _fail(self, seq: Sequence, message: str) -> None:
+        """A row that failed ends its request, and only its request."""
+        group = self.groups[seq.request.request_id]
+        self.stats.num_errors += 1
+        for member in list(group.live.values()):
+            self.finish(group, member, "error", None, emit=False, aborted=True)
+        self.emitted.append(
+            EngineOutput(request_id=seq.request.request_id, index=seq.index, finish_reason="error", error=message)
+        )
+
+    # -- beams ---------------------------------------------------------------------------------------------------
+
+    def _advance_beams(self, group: Group) -> None:
+        """All beams have their candidates: pick the next ones, fork and drop sequences accordingly."""
+        request = group.request
+        params = request.beam
+        assert params is not None
+        beams = sorted(group.live.values(), key=lambda s: (-s.cumulative_logprob, s.index))
+        picked = beam_search.advance(
+            [s.cumulative_logprob for s in beams],
+            [group.candidates[s.seq_id] for s in beams],
+            params.beam_width,
+            frozenset(request.eos_token_ids),
+        )
+        group.candidates.clear()
+        for c in picked.ended:
+            generated = beams[c.parent].token_ids[beams[c.parent].prompt_len :].tolist()
+            group.completed.append(([*generated, c.token_id], c.cum_logprob, "stop"))
+        self._reassign_beams(group, beams, picked.going_on)
+        done = [s for s in group.live.values() if s.num_generated >= request.max_tokens]
+        if not group.live or done:
+            self._finish_beams(group)
+
+    def _reassign_beams(self, group: Group, beams: list[Sequence], going_on: list[beam_search.Continuation]) -> None:
+        """A beam's first continuation stays on its own sequence; further ones fork it before it changes."""
+        first: dict[int, beam_search.Continuation] = {}
+        forks: list[beam_search.Continuation] = []
+        for c in going_on:
+            if c.parent in first:
+                forks.append(c)
+            else:
+                first[c.parent] = c
+        grown: list[tuple[Sequence, beam_search.Continuation]] = []
+        for c in forks:
+            parent = beams[c.parent]
+            child = self.new_sequence(group.request, group.arrival, group.next_index)
+            group.next_index += 1
+            child.token_ids = parent.token_ids[:]
+            group.live[child.index] = child
+            self.scheduler.fork(parent, child)
+            grown.append((child, c))
+        for number, seq in enumerate(beams):
+            if number in first:
+                grown.append((seq, first[number]))
+            else:
+                self.scheduler.remove(seq)
+                del self.sequences[seq.seq_id]
+                del group.live[seq.index]
+        for seq, c in grown:
+            seq.held = False
+            seq.token_ids.append(c.token_id)
+            seq.cumulative_logprob = c.cum_logprob
+            self.scheduler.appended(seq, [c.token_id])
+            self.stats.num_sampled_tokens += 1
+
+    def _finish_beams(self, group: Group) -> None:
+        request = group.request
+        params = request.beam
+        assert params is not None
+        ranked = sorted(group.live.values(), key=lambda s: (-s.cumulative_logprob, s.index))
+        hypotheses = group.completed + [
+            (s.token_ids[s.prompt_len :].tolist(), s.cumulative_logprob, "length") for s in ranked
+        ]
+        prompt_len = len(request.prompt_token_ids)
+
+        def score(h: tuple[list[int], float, str]) -> float:
+            return beam_search.final_score(h[1], prompt_len + len(h[0]), h[2] == "stop", params.length_penalty)
+
+        best = sorted(hypotheses, key=lambda h: -score(h))[: params.beam_width]
+        for seq in list(group.live.values()):
+            self.scheduler.remove(seq)
+            del self.sequences[seq.seq_id]
+        group.live.clear()
+        del self.groups[request.request_id]
+        self.stats.num_finished += 1
+        self.emitted.append(EngineOutput(request_id=request.request_id, index=0, finish_reason=best[0][2], beams=best))

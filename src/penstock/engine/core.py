@@ -1,0 +1,171 @@
+"""EngineCore: one short step, the only loop there is (DESIGN 3.3).
+
+intake -> schedule -> submit -> collect -> apply aborts -> commit -> emit
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock.base.errors import InputError
+from penstock.core.output import EngineOutput
+from penstock.core.request import Abort, Control, Intake, Request
+from penstock.core.sequence import Sequence, Status
+from penstock.engine.commit import Commit
+from penstock.engine.group import Group
+
+if TYPE_CHECKING:
+    from penstock.base.clock import Clock
+    from penstock.core.batch import SchedulerOutput
+    from penstock.core.protocols import Executor
+    from penstock.kv.manager import KVManager
+    from penstock.sched.scheduler import Scheduler
+
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache")
+
+InFlight = tuple["SchedulerOutput", list[tuple[Sequence, int, int]]]
+"""A submitted step and, per scheduled row, (sequence, tokens, its preemption count when submitted)."""
+
+
+class EngineCore:
+    """Drives sequences from intake to their last token. `add` may be called from other threads; `step` from one.
+
+    With `check_invariants`, the laws of the KV memory are asserted after every step (tests; sampled in production).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVManager,
+        executor: Executor,
+        clock: Clock,
+        *,
+        check_invariants: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.kv = kv
+        self.executor = executor
+        self.clock = clock
+        self.stats = scheduler.stats
+        self.check_invariants = check_invariants
+        self.groups: dict[str, Group] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._intake: deque[Intake] = deque()
+        self._pending_ids: set[str] = set()
+        self._inflight: deque[InFlight] = deque()
+        self._emitted: list[EngineOutput] = []
+        self._commit = Commit(scheduler, kv, self.groups, self._sequences, self._new_sequence, self._emitted)
+        self._next_seq_id = 0
+        self._next_arrival = 0
+        self._next_step = 0
+
+    def add(self, item: Intake) -> None:
+        """Hand in a request, an abort or a control order; it takes effect in the next step.
+
+        Raises InputError, before anything is queued, if a request's id is in use or an order is unknown: a repeated id
+        must not disturb the request that owns it.
+        """
+        if isinstance(item, Request):
+            if item.request_id in self.groups or item.request_id in self._pending_ids:
+                raise InputError(f"request id {item.request_id!r} is already in use", param="request_id")
+            self._pending_ids.add(item.request_id)
+        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
+            raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
+        self._intake.append(item)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._intake or self._inflight or self.groups)
+
+    def step(self) -> list[EngineOutput]:
+        """Run one iteration and return its news. Raises what the executor raises."""
+        while self._intake:
+            self._take(self._intake.popleft())
+        while len(self._inflight) < self.executor.depth:
+            output = self.scheduler.schedule(self._next_step, idle=not self._inflight)
+            if output is None:
+                break
+            self._submit(output)
+        if self._inflight:
+            output, rows = self._inflight.popleft()
+            result = self.executor.collect()
+            self._take_aborts()
+            self.kv.retired(output.step)
+            self._commit.apply(output, rows, result, self.clock.now())
+        if self.check_invariants:
+            self.kv.check_invariants(self._sequences.values())
+        emitted, self._emitted[:] = list(self._emitted), []
+        return emitted
+
+    def _submit(self, output: SchedulerOutput) -> None:
+        scheduled = [(self._sequences[r.seq_id], r.num_tokens) for r in output.scheduled]
+        rows = [(seq, n, seq.num_preemptions) for seq, n in scheduled]
+        self._next_step += 1
+        self.kv.submitted(output.step)
+        self.executor.submit(output)
+        self._inflight.append((output, rows))
+
+    # -- intake --------------------------------------------------------------------------------------------------
+
+    def _take(self, item: Intake) -> None:
+        if isinstance(item, Request):
+            self._take_request(item)
+        elif isinstance(item, Abort):
+            self._take_abort(item)
+        else:
+            self._take_control(item)
+
+    def _take_aborts(self) -> None:
+        """Aborts that arrived while the step ran take effect before its results do; the rest waits its turn."""
+        for _ in range(len(self._intake)):
+            item = self._intake.popleft()
+            if isinstance(item, Abort) and item.request_id in self.groups:
+                self._take_abort(item)
+            else:
+                self._intake.append(item)
+
+    def _take_request(self, request: Request) -> None:
+        self._pending_ids.discard(request.request_id)
+        arrival = self._next_arrival
+        self._next_arrival += 1
+        leader = self._new_sequence(request, arrival, 0)
+        self.groups[request.request_id] = Group(request, arrival, leader)
+        self.scheduler.add(leader)
+
+    def _new_sequence(self, request: Request, arrival: int, index: int) -> Sequence:
+        seq = Sequence(self._next_seq_id, request, arrival, index)
+        self._next_seq_id += 1
+        self._sequences[seq.seq_id] = seq
+        return seq
+
+    def _take_abort(self, abort: Abort) -> None:
+        group = self.groups.get(abort.request_id)
+        if group is None:
+            return  # it ended in the meantime: nothing is owed
+        if abort.index is None or group.request.beam is not None:
+            self._commit.abort_group(group, abort.reason)
+        elif not group.forked:
+            self._commit.cancel(group, abort.index, abort.reason)
+        elif abort.index in group.live:
+            self._commit.finish(group, group.live[abort.index], abort.reason, None, aborted=True)
+
+    def _take_control(self, control: Control) -> None:
+        if control.kind == "reset_prefix_cache":
+            self.kv.reset_prefix_cache()
+            return
+        group = self.groups.get(control.request_id)
+        if group is None:
+            return
+        for index, seq in list(group.live.items()):
+            if control.index is not None and index != control.index:
+                continue
+            if control.kind == "preempt":
+                if seq.status is Status.RUNNING:
+                    self.scheduler.preempt(seq)
+            elif control.kind == "taint":
+                if seq.taint_start is None:
+                    seq.taint_start = seq.num_computed
+            elif seq.status is Status.RUNNING and seq.num_inflight == 0:
+                for g in range(len(seq.tables)):
+                    self.kv.make_ragged(seq, g)

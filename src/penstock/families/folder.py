@@ -1,0 +1,127 @@
+"""A Hugging Face model folder: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import ModelError, UnsupportedError
+from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import ModelFamily
+from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, TokenizerFiles, check_weights
+from penstock.families.fields import Fields
+from penstock.formats.files import quoted, read_text
+from penstock.formats.json_file import read_json_object
+from penstock.formats.safetensors import INDEX_NAME, read_index, read_safetensors
+from penstock.formats.tensor_ref import TensorRef
+
+_SINGLE_NAME = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_TEMPLATE_LIMIT_BYTES = 4 * 1024 * 1024
+
+
+def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], family: ModelFamily) -> Checkpoint:
+    """The model of `family` in `folder`, whose listing is `names`.
+
+    Raises ModelError if anything in it is broken, UnsupportedError if it needs what Penstock does not have.
+    """
+    config = dict(config)
+    _refuse_quantized(folder, names, config.pop("quantization_config", None))
+    spec = family.spec(config)
+    tensors = _tensors(folder, names)
+    weights = _match(folder, tensors, spec, family)
+    check_weights(weights, spec)
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES[weights["embed"].dtype])
+    generation = _optional_json(folder, names, "generation_config.json")
+    eos = Fields(generation, "generation_config.json").token_ids("eos_token_id", spec.vocab_size, default=())
+    # Instruction models list the ends of a turn only here.
+    spec = msgspec.structs.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos))))
+    return Checkpoint(folder, spec, weights, _tokenizer(folder, names), generation)
+
+
+def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
+    """The refusal for a folder whose weights are pickles only; None if there are none."""
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if not pickles:
+        return None
+    return UnsupportedError(
+        f"{quoted(folder)} has its weights as {quoted(pickles[0])}, a format that can run code when it is read; "
+        "convert it to safetensors"
+    )
+
+
+def _refuse_quantized(folder: Path, names: list[str], quantization: object) -> None:
+    where = "config.json"
+    if not quantization and "hf_quant_config.json" in names:
+        where = "hf_quant_config.json"
+        quantization = read_json_object(folder / where).get("quantization") or {"quant_method": "modelopt"}
+    if quantization:
+        found = quantization if isinstance(quantization, dict) else {}
+        method = next((found[k] for k in ("quant_method", "quant_algo") if found.get(k)), "unnamed")
+        raise UnsupportedError(
+            f"{quoted(folder)} is quantised with the method {quoted(method)} ({where}), which Penstock cannot read"
+        )
+
+
+def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
+    if _SINGLE_NAME in names:
+        return read_safetensors(folder / _SINGLE_NAME)
+    if INDEX_NAME in names:
+        return read_index(folder / INDEX_NAME)
+    others = sorted(name for name in names if name.endswith(".safetensors"))
+    if others:
+        raise ModelError(f"{quoted(folder)} has {quoted(others[0])} but neither {_SINGLE_NAME} nor {INDEX_NAME}")
+    raise pickle_refusal(folder, names) or ModelError(f"{quoted(folder)} has a config.json but no {_SINGLE_NAME}")
+
+
+def _match(folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily) -> dict[str, TensorRef]:
+    names = family.weight_names(spec)
+    missing = [name for name in names.values() if name not in tensors]
+    if missing:
+        raise ModelError(
+            f"{quoted(folder)} lacks {len(missing)} of the {len(names)} tensors its config.json asks for, "
+            f"first {quoted(missing[0])}"
+        )
+    wanted = set(names.values())
+    unexpected = [name for name in tensors if name not in wanted and not family.ignores(name, spec)]
+    if unexpected:
+        raise UnsupportedError(
+            f"{quoted(folder)} holds {len(unexpected)} tensors that the {family.name} family does not use with this "
+            f"config.json, first {quoted(unexpected[0])}"
+        )
+    return {logical: tensors[name] for logical, name in names.items()}
+
+
+def _optional_json(folder: Path, names: list[str], name: str) -> dict[str, Any]:
+    return read_json_object(folder / name) if name in names else {}
+
+
+def _tokenizer(folder: Path, names: list[str]) -> TokenizerFiles:
+    config = _optional_json(folder, names, "tokenizer_config.json")
+    if "chat_template.jinja" in names:
+        template: str | None = read_text(folder / "chat_template.jinja", _TEMPLATE_LIMIT_BYTES)
+    else:
+        template = _template(config.get("chat_template"))
+    if "tokenizer.json" in names:
+        return TokenizerFiles("hf", folder / "tokenizer.json", config, template)
+    reason = f"{quoted(folder)} has no tokenizer.json"
+    if "tokenizer.model" in names:
+        reason += "; tokenizer.model is not read, convert it (saving it with transformers writes a tokenizer.json)"
+    return TokenizerFiles("none", None, config, template, reason)
+
+
+def _template(value: object) -> str | None:
+    """`chat_template` of tokenizer_config.json: source, or a list of named ones of which "default" counts."""
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[object, object] = {}
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        named = {str(entry.get("name")): entry.get("template") for entry in value}
+    source = named.get("default")
+    if named and (source is None or isinstance(source, str)):
+        return source
+    raise ModelError("tokenizer_config.json gives a chat_template that is neither a string nor a list of named ones")

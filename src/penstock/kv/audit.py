@@ -1,0 +1,126 @@
+"""The laws of the KV manager, counted afresh. Slow; for tests and sampling in production."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.kv.block_pool import BROKEN, BlockPool
+from penstock.kv.block_table import BlockTable
+from penstock.kv.cursor import Cursor
+
+if TYPE_CHECKING:
+    from penstock.core.cache_spec import CacheGroup
+    from penstock.core.protocols import PrefixCache
+    from penstock.core.sequence import Sequence as Seq
+
+
+class Audit:
+    """Recounts who holds what. Every violation is an AssertionError that names it."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        pools: Sequence[BlockPool],
+        cache: PrefixCache,
+        block_size: int,
+        generation: int,
+    ) -> None:
+        self.groups = groups
+        self.pools = pools
+        self.cache = cache
+        self.block_size = block_size
+        self.generation = generation
+        self.paged = [g.index for g in groups if g.spec.kind == "paged"]
+        self.slots = [g.index for g in groups if g.spec.kind == "slot"]
+        self.slabs: list[Counter[int]] = [Counter() for _ in groups]
+        self.pages: list[Counter[int]] = [Counter() for _ in groups]
+        self.held: list[Any] = []
+
+    def run(self, live: Iterable[Seq], leaving: Iterable[Any], pending: set[int]) -> None:
+        """`leaving`: entries held only because steps in flight saw them; `pending`: sequences with table updates."""
+        live = list(live)
+        for pool in self.pools:
+            pool.check_invariants()
+        blocks, checkpoints = self.cache.contents()
+        self._count(self.paged, blocks)
+        self._count(self.slots, checkpoints)
+        cached = [set(counter) for counter in self.slabs]
+        for g, counter in enumerate(self.slabs):
+            assert all(n == 1 for n in counter.values()), f"group {g}: the prefix cache keeps a slab twice"
+        for seq in live:
+            self._sequence(seq, cached)
+        self._references()
+        self.held.extend(leaving)
+        self.cache.check_invariants(self.held)
+        alone = sum(all(self.pools[g].refs[s] == 1 for g, s in zip(self.paged, b, strict=True)) for b in blocks)
+        assert self.cache.num_evictable <= alone, (
+            f"{self.cache.num_evictable} blocks count as evictable, but evicting frees {alone} at most"
+        )
+        owners = {seq.seq_id for seq in live if seq.tables}
+        assert pending <= owners, f"table updates wait for sequences {pending - owners} that own nothing"
+
+    def _count(self, groups: list[int], entries: list[tuple[int, ...]]) -> None:
+        for slabs in entries:
+            for g, slab in zip(groups, slabs, strict=True):
+                self.slabs[g][slab] += 1
+
+    def _sequence(self, seq: Seq, cached: list[set[int]]) -> None:
+        if not seq.tables:
+            assert seq.node is None, f"{seq} owns no memory but has a cursor"
+            assert seq.num_computed == 0, f"{seq} owns no memory but has computed tokens"
+            return
+        assert len(seq.tables) == len(self.groups), f"{seq} has {len(seq.tables)} tables"
+        full = seq.num_computed // self.block_size
+        for g, table in enumerate(seq.tables):
+            if g in self.slots:
+                assert len(table.ids) == 1, f"{seq} has {len(table.ids)} slots in group {g}"
+                assert table.layers is None, f"{seq}: slots of group {g} are ragged"
+            else:
+                self._capacity(seq, g, table)
+                tail = set(table.ids[full:]) & cached[g]
+                assert not tail, f"{seq} may write slabs {tail} of group {g}, which the prefix cache keeps"
+            self.slabs[g].update(table.ids)
+            for pages in table.layers or ():
+                self.pages[g].update(pages)
+        cursor: Cursor = seq.node
+        assert cursor is not None, f"{seq} owns memory but has no cursor"
+        if cursor.staged is not None:
+            self._count(self.slots, [cursor.staged[1]])
+        if cursor.holding and cursor.generation == self.generation:
+            self.held.append(cursor.entry)
+            self._path(seq, cursor)
+
+    def _capacity(self, seq: Seq, g: int, table: BlockTable) -> None:
+        assert table.num_blocks * self.block_size >= seq.num_computed, f"{seq}: table of group {g} is too short"
+        if table.layers is None:
+            assert len(set(table.ids)) == len(table.ids), f"{seq}: a slab stands twice in the table of group {g}"
+            return
+        assert not table.ids, f"{seq}: the ragged table of group {g} still has slabs"
+        assert len(table.layers) == self.groups[g].pages_per_slab, f"{seq}: group {g} misses layers"
+        flat = [page for pages in table.layers for page in pages]
+        assert len(set(flat)) == len(flat), f"{seq}: a page stands twice in the table of group {g}"
+        assert len({len(pages) for pages in table.layers}) == 1, f"{seq}: layers of group {g} differ in length"
+
+    def _path(self, seq: Seq, cursor: Cursor) -> None:
+        """A sequence's table begins with the slabs of the entry it stands on."""
+        path = self.cache.path(cursor.entry)
+        if self.cache.name != "none":
+            assert len(path) == cursor.num_blocks, f"{seq} stands at block {len(path)}, not {cursor.num_blocks}"
+        assert len(path) * self.block_size <= seq.num_computed, f"{seq} put blocks into the cache before computing them"
+        for j, g in enumerate(self.paged):
+            table = seq.tables[g]
+            if table.layers is None:
+                theirs = [slabs[j] for slabs in path]
+                assert table.ids[: len(path)] == theirs, f"{seq}: the table of group {g} left the prefix cache's path"
+
+    def _references(self) -> None:
+        for g, pool in enumerate(self.pools):
+            for slab, count in enumerate(pool.refs):
+                holders = self.slabs[g][slab]
+                expected = 0 if count == BROKEN else count
+                assert expected == holders, f"group {g}: slab {slab} has {count} references and {holders} holders"
+            assert dict(self.pages[g]) == pool.page_refs, (
+                f"group {g}: pages have references {pool.page_refs} and holders {dict(self.pages[g])}"
+            )

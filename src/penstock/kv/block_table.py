@@ -1,0 +1,28 @@
+"""Where one sequence keeps one cache group."""
+
+from __future__ import annotations
+
+
+class BlockTable:
+    """Shared (block b is slab `ids[b]`, for all layers) or ragged (block b of the i-th layer is page `layers[i][b]`).
+
+    A slot group's table is a shared one of length 1. Only the manager changes tables.
+
+    Attributes:
+        ids: slabs, block by block; empty when ragged.
+        layers: None, or one list of pages per layer of the group.
+    """
+
+    __slots__ = ("ids", "layers")
+
+    def __init__(self, ids: list[int] | None = None, layers: list[list[int]] | None = None) -> None:
+        self.ids: list[int] = [] if ids is None else ids
+        self.layers = layers
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every layer has."""
+        return len(self.ids) if self.layers is None else len(self.layers[0])
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self.ids})" if self.layers is None else f"BlockTable(layers={self.layers})"

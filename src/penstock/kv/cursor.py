@@ -1,0 +1,40 @@
+"""What the prefix cache knows of one sequence: before its admission (a match) and while it runs (a cursor)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+NEVER = sys.maxsize
+
+
+class PrefixMatch(NamedTuple):
+    """What `match` found: a claim on nothing. It is looked up again if the cache has forgotten something since."""
+
+    num_tokens: int
+    namespace: bytes
+    entry: Any
+    version: int
+
+
+class Cursor:
+    """Lives in `Sequence.node` while the sequence owns memory.
+
+    Attributes:
+        entry: where in the prefix cache the sequence stands. The cache keeps the path up to there.
+        num_blocks: blocks up to `entry`; the sequence's tables hold the very slabs of the cache there.
+        next_commit: `num_computed` from which on commit has something to do; NEVER once nothing more may enter.
+        generation: number of the cache's last reset; an older cursor's `entry` is void.
+        holding: False once the entry was left (all tables are ragged).
+        staged: a checkpoint that is being copied and cannot be attached yet: (tokens, one slab per slot group).
+    """
+
+    __slots__ = ("entry", "generation", "holding", "next_commit", "num_blocks", "staged")
+
+    def __init__(self, entry: Any, num_blocks: int, next_commit: int, generation: int) -> None:
+        self.entry = entry
+        self.num_blocks = num_blocks
+        self.next_commit = next_commit
+        self.generation = generation
+        self.holding = True
+        self.staged: tuple[int, tuple[int, ...]] | None = None

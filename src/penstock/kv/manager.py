@@ -1,0 +1,371 @@
+"""Who owns which block: admission, growth, prefix reuse, forks and release, for all cache groups at once.
+
+Integers only. Decisions leave through `drain` as table updates and page operations; the runner carries them out.
+Source: vLLM, arXiv 2309.06180, section 4; SGLang, arXiv 2312.07104, section 3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from penstock.base.errors import EngineError
+from penstock.base.hashing import digest
+from penstock.core.batch import PageOp, TableUpdate
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.protocols import PrefixCache
+from penstock.core.sequence import Sequence
+from penstock.kv.audit import Audit
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_table import BlockTable
+from penstock.kv.checkpoints import Checkpoints
+from penstock.kv.cursor import NEVER, Cursor, PrefixMatch
+from penstock.kv.eviction import EVICTION_POLICIES
+from penstock.kv.growth import apply_growth, make_ragged, plan_growth
+from penstock.kv.outbox import Outbox
+from penstock.kv.prefix import PREFIX_CACHES
+from penstock.kv.room import Room, Want
+from penstock.kv.stats import GroupStats, KVStats
+
+MAX_IDLE_BLOCKS = 1 << 16
+"""Blocks without any slab (models of slots only) that the prefix cache may keep: nothing else would bound them."""
+
+
+class KVManager:
+    """The only one who changes block tables.
+
+    Args:
+        groups: cache groups in index order.
+        num_slabs: slabs of each group's pool.
+        block_size: S, tokens per block.
+        prefix_cache: a name in PREFIX_CACHES, or a cache made for this block size.
+        eviction: a name in EVICTION_POLICIES.
+        slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
+
+    Raises ConfigError for unknown names.
+
+    The scheduler calls `drain` and then `submitted` for every step, with nothing in between.
+    """
+
+    def __init__(
+        self,
+        groups: Seq[CacheGroup],
+        num_slabs: Seq[int],
+        block_size: int,
+        *,
+        prefix_cache: str | PrefixCache = "radix",
+        eviction: str = "lru",
+        slot_checkpoint_tokens: int = 512,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.pools = [BlockPool(n, g.pages_per_slab) for g, n in zip(self.groups, num_slabs, strict=True)]
+        if isinstance(prefix_cache, str):
+            self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, EVICTION_POLICIES.get(eviction)())
+        else:
+            self.cache = prefix_cache
+        self._paged = tuple(g.index for g in self.groups if g.spec.kind == "paged")
+        self._slots = tuple(g.index for g in self.groups if g.spec.kind == "slot")
+        self._refs = [pool.refs for pool in self.pools]
+        self._outbox = Outbox(self.pools)
+        self._room = Room(self._paged, self._slots, self.pools, self.cache)
+        distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
+        self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
+        self._submitted = -1
+        self._retired = -1
+        self._leaving: deque[tuple[int, Any]] = deque()
+        self._generation = 0
+        self._num_cow_copies = 0
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """Longest reusable prefix of what is known of `seq`, in whole blocks. Mutates only the memo `seq.block_keys`.
+
+        At least one known token stays to be computed; a lossy tail (`taint_start`) is never taken from the cache; a
+        request for prompt logprobs reads no cache; with slot groups the prefix ends at a checkpoint.
+        """
+        request = seq.request
+        namespace = digest(request.namespace, request.taint.encode())
+        version = self.cache.version
+        if request.rules.num_prompt_logprobs >= 0:
+            return PrefixMatch(0, namespace, None, version)
+        limit = seq.num_known - 1
+        if seq.taint_start is not None:
+            limit = min(limit, seq.taint_start)
+        entry, num_blocks = self.cache.match(
+            namespace, seq.token_ids, limit // self.block_size, seq.block_keys, bool(self._slots)
+        )
+        return PrefixMatch(num_blocks * self.block_size, namespace, entry, version)
+
+    def _fresh(self, seq: Sequence, match: PrefixMatch) -> PrefixMatch:
+        return match if match.version == self.cache.version else self.match(seq)
+
+    def can_admit(self, seq: Sequence, match: PrefixMatch, num_tokens: int) -> bool:
+        """Whether `admit` and then `grow` to `num_tokens` would succeed now, with nobody preempted."""
+        match = self._fresh(seq, match)
+        num_blocks = match.num_tokens // self.block_size
+        need = -(-num_tokens // self.block_size) - num_blocks
+        # What is matched stops being evictable the moment it is admitted.
+        room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
+        if any(need > self.pools[g].num_free + room for g in self._paged):
+            return False
+        return not self._slots or self._states.room(reserved=1 if num_blocks else 0) > 0
+
+    def admit(self, seq: Sequence, match: PrefixMatch) -> None:
+        """Give `seq` its tables: the matched blocks, and a slot in every slot group (the checkpoint's copy, or zeros).
+
+        Mutates: seq.tables, node, num_computed, num_cached. Raises EngineError if there is no slot (see `can_admit`).
+        """
+        assert not seq.tables, f"{seq} is admitted twice"
+        match = self._fresh(seq, match)
+        num_blocks = match.num_tokens // self.block_size
+        asked = 0 if seq.request.rules.num_prompt_logprobs >= 0 else seq.num_known
+        entry, slabs = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
+        slots = self._states.take(keep=entry)
+        if slots is None:
+            self.cache.release(entry)
+            raise EngineError(f"{seq} was admitted although no slot is free")
+        seq.tables = [BlockTable() for _ in self.groups]
+        for j, g in enumerate(self._paged):
+            ids = [block[j] for block in slabs]
+            self.pools[g].ref_slabs(ids)
+            seq.tables[g].ids = ids
+        for j, g in enumerate(self._slots):
+            seq.tables[g].ids = [slots[j]]
+        self._states.fill(slots, self.cache.checkpoint(entry) if num_blocks else None)
+        for g, table in enumerate(seq.tables):
+            self._outbox.whole_table(seq.seq_id, g, table)
+        seq.num_computed = seq.num_cached = num_blocks * self.block_size
+        seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
+        seq.block_keys.clear()  # only `match` needs them
+
+    # -- growth --------------------------------------------------------------------------------------------------
+
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make tokens [num_computed + num_inflight, num_tokens) writable: all or nothing. False: no memory.
+
+        New blocks are zeroed, shared ones that will be written are copied first. Evicts from the prefix cache as
+        needed, and only if that is enough.
+        """
+        start = seq.num_computed + seq.num_inflight
+        first = start // self.block_size
+        end = -(-num_tokens // self.block_size)
+        tables = seq.tables
+        for g in self._paged:
+            ids = tables[g].ids
+            # The common case, a token more in a block of one's own, must cost next to nothing.
+            if end > len(ids) or end != first + 1 or self._refs[g][ids[first]] > 1:
+                if not self._grow(seq, first, end):
+                    return False
+                break
+        if self._slots and seq.num_inflight:
+            self._states.stage(seq, start)
+        return True
+
+    def _grow(self, seq: Sequence, first: int, end: int) -> bool:
+        plans = [(g, plan_growth(seq.tables[g], self.pools[g], first, end)) for g in self._paged]
+        if not self._room.reserve([Want(g, plan.num_slabs, plan.num_pages) for g, plan in plans]):
+            return False
+        for g, plan in plans:
+            if plan.num_slabs or plan.num_pages:
+                apply_growth(seq.tables[g], self.pools[g], plan, seq.seq_id, g, self._outbox)
+                self._num_cow_copies += len(plan.copies)
+        return True
+
+    # -- following a sequence ------------------------------------------------------------------------------------
+
+    def cut(self, seq: Sequence, start: int, n: int) -> int:
+        """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint of slots; at least 1."""
+        return self._states.cut(seq, start, n)
+
+    def commit(self, seq: Sequence) -> None:
+        """`seq.num_computed` has advanced: put new full blocks, and a slot checkpoint where one is due, in the cache.
+
+        Where the cache has a block already, the sequence goes over to it and drops its own.
+        """
+        cursor: Cursor | None = seq.node
+        if cursor is None or seq.num_computed < cursor.next_commit:
+            return
+        if cursor.generation != self._generation:
+            self._stop_following(cursor)  # what follows blocks of before the reset must not be found after it
+            return
+        end = seq.num_computed // self.block_size
+        if seq.taint_start is not None:
+            end = min(end, seq.taint_start // self.block_size)
+        if end > cursor.num_blocks:
+            self._insert(seq, cursor, end)
+        if end > cursor.num_blocks or end < seq.num_computed // self.block_size:
+            self._stop_following(cursor)  # refused (a hash collision), or lossy from here on
+            return
+        cursor.next_commit = (cursor.num_blocks + 1) * self.block_size
+        if self._slots:
+            self._states.attach(seq, cursor)
+
+    def _insert(self, seq: Sequence, cursor: Cursor, end: int) -> None:
+        first = cursor.num_blocks
+        columns = [seq.tables[g].ids[first:end] for g in self._paged]
+        slabs: list[tuple[int, ...]] = list(zip(*columns, strict=True)) if columns else [()] * (end - first)
+        tokens = seq.token_ids[first * self.block_size : end * self.block_size].tobytes()
+        cursor.entry, existing, num_new = self.cache.insert(cursor.entry, tokens, slabs)
+        known = len(existing)
+        cursor.num_blocks = first + known + num_new
+        for j, g in enumerate(self._paged):
+            mine = columns[j]
+            self.pools[g].ref_slabs(mine[known : known + num_new])
+            theirs = [block[j] for block in existing]
+            if theirs != mine[:known]:
+                self.pools[g].ref_slabs(theirs)
+                self.pools[g].unref_slabs(mine[:known])
+                seq.tables[g].ids[first : first + known] = theirs
+                self._outbox.table(seq.seq_id, g, first, theirs)
+
+    def _stop_following(self, cursor: Cursor) -> None:
+        cursor.next_commit = NEVER
+        self._states.drop_staged(cursor)
+
+    # -- forks, raggedness, release ------------------------------------------------------------------------------
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """`child` shares the parent's committed blocks, the partial tail too, and gets copies of its slots.
+
+        False, and nothing changed, if there is no slot. Whoever writes the shared tail first copies it (`grow`).
+        Mutates: child.tables, node, num_computed, num_cached, block_keys, taint_start.
+        """
+        assert parent.tables, f"{parent} owns nothing to fork"
+        assert not child.tables, f"{child} owns memory already"
+        assert parent.num_inflight == 0, f"{parent} is forked while a step works on it"
+        self.commit(parent)
+        slots = self._states.copy(parent)
+        if slots is None:
+            return False
+        num_blocks = -(-parent.num_computed // self.block_size)
+        for g, table in enumerate(parent.tables):
+            pool = self.pools[g]
+            if g in self._slots:
+                copy = BlockTable([slots[self._slots.index(g)]])
+            elif table.layers is None:
+                copy = BlockTable(table.ids[:num_blocks])
+                pool.ref_slabs(copy.ids)
+            else:
+                copy = BlockTable(layers=[pages[:num_blocks] for pages in table.layers])
+                for pages in copy.layers or ():
+                    pool.ref_pages(pages)
+            child.tables.append(copy)
+            self._outbox.whole_table(child.seq_id, g, copy)
+        cursor: Cursor = parent.node
+        child.node = Cursor(cursor.entry, cursor.num_blocks, cursor.next_commit, cursor.generation)
+        child.node.holding = cursor.holding
+        if cursor.holding and cursor.generation == self._generation:
+            self.cache.share(cursor.entry)
+        child.num_computed = parent.num_computed
+        child.num_cached = 0
+        child.block_keys = list(parent.block_keys)
+        child.taint_start = parent.taint_start
+        return True
+
+    def make_ragged(self, seq: Sequence, group_index: int) -> bool:
+        """Give every layer of a paged group private pages. False if there are too few, or the group has slots.
+
+        From now on nothing of `seq` enters the prefix cache. Mutates: seq.tables[group_index].
+        """
+        if group_index in self._slots:
+            return False
+        table: BlockTable = seq.tables[group_index]
+        pool = self.pools[group_index]
+        if table.layers is not None:
+            return True
+        if not self._room.reserve([Want(group_index, 0, len(table.ids) * pool.pages_per_slab)]):
+            return False
+        make_ragged(table, pool, seq.seq_id, group_index, self._outbox)
+        cursor: Cursor = seq.node
+        self._stop_following(cursor)
+        if all(seq.tables[g].layers is not None for g in self._paged):
+            self._leave(cursor)
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """Drop everything `seq` holds (end, abort, preemption) and forget its table updates. Keeps its tokens.
+
+        What steps in flight saw of it becomes free, or evictable, when they have retired.
+        """
+        self._outbox.discard(seq.seq_id)
+        for g, table in enumerate(seq.tables):
+            self.pools[g].unref_slabs(reversed(table.ids))
+            for pages in table.layers or ():
+                self.pools[g].unref_pages(reversed(pages))
+        if seq.node is not None:
+            self._states.drop_staged(seq.node)
+            self._leave(seq.node)
+        seq.tables = []
+        seq.node = None
+        seq.block_keys.clear()
+        seq.num_computed = seq.num_inflight = seq.num_cached = 0
+
+    def _leave(self, cursor: Cursor) -> None:
+        """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
+        if cursor.holding and cursor.generation == self._generation:
+            if self._submitted > self._retired:
+                self._leaving.append((self._submitted, cursor.entry))
+            else:
+                self._release_entry(cursor.entry)
+        cursor.holding = False
+
+    def _release_entry(self, entry: Any) -> None:
+        self.cache.release(entry)
+        if not self._paged and self.cache.num_evictable > MAX_IDLE_BLOCKS:
+            self._room.evict(self.cache.num_evictable - MAX_IDLE_BLOCKS)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks and checkpoints. What runs goes on; nothing of it enters the cache any more."""
+        blocks, checkpoints = self.cache.reset()
+        self._room.drop(blocks, checkpoints, unseen=False)
+        self._leaving.clear()
+        self._generation += 1
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def drain(self) -> tuple[list[TableUpdate], list[PageOp]]:
+        """What the next step has to carry out first: table updates and page operations, in order of planning."""
+        return self._outbox.drain()
+
+    def submitted(self, step: int) -> None:
+        """`step`, with what was drained last, was handed to the executor."""
+        self._submitted = step
+        for pool in self.pools:
+            pool.submitted(step)
+
+    def retired(self, step: int) -> None:
+        """`step` is done: what waited for it becomes free or evictable."""
+        self._retired = max(self._retired, step)
+        for pool in self.pools:
+            pool.retired(step)
+        while self._leaving and self._leaving[0][0] <= step:
+            self._release_entry(self._leaving.popleft()[1])
+
+    @property
+    def reclaiming(self) -> bool:
+        """Memory is on its way: some becomes free or evictable when a step in flight retires. Preempting can wait."""
+        return bool(self._leaving) or any(pool.waiting for pool in self.pools)
+
+    def stats(self) -> KVStats:
+        groups = []
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            evictable = self.cache.num_evictable if group.index in self._paged else self.cache.num_checkpoints
+            used = pool.num_slabs - pool.num_free - evictable - pool.num_quarantined
+            groups.append(GroupStats(pool.num_slabs, pool.num_free, used, evictable, pool.num_quarantined))
+        return KVStats(
+            tuple(groups),
+            self._num_cow_copies,
+            self.cache.num_query_tokens,
+            self.cache.num_hit_tokens,
+            self._room.num_evicted_blocks,
+            self.cache.num_checkpoints,
+        )
+
+    def check_invariants(self, live: Iterable[Sequence]) -> None:
+        """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
+        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
+        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending())

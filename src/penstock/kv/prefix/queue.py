@@ -1,0 +1,59 @@
+"""Which entry goes first: a heap with lazy deletion, ordered by an eviction policy."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from penstock.core.protocols import EvictionPolicy
+
+
+class EvictionQueue:
+    """Entries that may be given up. Each needs an attribute `queued` (0 outside of any queue), which the queue owns.
+
+    Pushing, discarding and popping cost O(log n): a discarded entry stays in the heap under a number that its `queued`
+    no longer shows, and is skipped when it comes up.
+    """
+
+    __slots__ = ("_heap", "_live", "_policy", "_serial")
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[Any, int, Any]] = []
+        self._live = 0
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def push(self, entry: Any) -> None:
+        """Add an entry, or put it in its new place after its key changed. Equal keys go in order of pushing."""
+        if not entry.queued:
+            self._live += 1
+        self._serial += 1
+        entry.queued = self._serial
+        heappush(self._heap, (self._policy.key(entry), self._serial, entry))
+        if len(self._heap) > 2 * self._live + 64:  # dead weight must not grow with the engine's life
+            self._heap = [item for item in self._heap if item[2].queued == item[1]]
+            heapify(self._heap)
+
+    def discard(self, entry: Any) -> None:
+        """Take an entry out, if it is in."""
+        if entry.queued:
+            entry.queued = 0
+            self._live -= 1
+
+    def pop(self) -> Any | None:
+        """The entry that goes first, taken out; None if there is none."""
+        heap = self._heap
+        while heap:
+            _, serial, entry = heappop(heap)
+            if entry.queued == serial:
+                entry.queued = 0
+                self._live -= 1
+                return entry
+        return None
+
+    def entries(self) -> list[Any]:
+        """All entries, in no particular order."""
+        return [entry for _, serial, entry in self._heap if entry.queued == serial]

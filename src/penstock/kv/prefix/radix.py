@@ -1,0 +1,123 @@
+"""A radix tree over full blocks. Source: SGLang's RadixAttention, arXiv 2312.07104, section 3."""
+
+from __future__ import annotations
+
+from array import array
+
+from penstock.kv.prefix.tree import Node, PrefixTree, Slabs
+
+
+class RadixCache(PrefixTree):
+    """Edges are runs of full blocks; children are found by the tokens of their first block, so tokens are compared.
+
+    A node is split where a holder, or another continuation, leaves its run; the upper half is the new one, so entries
+    that others hold keep their end. A run grows in place while its only holder stands at its end.
+    """
+
+    name = "radix"
+
+    def match(
+        self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool
+    ) -> tuple[Node | None, int]:
+        node = self._roots.get(namespace)
+        if node is None or num_blocks <= 0 or not node.children:
+            return None, 0
+        size = self.block_bytes
+        raw = tokens[: num_blocks * self.block_size].tobytes()
+        best: Node | None = None
+        found = 0
+        done = 0
+        while done < num_blocks:
+            child = node.children.get(raw[done * size : (done + 1) * size])
+            if child is None:
+                break
+            common = self._common(child, raw, done)
+            node = child
+            done += common
+            if not at_checkpoint or (common == len(child.slabs) and child.checkpoint is not None):
+                best, found = child, done
+            if common < len(child.slabs):
+                break
+        return best, found
+
+    def _common(self, node: Node, raw: bytes, at: int) -> int:
+        """Blocks that the run of `node` and `raw` from block `at` on have in common; the first is known to be equal."""
+        size = self.block_bytes
+        tokens = node.tokens
+        high = min(len(node.slabs), len(raw) // size - at)
+        base = at * size
+        if tokens[: high * size] == raw[base : base + high * size]:
+            return high
+        low, high = 1, high - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tokens[low * size : middle * size] == raw[base + low * size : base + middle * size]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _ending_at(self, entry: Node, num_blocks: int) -> Node:
+        node = entry
+        while node.start >= num_blocks:  # it was split since it was matched
+            assert node.parent is not None
+            node = node.parent
+        assert node.end >= num_blocks, "the entry lost blocks since it was matched"
+        return node if node.end == num_blocks else self._split(node, num_blocks - node.start)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after its first `at` blocks; returns the new upper node. Holders of `node` keep standing on it."""
+        parent = node.parent
+        assert parent is not None
+        assert 0 < at < len(node.slabs), f"a run of {len(node.slabs)} blocks is split at {at}"
+        cut = at * self.block_bytes
+        upper = Node(parent, node.key, node.start, node.tokens[:cut], node.slabs[:at])
+        upper.locks = node.locks
+        upper.tick = node.tick
+        parent.children[upper.key] = upper
+        node.parent = upper
+        node.start += at
+        del node.tokens[:cut]
+        del node.slabs[:at]
+        node.key = bytes(node.tokens[: self.block_bytes])
+        upper.children[node.key] = node
+        return upper
+
+    def insert(self, entry: Node, tokens: bytes, slabs: list[Slabs]) -> tuple[Node, list[Slabs], int]:
+        size = self.block_bytes
+        node = entry
+        existing: list[Slabs] = []
+        done = 0
+        while done < len(slabs):
+            child = node.children.get(tokens[done * size : (done + 1) * size])
+            if child is None:
+                node = self._grow(node, tokens[done * size :], slabs[done:])
+                break
+            common = self._common(child, tokens, done)
+            if common < len(child.slabs):
+                child = self._split(child, common)
+            existing.extend(child.slabs)
+            if child.locks == 0:
+                self._num_evictable -= common
+                self._leaves.discard(child)
+            child.locks += 1
+            node = child
+            done += common
+        return node, existing, len(slabs) - done
+
+    def _grow(self, node: Node, tokens: bytes, slabs: list[Slabs]) -> Node:
+        """New blocks after `node`, on which the inserting holder stands."""
+        if node.parent is not None and node.locks == 1 and not node.children and node.checkpoint is None:
+            node.tokens += tokens
+            node.slabs += slabs
+            return node
+        key = tokens[: self.block_bytes]
+        child = Node(node, key, node.end, tokens, slabs)
+        child.locks = 1
+        node.children[key] = child
+        self._tick += 1
+        self.policy.on_insert(child, self._tick)
+        return child
+
+    def _check_key(self, node: Node) -> None:
+        assert node.key == node.tokens[: self.block_bytes], "a node is not named by the tokens of its first block"

@@ -1,0 +1,89 @@
+"""Puts one rank's engine together. What does not fit was refused by `plan.resolve`, before a weight was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from penstock.base.clock import Clock, MonotonicClock
+from penstock.config import EngineConfig
+from penstock.core.model_spec import ModelSpec
+from penstock.engine.core import EngineCore
+from penstock.executor import EXECUTORS
+from penstock.kv.manager import KVManager
+from penstock.model.builder import build
+from penstock.plan.resolve import Plan
+from penstock.runner.forward import Forward
+from penstock.runner.runner import Runner
+from penstock.sched.policy import POLICIES
+from penstock.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+def assemble(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weights: Mapping[str, npt.NDArray[np.generic]],
+    plan: Plan,
+    *,
+    clock: Clock | None = None,
+    check_invariants: bool = False,
+    poison: bool = False,
+    wire: bool = False,
+) -> EngineCore:
+    """The engine of one rank in this process.
+
+    For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
+    `wire` sends every message through its encoded form.
+    """
+    program = build(
+        spec, dict(weights), plan.groups, max_model_len=plan.max_model_len, attention=config.execution.attention_backend
+    )
+    return connect(
+        config,
+        plan,
+        program,
+        spec.vocab_size,
+        clock=clock,
+        check_invariants=check_invariants,
+        poison=poison,
+        wire=wire,
+    )
+
+
+def connect(
+    config: EngineConfig,
+    plan: Plan,
+    forward: Forward,
+    vocab_size: int,
+    *,
+    clock: Clock | None = None,
+    check_invariants: bool = False,
+    poison: bool = False,
+    wire: bool = False,
+) -> EngineCore:
+    """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
+    clock = clock or MonotonicClock()
+    runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, poison=poison)
+    executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
+    kv = KVManager(
+        plan.groups,
+        plan.num_slabs,
+        plan.block_size,
+        prefix_cache=config.cache.prefix_cache if config.cache.enable_prefix_caching else "none",
+        eviction=config.cache.eviction,
+        slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
+    )
+    scheduler = Scheduler(
+        kv,
+        POLICIES.get(config.scheduler.scheduling_policy)(),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        block_size=plan.block_size,
+        long_prefill_token_threshold=plan.long_prefill_token_threshold,
+        chunked_prefill=config.scheduler.enable_chunked_prefill,
+    )
+    return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

@@ -1,0 +1,105 @@
+"""From a configuration to a running engine. What does not fit is refused before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.base.clock import Clock, MonotonicClock
+from penstock.config import EngineConfig
+from penstock.core.events import Decision
+from penstock.core.machine import Machine
+from penstock.core.model_spec import ModelSpec
+from penstock.engine.core import EngineCore
+from penstock.executor import EXECUTORS
+from penstock.families.checkpoint import Checkpoint
+from penstock.families.registry import open_model
+from penstock.kv.eviction import EVICTION_POLICIES
+from penstock.kv.prefix import PREFIX_CACHES
+from penstock.launch.assemble import assemble
+from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.model.weights import load_weights
+from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.plan.probe import probe
+from penstock.plan.resolve import Plan, resolve
+from penstock.sched.policy import POLICIES
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.validate import Limits
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass
+class Engine:
+    """Everything a front end needs."""
+
+    core: EngineCore
+    plan: Plan
+    spec: ModelSpec
+    limits: Limits
+    tokenizer: Tokenizer | None
+    clock: Clock
+    chat_template: str | None
+    no_tokenizer: str
+    """Why there is no tokenizer, if there is none."""
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        return self.plan.decisions
+
+
+def start(
+    config: EngineConfig,
+    *,
+    machine: Machine | None = None,
+    progress: Progress | None = None,
+) -> Engine:
+    """Open the model, plan, load the weights and assemble the engine.
+
+    Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
+    is read if it can be known by then.
+    """
+    check_names(config)
+    checkpoint = open_model(config.model.model)
+    plan = resolve(config, checkpoint.spec, machine or probe())
+    files = checkpoint.tokenizer
+    if config.model.tokenizer is not None:
+        files = named_tokenizer(config.model.tokenizer, checkpoint)
+    tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
+    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
+    clock = MonotonicClock()
+    core = assemble(config, checkpoint.spec, weights, plan, clock=clock)
+    return Engine(
+        core=core,
+        plan=plan,
+        spec=checkpoint.spec,
+        limits=limits_of(checkpoint, plan),
+        tokenizer=tokenizer,
+        clock=clock,
+        chat_template=files.chat_template,
+        no_tokenizer=files.reason or "the engine was started with skip_tokenizer_init",
+    )
+
+
+def check_names(config: EngineConfig) -> None:
+    """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened."""
+    PREFIX_CACHES.get(config.cache.prefix_cache)
+    EVICTION_POLICIES.get(config.cache.eviction)
+    POLICIES.get(config.scheduler.scheduling_policy)
+    ATTENTION_BACKENDS.get(config.execution.attention_backend)
+    EXECUTORS.get(config.execution.executor)
+
+
+def limits_of(checkpoint: Checkpoint, plan: Plan) -> Limits:
+    """What a request may ask of this model; its end tokens are those of config.json and generation_config.json."""
+    spec = checkpoint.spec
+    given = checkpoint.generation_config.get("eos_token_id")
+    more = given if isinstance(given, list) else [given]
+    ends = [t for t in more if isinstance(t, int) and not isinstance(t, bool) and 0 <= t < spec.vocab_size]
+    return Limits(
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        kv_capacity_tokens=plan.kv_capacity_tokens,
+        eos_token_ids=tuple(dict.fromkeys([*spec.eos_token_ids, *ends])),
+    )

@@ -1,0 +1,47 @@
+"""Every registered implementation of every protocol, and whether it can be used here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.base.registry import Registry
+from penstock.executor import EXECUTORS
+from penstock.families.registry import FAMILIES
+from penstock.kv.eviction import EVICTION_POLICIES
+from penstock.kv.prefix import PREFIX_CACHES
+from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.runner.logits import LOGITS_PROCESSORS
+from penstock.sched.policy import POLICIES
+
+REGISTRIES: tuple[Registry, ...] = (
+    FAMILIES,
+    PREFIX_CACHES,
+    EVICTION_POLICIES,
+    POLICIES,
+    ATTENTION_BACKENDS,
+    LOGITS_PROCESSORS,
+    EXECUTORS,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """`problem` is None for a part that can be used, else the reason why not."""
+
+    kind: str
+    name: str
+    problem: str | None
+
+
+def inventory() -> list[Part]:
+    """Import every registered implementation and report what failed."""
+    parts = []
+    for registry in REGISTRIES:
+        for name in registry:
+            try:
+                registry.get(name)
+            except Exception as error:  # whatever keeps a part from importing is what doctor is asked to report
+                parts.append(Part(registry.what, name, f"{type(error).__name__}: {error}"))
+            else:
+                parts.append(Part(registry.what, name, None))
+    return parts

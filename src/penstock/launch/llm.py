@@ -1,0 +1,321 @@
+"""`LLM`: offline generation in one process, with vLLM's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.base.errors import InputError
+from penstock.base.hashing import digest
+from penstock.base.rng import derive_seed
+from penstock.config import EngineConfig, from_kwargs
+from penstock.core.output import BeamSearchOutput, EngineOutput, RequestOutput
+from penstock.core.request import Abort, Request
+from penstock.core.sampling import BeamSearchParams, SamplingParams, TokenRules
+from penstock.engine.client import OutputProcessor
+from penstock.launch.build import Engine, start
+from penstock.launch.progress import StepProgress, loading
+from penstock.text.template import encode_chat
+from penstock.text.validate import make_rules, validate_beam, validate_prompt_ids
+
+Prompt = str | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, loaded and ready.
+
+    >>> llm = LLM("path/to/stories260K")
+    >>> llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
+
+    Args:
+        model: a folder with `config.json` and safetensors, or a llama2.c `.bin` (or a folder holding one).
+        **settings: any field of `EngineConfig` (`dtype`, `max_model_len`, `block_size`, `skip_tokenizer_init`, ...).
+
+    Raises: ModelError or UnsupportedError for a model that cannot be run, ConfigError or CapacityError for settings.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
+        self._start(from_kwargs(model=os.fspath(model), **settings))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """The same from a configuration that was put together elsewhere (command line, TOML file)."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        with loading() as progress:
+            self._engine: Engine = start(self.config, progress=progress)
+        self._processor = OutputProcessor(self._engine.tokenizer, self._engine.clock)
+        self._counter = 0
+
+    # -- what vLLM's users call ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs come in the order of the prompts.
+
+        A prompt is a string, `{"prompt": str}` or `{"prompt_token_ids": [ids]}`; the dictionaries may add
+        `"cache_salt"`, which keeps its cached blocks from requests with another salt. All prompts are checked before
+        any of them runs. Raises InputError naming the field that has to change.
+        """
+        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._params_for(sampling_params, len(listed))
+        made = [self._request(*self._tokens(p), s) for p, s in zip(listed, params, strict=True)]
+        return self._run(made, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them. Text in a message can never open a role."""
+        if len(messages) == 0:
+            raise InputError("messages must not be empty", param="messages")
+        many = not isinstance(messages[0], Mapping)
+        conversations: list[Any] = list(messages) if many else [messages]
+        params = self._params_for(sampling_params, len(conversations))
+        made = []
+        for conversation, s in zip(conversations, params, strict=True):
+            ids = self._encode_chat(
+                conversation,
+                chat_template=chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            made.append(self._request(None, ids, b"", s))
+        return self._run(made, use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, best first (rules: `engine.beam`)."""
+        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        limits = self._engine.limits
+        validate_beam(params, limits)
+        requests = []
+        for prompt in listed:
+            text, ids, namespace = self._tokens(prompt)
+            validate_prompt_ids(ids, limits, params.max_tokens)
+            request = Request(
+                request_id=self._next_id(),
+                prompt_token_ids=ids,
+                rules=TokenRules(temperature=0.0),
+                max_tokens=params.max_tokens,
+                eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids),
+                beam=params,
+                namespace=namespace,
+                arrival_s=self._engine.clock.now(),
+            )
+            requests.append((request, text))
+        done: dict[str, BeamSearchOutput] = {}
+        with StepProgress(len(requests), use_tqdm) as progress:
+            for request, text in requests:
+                self._processor.add(request, None, text)
+            for outputs in self._drive([r for r, _ in requests]):
+                for out in outputs:
+                    if out.beams:
+                        done[out.request_id] = self._processor.beam_output(out)
+                        progress.finished()
+                    elif out.error is not None:
+                        self._processor.discard(out.request_id)
+                        done[out.request_id] = BeamSearchOutput([])
+        return [done[r.request_id] for r, _ in requests]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it."""
+        params = sampling_params or SamplingParams()
+        request, text = self._request(*self._tokens(prompt), params)
+        yield from self._stream(request, text, params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **chat: Any
+    ) -> Iterator[RequestOutput]:
+        """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
+        params = sampling_params or SamplingParams()
+        request, text = self._request(None, self._encode_chat(messages, **chat), b"", params)
+        yield from self._stream(request, text, params)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer. Raises InputError if the engine was started without one."""
+        if self._engine.tokenizer is None:
+            raise InputError(
+                f"there is no tokenizer ({self._engine.no_tokenizer}); pass {{'prompt_token_ids': [...]}}, or name one "
+                "with tokenizer=...",
+                param="prompt",
+            )
+        return self._engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+        self._engine.core.kv.reset_prefix_cache()
+
+    @property
+    def engine(self) -> Engine:
+        """The parts: core, plan and its decisions, limits, tokenizer."""
+        return self._engine
+
+    # -- prompts and parameters -> requests ----------------------------------------------------------------------
+
+    def _params_for(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [SamplingParams()] * num_prompts
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        listed = list(params)
+        if len(listed) != num_prompts:
+            raise InputError(
+                f"{num_prompts} prompts came with {len(listed)} sampling_params; give one for all or one for each",
+                param="sampling_params",
+            )
+        return listed
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
+        """(text if there is one, ids, namespace) of a prompt."""
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt), b""
+        if not isinstance(prompt, Mapping):
+            raise InputError(
+                f"a prompt is a string, {{'prompt': str}} or {{'prompt_token_ids': [int]}}, not a "
+                f"{type(prompt).__name__}",
+                param="prompt",
+            )
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if unknown:
+            raise InputError(f"unknown prompt field {sorted(map(str, unknown))[0]!r}", param="prompt")
+        salt = prompt.get("cache_salt")
+        if salt is not None and (not isinstance(salt, str) or not 0 < len(salt.encode()) <= 256):
+            raise InputError("cache_salt must be a string of 1 to 256 bytes", param="cache_salt")
+        namespace = digest(b"salt", salt.encode()) if salt is not None else b""
+        ids = prompt.get("prompt_token_ids")
+        text = prompt.get("prompt")
+        if ids is not None:
+            return text, ids, namespace
+        if not isinstance(text, str):
+            raise InputError("a prompt needs 'prompt' (a string) or 'prompt_token_ids' (a list)", param="prompt")
+        return text, self._encode(text), namespace
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            raise InputError("prompt must not be empty", param="prompt")
+        ids: list[int] = self.get_tokenizer().encode(text)
+        return ids
+
+    def _encode_chat(
+        self,
+        messages: Any,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        template = chat_template or self._engine.chat_template
+        if template is None:
+            raise InputError(
+                "this model has no chat template; pass chat_template=... or use generate()", param="chat_template"
+            )
+        ids: list[int] = encode_chat(
+            self.get_tokenizer(), template, messages, **options, **(chat_template_kwargs or {})
+        )
+        return ids
+
+    def _next_id(self) -> str:
+        self._counter += 1
+        return str(self._counter - 1)
+
+    def _request(
+        self, text: str | None, ids: list[int], namespace: bytes, params: SamplingParams
+    ) -> tuple[Request, tuple[str | None, SamplingParams]]:
+        """Check everything, then make the engine's request. Raises InputError."""
+        limits = self._engine.limits
+        rules = make_rules(params, self._engine.tokenizer, limits)
+        ids = validate_prompt_ids(ids, limits, params.max_tokens)
+        number = self._counter
+        request_id = self._next_id()
+        if params.seed is None:
+            rules = _with_seed(rules, derive_seed(self.config.model.seed, number))
+        room = min(limits.max_model_len, limits.kv_capacity_tokens) - len(ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            rules=rules,
+            n=params.n,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            stop_token_ids=list(params.stop_token_ids or []),
+            eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids),
+            namespace=namespace,
+            arrival_s=self._engine.clock.now(),
+        )
+        return request, (text, params)
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, made: list[tuple[Request, tuple[str | None, SamplingParams]]], show_progress: bool
+    ) -> list[RequestOutput]:
+        for request, (text, params) in made:
+            self._processor.add(request, params, text)
+        done: dict[str, RequestOutput] = {}
+        with StepProgress(len(made), show_progress) as progress:
+            for outputs in self._drive([r for r, _ in made]):
+                progress.tokens(sum(len(o.token_ids) for o in outputs))
+                for request_id in self._processor.process(outputs):
+                    if self._processor.is_finished(request_id):
+                        done[request_id] = self._processor.output(request_id)
+                        progress.finished()
+        return [done[r.request_id] for r, _ in made]
+
+    def _stream(
+        self, request: Request, text_and_params: tuple[str | None, SamplingParams], params: SamplingParams
+    ) -> Iterator[RequestOutput]:
+        self._processor.add(request, params, text_and_params[0])
+        for outputs in self._drive([request]):
+            for request_id in self._processor.process(outputs):
+                yield self._processor.output(request_id)
+
+    def _drive(self, requests: list[Request]) -> Iterator[list[EngineOutput]]:
+        """Step until these requests are done. If the caller stops early, for whatever reason, they are aborted."""
+        core = self._engine.core
+        for request in requests:
+            core.add(request)
+        try:
+            while core.has_work:
+                outputs = core.step()
+                yield outputs
+                for abort in self._processor.aborts:
+                    core.add(abort)
+                self._processor.aborts.clear()
+        except BaseException:
+            for request in requests:
+                core.add(Abort(request_id=request.request_id))
+                self._processor.discard(request.request_id)
+            self._processor.aborts.clear()
+            while core.has_work:
+                core.step()
+            raise
+
+
+def _with_seed(rules: TokenRules, seed: int) -> TokenRules:
+    import msgspec
+
+    return msgspec.structs.replace(rules, seed=seed)

@@ -1,0 +1,92 @@
+"""A model as a flat list of bound op calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.base.bf16 import F32
+from penstock.ops.plan import Planes, StepPlan
+from penstock.ops.step import Step
+from penstock.ops.table import Op
+
+INPUTS = ("step", "token_ids", "positions", "rows")
+"""Registers that a step fills in before the first call."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """`registers[output] = fn(*registers[inputs], *bound, **named)`.
+
+    `output` is "" for a call that only writes a cache. `label` says to people what is bound.
+    """
+
+    op: str
+    fn: Op
+    inputs: tuple[str, ...]
+    output: str
+    bound: tuple[Any, ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+
+class Program:
+    """Runs its calls in order, once per step, for the whole mixed batch of prefill chunks and decodes.
+
+    Attributes:
+        calls: number of calls so far, per op name.
+        rows: rows (tokens) given to each op so far: the first axis of its first array. Nothing is padded, so an op that
+            runs on every token grows by T per call.
+    """
+
+    def __init__(self, code: Sequence[Call], *, vocab_size: int, max_model_len: int) -> None:
+        self._code = tuple(code)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+
+    def run(self, plan: StepPlan, planes: Sequence[Planes]) -> F32:
+        """Logits [R, V] of `plan.logits_indices`, as float32.
+
+        `planes[g]` is the storage of the plan's g-th cache group. Mutates: the planes, at this step's tokens.
+        """
+        assert len(planes) == len(plan.groups), "one dict of planes per cache group"
+        assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"
+        registers: dict[str, Any] = {
+            "step": Step(plan, planes),
+            "token_ids": plan.token_ids,
+            "positions": plan.positions,
+            "rows": plan.logits_indices,
+        }
+        # A row that went to infinity or NaN is reported by whoever reads its logits, and must not stop the others.
+        with np.errstate(all="ignore"):
+            for call in self._code:
+                inputs = [registers[name] for name in call.inputs]
+                registers[call.output] = call.fn(*inputs, *call.bound, **call.named)
+                self._count(call.op, inputs)
+        logits: F32 = registers["logits"]
+        return logits
+
+    def _count(self, op: str, inputs: list[Any]) -> None:
+        first = inputs[1] if isinstance(inputs[0], Step) else inputs[0]
+        self.calls[op] += 1
+        self.rows[op] += len(first)
+
+    def reset_counters(self) -> None:
+        """Forget `calls` and `rows`."""
+        self.calls.clear()
+        self.rows.clear()
+
+    def describe(self) -> list[str]:
+        """The program for people, a line per call: `q = linear(h, layers.0.q [64, 32])`."""
+        lines = []
+        for call in self._code:
+            arguments = [*call.inputs, call.label] if call.label else call.inputs
+            target = f"{call.output} = " if call.output else ""
+            lines.append(f"{target}{call.op}({', '.join(arguments)})")
+        return lines

@@ -1,0 +1,9 @@
+"""Attention backends: implementations of `core.protocols.AttentionBackend`, by name."""
+
+from __future__ import annotations
+
+from penstock.base.registry import Registry
+
+ATTENTION_BACKENDS = Registry("attention")
+ATTENTION_BACKENDS.add("ref", "penstock.ops.ref.attention.full:FULL")
+ATTENTION_BACKENDS.add("ref-online", "penstock.ops.ref.attention.online:ONLINE")

@@ -1,0 +1,54 @@
+"""Embedding and matrix products, one row at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32, widen
+from penstock.ops.plan import I32
+
+_CHUNK_ELEMENTS = 1 << 20
+"""16-bit weights are widened at most this many elements at a time (4 MB of float32)."""
+
+
+def as_float32(x: npt.NDArray[Any]) -> F32:
+    """float32 of a float32, float16 or bfloat16-bits array; the array itself if it is float32. Shapes: any."""
+    if x.dtype == np.uint16:
+        return widen(x)
+    return x.astype(np.float32, copy=False)
+
+
+def embed(token_ids: I32, weight: npt.NDArray[Any]) -> F32:
+    """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]."""
+    return as_float32(weight[token_ids])
+
+
+def select(x: F32, rows: I32) -> F32:
+    """Rows `rows` [R] of `x` [T, E] -> [R, E]."""
+    return x[rows]
+
+
+def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+    """x [T, N] times weight [M, N] transposed, plus bias [M] -> [T, M].
+
+    A single `x @ weight.T` would be quicker, but BLAS picks its blocking, and with it the order of the sums, by the
+    number of rows. Stacking T products of one row each makes numpy call the same matrix-vector routine with the same
+    shape for each row, so a row's result does not depend on its company.
+    """
+    rows = x[:, None, :]
+    out: F32 = np.matmul(rows, weight.T)[:, 0] if weight.dtype == np.float32 else _widened(rows, weight)
+    return out if bias is None else out + bias
+
+
+def _widened(rows: F32, weight: npt.NDArray[Any]) -> F32:
+    """The product with 16-bit weights. The cuts depend on the weight's shape alone, never on the batch."""
+    m, n = weight.shape
+    out = np.empty((rows.shape[0], m), np.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(1, n))
+    for lo in range(0, m, step):
+        part = as_float32(weight[lo : lo + step])
+        out[:, lo : lo + step] = np.matmul(rows, part.T)[:, 0]
+    return out

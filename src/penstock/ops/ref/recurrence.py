@@ -1,0 +1,32 @@
+"""The recurrent mixer of `core.model_spec.Recurrent`: a fixed state per sequence, advanced token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.base.bf16 import F32
+from penstock.ops.ref.pointwise import sigmoid
+from penstock.ops.step import Step
+
+
+def recurrent(q: F32, k: F32, v: F32, decay: F32, step: Step, group: int, layer: int) -> F32:
+    """q, k [T, H, K], v [T, H, W], decay [T, H] -> [T, H, W]; the state is [H, K, W].
+
+    A sequence at position 0 starts from a zero state whatever its page holds.
+    Mutates: plane `state` [num_pages, H, K*W] of the group.
+    """
+    plane = step.planes[group]["state"]
+    keep = sigmoid(decay)[:, :, None, None]
+    out = np.empty_like(v)
+    for b in range(step.num_sequences):
+        page = step.plan.groups[group].pages(b, layer)[0]
+        lo, hi = step.bounds[b], step.bounds[b + 1]
+        if lo == hi:
+            continue
+        shape = (q.shape[1], q.shape[2], v.shape[2])
+        state = np.zeros(shape, np.float32) if step.plan.positions[lo] == 0 else plane[page].reshape(shape)
+        for t in range(lo, hi):
+            state = state * keep[t] + k[t, :, :, None] * v[t, :, None, :]
+            out[t] = np.matmul(q[t, :, None, :], state)[:, 0]
+        plane[page] = state.reshape(plane.shape[1:])
+    return out

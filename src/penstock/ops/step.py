@@ -1,0 +1,51 @@
+"""The handle that ops which read the plan get: a step's plan, its storage, and what is worked out once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.ops.plan import I32, Planes, StepPlan
+
+
+class Step:
+    """One step while it runs.
+
+    Attributes:
+        plan: what runs.
+        planes: storage of each cache group, in the order of the plan's groups. Ops that write a cache mutate it.
+        memo: room for what an op works out once per step and reads once per layer; keys start with the op's name.
+    """
+
+    __slots__ = ("bounds", "memo", "plan", "planes")
+
+    def __init__(self, plan: StepPlan, planes: Sequence[Planes]) -> None:
+        self.plan = plan
+        self.planes = planes
+        self.bounds: list[int] = plan.query_start_loc.tolist()
+        self.memo: dict[Any, Any] = {}
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.bounds) - 1
+
+    def token_pages(self, group: int) -> tuple[I32, I32]:
+        """Where this step's tokens live in a paged group: pages [layers of the group, T] and offsets in them [T]."""
+        key = ("token_pages", group)
+        if key not in self.memo:
+            self.memo[key] = self._find_token_pages(group)
+        pages: tuple[I32, I32] = self.memo[key]
+        return pages
+
+    def _find_token_pages(self, group: int) -> tuple[I32, I32]:
+        where, plan = self.plan.groups[group], self.plan
+        blocks, offsets = np.divmod(plan.positions, np.int32(where.block_size))
+        pages = np.empty((where.num_layers, len(blocks)), np.int32)
+        lanes = np.arange(where.num_layers, dtype=np.int32)[:, None]
+        for b, table in enumerate(where.tables):
+            own = slice(self.bounds[b], self.bounds[b + 1])
+            ids = table[:, blocks[own]]
+            pages[:, own] = ids * np.int32(where.num_layers) + lanes if table.shape[0] == 1 else ids
+        return pages, offsets

@@ -1,0 +1,178 @@
+"""Settings + model spec + machine -> Plan. Exact integers, no I/O: the same input gives the same plan anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import ConfigError
+from penstock.config import EngineConfig
+from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers
+from penstock.core.events import Decision
+from penstock.core.machine import Machine
+from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory
+
+DEFAULT_NUM_SEQS = 64
+DEFAULT_BATCHED_TOKENS = 512
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is decided before a weight is read.
+
+    `num_slabs[g]` is the number of slabs of `groups[g]`: blocks of `block_size` tokens for paged groups, states of one
+    sequence for slot groups. `kv_capacity_tokens`: tokens all sequences together can keep. `kv_bytes`: the sum over
+    groups of slabs x slab bytes. Units: tokens and bytes as named.
+    """
+
+    dtype: str
+    kv_dtype: str
+    max_model_len: int
+    block_size: int
+    groups: tuple[CacheGroup, ...]
+    num_slabs: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    kv_capacity_tokens: int
+    weight_bytes: int
+    kv_bytes: int
+    decisions: tuple[Decision, ...]
+
+
+class _Decisions(list[Decision]):
+    def add(self, name: str, value: Any, why: str) -> None:
+        self.append(Decision(name, value, why))
+
+
+def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
+    """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
+
+    Raises ConfigError for settings that contradict the model or each other, CapacityError (a ConfigError) for what
+    does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
+    """
+    decisions = _Decisions()
+    dtype = _dtype(config, spec, machine, decisions)
+    kv_dtype = _kv_dtype(config, dtype, decisions)
+    weight_bytes = spec.num_params * DTYPE_BYTES[dtype]
+    check_weights(weight_bytes, dtype, spec, machine)
+    max_model_len = _max_model_len(config, spec, decisions)
+    max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
+
+    groups = group_layers([cache_spec(layer.mixer, kv_dtype) for layer in spec.layers])
+    block_size = config.cache.block_size
+    sizes = Sizes.of(groups, block_size)
+    demand = Demand(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        seqs_are_given=config.scheduler.max_num_seqs is not None,
+        checkpoints=config.cache.enable_prefix_caching,
+    )
+    budget = budget_for(config.cache, weight_bytes, machine)
+    memory = plan_memory(config.cache, sizes, demand, budget)
+    num_slabs = tuple(memory.num_blocks if g.spec.kind == "paged" else memory.num_slots for g in groups)
+    kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, groups, strict=True))
+    capacity = memory.num_blocks * block_size if sizes.block_bytes else memory.max_num_seqs * max_model_len
+    decisions.extend(memory.decisions)
+    _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)
+    return Plan(
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        groups=groups,
+        num_slabs=num_slabs,
+        max_num_seqs=memory.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        kv_capacity_tokens=capacity,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        decisions=tuple(decisions),
+    )
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _Decisions) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if spec.dtype == "float32":
+        decisions.add("dtype", "float32", "the checkpoint's own type")
+        return "float32"
+    widened, available = spec.num_params * DTYPE_BYTES["float32"], machine.available_bytes
+    if 2 * widened <= available:
+        decisions.add(
+            "dtype", "float32",
+            f"the reference operations compute in float32 and would widen every {spec.dtype} weight at every step; "
+            f"widened once, the weights take {gib(widened)}, at most half of the available {gib(available)}",
+        )  # fmt: skip
+        return "float32"
+    decisions.add(
+        "dtype", spec.dtype,
+        f"the checkpoint's own type; widened to float32 the weights would take {gib(widened)}, "
+        f"more than half of the available {gib(available)}",
+    )  # fmt: skip
+    return spec.dtype
+
+
+def _kv_dtype(config: EngineConfig, dtype: str, decisions: _Decisions) -> str:
+    if config.cache.kv_cache_dtype != "auto":
+        return config.cache.kv_cache_dtype
+    decisions.add("kv_cache_dtype", dtype, "the same as dtype: what is kept is as exact as what is computed")
+    return dtype
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec, decisions: _Decisions) -> int:
+    given = config.model.max_model_len
+    if given is None:
+        decisions.add("max_model_len", spec.max_position, "the longest context the model was made for")
+        return spec.max_position
+    if given > spec.max_position:
+        raise ConfigError(
+            f"max_model_len: {given} is more than the {spec.max_position} positions this model was made for; "
+            f"use at most {spec.max_position}",
+            field="max_model_len",
+        )
+    return given
+
+
+def _limits(config: EngineConfig, max_model_len: int, decisions: _Decisions) -> tuple[int, int]:
+    """(max_num_seqs, max_num_batched_tokens), before memory has had its say on the first."""
+    seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    need_whole = max_model_len if not config.scheduler.enable_chunked_prefill else 1
+    if budget is not None:
+        if budget < need_whole:
+            raise ConfigError(
+                f"max_num_batched_tokens: {budget} cannot hold a sequence of max_model_len {max_model_len} in one "
+                f"step, and enable_chunked_prefill is off; use at least {max_model_len}, or switch chunked prefill on",
+                field="max_num_batched_tokens",
+            )
+        if seqs is not None and budget < seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens: {budget} is less than max_num_seqs {seqs}, but every running sequence needs "
+                f"one token per step; raise the first to {seqs} or lower the second to {budget}",
+                field="max_num_batched_tokens",
+            )
+        return (min(DEFAULT_NUM_SEQS, budget) if seqs is None else seqs), budget
+    wanted = {
+        DEFAULT_BATCHED_TOKENS: "the reference operations run token by token, so a larger step only adds latency",
+        need_whole: f"chunked prefill is off, so one step must hold a sequence of max_model_len {max_model_len}",
+        seqs or DEFAULT_NUM_SEQS: f"each of max_num_seqs {seqs} sequences needs one token per step",
+    }
+    chosen = max(wanted)
+    decisions.add("max_num_batched_tokens", chosen, wanted[chosen])
+    return (DEFAULT_NUM_SEQS if seqs is None else seqs), chosen
+
+
+def _explain_limits(
+    config: EngineConfig, final: int, before_memory: int, budget_tokens: int, budget: Budget, decisions: _Decisions
+) -> None:
+    if config.scheduler.max_num_seqs is not None:
+        return
+    if final < before_memory:
+        why = f"states of more would take over half of what one full-length sequence leaves of {gib(budget.kv_bytes)}"
+    elif final < DEFAULT_NUM_SEQS:
+        why = f"lowered from {DEFAULT_NUM_SEQS}: each needs one of the step's max_num_batched_tokens {budget_tokens}"
+    else:
+        why = "the default; more sequences than this only wait for each other on a CPU"
+    decisions.add("max_num_seqs", final, why)

@@ -1,0 +1,23 @@
+"""The one thing the runner wants of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.ops.plan import Planes, StepPlan
+
+
+class Forward(Protocol):
+    """Runs a planned step: writes the new tokens' cache entries and computes the logits that were asked for.
+
+    Shapes: `planes[g]` holds the planes of cache group g; the result is float32 [R, V], row r for
+    `plan.logits_indices[r]`. The result may live in the model's own arena: it is read before the next call and never
+    written to.
+    Mutates: `planes`, at the pages of the plan's tables only.
+    """
+
+    def run(self, plan: StepPlan, planes: Sequence[Planes]) -> npt.NDArray[np.float32]: ...

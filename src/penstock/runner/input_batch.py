@@ -1,0 +1,133 @@
+"""From the scheduled rows to a StepPlan: token-major, unpadded, no copy of any table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.batch import ScheduledRow
+from penstock.core.sampling import TokenRules
+from penstock.ops.plan import I32, GroupPlan, StepPlan
+from penstock.runner.rows import Row, RowStore
+
+
+class Pick(NamedTuple):
+    """What the sampler owes one scheduled row.
+
+    Attributes:
+        position: index of the token to choose, and so Philox's position.
+        row: row of the logits [R, V] to choose from; -1 if no token is wanted.
+        prompt_row: row of the logits that gives the first of `prompt_ids`; the others follow.
+        prompt_start: prompt position of the first of `prompt_ids`.
+        prompt_ids: [P] prompt tokens whose logprobs are wanted (often none).
+    """
+
+    seq_id: int
+    rules: TokenRules
+    sample_index: int
+    position: int
+    num_samples: int
+    num_candidates: int
+    row: int
+    prompt_row: int
+    prompt_start: int
+    prompt_ids: I32
+
+
+_NO_IDS: I32 = np.zeros(0, np.int32)
+
+
+class InputBatch:
+    """Buffers of one step, reused by the next: a plan is valid until the following `build`."""
+
+    def __init__(self, rows: RowStore) -> None:
+        self._rows = rows
+        self._tokens: I32 = np.empty(0, np.int32)
+        self._positions: I32 = np.empty(0, np.int32)
+        self._logits: I32 = np.empty(0, np.int32)
+        self._starts: I32 = np.empty(1, np.int32)
+        self._lens: I32 = np.empty(0, np.int32)
+
+    def build(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepPlan, list[Pick]]:
+        """The plan of a step and, for each row that wants logits, what to do with them (in scheduled order).
+
+        Logits are wanted of the last token of rows that sample or ask for candidates, and of position p for the
+        logprob of prompt token p + 1. A table has exactly the blocks that hold the row's tokens once the step is done.
+        Mutates: the buffers behind the previous plan.
+        """
+        num_tokens = sum(job.num_tokens for job in scheduled)
+        self._reserve(num_tokens, len(scheduled))
+        picks: list[Pick] = []
+        chosen: list[Row] = []
+        t = r = 0
+        self._starts[0] = 0
+        for b, job in enumerate(scheduled):
+            row = self._rows[job.seq_id]
+            end = job.start + job.num_tokens
+            assert 0 <= job.start < end <= row.num_tokens, f"{job}: only {row.num_tokens} tokens are known"
+            self._tokens[t : t + job.num_tokens] = row.tokens[job.start : end]
+            self._positions[t : t + job.num_tokens] = np.arange(job.start, end, dtype=np.int32)
+            pick, r = self._pick(job, row, t, r)
+            if pick is not None:
+                picks.append(pick)
+            t += job.num_tokens
+            self._starts[b + 1] = t
+            self._lens[b] = end
+            chosen.append(row)
+        assert len({job.seq_id for job in scheduled}) == len(scheduled), "a sequence is scheduled twice in one step"
+        plan = StepPlan(
+            token_ids=self._tokens[:t],
+            positions=self._positions[:t],
+            query_start_loc=self._starts[: len(chosen) + 1],
+            seq_lens=self._lens[: len(chosen)],
+            logits_indices=self._logits[:r],
+            groups=tuple(self._group_plan(g, chosen, scheduled) for g in range(len(self._rows.groups))),
+        )
+        return plan, picks
+
+    def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
+        """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""
+        end = job.start + job.num_tokens
+        prompt_row, prompt_start, prompt_ids = r, 0, _NO_IDS
+        if job.prompt_logprobs_from >= 0:
+            first, last = job.prompt_logprobs_from, min(end, row.prompt_len - 1)
+            assert first >= job.start, f"{job}: position {first} does not run in this step"
+            if first < last:
+                self._logits[r : r + last - first] = np.arange(first - job.start + t, last - job.start + t)
+                r += last - first
+                prompt_start = first + 1
+                # A copy: the view would show another token if the row were rolled back before the result is read.
+                prompt_ids = row.tokens[first + 1 : last + 1].copy()
+        logits_row = -1
+        if job.num_samples > 0 or job.num_candidates > 0:
+            assert job.num_samples == 0 or job.num_candidates == 0, f"{job}: samples and candidates exclude each other"
+            # Processors know every token of the row, so only the logits after the newest one match their state.
+            assert end == row.num_tokens, f"{job}: samples before its {row.num_tokens} known tokens have run"
+            logits_row = r
+            self._logits[r] = t + job.num_tokens - 1
+            r += 1
+        if logits_row < 0 and not prompt_ids.size:
+            return None, r
+        pick = Pick(
+            job.seq_id, row.rules, row.sample_index, end, job.num_samples, job.num_candidates,
+            logits_row, prompt_row, prompt_start, prompt_ids,
+        )  # fmt: skip
+        return pick, r
+
+    def _group_plan(self, g: int, chosen: Sequence[Row], scheduled: Sequence[ScheduledRow]) -> GroupPlan:
+        blocks = self._rows.num_blocks
+        tables = tuple(
+            row.tables[g].view(blocks(g, job.start + job.num_tokens))
+            for row, job in zip(chosen, scheduled, strict=True)
+        )
+        return GroupPlan(self._rows.groups[g].pages_per_slab, self._rows.block_size, tables)
+
+    def _reserve(self, num_tokens: int, num_rows: int) -> None:
+        if num_tokens > len(self._tokens):
+            size = max(num_tokens, 2 * len(self._tokens))
+            self._tokens, self._positions, self._logits = (np.empty(size, np.int32) for _ in range(3))
+        if num_rows > len(self._lens):
+            size = max(num_rows, 2 * len(self._lens))
+            self._lens, self._starts = np.empty(size, np.int32), np.empty(size + 1, np.int32)

@@ -1,0 +1,40 @@
+"""Log-probabilities of single tokens out of one row of logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.batch import TokenLogprobs
+from penstock.runner.truncate import best_ids
+
+F32 = npt.NDArray[np.float32]
+
+
+class RowLogprobs:
+    """log_softmax of one row, in float64, evaluated only where asked.
+
+    Shapes: row [V], at least one finite, no NaN, no +inf. Units: nats. The row is read at construction and by `entry`;
+    it must not change between them.
+    """
+
+    def __init__(self, row: F32, num_top: int = 0) -> None:
+        self._row = row
+        peak = float(row.max())
+        # astype copies: the sum runs over a fresh contiguous array, whatever the row is a slice of.
+        self._log_sum = peak + float(np.log(np.exp(row.astype(np.float64) - peak).sum()))
+        self._top_ids: list[int] = best_ids(row, num_top).tolist() if num_top > 0 else []
+        self._top_logprobs = [self.logprob(token) for token in self._top_ids]
+
+    def logprob(self, token: int) -> float:
+        return float(self._row[token]) - self._log_sum
+
+    def entry(self, token: int) -> TokenLogprobs:
+        """Rank 1 is the likeliest; of equally likely tokens the lowest id ranks first, as in `top_ids`."""
+        value = self._row[token]
+        above = int(np.count_nonzero(self._row > value)) + int(np.count_nonzero(self._row[:token] == value))
+        return TokenLogprobs(token, self.logprob(token), above + 1, self._top_ids, self._top_logprobs)
+
+    def best(self) -> list[tuple[int, float]]:
+        """The `num_top` likeliest (token, logprob), best first, without those of probability zero."""
+        return [pair for pair in zip(self._top_ids, self._top_logprobs, strict=True) if pair[1] > -np.inf]

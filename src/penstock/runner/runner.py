@@ -1,0 +1,64 @@
+"""One rank's step, in the order that `core.batch` lays down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.base.clock import Clock
+from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.cache_spec import CacheGroup
+from penstock.runner.forward import Forward
+from penstock.runner.input_batch import InputBatch
+from penstock.runner.rows import RowStore
+from penstock.runner.sampler import Sampler
+from penstock.runner.storage import Storage
+
+
+class Runner:
+    """Executes steps, one after the other, in one thread.
+
+    `poison` is for tests: fresh memory is NaN, and each step checks that no row writes a page of another.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        groups: tuple[CacheGroup, ...],
+        num_slabs: Sequence[int],
+        block_size: int,
+        vocab_size: int,
+        *,
+        clock: Clock,
+        poison: bool = False,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.storage = Storage(groups, num_slabs, block_size, poison=poison)
+        self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
+        self.sampler = Sampler(vocab_size)
+        self._batch = InputBatch(self.rows)
+        self._forward = forward
+        self._clock = clock
+        self._strict = poison
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """Run one step. Units: `duration_s` is seconds on the runner's clock, from row changes to the last token.
+
+        Mutates: rows, processors, storage. What fails for one row alone is a RowError of that row; an exception means
+        that the rank is broken.
+        """
+        start_s = self._clock.now()
+        self.rows.apply(output)
+        self.sampler.chain.track(output)
+        self.storage.apply(output.page_ops)
+        if not output.scheduled:
+            return StepOutput(output.step, duration_s=self._clock.now() - start_s)
+        if self._strict:
+            self.rows.check_writes(output.scheduled)
+        plan, picks = self._batch.build(output.scheduled)
+        logits = self._forward.run(plan, self.storage.planes)
+        assert logits.dtype == np.float32, f"logits are {logits.dtype}"
+        assert logits.shape == (len(plan.logits_indices), self.vocab_size), f"logits are {logits.shape}"
+        sampled, prompt_logprobs, errors = self.sampler.sample(logits, picks)
+        return StepOutput(output.step, sampled, prompt_logprobs, errors, self._clock.now() - start_s)

@@ -1,0 +1,143 @@
+"""From logits to tokens, one row at a time.
+
+Order for each row: health check; raw logprobs; processors (masks, bias, penalties); then greedy argmax, beam
+candidates, or temperature, min-p, top-k, top-p (`runner.truncate`) and one draw per sample.
+
+A draw is an inverse CDF over the surviving tokens *in ascending id order* with u = Philox(seed, sample index,
+position): the token is the first whose running sum exceeds u times the total. Ties of the argmax go to the lowest id.
+No row's result depends on another row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.rng import uniform
+from penstock.core.batch import PromptLogprobs, RowError, Sampled, TokenLogprobs
+from penstock.core.sampling import TokenRules
+from penstock.runner.input_batch import Pick
+from penstock.runner.logits.chain import LogitsChain
+from penstock.runner.logprobs import RowLogprobs
+from penstock.runner.truncate import truncate
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+
+class SamplerOutput(NamedTuple):
+    """Each sequence is in `errors`, or in the other two as far as it asked; all in the order of the picks."""
+
+    sampled: list[Sampled]
+    prompt_logprobs: list[PromptLogprobs]
+    errors: list[RowError]
+
+
+class Sampler:
+    """Owns the processors. `chain.track` must have seen the step's row changes before `sample`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.chain = LogitsChain(vocab_size)
+
+    def sample(self, logits: F32, picks: Sequence[Pick]) -> SamplerOutput:
+        """Choose tokens and collect logprobs. Shapes: logits [R, V], not written to."""
+        out = SamplerOutput([], [], [])
+        if not picks:
+            return out
+        logits = np.ascontiguousarray(logits)
+        # One pass finds both the greedy tokens and the sick rows: argmax stops at a NaN, and a largest value that is
+        # finite rules out NaN and +inf everywhere and -inf in at least one place.
+        best = logits.argmax(axis=1)
+        healthy = np.isfinite(logits[np.arange(len(best)), best])
+        processed = self._process(logits, healthy, picks)
+        for pick in picks:
+            problem = _sick(healthy, pick)
+            sampled: Sampled | None = None
+            if problem is None and pick.row >= 0:
+                raw, final = logits[pick.row], processed.get(pick.seq_id)
+                if final is None:
+                    sampled = _choose(pick, raw, raw, int(best[pick.row]))
+                else:
+                    top = int(final.argmax())
+                    problem = _unusable(float(final[top]))
+                    sampled = _choose(pick, raw, final, top) if problem is None else None
+            if problem is not None:
+                out.errors.append(RowError(pick.seq_id, problem))
+                continue
+            if sampled is not None:
+                out.sampled.append(sampled)
+            if pick.prompt_ids.size:
+                out.prompt_logprobs.append(_prompt_logprobs(pick, logits))
+        return out
+
+    def _process(self, logits: F32, healthy: npt.NDArray[np.bool_], picks: Sequence[Pick]) -> dict[int, F32]:
+        """Processed copies of the rows that some processor follows, by sequence."""
+        rows = [(p.seq_id, p.row) for p in picks if p.row >= 0 and healthy[p.row] and self.chain.follows(p.seq_id)]
+        if not rows:
+            return {}
+        seq_ids = [seq_id for seq_id, _ in rows]
+        copies = logits[[row for _, row in rows]]
+        self.chain.apply(copies, seq_ids)
+        return dict(zip(seq_ids, copies, strict=True))
+
+
+def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:
+    """`raw` and `final` [V] are the logits before and after the processors; `top` is the argmax of `final`."""
+    if pick.num_candidates > 0:
+        return Sampled(pick.seq_id, [], candidates=RowLogprobs(final, pick.num_candidates).best())
+    rules = pick.rules
+    tokens = [top] * pick.num_samples if rules.greedy else _draw(final, rules, pick)
+    entries: list[TokenLogprobs] = []
+    if rules.num_logprobs >= 0:
+        logprobs = RowLogprobs(raw, rules.num_logprobs)
+        entries = [logprobs.entry(token) for token in tokens]
+    return Sampled(pick.seq_id, tokens, entries)
+
+
+def _draw(final: F32, rules: TokenRules, pick: Pick) -> list[int]:
+    """One token per sample index sample_index + 0, 1, ..., all from the same distribution."""
+    ids, weights = truncate(final, rules)
+    sums = np.cumsum(weights)
+    tokens: list[int] = []
+    for j in range(pick.num_samples):
+        u = uniform(rules.seed, pick.sample_index + j, pick.position)
+        # u < 1 keeps the target below the last sum, and "first sum above it" never names a token of weight zero.
+        slot = int(np.searchsorted(sums, u * sums[-1], side="right"))
+        tokens.append(slot if ids is None else int(ids[slot]))
+    return tokens
+
+
+def _prompt_logprobs(pick: Pick, logits: F32) -> PromptLogprobs:
+    entries = [
+        RowLogprobs(logits[pick.prompt_row + j], pick.rules.num_prompt_logprobs).entry(token)
+        for j, token in enumerate(pick.prompt_ids.tolist())
+    ]
+    return PromptLogprobs(pick.seq_id, pick.prompt_start, entries)
+
+
+def _sick(healthy: npt.NDArray[np.bool_], pick: Pick) -> str | None:
+    """What is wrong with the raw logits of a row, if anything."""
+    position = -1
+    prompt = healthy[pick.prompt_row : pick.prompt_row + len(pick.prompt_ids)]
+    if not prompt.all():
+        position = pick.prompt_start + int(np.argmin(prompt))
+    elif pick.row >= 0 and not healthy[pick.row]:
+        position = pick.position
+    if position < 0:
+        return None
+    return (
+        f"the model's logits for position {position} hold a NaN or an infinity, so no token can be chosen; "
+        "check the checkpoint, or switch off lossy options"
+    )
+
+
+def _unusable(peak: float) -> str | None:
+    """What is wrong with processed logits whose largest value is `peak`, if anything."""
+    if np.isfinite(peak):
+        return None
+    if peak == -np.inf:
+        return "every token is excluded: relax allowed_token_ids, bad_words, min_tokens or stop_token_ids"
+    return "logit_bias or the penalties drove a logit beyond float32; use smaller numbers"

@@ -1,0 +1,75 @@
+"""The bytes of the caches of one rank. It moves what `kv` decided and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.core.batch import PageOp
+from penstock.core.cache_spec import CacheGroup
+from penstock.ops.plan import Planes
+
+# bfloat16 is kept as its bit pattern (see base.bf16); its NaN therefore has to be spelt as an integer.
+_ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
+    "float32": (np.float32, np.nan),
+    "float16": (np.float16, np.nan),
+    "bfloat16": (np.uint16, 0x7FC0),
+}
+
+
+class Storage:
+    """One array per plane per cache group.
+
+    Shapes: `planes[g][name]` is [num_pages, S, heads, dim] for a paged group and [num_pages, heads, dim] for a slot
+    group, where num_pages = num_slabs[g] * pages_per_slab.
+
+    `poison` fills fresh memory with NaN instead of zero, so that a test sees any read of a page nobody handed out.
+    """
+
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], num_slabs: Sequence[int], block_size: int, *, poison: bool = False
+    ) -> None:
+        assert len(groups) == len(num_slabs)
+        self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))
+        self.planes: tuple[Planes, ...] = tuple(
+            _allocate(group, pages, block_size, poison) for group, pages in zip(groups, self.num_pages, strict=True)
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, as numpy counts them."""
+        return sum(array.nbytes for planes in self.planes for array in planes.values())
+
+    def apply(self, ops: Iterable[PageOp]) -> None:
+        """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote.
+
+        Mutates: `planes`. A page id outside its group, or a copy onto itself, is our own bug (AssertionError).
+        """
+        for op in ops:
+            assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
+            pages = self.num_pages[op.group]
+            assert op.count > 0, f"{op}: nothing to do"
+            assert 0 <= op.dst <= pages - op.count, f"{op}: destination outside the {pages} pages of its group"
+            dst = slice(op.dst, op.dst + op.count)
+            if op.src < 0:
+                for array in self.planes[op.group].values():
+                    array[dst] = 0
+                continue
+            assert op.src <= pages - op.count, f"{op}: source outside the {pages} pages of its group"
+            assert abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
+            for array in self.planes[op.group].values():
+                array[dst] = array[op.src : op.src + op.count]
+
+
+def _allocate(group: CacheGroup, num_pages: int, block_size: int, poison: bool) -> Planes:
+    per_page = (block_size,) if group.spec.kind == "paged" else ()
+    planes: Planes = {}
+    for plane in group.spec.planes:
+        dtype, nan = _ARRAYS[plane.dtype]
+        array: Any = np.empty((num_pages, *per_page, plane.heads, plane.dim), dtype)
+        # An explicit fill touches every byte now, so that no step pays for page faults later.
+        array.fill(nan if poison else 0)
+        planes[plane.name] = array
+    return planes

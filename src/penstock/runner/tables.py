@@ -1,0 +1,95 @@
+"""One row's block table in one cache group: a growable array that can turn from shared to ragged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.ops.plan import I32
+
+
+class RowTable:
+    """Ids of a row's blocks.
+
+    Shapes: shared [1, M], ids are slabs; ragged [num_layers, M], ids are pages. A group of one layer has no difference
+    between the two (slab = page), so its table always has one line.
+
+    Entries from before a rollback stay behind the end of the sequence; nobody reads them, because a plan sees only the
+    blocks that the tokens need.
+    """
+
+    __slots__ = ("_ids", "_lengths", "_unmoved", "num_layers", "num_slabs")
+
+    def __init__(self, num_layers: int, num_slabs: int) -> None:
+        self.num_layers = num_layers
+        self.num_slabs = num_slabs
+        self._ids: I32 = np.zeros((1, 8), np.int32)
+        self._lengths = [0]
+        self._unmoved: set[int] = set()
+
+    @property
+    def ragged(self) -> bool:
+        return len(self._ids) > 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every line has."""
+        return min(self._lengths)
+
+    def update(self, start: int, ids: Sequence[int], layer: int) -> None:
+        """Blocks start, start+1, ... are now `ids`: slabs (`layer` < 0) or pages of one layer. Mutates: self.
+
+        The first ragged update of a layer replaces everything from `start` on; below it the shared blocks stay, now
+        named by their pages. Ids that are not in the pool, or that would leave a hole, are our own bug
+        (AssertionError).
+        """
+        assert layer < self.num_layers, f"layer {layer} of a group of {self.num_layers}"
+        pool = self.num_slabs if layer < 0 else self.num_slabs * self.num_layers
+        assert not ids or 0 <= min(ids) <= max(ids) < pool, f"ids {list(ids)} are not all among the {pool} of the pool"
+        if layer < 0 or self.num_layers == 1:
+            assert not self.ragged, "a ragged table cannot become shared again"
+            line = 0
+        else:
+            if not self.ragged:
+                self._spread()
+            line = layer
+            if line in self._unmoved:
+                assert start <= self._lengths[line], f"hole before block {start}"
+                self._unmoved.discard(line)
+                self._lengths[line] = start
+        length = self._lengths[line]
+        end = start + len(ids)
+        assert 0 <= start <= length, f"blocks {start}... would leave a hole after block {length}"
+        self._reserve(end)
+        self._ids[line, start:end] = ids
+        self._lengths[line] = max(length, end)
+
+    def settle(self) -> None:
+        """After a step's updates: a table that became ragged has been given every layer (else AssertionError)."""
+        assert not self._unmoved, f"layers {sorted(self._unmoved)} got no ragged ids"
+
+    def view(self, num_blocks: int) -> I32:
+        """The first `num_blocks` blocks, [1, M] or [num_layers, M], without a copy: later updates show through."""
+        assert num_blocks <= self.num_blocks, f"{num_blocks} blocks wanted, {self.num_blocks} in the table"
+        return self._ids[:, :num_blocks]
+
+    def pages(self, first: int, last: int) -> I32:
+        """Page ids of blocks [first, last) in all layers, flat."""
+        ids = self._ids[:, first:last]
+        if not self.ragged:
+            ids = ids * np.int32(self.num_layers) + np.arange(self.num_layers, dtype=np.int32)[:, None]
+        return ids.ravel()
+
+    def _spread(self) -> None:
+        layers = np.arange(self.num_layers, dtype=np.int32)[:, None]
+        self._ids = self._ids * np.int32(self.num_layers) + layers
+        self._lengths = self._lengths * self.num_layers
+        self._unmoved = set(range(self.num_layers))
+
+    def _reserve(self, num_blocks: int) -> None:
+        lines, capacity = self._ids.shape
+        if num_blocks > capacity:
+            grown = np.zeros((lines, max(num_blocks, 2 * capacity)), np.int32)
+            grown[:, :capacity] = self._ids
+            self._ids = grown

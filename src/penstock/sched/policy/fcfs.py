@@ -1,0 +1,44 @@
+"""First come, first served, with stall-free chunked prefill: the default.
+
+Decodes run in every step; running prefills, then new requests, share what is left of the token budget in order of
+arrival. Nobody overtakes within a class, and the youngest yields memory first, so the oldest sequence always gets on.
+Sources: Orca, OSDI 2022, section 4.2 (FCFS, iteration level); Sarathi-Serve, arXiv 2403.02310, section 4 (stall-free).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from penstock.core.sequence import Sequence
+
+
+def arrival_key(seq: Sequence) -> tuple[int, int]:
+    """Order of arrival of the request, then the sample's index."""
+    return (seq.arrival, seq.index)
+
+
+class Fcfs:
+    name = "fcfs"
+
+    def key(self, seq: Sequence) -> tuple[int, ...]:
+        return arrival_key(seq)
+
+    def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
+        """`running` and `waiting` come sorted by `key`; decodes first, so that no prefill can stall them."""
+        decodes = [s for s in running if s.is_decoding]
+        if len(decodes) < len(running):
+            decodes += [s for s in running if not s.is_decoding]
+        decodes += waiting
+        return decodes
+
+    def num_tokens(self, seq: Sequence, lag: int, budget_left: int) -> int:
+        return min(lag, budget_left)
+
+    def victim(self, running: Seq[Sequence], needy: Sequence) -> Sequence | None:
+        """The youngest sequence, if it is younger than `needy`."""
+        for seq in reversed(running):
+            if seq is needy:
+                return None
+            if seq.num_inflight == 0 and seq.tables:
+                return seq
+        return None

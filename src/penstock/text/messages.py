@@ -1,0 +1,143 @@
+"""A conversation as clients send it -> plain data a template can read."""
+
+from __future__ import annotations
+
+import json
+import numbers
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.base.errors import InputError
+from penstock.text.template_meter import MAX_NODES
+
+MAX_DEPTH = 64
+
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send a model's earlier reasoning; templates read the first two."""
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Checked copies with `content` as one string.
+
+    Text parts are joined by a newline (as vLLM does). A missing content is "" for messages that carry tool calls or
+    reasoning. Arguments of tool calls that are a JSON object in a string become that object, which templates expect.
+    Raises: InputError naming the message and part.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise InputError("messages must be a list of at least one message", param="messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where} must be an object, not {type(message).__name__}", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+        raise InputError(f"{where}.role must be a name such as system, user, assistant or tool", param=f"{where}.role")
+    rest = {key: value for key, value in message.items() if key != "content"}
+    out: dict[str, Any] = plain(rest, where)
+    reasoning = next((out[key] for key in _REASONING if out.get(key) is not None), None)
+    if reasoning is not None:
+        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+    content = message.get("content")
+    if content is None and (out.get("tool_calls") or reasoning is not None):
+        content = ""
+    out["content"] = _content(content, f"{where}.content")
+    if out.get("tool_calls") is not None:
+        out["tool_calls"] = _tool_calls(out["tool_calls"], f"{where}.tool_calls")
+    # In a client's order: templates that print a whole message show what the client sent.
+    order = [key for key in message if key in out]
+    return {key: out[key] for key in dict.fromkeys([*order, *out])}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InputError(f"{where} must be a string or a list of text parts", param=where)
+    texts = []
+    for j, part in enumerate(content):
+        at = f"{where}[{j}]"
+        if not isinstance(part, Mapping):
+            raise InputError(f"{at} must be an object with a type", param=at)
+        kind = part.get("type")
+        if kind != "text":
+            raise InputError(f"{at} has type {str(kind)[:40]!r}; this model reads only text parts", param=at)
+        if not isinstance(part.get("text"), str):
+            raise InputError(f"{at}.text must be a string", param=f"{at}.text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[Any]:
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InputError(f"{where} must be a list of objects", param=where)
+    out = []
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+            if isinstance(arguments, dict):
+                arguments = plain(arguments, f"{where}.function.arguments")
+                call = call | {"function": function | {"arguments": arguments}}
+        out.append(call)
+    return out
+
+
+def read_tools(tools: Any) -> list[Any] | None:
+    """Checked copies of tool descriptions, or None. Raises: InputError."""
+    if tools is None:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InputError("tools must be a list of objects", param="tools")
+    return [plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def plain(value: Any, where: str) -> Any:
+    """A copy made of JSON's own types only, so that a template gets no object with methods of its own.
+
+    Raises: InputError if it holds anything else, is nested deeper than 64 or has more than 100,000 elements.
+    """
+    left = [MAX_NODES]
+
+    def copy(item: Any, depth: int) -> Any:
+        left[0] -= 1
+        if depth > MAX_DEPTH or left[0] < 0:
+            raise InputError(
+                f"{where} is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} elements", param=where
+            )
+        if item is None or isinstance(item, bool):
+            return item
+        if isinstance(item, str):
+            return str.__str__(item)
+        if isinstance(item, numbers.Integral):
+            return int(item)
+        if isinstance(item, numbers.Real):
+            return float(item)
+        if isinstance(item, Mapping):
+            if not all(isinstance(key, str) for key in item):
+                raise InputError(f"{where}: the keys of an object must be strings", param=where)
+            return {str.__str__(key): copy(x, depth + 1) for key, x in item.items()}
+        if isinstance(item, list | tuple):
+            return [copy(x, depth + 1) for x in item]
+        raise InputError(f"{where} holds a {type(item).__name__}, which JSON does not have", param=where)
+
+    return copy(value, 0)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every string in plain data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item)

@@ -1,0 +1,127 @@
+"""A stand-in for a model, for laws that need thousands of steps. It is a mock, and a suspicious one.
+
+It writes each token into the pages it is told to, reads its whole history back through the page tables, and makes
+logits from what it read. A wrong page, a missed copy, a stale or leaked block changes the history and so the tokens;
+every layer must tell the same history, and a recurrent state must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Recurrent
+from penstock.ops.plan import Planes, StepPlan
+
+MOD = 65521
+VOCAB = 29
+
+
+def spec(*, slots: bool, layers: int = 2) -> ModelSpec:
+    """One-element planes: just enough to hold a token id (attention) or a running hash (recurrent)."""
+    attention = Layer(mixer=Attention(num_heads=1, num_kv_heads=1, head_dim=1), ffn=FeedForward(width=1))
+    recurrent = Layer(mixer=Recurrent(num_heads=1, key_dim=1, value_dim=1), ffn=FeedForward(width=1))
+    mixers = [attention, recurrent] * layers if slots else [attention] * layers
+    return ModelSpec(
+        family="fake", vocab_size=VOCAB, hidden_size=1, layers=tuple(mixers), max_position=512, eos_token_ids=(2,)
+    )
+
+
+def hash_step(h: int, token: int) -> int:
+    return (h * 31 + token + 7) % MOD
+
+
+def logits_of(h: int) -> np.ndarray:
+    """Pseudo-random logits [V] for a history hash; distinct with overwhelming probability."""
+    v = np.arange(VOCAB, dtype=np.uint64)
+    start = np.uint64(((h + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    mixed = start ^ (v * np.uint64(0xBF58476D1CE4E5B9))
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(32)
+    return ((mixed >> np.uint64(40)).astype(np.float64) / 2**24 * 8 - 4).astype(np.float32)
+
+
+def history_hash(tokens: Sequence[int]) -> int:
+    h = 0
+    for t in tokens:
+        h = hash_step(h, int(t))
+    return h
+
+
+class FakeForward:
+    """Satisfies the runner's `Forward`. Counts the tokens it ran."""
+
+    def __init__(self, groups: tuple[CacheGroup, ...]) -> None:
+        self.groups = groups
+        self.num_tokens = 0
+        self.num_steps = 0
+        self.max_batch = 0
+
+    def run(self, plan: StepPlan, planes: Sequence[Planes]) -> np.ndarray:
+        self.num_steps += 1
+        self.num_tokens += len(plan.token_ids)
+        self.max_batch = max(self.max_batch, len(plan.seq_lens))
+        hashes = np.zeros(len(plan.token_ids), dtype=np.int64)
+        for b in range(len(plan.seq_lens)):
+            lo, hi = int(plan.query_start_loc[b]), int(plan.query_start_loc[b + 1])
+            total = int(plan.seq_lens[b])
+            tokens = plan.token_ids[lo:hi]
+            start = total - (hi - lo)
+            assert plan.positions[lo] == start
+            history = None
+            states: list[list[int]] = []
+            for g, group in enumerate(self.groups):
+                for i in range(group.pages_per_slab):
+                    pages = plan.groups[g].pages(b, i)
+                    if group.spec.kind == "paged":
+                        seen = self._paged(planes[g], pages, plan.groups[g].block_size, start, tokens)
+                        if history is None:
+                            history = seen
+                        assert np.array_equal(history, seen), "layers disagree about the history"
+                    else:
+                        states.append(self._slot(planes[g], int(pages[0]), tokens))
+            assert history is not None
+            h = 0
+            for p, t in enumerate(history.tolist()):
+                h = hash_step(h, int(t))
+                if p >= start:
+                    hashes[lo + p - start] = h
+            for state in states:
+                assert state == hashes[lo:hi].tolist(), "a recurrent state does not belong to this history"
+        return (
+            np.stack([logits_of(int(hashes[r])) for r in plan.logits_indices])
+            if len(plan.logits_indices)
+            else (np.zeros((0, VOCAB), dtype=np.float32))
+        )
+
+    @staticmethod
+    def _paged(planes: Planes, pages: np.ndarray, block: int, start: int, tokens: np.ndarray) -> np.ndarray:
+        """Write `tokens` (+1, so that zero means empty) and return the whole history."""
+        total = start + len(tokens)
+        for name in ("k", "v"):
+            for j, t in enumerate(tokens.tolist()):
+                p = start + j
+                cell = planes[name][pages[p // block], p % block]
+                assert cell[0, 0] == 0 or cell[0, 0] == t + 1, "wrote over somebody's token"
+                cell[0, 0] = t + 1
+        positions = np.arange(total)
+        read = [planes[n][pages[positions // block], positions % block, 0, 0] for n in ("k", "v")]
+        assert np.array_equal(read[0], read[1])
+        # A page must be clean beyond what its sequence wrote: leftovers are a leak.
+        tail = planes["k"][pages[(total - 1) // block], (total - 1) % block + 1 :, 0, 0]
+        assert not tail.any(), "stale content in a page that was handed out"
+        return read[0].astype(np.int64) - 1
+
+    @staticmethod
+    def _slot(planes: Planes, page: int, tokens: np.ndarray) -> list[int]:
+        cell = planes["state"][page]
+        out = []
+        h = int(cell[0, 0])
+        for t in tokens.tolist():
+            h = hash_step(h, t)
+            out.append(h)
+        cell[0, 0] = h
+        return out

@@ -1,0 +1,201 @@
+"""Engines for tests, and the naive answers they are held against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from penstock.base.clock import MonotonicClock
+from penstock.config import from_kwargs
+from penstock.core.batch import TokenLogprobs
+from penstock.core.cache_spec import group_layers
+from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.output import EngineOutput
+from penstock.core.request import Request
+from penstock.core.sampling import BeamSearchParams, TokenRules
+from penstock.engine.core import EngineCore
+from penstock.launch.assemble import assemble, connect
+from penstock.plan.resolve import Plan
+from tests.engine.fake_model import FakeForward
+from tests.engine.fake_model import spec as fake_spec
+
+
+@dataclass
+class Knobs:
+    """What must never change a token."""
+
+    block_size: int = 4
+    num_blocks: int = 64
+    num_slots: int = 24
+    budget: int = 16
+    max_num_seqs: int = 8
+    policy: str = "fcfs"
+    prefix_cache: str = "radix"
+    eviction: str = "lru"
+    attention: str = "ref"
+    depth: int = 1
+    wire: bool = False
+    threshold: int = 0
+    chunked: bool = True
+    checkpoint_tokens: int = 8
+    kv_dtype: str = "float32"
+
+
+def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
+    groups = group_layers([cache_spec(layer.mixer, k.kv_dtype) for layer in spec.layers])
+    num_slabs = tuple(k.num_blocks if g.spec.kind == "paged" else k.num_slots for g in groups)
+    return Plan(
+        dtype="float32",
+        kv_dtype=k.kv_dtype,
+        max_model_len=spec.max_position,
+        block_size=k.block_size,
+        groups=groups,
+        num_slabs=num_slabs,
+        max_num_seqs=k.max_num_seqs,
+        max_num_batched_tokens=k.budget,
+        long_prefill_token_threshold=k.threshold,
+        kv_capacity_tokens=k.num_blocks * k.block_size,
+        weight_bytes=0,
+        kv_bytes=sum(n * g.slab_bytes(k.block_size) for n, g in zip(num_slabs, groups, strict=True)),
+        decisions=(),
+    )
+
+
+def config_for(k: Knobs) -> Any:
+    return from_kwargs(
+        model="(test)",
+        scheduling_policy=k.policy,
+        prefix_cache=k.prefix_cache,
+        eviction=k.eviction,
+        attention_backend=k.attention,
+        depth=k.depth,
+        enable_chunked_prefill=k.chunked,
+        slot_checkpoint_tokens=k.checkpoint_tokens,
+    )
+
+
+def fake_engine(k: Knobs, *, slots: bool = False) -> tuple[EngineCore, FakeForward]:
+    """An engine over the suspicious mock model: for laws that need thousands of steps."""
+    spec = fake_spec(slots=slots)
+    plan = plan_for(spec, k)
+    forward = FakeForward(plan.groups)
+    core = connect(config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire)
+    return core, forward
+
+
+def real_engine(spec: ModelSpec, weights: Any, k: Knobs) -> EngineCore:
+    """An engine over a real (tiny, random) model and the reference operations."""
+    return assemble(
+        config_for(k),
+        spec,
+        weights,
+        plan_for(spec, k),
+        clock=MonotonicClock(),
+        check_invariants=True,
+        poison=True,
+        wire=k.wire,
+    )
+
+
+_ids = itertools.count()
+
+
+def request(prompt: Sequence[int], *, request_id: str | None = None, eos: Sequence[int] = (), **kw: Any) -> Request:
+    """A request from token-level fields; `rules` fields may be given by name."""
+    rule_names = set(TokenRules.__struct_fields__)
+    rules = TokenRules(**{n: v for n, v in kw.items() if n in rule_names})
+    rest = {n: v for n, v in kw.items() if n not in rule_names}
+    beam = rest.pop("beam_width", None)
+    if beam is not None:
+        rest["beam"] = BeamSearchParams(
+            beam_width=beam,
+            max_tokens=rest.get("max_tokens", 16),
+            ignore_eos=not eos,
+            length_penalty=rest.pop("length_penalty", 1.0),
+        )
+    return Request(
+        request_id=request_id or f"r{next(_ids)}",
+        prompt_token_ids=list(prompt),
+        rules=rules,
+        eos_token_ids=list(eos),
+        **rest,
+    )
+
+
+@dataclass
+class Collected:
+    """What one request has yielded."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    beams: list[tuple[list[int], float, str]] = field(default_factory=list)
+    cached: int = 0
+    error: str | None = None
+    first_step: int = -1
+    last_step: int = -1
+
+
+class Collector:
+    """Follows an engine's outputs; asserts that nothing comes twice or after the end."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Collected] = {}
+
+    def take(self, outputs: list[EngineOutput], step: int = 0) -> None:
+        for out in outputs:
+            c = self.requests.setdefault(out.request_id, Collected())
+            assert out.index not in c.reasons, "news after the end"
+            if out.token_ids:
+                c.first_step = step if c.first_step < 0 else c.first_step
+                c.cached = out.num_cached_tokens
+            c.last_step = step
+            c.tokens.setdefault(out.index, []).extend(out.token_ids)
+            c.logprobs.setdefault(out.index, []).extend(out.logprobs)
+            c.prompt_logprobs.extend(out.prompt_logprobs)
+            c.error = out.error or c.error
+            c.beams = out.beams or c.beams
+            if out.finish_reason is not None:
+                c.reasons[out.index] = out.finish_reason
+
+
+def drain(core: EngineCore, collector: Collector, *, limit: int = 20_000) -> int:
+    """Step until there is no work. Returns the steps taken; a bound on them is the starvation test."""
+    steps = 0
+    while core.has_work:
+        collector.take(core.step(), steps)
+        steps += 1
+        assert steps <= limit, f"not done after {limit} steps: somebody starves"
+    return steps
+
+
+def run(core: EngineCore, requests: Sequence[Request], *, limit: int = 20_000) -> dict[str, Collected]:
+    """All requests at once, to the end; then nobody owns anything."""
+    collector = Collector()
+    for r in requests:
+        core.add(r)
+    drain(core, collector, limit=limit)
+    assert_idle(core)
+    return {r.request_id: collector.requests[r.request_id] for r in requests}
+
+
+def assert_idle(core: EngineCore) -> None:
+    """A finished request owns nothing: only the prefix cache still holds blocks."""
+    assert not core.groups
+    assert not core.scheduler.running
+    assert not core.scheduler.waiting
+    core.kv.check_invariants([])
+    for group in core.kv.stats().groups:
+        assert group.free + group.evictable == group.total, f"leak: {group}"
+
+
+@cache
+def tiny(name: str) -> tuple[ModelSpec, dict[str, Any]]:
+    from tests import specs
+
+    spec, weights = specs.make(name)
+    return spec, weights

@@ -1,0 +1,199 @@
+"""The laws as a state machine: whatever happens in whatever order, nobody's tokens change and nothing leaks.
+
+The model is the suspicious mock of `fake_model` (it checks every page it touches), so one example covers hundreds of
+steps. `test_laws_models.py` holds the same laws on real tiny models.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from penstock.core.request import Abort, Control, Request
+from tests.engine.fake_model import VOCAB
+from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
+from tests.engine.naive import beam_search, fake_logits, generate
+
+EXAMPLES = int(os.environ.get("PENSTOCK_LAW_EXAMPLES", "25"))
+STEPS = 40
+
+knobs = st.builds(
+    Knobs,
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    num_blocks=st.sampled_from([24, 32, 64]),
+    num_slots=st.sampled_from([3, 8, 24]),
+    budget=st.sampled_from([1, 3, 8, 16, 64]),
+    max_num_seqs=st.sampled_from([1, 2, 4, 8]),
+    policy=st.sampled_from(["fcfs", "fcfs", "prefill-first", "static"]),
+    prefix_cache=st.sampled_from(["radix", "hash", "none"]),
+    eviction=st.sampled_from(["lru", "fifo"]),
+    depth=st.sampled_from([1, 1, 2]),
+    wire=st.booleans(),
+    threshold=st.sampled_from([0, 0, 3]),
+    checkpoint_tokens=st.sampled_from([4, 8, 64]),
+)
+
+rules_of_chance = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.7, 1.3]),
+        "top_k": st.sampled_from([0, 3, 10]),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "seed": st.integers(0, 2**64 - 1),
+        "repetition_penalty": st.sampled_from([1.0, 1.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.5]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "min_tokens": st.sampled_from([0, 3]),
+        "logit_bias": st.just({5: 2.0}),
+        "bad_sequences": st.just([[3], [4, 6]]),
+    },
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, are preempted, made ragged, tainted, forked and aborted at any moment."""
+
+    slots = False
+
+    @initialize(knobs=knobs, seed=st.integers(0, 2**32))
+    def start(self, knobs: Knobs, seed: int) -> None:
+        if knobs.num_blocks * knobs.block_size < 64:
+            knobs.num_blocks = 64 // knobs.block_size
+        self.core, _ = fake_engine(knobs, slots=self.slots)
+        self.knobs = knobs
+        self.collector = Collector()
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[tuple[str, int]] = set()
+        # Few distinct prefixes, so that sharing happens all the time.
+        rng = random.Random(seed)
+        self.stems = [[rng.randrange(3, VOCAB) for _ in range(24)] for _ in range(3)]
+
+    @rule(
+        stem=st.integers(0, 2),
+        shared=st.integers(0, 24),
+        own=st.lists(st.integers(3, VOCAB - 1), max_size=10),
+        max_tokens=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        beam=st.sampled_from([None, None, None, None, 2, 3]),
+        eos=st.booleans(),
+        taint=st.sampled_from(["", "", "", "lossy"]),
+        chance=rules_of_chance,
+    )
+    def submit(
+        self,
+        stem: int,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        n: int,
+        beam: int | None,
+        eos: bool,
+        taint: str,
+        chance: dict[str, Any],
+    ) -> None:
+        prompt = (self.stems[stem][:shared] + own) or [3]
+        if beam is not None:
+            n, chance = 1, {}
+        elif eos:
+            chance = {**chance, "stop_ids": [2]}
+        r = request(
+            prompt,
+            request_id=f"q{len(self.requests):03d}",
+            eos=[2] if eos else [],
+            n=n,
+            max_tokens=max_tokens,
+            beam_width=beam,
+            taint=taint,
+            **chance,
+        )
+        self.requests[r.request_id] = r
+        self.core.add(r)
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.core.has_work:
+                self.collector.take(self.core.step())
+
+    def _pick(self, data: Any) -> str:
+        return str(data.draw(st.sampled_from(sorted(self.core.groups))))
+
+    @precondition(lambda self: self.core.groups)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data: Any, whole: bool) -> None:
+        request_id = self._pick(data)
+        index = None if whole else data.draw(st.integers(0, self.requests[request_id].n - 1))
+        self.core.add(Abort(request_id=request_id, index=index))
+        if whole or self.requests[request_id].beam is not None:
+            self.aborted |= {(request_id, i) for i in range(self.requests[request_id].n)}
+        else:
+            self.aborted.add((request_id, index))
+
+    @precondition(lambda self: self.core.groups)
+    @rule(data=st.data(), kind=st.sampled_from(["preempt", "preempt", "ragged", "taint"]))
+    def disturb(self, data: Any, kind: str) -> None:
+        self.core.add(Control(kind=kind, request_id=self._pick(data)))
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.core.add(Control(kind="reset_prefix_cache"))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        drain(self.core, self.collector)
+        assert_idle(self.core)
+        for request_id, r in self.requests.items():
+            got = self.collector.requests[request_id]
+            if r.beam is not None:
+                if (request_id, 0) not in self.aborted:
+                    check_beams(r, got.beams)
+                continue
+            for index in range(r.n):
+                aborted = (request_id, index) in self.aborted
+                tokens, reason = generate(fake_logits, r, index)
+                seen = got.tokens.get(index, [])
+                assert index in got.reasons, "a request was lost"
+                if aborted and got.reasons[index] == "abort":
+                    assert seen == tokens[: len(seen)]
+                else:
+                    assert (seen, got.reasons[index]) == (tokens, reason)
+
+
+def check_beams(r: Request, beams: list[tuple[list[int], float, str]]) -> None:
+    expected = beam_search(fake_logits, r)
+    assert [(b[0], b[2]) for b in beams] == [(e[0], e[2]) for e in expected]
+    for b, e in zip(beams, expected, strict=True):
+        assert b[1] == pytest.approx(e[1], abs=1e-4)
+
+
+class SlotEngineMachine(EngineMachine):
+    """The same laws with recurrent layers between the attention layers."""
+
+    slots = True
+
+
+def _case(machine: type[EngineMachine]) -> Callable[[], None]:
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        # A long hunt must name its find at once; shrinking hundreds of engine steps takes many minutes.
+        phases=[Phase.explicit, Phase.generate] if EXAMPLES > 100 else list(Phase),
+    )
+    return case
+
+
+TestEngineLaws = _case(EngineMachine)
+TestSlotEngineLaws = _case(SlotEngineMachine)

@@ -1,0 +1,123 @@
+"""Drives a Program through hand-made plans, without a scheduler or a runner: scattered pages, any mix of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32
+from penstock.core.cache_spec import CacheGroup, group_layers
+from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.model.builder import build
+from penstock.ops.plan import GroupPlan, Planes, StepPlan
+from penstock.ops.ref import REF
+from penstock.ops.table import OpTable
+
+_EMPTY = {"float32": (np.float32, np.nan), "float16": (np.float16, np.nan), "bfloat16": (np.uint16, 0x7FC0)}
+
+
+class Paged:
+    """A program, its storage and the tables of its sequences.
+
+    Storage starts as NaN, so that reading what nobody wrote spoils the result. Slabs are dealt from a shuffled pool.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, npt.NDArray[Any]], *, kv_dtype: str = "float32",
+        block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0, ops: OpTable = REF,
+    ) -> None:  # fmt: skip
+        self.spec, self.block_size = spec, block_size
+        self.groups = group_layers([cache_spec(layer.mixer, kv_dtype) for layer in spec.layers])
+        self.program = build(
+            spec, dict(weights), self.groups, max_model_len=max_model_len, ops=ops, attention=attention
+        )
+        self.planes = [_planes(g, num_slabs, block_size) for g in self.groups]
+        self._rng = np.random.default_rng(seed)
+        self._free = [self._rng.permutation(num_slabs).tolist() for _ in self.groups]
+        self._tables: dict[Any, list[npt.NDArray[np.int32]]] = {}
+        self._ragged: set[Any] = set()
+        self.lens: dict[Any, int] = {}
+
+    def make_ragged(self, seq: Any) -> None:
+        """From now on this (new) sequence has a table line per layer, each naming pages of unrelated slabs."""
+        self._ragged.add(seq)
+
+    def run(self, work: Mapping[Any, tuple[Sequence[int], Sequence[int]]]) -> dict[Any, F32]:
+        """One step: for each sequence the tokens to append and which of them (indices) give logits."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        starts = [0]
+        for seq, (ids, rows) in work.items():
+            at = self.lens.get(seq, 0)
+            wanted += [len(tokens) + r for r in rows]
+            tokens += list(ids)
+            positions += range(at, at + len(ids))
+            starts.append(len(tokens))
+            self.lens[seq] = at + len(ids)
+            self._grow(seq)
+        groups = tuple(
+            GroupPlan(len(g.layers), self.block_size, tuple(self._tables[seq][g.index] for seq in work))
+            for g in self.groups
+        )
+        ints = [np.array(x, np.int32) for x in (tokens, positions, starts, [self.lens[s] for s in work], wanted)]
+        logits = self.program.run(StepPlan(*ints, groups), self.planes)
+        assert logits.shape == (len(wanted), self.spec.vocab_size)
+        assert logits.dtype == np.float32
+        out, r = {}, 0
+        for seq, (_, rows) in work.items():
+            out[seq] = logits[r : r + len(rows)]
+            r += len(rows)
+        return out
+
+    def one_go(self, seq: Any, ids: Sequence[int]) -> F32:
+        """All tokens of a new sequence in one step: logits [T, V]."""
+        return self.run({seq: (ids, range(len(ids)))})[seq]
+
+    def chunked(self, seq: Any, ids: Sequence[int], sizes: Sequence[int]) -> F32:
+        """The tokens in chunks of `sizes`, the last size repeated: logits [T, V]."""
+        parts, at, n = [], 0, 0
+        while at < len(ids):
+            chunk = ids[at : at + sizes[min(n, len(sizes) - 1)]]
+            parts.append(self.one_go(seq, chunk))
+            at, n = at + len(chunk), n + 1
+        return np.concatenate(parts)
+
+    def greedy(self, prompts: Mapping[Any, Sequence[int]], n: int) -> dict[Any, list[int]]:
+        """`n` greedy tokens after every prompt, all sequences in one batch."""
+        work = {seq: (list(ids), [len(ids) - 1]) for seq, ids in prompts.items()}
+        out: dict[Any, list[int]] = {seq: [] for seq in prompts}
+        for _ in range(n):
+            rows = self.run(work)
+            for seq, row in rows.items():
+                out[seq].append(int(np.argmax(row[0])))
+            work = {seq: ([ids[-1]], [0]) for seq, ids in out.items()}
+        return out
+
+    def _grow(self, seq: Any) -> None:
+        tables = self._tables.setdefault(
+            seq,
+            [np.zeros((len(g.layers) if seq in self._ragged else 1, 0), np.int32) for g in self.groups],
+        )
+        for g in self.groups:
+            table, n = tables[g.index], len(g.layers)
+            need = 1 if g.spec.kind == "slot" else -(-self.lens[seq] // self.block_size)
+            while table.shape[1] < need:
+                ids = [[self._free[g.index].pop()] for _ in range(table.shape[0])]
+                # A ragged line may name any page of its own slab, also one that would be another layer's.
+                pages = [[i[0] * n + int(self._rng.integers(n))] for i in ids] if seq in self._ragged else ids
+                table = np.concatenate([table, np.array(pages, np.int32)], axis=1)
+            tables[g.index] = table
+
+
+def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:
+    pages = num_slabs * len(group.layers)
+    tokens = (block_size,) if group.spec.kind == "paged" else ()
+    out: Planes = {}
+    for plane in group.spec.planes:
+        dtype, nan = _EMPTY[plane.dtype]
+        out[plane.name] = np.full((pages, *tokens, plane.heads, plane.dim), nan, dtype)
+    return out

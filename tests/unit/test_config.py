@@ -1,0 +1,342 @@
+"""Settings: every way in, every refusal, and what their messages say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.config import (
+    SECTIONS,
+    SETTINGS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    add_arguments,
+    from_args,
+    from_kwargs,
+    from_toml,
+)
+from penstock.config.foreign import REMOVED, RENAMED
+from penstock.config.load import parse_size
+
+
+def refused(**kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_kwargs(**({"model": "m"} | kwargs))
+    assert caught.value.field in (*kwargs, "num_gpu_blocks_override")
+    return str(caught.value)
+
+
+def parse(*words: str, positional: bool = False) -> EngineConfig:
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser, model_positional=positional)
+    return from_args(parser.parse_args(list(words)))
+
+
+# --- the settings themselves
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert from_kwargs(model="m").as_kwargs() == {
+        "model": "m", "tokenizer": None, "dtype": "auto", "max_model_len": None, "skip_tokenizer_init": False,
+        "seed": 0, "block_size": 32, "kv_cache_memory_bytes": None, "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
+        "kv_cache_dtype": "auto", "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
+        "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
+        "attention_backend": "ref", "executor": "inproc", "depth": 1,
+    }  # fmt: skip
+
+
+def test_every_field_has_help_and_a_name_of_its_own() -> None:
+    fields = [f for section in SECTIONS.values() for f in dataclasses.fields(section)]
+    assert len({f.name for f in fields}) == len(fields) == len(SETTINGS)
+    for item in SETTINGS.values():
+        assert item.help.endswith("."), item.name
+        assert len(item.help) < 250
+
+
+def test_sections_are_frozen_and_check_themselves() -> None:
+    cache = CacheConfig(block_size=16)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        cache.block_size = 8  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="block_size: must be at least 1, not 0"):
+        CacheConfig(block_size=0)
+    assert EngineConfig(model=ModelConfig(model="m")) == from_kwargs(model="m")
+    assert hash(from_kwargs(model="m")) == hash(from_kwargs(model="m"))
+
+
+# --- keyword arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("block_size", True, "must be an integer, not True (bool)"),
+        ("block_size", 1.0, "must be an integer, not 1.0 (float)"),
+        ("block_size", "32", "must be an integer, not '32' (str)"),
+        ("block_size", None, "must be an integer, not None"),
+        ("block_size", -1, "must be at least 1, not -1"),
+        ("max_model_len", 0, "must be at least 1, not 0"),
+        ("seed", -1, "must be at least 0, not -1"),
+        ("seed", 2**64, f"must be at most {2**64 - 1}, not {2**64}"),
+        ("gpu_memory_utilization", 0, "must be above 0.0, not 0.0"),
+        ("gpu_memory_utilization", 1.1, "must be at most 1.0, not 1.1"),
+        ("gpu_memory_utilization", float("nan"), "must be a number, not nan (float)"),
+        ("gpu_memory_utilization", True, "must be a number, not True (bool)"),
+        ("enable_prefix_caching", 1, "must be true or false, not 1 (int)"),
+        ("enable_prefix_caching", "yes", "must be true or false, not 'yes' (str)"),
+        ("dtype", "fp8", "must be one of auto, float32, float16, bfloat16, not 'fp8'"),
+        ("kv_cache_dtype", "int4", "must be one of auto, float32, float16, bfloat16, not 'int4'"),
+        ("eviction", "", "must not be empty"),
+        ("eviction", 3, "must be a text, not 3 (int)"),
+        ("depth", 0, "must be at least 1, not 0"),
+        ("long_prefill_token_threshold", -5, "must be at least 0, not -5"),
+    ],
+)
+def test_types_and_ranges(name: str, value: Any, text: str) -> None:
+    assert refused(**{name: value}) == f"{name}: {text}"
+
+
+def test_the_model_is_required() -> None:
+    with pytest.raises(ConfigError, match="model: is missing") as caught:
+        from_kwargs(block_size=16)
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("blok_size", "block_size"),
+        ("max_num_seq", "max_num_seqs"),
+        ("max-model-len", "max_model_len"),
+        ("Dtype", "dtype"),
+        ("prefix_caching", "prefix_cache"),
+    ],
+)
+def test_a_typo_gets_the_closest_name(typo: str, meant: str) -> None:
+    assert refused(**{typo: 1}) == f"{typo}: unknown setting; did you mean {meant}?"
+
+
+def test_a_name_like_no_other_gets_the_list() -> None:
+    text = refused(zzz=1)
+    assert all(name in text for name in SETTINGS)
+
+
+def test_paths_and_other_spellings_of_dtypes() -> None:
+    class TorchDtype:
+        def __str__(self) -> str:
+            return "torch.bfloat16"
+
+    config = from_kwargs(model=Path("a") / "b", dtype="half", kv_cache_dtype=TorchDtype())
+    assert config.model.model == str(Path("a") / "b")
+    assert (config.model.dtype, config.cache.kv_cache_dtype) == ("float16", "bfloat16")
+
+
+def test_two_sizes_of_kv_memory_contradict() -> None:
+    text = refused(kv_cache_memory_bytes=4096, num_gpu_blocks_override=7)
+    assert text.startswith("num_gpu_blocks_override: 7 contradicts kv_cache_memory_bytes 4096")
+
+
+# --- names of other engines
+
+HARMFUL: dict[str, Any] = {
+    "swap_space": 4, "preemption_mode": "swap", "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+    "data_parallel_size": 2, "trust_remote_code": True, "quantization": "awq",
+    "speculative_config": {"method": "ngram"}, "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_foreign_settings_are_refused_with_one_sentence(name: str) -> None:
+    text = refused(**{name: HARMFUL[name]})
+    assert text == f"{name}: {REMOVED[name].why}"
+    for value in REMOVED[name].harmless:
+        assert from_kwargs(model="m", **{name: value}) == from_kwargs(model="m")
+    assert name not in SETTINGS
+
+
+def test_one_is_not_true() -> None:
+    refused(tensor_parallel_size=True)
+    refused(trust_remote_code=1)
+    refused(enable_lora=0)
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_other_engines_names_lead_to_ours(name: str) -> None:
+    assert RENAMED[name].split(",")[0] in SETTINGS
+    assert RENAMED[name] in refused(**{name: 1})
+
+
+# --- TOML
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "engine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_toml_and_its_precedence(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, '[model]\nmodel = "m"\ndtype = "bf16"\n[cache]\nblock_size = 16\n[scheduler]\nmax_num_seqs=4\n'
+    )
+    config = from_toml(path, block_size=64)
+    assert (config.cache.block_size, config.scheduler.max_num_seqs) == (64, 4), "argument > file > default"
+    assert config.model.dtype == "bfloat16"
+    flags = parse("--config", str(path), "--max-num-seqs", "9")
+    assert (flags.cache.block_size, flags.scheduler.max_num_seqs, flags.execution.depth) == (16, 9, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cache]\nblock_size = 0", "[cache] block_size: must be at least 1, not 0"),
+        ("[cache]\nblock_size = true", "[cache] block_size: must be an integer, not True (bool)"),
+        ("[cache]\nblocksize = 1", "[cache] blocksize: unknown setting; did you mean block_size?"),
+        ("[cache]\nmax_num_seqs = 1", "[cache] max_num_seqs: belongs into the table [scheduler]"),
+        ("[cache]\nswap_space = 4", f"[cache] swap_space: {REMOVED['swap_space'].why}"),
+        ("[cash]\nblock_size = 1", "[cash]: unknown table; did you mean cache?"),
+        ("[zzz]\na = 1", "[zzz]: unknown table; the tables are [model], [cache], [scheduler], [execution]"),
+        ("block_size = 16", "block_size: belongs into the table [cache]"),
+        ('model = "m"', "model: must be a table; write [model] above its settings"),
+        ("[[cache]]\nblock_size = 1", "cache: must be a table; write [cache] above its settings"),
+        ("[cache", "is not TOML: "),
+    ],
+)
+def test_toml_errors_name_the_place(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        from_toml(path, model="m")
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_toml_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        from_toml(tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b'[model]\nmodel = "\xff"\n')
+    with pytest.raises(ConfigError, match="is not TOML"):
+        from_toml(tmp_path / "latin.toml")
+
+
+# --- command line
+
+
+def test_every_setting_has_a_flag_with_help() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    out = io.StringIO()
+    parser.print_help(out)
+    for item in SETTINGS.values():
+        assert item.flag in out.getvalue()
+    assert "swap-space" not in out.getvalue(), "refused names stay out of the help"
+
+
+def test_flags_are_read() -> None:
+    config = parse(
+        "--model", "m", "--block-size", "16", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "4K",
+        "--gpu-memory-utilization", "0.5", "--dtype", "half", "-tp", "1", "--swap-space", "0", "--no-enable-lora",
+    )  # fmt: skip
+    assert config == from_kwargs(
+        model="m", block_size=16, enable_prefix_caching=False, kv_cache_memory_bytes=4096, gpu_memory_utilization=0.5,
+        dtype="float16",
+    )  # fmt: skip
+
+
+def test_the_model_may_be_positional() -> None:
+    assert parse("m", positional=True).model.model == "m"
+    assert parse("--model", "m", positional=True).model.model == "m"
+    assert parse("m", "--model", "m", positional=True).model.model == "m"
+    with pytest.raises(ConfigError, match="two models are given: a and --model b"):
+        parse("a", "--model", "b", positional=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
+        (["--dtype", "fp8"], "--dtype: must be one of"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: running one model on several devices"),
+        (["-q", "awq"], "--quantization: quantised weights"),
+        (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
+        (["--context-length", "5"], "--context-length: is another engine's name; here it is max_model_len"),
+        (
+            ["--disable-radix-cache"],
+            "--disable-radix-cache: is another engine's name; here it is enable_prefix_caching",
+        ),
+    ],
+)
+def test_flag_errors_are_written_as_the_flag(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("--model", "m", *words)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("12", 12), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("1.5K", 1536), ("2g", 2 * 10**9), ("3GiB", 3 * 1024**3),
+     ("1MB", 1024**2), ("1T", 1024**4), ("-3", -3)],
+)  # fmt: skip
+def test_sizes(text: str, value: int) -> None:
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1.5", "1x", "1.0001k", "0x10", "1 2", "٣k"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not"):
+        parse_size(text)
+
+
+# --- properties
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "tokenizer": st.sampled_from(["m", "some/folder"]),
+    "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
+    "max_model_len": st.integers(1, 10**9),
+    "seed": st.integers(0, 2**64 - 1),
+    "block_size": st.integers(1, 4096),
+    "kv_cache_memory_bytes": st.integers(1, 2**60),
+    "gpu_memory_utilization": st.floats(0.01, 1.0),
+    "enable_prefix_caching": st.booleans(),
+    "scheduling_policy": st.sampled_from(["fcfs", "other"]),
+    "max_num_seqs": st.integers(1, 10**6),
+    "enable_chunked_prefill": st.booleans(),
+}
+
+
+@settings(deadline=None)
+@given(st.fixed_dictionaries({}, optional=VALUES))
+def test_kwargs_and_flags_agree(kwargs: dict[str, Any]) -> None:
+    config = from_kwargs(model="m", **kwargs)
+    assert from_kwargs(**config.as_kwargs()) == config
+    words: list[str] = []
+    for name, value in kwargs.items():
+        flag = SETTINGS[name].flag
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, str(value)]
+    assert parse("--model", "m", *words) == config
+
+
+ANYTHING = st.none() | st.booleans() | st.integers() | st.text("ab ", max_size=3) | st.floats() | st.lists(st.none())
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(SETTINGS)), ANYTHING, max_size=4))
+def test_any_value_is_taken_or_refused_by_name(kwargs: dict[str, Any]) -> None:
+    try:
+        config = from_kwargs(**({"model": "m"} | kwargs))
+    except ConfigError as caught:
+        error: ConfigError | None = caught
+    else:
+        error = None
+        assert all(config.as_kwargs()[name] == value for name, value in kwargs.items())
+    assert error is None or (error.field in kwargs and str(error).startswith(f"{error.field}: "))

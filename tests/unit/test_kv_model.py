@@ -1,0 +1,530 @@
+"""The KV manager against a model that carries out its orders on a fake storage.
+
+A fake rank keeps page contents and row tables, moved only by what `drain` yields, and runs steps late, as a rank two
+steps behind does. What it writes at a position is a digest of everything before it (read through the tables), the token,
+the namespace, the weights and the lossy label: reading the right values back proves copy-on-write, deduplication,
+eviction, forks, raggedness, namespaces and epochs at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.request import Request
+from penstock.core.sampling import TokenRules
+from penstock.core.sequence import Sequence
+from penstock.kv.block_table import BlockTable
+from penstock.kv.eviction import EVICTION_POLICIES
+from penstock.kv.manager import KVManager
+from penstock.kv.prefix import PREFIX_CACHES
+
+PAGED = CacheSpec("paged", (Plane("k", 1, 2, "float32"), Plane("v", 1, 2, "float32")))
+LATENT = CacheSpec("paged", (Plane("latent", 1, 3, "float32"),))
+SLOT = CacheSpec("slot", (Plane("state", 1, 4, "float32"),))
+
+
+def make_groups(paged: int = 2, latent: int = 0, slots: int = 0) -> tuple[CacheGroup, ...]:
+    """Cache groups of a model with so many layers of each kind."""
+    return group_layers([PAGED] * paged + [LATENT] * latent + [SLOT] * slots)
+
+
+def make_seq(seq_id: int, prompt: list[int], **request: Any) -> Sequence:
+    rules = request.pop("rules", TokenRules())
+    return Sequence(
+        seq_id, Request(request_id=f"r{seq_id}", prompt_token_ids=prompt, rules=rules, **request), arrival=seq_id
+    )
+
+
+def start(kv: KVManager, seq: Sequence, num_tokens: int | None = None) -> bool:
+    """Admit a sequence with memory for all it knows (or `num_tokens`); False, and nothing taken, if there is none."""
+    match = kv.match(seq)
+    wanted = max(seq.num_known if num_tokens is None else num_tokens, match.num_tokens)
+    if not kv.can_admit(seq, match, wanted):
+        return False
+    kv.admit(seq, match)
+    assert kv.grow(seq, wanted), "can_admit promised what grow did not find"
+    return True
+
+
+def run(kv: KVManager, seq: Sequence, num_computed: int | None = None) -> None:
+    """Pretend that all that is known (or `num_computed` tokens) has been computed, chunk by chunk."""
+    target = seq.num_known if num_computed is None else num_computed
+    while seq.num_computed < target:
+        seq.num_computed += kv.cut(seq, seq.num_computed, target - seq.num_computed)
+        kv.commit(seq)
+
+
+STALE = "stale"
+"""What fresh memory holds. Reading it is a leak."""
+
+
+class Rank:
+    """Storage and row tables, moved by table updates and page operations alone."""
+
+    def __init__(self, groups: tuple[CacheGroup, ...], num_slabs: list[int], block_size: int) -> None:
+        self.groups = groups
+        self.size = [block_size if g.spec.kind == "paged" else 1 for g in groups]
+        self.pages: list[list[list[Any]]] = [
+            [[STALE] * size for _ in range(n * g.pages_per_slab)]
+            for g, n, size in zip(groups, num_slabs, self.size, strict=True)
+        ]
+        self.tables: dict[int, list[list[list[int]]]] = {}
+
+    def apply(self, removed: list[int], tables: list[Any], ops: list[Any]) -> None:
+        for seq_id in removed:
+            self.tables.pop(seq_id, None)
+        for update in tables:
+            width = self.groups[update.group].pages_per_slab
+            row = self.tables.setdefault(update.seq_id, [[[] for _ in range(g.pages_per_slab)] for g in self.groups])
+            for i in range(width) if update.layer < 0 else [update.layer]:
+                ids = [s * width + i for s in update.ids] if update.layer < 0 else update.ids
+                line = row[update.group][i]
+                assert update.start <= len(line), "a table update leaves a hole"
+                line[update.start : update.start + len(ids)] = ids
+        for op in ops:
+            pages = self.pages[op.group]
+            for i in range(op.count):
+                pages[op.dst + i] = [None] * self.size[op.group] if op.src < 0 else list(pages[op.src + i])
+
+
+def pages_of(groups: tuple[CacheGroup, ...], tables: list[BlockTable]) -> list[list[list[int]]]:
+    """[group][layer][block] -> page, from the manager's own tables."""
+    result = []
+    for group, table in zip(groups, tables, strict=True):
+        width = group.pages_per_slab
+        layers = table.layers or [[s * width + i for s in table.ids] for i in range(width)]
+        result.append([list(pages) for pages in layers])
+    return result
+
+
+@dataclass
+class Row:
+    seq: Sequence
+    start: int
+    num_tokens: int
+    epoch: int
+    lossy_from: int | None
+
+
+@dataclass
+class Step:
+    number: int
+    rows: list[Row]
+    removed: list[int]
+    tables: list[Any]
+    ops: list[Any]
+    weights: int
+    seen: list[set[int]]
+    """Pages per group that rows of this step have in their tables."""
+    readable: list[tuple[Sequence, list[list[list[int]]], int]]
+    """Every sequence with memory, its tables, and how far they are written when this step begins."""
+
+
+@dataclass
+class Config:
+    prefix: str | Callable[[int], Any]
+    eviction: str = "lru"
+    block_size: int = 2
+    depth: int = 1
+    groups: tuple[CacheGroup, ...] = field(default_factory=make_groups)
+    num_slabs: list[int] = field(default_factory=lambda: [10])
+    checkpoint_tokens: int = 4
+
+
+class World:
+    """Drives a KVManager as an engine would, and checks all it does."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.groups = config.groups
+        prefix = config.prefix if isinstance(config.prefix, str) else config.prefix(config.block_size)
+        self.kv = KVManager(
+            config.groups, config.num_slabs, config.block_size, prefix_cache=prefix, eviction=config.eviction,
+            slot_checkpoint_tokens=config.checkpoint_tokens,
+        )  # fmt: skip
+        self.rank = Rank(config.groups, config.num_slabs, config.block_size)
+        self.seqs: list[Sequence] = []
+        self.history: dict[int, list[int]] = {}
+        self.inflight: deque[Step] = deque()
+        self.removed: list[int] = []
+        self.weights = 0
+        self.next_id = 0
+        self.next_step = 0
+        self.slots = [g.index for g in config.groups if g.spec.kind == "slot"]
+        self.paged = [g.index for g in config.groups if g.spec.kind == "paged"]
+        self.hits = 0
+
+    # -- the fake model
+
+    def value(self, seq: Sequence, before: int | None, token: int, weights: int, lossy: bool) -> int:
+        root = hash((seq.request.namespace, seq.request.taint)) if before is None else before
+        return hash((root, token, weights, f"lossy {seq.seq_id}" if lossy else ""))
+
+    # -- what an engine does
+
+    def add(self, prompt: list[int], **request: Any) -> Sequence:
+        seq = make_seq(self.next_id, prompt, **request)
+        self.next_id += 1
+        self.seqs.append(seq)
+        return seq
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [s for s in self.seqs if s.tables]
+
+    def admit(self, seq: Sequence, margin: int) -> None:
+        kv = self.kv
+        before = kv.cache.version
+        match = kv.match(seq)
+        assert kv.cache.version == before, "match changed the cache"
+        assert match.num_tokens % self.block_size == 0
+        assert match.num_tokens < seq.num_known, "no token is left to be computed"
+        if seq.request.rules.num_prompt_logprobs >= 0 or self.config.prefix == "none":
+            assert match.num_tokens == 0
+        can = kv.can_admit(seq, match, seq.num_known + margin)
+        if not can and self.slots:
+            return
+        kv.admit(seq, match)
+        # The promise is kept, and it is not made too rarely: with one paged group it is exact.
+        grown = kv.grow(seq, seq.num_known + margin)
+        assert grown or not can, "can_admit promised what grow did not find"
+        if len(self.groups) == 1:
+            assert grown == can, "can_admit refused what was possible"
+        if not grown:
+            self.drop(seq)
+            return
+        assert seq.num_computed == seq.num_cached == match.num_tokens
+        self.hits += match.num_tokens
+        history: list[int] = []
+        for token in seq.token_ids[: seq.num_computed]:
+            history.append(self.value(seq, history[-1] if history else None, token, self.weights, False))
+        self.history[seq.seq_id] = history
+
+    def drop(self, seq: Sequence) -> None:
+        self.kv.release(seq)
+        assert seq.tables == []
+        assert seq.node is None
+        assert seq.num_computed == seq.num_inflight == seq.num_cached == 0
+        seq.num_preemptions += 1
+        self.removed.append(seq.seq_id)
+        self.history.pop(seq.seq_id, None)
+
+    def schedule(self, sizes: Iterable[int]) -> None:
+        """Plan and submit a step: up to sizes[i] tokens of the i-th running sequence."""
+        rows = []
+        for seq, size in zip(self.running, sizes, strict=False):
+            n = min(size, seq.lag)
+            if n <= 0:
+                continue
+            begin = seq.num_computed + seq.num_inflight
+            cut = self.kv.cut(seq, begin, n)
+            assert 0 < cut <= n
+            before = pages_of(self.groups, seq.tables)
+            if self.kv.grow(seq, begin + cut):
+                rows.append(Row(seq, begin, cut, seq.num_preemptions, seq.taint_start))
+            else:
+                assert pages_of(self.groups, seq.tables) == before, "a failed grow left something behind"
+        if not rows:
+            return
+        self._unshared(rows)
+        readable = [(s, pages_of(self.groups, s.tables), s.num_computed + s.num_inflight) for s in self.running]
+        tables, ops = self.kv.drain()
+        alive = {s.seq_id for s in self.running}
+        assert {t.seq_id for t in tables} <= alive, "a table update for a sequence that owns nothing"
+        for step in self.inflight:
+            for op in ops:
+                seen = step.seen[op.group].intersection(range(op.dst, op.dst + op.count))
+                assert not seen, f"pages {seen} are overwritten while a step in flight has them in a table"
+        for row in rows:
+            row.seq.num_inflight += row.num_tokens
+        seen = [set() for _ in self.groups]
+        for row in rows:
+            for g, layers in enumerate(pages_of(self.groups, row.seq.tables)):
+                seen[g].update(page for pages in layers for page in pages)
+        self.inflight.append(
+            Step(self.next_step, rows, self.removed, tables, ops, self.weights, seen, readable)
+        )
+        self.removed = []
+        self.kv.submitted(self.next_step)
+        self.next_step += 1
+
+    def _unshared(self, rows: list[Row]) -> None:
+        """No row writes a page that another sequence's table, or the prefix cache, shows."""
+        for row in rows:
+            blocks = range(row.start // self.block_size, -(-(row.start + row.num_tokens) // self.block_size))
+            for g, layers in enumerate(pages_of(self.groups, row.seq.tables)):
+                if g in self.slots:
+                    mine = {p for pages in layers for p in pages}
+                else:
+                    mine = {pages[b] for pages in layers for b in blocks}
+                for other in self.running:
+                    if other is not row.seq:
+                        theirs = {p for pages in pages_of(self.groups, other.tables)[g] for p in pages}
+                        assert not mine & theirs, f"{row.seq} writes pages that {other} shows"
+
+    def collect(self) -> list[Sequence]:
+        """Run the oldest step, retire it, commit it. Returns sequences that want a next token."""
+        step = self.inflight.popleft()
+        self.rank.apply(step.removed, step.tables, step.ops)
+        for seq, pages, written in step.readable:
+            if seq.seq_id in self.history and self._same_life(seq, pages):
+                self._read_back(seq, pages, written)
+        for row in step.rows:
+            if row.epoch == row.seq.num_preemptions:
+                self._execute(row, step.weights)
+        self.kv.retired(step.number)
+        done = []
+        for row in step.rows:
+            seq = row.seq
+            if row.epoch == seq.num_preemptions:
+                seq.num_inflight -= row.num_tokens
+                seq.num_computed += row.num_tokens
+                self.kv.commit(seq)
+                if seq.lag == 0 and seq.num_inflight == 0:
+                    done.append(seq)
+        return done
+
+    def _same_life(self, seq: Sequence, pages: list[list[list[int]]]) -> bool:
+        """Whether `seq` was not released since the snapshot (then its tables grew out of it)."""
+        return self.lives.get(id(pages)) == seq.num_preemptions if hasattr(self, "lives") else True
+
+    def _execute(self, row: Row, weights: int) -> None:
+        seq = row.seq
+        table = self.rank.tables[seq.seq_id]
+        history = self.history[seq.seq_id]
+        assert len(history) == row.start
+        size = self.block_size
+        for position in range(row.start, row.start + row.num_tokens):
+            before = history[-1] if history else None
+            lossy = row.lossy_from is not None and position >= row.lossy_from
+            value = self.value(seq, before, seq.token_ids[position], weights, lossy)
+            for g, layers in enumerate(table):
+                for pages in layers:
+                    storage = self.rank.pages[g]
+                    if g in self.slots:
+                        assert storage[pages[0]][0] == before, f"{seq}: wrong state of slots at {position}"
+                        storage[pages[0]][0] = value
+                        continue
+                    if position:
+                        seen = storage[pages[(position - 1) // size]][(position - 1) % size]
+                        assert seen == before, f"{seq}: wrong cache at {position - 1}"
+                    storage[pages[position // size]][position % size] = value
+            history.append(value)
+
+    def _read_back(self, seq: Sequence, pages: list[list[list[int]]], written: int) -> None:
+        history = self.history[seq.seq_id]
+        assert len(history) == written, f"{seq}: {len(history)} of {written} tokens were run"
+        on_rank = self.rank.tables.get(seq.seq_id)
+        for g in self.paged:
+            for layer, line in enumerate(pages[g]):
+                values = [value for page in line for value in self.rank.pages[g][page]]
+                assert values[:written] == history, f"{seq}: group {g}, layer {layer} lost its history"
+                assert set(values[written:]) <= {None}, f"{seq}: group {g}, layer {layer} shows what is not its own"
+                if on_rank is not None:
+                    assert on_rank[g][layer][: len(line)] == line, f"{seq}: the rank was told another table"
+        for g in self.slots:
+            for line in pages[g]:
+                (value,) = self.rank.pages[g][line[0]]
+                assert value == (history[-1] if history else None), f"{seq}: slots of group {g} hold another state"
+
+    def fork(self, parent: Sequence, token: int) -> Sequence | None:
+        child = make_seq(self.next_id, list(parent.request.prompt_token_ids), rules=parent.request.rules,
+                         namespace=parent.request.namespace, taint=parent.request.taint)  # fmt: skip
+        child.token_ids = parent.token_ids[: parent.num_computed]
+        child.token_ids.append(token)
+        before = pages_of(self.groups, parent.tables)
+        if not self.kv.fork(parent, child):
+            assert self.slots, "a fork without slots needs no memory"
+            assert child.tables == []
+            assert pages_of(self.groups, parent.tables) == before
+            return None
+        self.next_id += 1
+        assert child.num_computed == parent.num_computed
+        self.history[child.seq_id] = list(self.history[parent.seq_id])
+        self.seqs.append(child)
+        return child
+
+    def finish(self, seq: Sequence) -> None:
+        if seq.tables:
+            self.drop(seq)
+        self.seqs.remove(seq)
+
+    def reset(self) -> None:
+        """New weights: nothing computed with the old ones may be found again."""
+        self.kv.reset_prefix_cache()
+        self.weights += 1
+
+    def check(self) -> None:
+        self.kv.check_invariants(self.seqs)
+        for stats, pool in zip(self.kv.stats().groups, self.kv.pools, strict=True):
+            assert stats.total == pool.num_slabs == stats.free + stats.used + stats.evictable + stats.quarantined
+            assert min(stats.free, stats.used, stats.evictable, stats.quarantined) >= 0
+
+    def close(self) -> None:
+        """End everything; then all memory is free or evictable, and after a reset all of it is free."""
+        while self.inflight:
+            self.collect()
+        for seq in list(self.seqs):
+            self.finish(seq)
+        self.check()
+        assert all(group.used == group.quarantined == 0 for group in self.kv.stats().groups)
+        self.kv.reset_prefix_cache()
+        assert all(group.free == group.total for group in self.kv.stats().groups), "memory leaked"
+
+
+TOKENS = st.integers(0, 1)
+
+
+class Machine(RuleBasedStateMachine):
+    config_strategy: Any = None
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.world = World(data.draw(self.config_strategy, label="config"))
+
+    def pick(self, data: st.DataObject, seqs: list[Sequence]) -> Sequence:
+        return seqs[data.draw(st.integers(0, len(seqs) - 1), label="which")]
+
+    @rule(
+        prompt=st.lists(TOKENS, min_size=1, max_size=9),
+        namespace=st.sampled_from([b"", b"", b"", b"tenant"]),
+        taint=st.sampled_from(["", "", "", "lossy"]),
+        prompt_logprobs=st.sampled_from([-1, -1, -1, -1, 0]),
+    )
+    def request(self, prompt: list[int], namespace: bytes, taint: str, prompt_logprobs: int) -> None:
+        if len(self.world.seqs) < 7:
+            rules = TokenRules(num_prompt_logprobs=prompt_logprobs)
+            seq = self.world.add(prompt, namespace=namespace, taint=taint, rules=rules)
+            self.world.admit(seq, 0)
+
+    @precondition(lambda self: len(self.world.running) < len(self.world.seqs))
+    @rule(data=st.data(), margin=st.integers(0, 3))
+    def admit(self, data: st.DataObject, margin: int) -> None:
+        waiting = [s for s in self.world.seqs if not s.tables]
+        self.world.admit(self.pick(data, waiting), margin)
+
+    @precondition(lambda self: len(self.world.inflight) < self.world.config.depth and self.world.running)
+    @rule(sizes=st.lists(st.integers(0, 6), min_size=7, max_size=7))
+    def schedule(self, sizes: list[int]) -> None:
+        self.world.schedule(sizes)
+
+    @precondition(lambda self: self.world.running)
+    @rule(tokens=st.lists(TOKENS, min_size=7, max_size=7))
+    def whole_step(self, tokens: list[int]) -> None:
+        """Schedule everybody, collect one step and sample: the common case, so that histories grow long."""
+        if len(self.world.inflight) < self.world.config.depth:
+            self.world.schedule([99] * 7)
+        if self.world.inflight:
+            self.sample(tokens)
+
+    @precondition(lambda self: self.world.inflight)
+    @rule(tokens=st.lists(TOKENS, min_size=7, max_size=7))
+    def sample(self, tokens: list[int]) -> None:
+        for seq, token in zip(self.world.collect(), tokens, strict=False):
+            seq.token_ids.append(token)
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data(), token=TOKENS)
+    def fork(self, data: st.DataObject, token: int) -> None:
+        ready = [s for s in self.world.running if s.num_inflight == 0 and s.num_computed and s.lag <= 1]
+        if ready and len(self.world.seqs) < 7:
+            self.world.fork(self.pick(data, ready), token)
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.world.drop(self.pick(data, self.world.running))
+
+    @precondition(lambda self: self.world.seqs)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.world.finish(self.pick(data, self.world.seqs))
+
+    @precondition(lambda self: self.world.running)
+    @rule(data=st.data(), group=st.integers(0, 2))
+    def make_ragged(self, data: st.DataObject, group: int) -> None:
+        seq = self.pick(data, self.world.running)
+        self.world.kv.make_ragged(seq, group % len(self.world.groups))
+
+    @precondition(lambda self: self.world.seqs)
+    @rule(data=st.data())
+    def taint(self, data: st.DataObject) -> None:
+        seq = self.pick(data, self.world.seqs)
+        if seq.taint_start is None and seq.num_inflight == 0:
+            seq.taint_start = seq.num_computed
+
+    @rule(really=st.integers(0, 3))
+    def reset(self, really: int) -> None:
+        if really == 0:
+            self.world.reset()
+
+    @invariant()
+    def laws(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+def weak_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Collides all the time."""
+    return bytes([(sum(parent) + 3 * sum(tokens)) % 5])
+
+
+def colliding_cache(block_size: int) -> Any:
+    return PREFIX_CACHES.get("hash")(block_size, EVICTION_POLICIES.get("lru")(), weak_hash)
+
+
+LAYOUTS = {
+    "paged": (make_groups(2), lambda n: [n]),
+    "two-paged": (make_groups(2, 1), lambda n: [n, n + 2]),
+    "slots": (make_groups(2, 0, 2), lambda n: [n, 4]),
+    "all": (make_groups(1, 2, 1), lambda n: [n, n + 1, 5]),
+}
+
+
+def configs(prefix: Any, layouts: list[str]) -> st.SearchStrategy[Config]:
+    def build(eviction: str, block_size: int, depth: int, layout: str, n: int, checkpoint: int) -> Config:
+        groups, sizes = LAYOUTS[layout]
+        return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint)
+
+    return st.builds(
+        build, st.sampled_from(EVICTION_POLICIES.names()), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]),
+        st.sampled_from(layouts), st.integers(7, 14), st.sampled_from([2, 4]),
+    )  # fmt: skip
+
+
+def play(prefix: Any, layouts: list[str], examples: int, steps: int = 40) -> None:
+    class Configured(Machine):
+        config_strategy = configs(prefix, layouts)
+
+    run_state_machine_as_test(
+        Configured,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, database=None,
+            suppress_health_check=list(HealthCheck), print_blob=False,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("prefix", PREFIX_CACHES.names())
+def test_B03_B04_histories_survive(prefix: str, layout: str) -> None:
+    play(prefix, [layout], 30 if prefix != "none" else 15)
+
+
+@pytest.mark.parametrize("layout", ["paged", "slots"])
+def test_B05_histories_survive_hash_collisions(layout: str) -> None:
+    play(colliding_cache, [layout], 30)

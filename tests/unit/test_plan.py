@@ -1,0 +1,393 @@
+"""plan.resolve: sizes add up, nothing exceeds the machine, and every advice in a refusal works when it is followed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from penstock.base.errors import CapacityError, ConfigError
+from penstock.config import from_kwargs
+from penstock.core.cache_spec import DTYPE_BYTES
+from penstock.core.machine import Machine
+from penstock.core.model_spec import Attention, FeedForward, Latent, Layer, Mixer, ModelSpec, Recurrent, Rope
+from penstock.plan import Plan, resolve
+from penstock.plan.memory import MIN_RESERVE_BYTES, gib
+
+MIB, GIB = 1024**2, 1024**3
+FULL = Attention(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(dim=8))
+LATENT = Latent(num_heads=4, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, rope=Rope(dim=4))
+SLOT = Recurrent(num_heads=4, key_dim=8, value_dim=8)
+
+
+def model(*mixers: Mixer, **changes: Any) -> ModelSpec:
+    layers = tuple(Layer(mixer=m, ffn=FeedForward(width=64)) for m in mixers or (FULL, FULL))
+    fields: dict[str, Any] = {"family": "test", "vocab_size": 100, "hidden_size": 32, "layers": layers}
+    return ModelSpec(**(fields | {"max_position": 256} | changes))
+
+
+def machine(available: int = 8 * GIB) -> Machine:
+    return Machine(num_cores=2, memory_bytes=available + GIB, available_bytes=available)
+
+
+def plan(spec: ModelSpec | None = None, box: Machine | None = None, /, **kwargs: Any) -> Plan:
+    return resolve(from_kwargs(model="m", **kwargs), spec or model(), box or machine())
+
+
+def why(p: Plan, name: str) -> str:
+    return next(d.why for d in p.decisions if d.name == name)
+
+
+def decided(p: Plan) -> dict[str, Any]:
+    assert len({d.name for d in p.decisions}) == len(p.decisions), "one decision per name"
+    return {d.name: d.value for d in p.decisions}
+
+
+# --- defaults
+
+
+def test_defaults_on_a_roomy_machine() -> None:
+    p = plan()
+    assert (p.dtype, p.kv_dtype, p.max_model_len, p.block_size) == ("float32", "float32", 256, 32)
+    assert (p.max_num_seqs, p.max_num_batched_tokens, p.long_prefill_token_threshold) == (64, 512, 0)
+    assert p.num_slabs == (64 * 256 // 32,), "no more than all sequences can use, however much memory there is"
+    assert p.kv_capacity_tokens == 64 * 256
+    assert p.weight_bytes == 4 * model().num_params
+    assert p.kv_bytes == 512 * 32 * 2 * (2 * 2 * 8 * 4)
+    assert decided(p) == {
+        "dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 512,
+        "num_gpu_blocks": 512, "max_num_seqs": 64,
+    }  # fmt: skip
+    assert all(d.why for d in p.decisions)
+
+
+def test_what_is_given_is_not_decided() -> None:
+    p = plan(dtype="float16", kv_cache_dtype="float32", max_model_len=100, max_num_seqs=3, max_num_batched_tokens=7,
+             num_gpu_blocks_override=9, long_prefill_token_threshold=5)  # fmt: skip
+    assert p.decisions == ()
+    assert (p.dtype, p.kv_dtype, p.max_model_len, p.max_num_seqs, p.max_num_batched_tokens) == (
+        "float16", "float32", 100, 3, 7,
+    )  # fmt: skip
+    assert (p.num_slabs, p.long_prefill_token_threshold) == ((9,), 5)
+
+
+def test_a_plan_is_a_pure_function() -> None:
+    assert plan() == plan()
+
+
+# --- types
+
+
+@pytest.mark.parametrize("own", ["bfloat16", "float16"])
+def test_half_precision_is_widened_while_it_costs_at_most_half(own: str) -> None:
+    spec = model(dtype=own, vocab_size=1_000_000)  # 64 M parameters: 256 MB as float32
+    widened = 4 * spec.num_params
+    roomy = plan(spec, machine(2 * widened + 4 * GIB))
+    assert (roomy.dtype, roomy.kv_dtype) == ("float32", "float32")
+    assert str(widened) in why(roomy, "dtype")
+    assert "widen" in why(roomy, "dtype")
+    exact = resolve(from_kwargs(model="m", num_gpu_blocks_override=8), spec, machine(2 * widened))
+    assert exact.dtype == "float32"
+    tight = resolve(from_kwargs(model="m", num_gpu_blocks_override=8), spec, machine(2 * widened - 1))
+    assert (tight.dtype, tight.kv_dtype) == (own, own)
+    assert str(widened) in why(tight, "dtype")
+    assert str(2 * widened - 1) in why(tight, "dtype")
+    assert tight.weight_bytes == 2 * spec.num_params
+
+
+# --- lengths and limits
+
+
+def test_longer_than_the_model_was_made_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 257 is more than the 256 positions"):
+        plan(max_model_len=257)
+
+
+def test_a_small_token_budget_lowers_the_default_number_of_sequences() -> None:
+    p = plan(max_num_batched_tokens=20)
+    assert (p.max_num_seqs, p.max_num_batched_tokens) == (20, 20)
+    assert "max_num_batched_tokens 20" in why(p, "max_num_seqs")
+
+
+def test_many_sequences_raise_the_default_token_budget() -> None:
+    p = plan(max_num_seqs=1000)
+    assert p.max_num_batched_tokens == 1000
+    assert "1000" in why(p, "max_num_batched_tokens")
+
+
+def test_contradicting_limits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: 10 is less than max_num_seqs 20"):
+        plan(max_num_batched_tokens=10, max_num_seqs=20)
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_sequence() -> None:
+    spec = model(max_position=4096)
+    p = plan(spec, enable_chunked_prefill=False)
+    assert p.max_num_batched_tokens == 4096
+    assert "chunked prefill is off" in why(p, "max_num_batched_tokens")
+    assert plan(spec, enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 512
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: 4095 cannot hold .* 4096"):
+        plan(spec, enable_chunked_prefill=False, max_num_batched_tokens=4095)
+
+
+# --- memory
+
+
+def test_groups_follow_the_cache_of_each_layer() -> None:
+    p = plan(model(FULL, LATENT, FULL, SLOT))
+    assert [(g.spec.kind, g.layers) for g in p.groups] == [("paged", (0, 2)), ("paged", (1,)), ("slot", (3,))]
+    assert p.num_slabs == (512, 512, 64 + 64)
+    assert "64 checkpoints" in why(p, "num_slots")
+
+
+def test_few_sequences_still_get_some_checkpoints() -> None:
+    assert plan(model(SLOT), max_num_seqs=2).num_slabs == (2 + 16,)
+    p = plan(model(SLOT), max_num_seqs=2, enable_prefix_caching=False)
+    assert p.num_slabs == (2,)
+    assert "prefix caching is off" in why(p, "num_slots")
+    assert p.kv_capacity_tokens == 2 * 256, "states do not grow: memory sets no limit in tokens"
+
+
+def test_checkpoints_yield_before_anything_else_does() -> None:
+    spec = model(FULL, SLOT)
+    state = plan(spec).groups[1].slab_bytes(32)
+    sequence = 8 * plan(spec).groups[0].slab_bytes(32)
+    p = plan(spec, max_num_seqs=4, kv_cache_memory_bytes=sequence + 4 * state)
+    assert p.num_slabs == (8, 4)
+    p = plan(spec, max_num_seqs=4, kv_cache_memory_bytes=sequence + 4 * state + 6 * state)
+    assert p.num_slabs[1] == 4 + 3
+    assert "half" in why(p, "num_slots")
+
+
+def test_states_lower_the_default_number_of_sequences() -> None:
+    spec = model(FULL, SLOT)
+    state = plan(spec).groups[1].slab_bytes(32)
+    sequence = 8 * plan(spec).groups[0].slab_bytes(32)
+    p = plan(spec, kv_cache_memory_bytes=sequence + 9 * state)
+    assert p.max_num_seqs == 1 + 4
+    assert str(sequence + 9 * state) in why(p, "max_num_seqs")
+
+
+def test_memory_that_is_given_is_used_in_full() -> None:
+    slab = plan().groups[0].slab_bytes(32)
+    p = plan(kv_cache_memory_bytes=5000 * slab + slab - 1)
+    assert p.num_slabs == (5000,)
+    assert "kv_cache_memory_bytes" in why(p, "num_gpu_blocks")
+
+
+def test_utilization_is_a_fraction_of_what_is_left() -> None:
+    spec, box = model(max_position=10**6), machine(4 * GIB)
+    left = 4 * GIB - 4 * spec.num_params - MIN_RESERVE_BYTES
+    for share, numerator in ((1.0, 10), (0.9, 9), (0.5, 5)):
+        p = plan(spec, box, gpu_memory_utilization=share)
+        slab = p.groups[0].slab_bytes(32)
+        assert p.num_slabs == (left * numerator // 10 // slab,)
+        assert str(4 * GIB) in why(p, "num_gpu_blocks")
+        assert str(MIN_RESERVE_BYTES) in why(p, "num_gpu_blocks")
+
+
+def test_the_reserve_grows_with_the_machine() -> None:
+    p = plan(model(max_position=10**8), machine(100 * GIB), max_model_len=10**8, gpu_memory_utilization=1.0)
+    assert p.kv_bytes <= 95 * GIB
+    assert p.kv_bytes > 94 * GIB
+
+
+def test_an_overridden_number_of_blocks_is_exact() -> None:
+    p = plan(model(FULL, LATENT, SLOT), num_gpu_blocks_override=8)
+    assert p.num_slabs == (8, 8, 128)
+    with pytest.raises(CapacityError, match=r"7 blocks hold 224 tokens.* 256 needs 8 blocks.*at least 8 blocks or"):
+        plan(num_gpu_blocks_override=7)
+    assert plan(num_gpu_blocks_override=7, max_model_len=224).num_slabs == (7,)
+    with pytest.raises(ConfigError, match="no KV blocks"):
+        plan(model(SLOT), num_gpu_blocks_override=7)
+    slab = plan().groups[0].slab_bytes(32)
+    most = (8 * GIB - plan().weight_bytes) // slab
+    with pytest.raises(CapacityError, match=f"use at most {most} blocks"):
+        plan(num_gpu_blocks_override=most + 1)
+    assert plan(num_gpu_blocks_override=most).num_slabs == (most,)
+
+
+def test_page_ids_stay_within_int32() -> None:
+    tiny = model(Attention(num_heads=1, num_kv_heads=1, head_dim=1))
+    with pytest.raises(ConfigError, match=f"use at most {2**31 - 1}"):
+        plan(tiny, machine(10**15), num_gpu_blocks_override=2**31, block_size=1)
+    assert plan(tiny, machine(10**15), kv_cache_memory_bytes=10**14, block_size=1).num_slabs == (2**31 - 1,)
+
+
+# --- refusals
+
+
+def test_weights_that_do_not_fit() -> None:
+    spec = model(vocab_size=1_000_000)
+    with pytest.raises(CapacityError) as caught:
+        plan(spec, machine(100))
+    assert str(4 * spec.num_params) in str(caught.value)
+    assert f"({4 * spec.num_params - 100} bytes)" in str(caught.value)
+    half = model(vocab_size=1_000_000, dtype="bfloat16")
+    with pytest.raises(CapacityError, match="use dtype bfloat16"):
+        plan(half, machine(3 * half.num_params), dtype="float32")
+    plan(half, machine(3 * half.num_params), dtype="bfloat16", num_gpu_blocks_override=8)
+
+
+def test_memory_that_is_given_and_not_there() -> None:
+    with pytest.raises(CapacityError, match=f"use at most {8 * GIB - plan().weight_bytes}"):
+        plan(kv_cache_memory_bytes=9 * GIB)
+
+
+def test_a_refusal_gives_both_sizes_and_the_largest_length() -> None:
+    spec, box = model(max_position=10**7), machine(GIB)
+    with pytest.raises(CapacityError) as caught:
+        plan(spec, box)
+    text = str(caught.value)
+    slab = plan().groups[0].slab_bytes(32)
+    left = (GIB - 4 * spec.num_params - MIN_RESERVE_BYTES) * 9 // 10
+    longest = left // slab * 32
+    assert gib(10**7 // 32 * slab) in text
+    assert gib(left) in text
+    assert f"max_model_len {longest} (or less)" in text
+    assert plan(spec, box, max_model_len=longest).num_slabs == (longest // 32,)
+    with pytest.raises(CapacityError):
+        plan(spec, box, max_model_len=longest + 1)
+
+
+def test_bytes_for_people() -> None:
+    assert [gib(n) for n in (5, 2048, 3 * MIB, 3 * GIB // 2)] == [
+        "5 bytes", "2.00 KiB (2048 bytes)", "3.00 MiB (3145728 bytes)", "1.50 GiB (1610612736 bytes)",
+    ]  # fmt: skip
+
+
+# --- properties
+
+MIXERS = st.lists(st.sampled_from([FULL, LATENT, SLOT]), min_size=1, max_size=5)
+SPECS = st.builds(
+    lambda mixers, own, length, vocab: model(*mixers, dtype=own, max_position=length, vocab_size=vocab),
+    MIXERS,
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.integers(1, 200_000),
+    st.integers(1, 2_000_000),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelSpec, Machine]:
+    """Any machine, or (more telling) one that is just about large enough for the weights."""
+    spec = draw(SPECS)
+    weights = spec.num_params * draw(st.sampled_from([2, 4]))
+    tight = st.integers(0, 64 * MIB).map(lambda extra: weights + MIN_RESERVE_BYTES + extra)
+    return spec, machine(draw(st.integers(0, 4 * GIB) | tight | tight))
+
+
+SETTINGS_GIVEN = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
+        "kv_cache_dtype": st.sampled_from(["auto", "float32", "float16"]),
+        "max_model_len": st.integers(1, 200_000),
+        "block_size": st.integers(1, 300),
+        "kv_cache_memory_bytes": st.integers(1, 2 * GIB),
+        "gpu_memory_utilization": st.floats(0.01, 1.0),
+        "enable_prefix_caching": st.booleans(),
+        "enable_chunked_prefill": st.booleans(),
+        "max_num_seqs": st.integers(1, 3000),
+        "max_num_batched_tokens": st.integers(1, 3000),
+    },
+)
+OVERRIDE = st.none() | st.integers(1, 100_000)
+
+
+def check(p: Plan, spec: ModelSpec, box: Machine, kwargs: dict[str, Any]) -> None:
+    by_kind: dict[str, set[int]] = {"paged": set(), "slot": set()}
+    for group, slabs in zip(p.groups, p.num_slabs, strict=True):
+        by_kind[group.spec.kind].add(slabs)
+        assert slabs >= 1
+    assert sorted(n for g in p.groups for n in g.layers) == list(range(len(spec.layers)))
+    assert p.kv_bytes == sum(n * g.slab_bytes(p.block_size) for n, g in zip(p.num_slabs, p.groups, strict=True))
+    assert p.weight_bytes == spec.num_params * DTYPE_BYTES[p.dtype]
+    assert p.weight_bytes + p.kv_bytes <= box.available_bytes
+    if "kv_cache_memory_bytes" in kwargs:
+        assert p.kv_bytes <= kwargs["kv_cache_memory_bytes"]
+    elif "num_gpu_blocks_override" not in kwargs:
+        reserve = max(MIN_RESERVE_BYTES, box.available_bytes // 20)
+        assert p.weight_bytes + p.kv_bytes + reserve <= box.available_bytes
+        assert all(n * p.block_size < p.max_num_seqs * (p.max_model_len + p.block_size) for n in by_kind["paged"])
+    if by_kind["paged"]:
+        (blocks,) = by_kind["paged"]
+        assert p.kv_capacity_tokens == blocks * p.block_size >= p.max_model_len
+        assert blocks == kwargs.get("num_gpu_blocks_override", blocks)
+    assert all(n >= p.max_num_seqs for n in by_kind["slot"])
+    assert 1 <= p.max_num_seqs <= p.max_num_batched_tokens
+    assert p.max_model_len <= spec.max_position
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype", "kv_cache_dtype"):
+        given = kwargs.get(name, "auto")
+        final = getattr(p, "kv_dtype" if name == "kv_cache_dtype" else name)
+        assert final == (decided(p)[name] if given == "auto" else given)
+
+
+def advice(text: str) -> list[dict[str, int]]:
+    """The single changes that a refusal offers, as keyword arguments."""
+    offers = re.findall(r"(max_model_len|max_num_seqs|kv_cache_memory_bytes) (\d+) \(or", text)
+    return [{name: int(value)} for name, value in offers]
+
+
+@settings(deadline=None, max_examples=400)
+@given(cases(), SETTINGS_GIVEN, OVERRIDE)
+def test_every_plan_adds_up_and_every_refusal_helps(
+    case: tuple[ModelSpec, Machine], kwargs: dict[str, Any], override: int | None
+) -> None:
+    spec, box = case
+    if override is not None:
+        kwargs = {k: v for k, v in kwargs.items() if k != "kv_cache_memory_bytes"} | {
+            "num_gpu_blocks_override": override
+        }
+    try:
+        p = plan(spec, box, **kwargs)
+    except CapacityError as error:
+        text = str(error)
+        assert len(re.findall(r"\d+ bytes|\d+ blocks", text)) >= 2, text
+        for change in advice(text):
+            check(plan(spec, box, **(kwargs | change)), spec, box, kwargs | change)
+        problem = None
+    except ConfigError as refusal:
+        problem: ConfigError | None = refusal
+    else:
+        problem = None
+        check(p, spec, box, kwargs)
+    # The rest is not about memory: a length beyond the model's, limits that contradict each other.
+    assert problem is None or problem.field in kwargs
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(), SETTINGS_GIVEN)
+def test_offered_lengths_and_bytes_are_the_extremes(case: tuple[ModelSpec, Machine], kwargs: dict[str, Any]) -> None:
+    spec, box = case
+    try:
+        plan(spec, box, **kwargs)
+    except CapacityError as error:
+        offers = advice(str(error))
+    except ConfigError:
+        offers = []
+    else:
+        offers = []
+    for name, value in (item for change in offers for item in change.items()):
+        event(name)
+        worse = value + (-1 if name == "kv_cache_memory_bytes" else 1)
+        with pytest.raises(CapacityError):
+            plan(spec, box, **(kwargs | {name: worse}))
+
+
+@settings(deadline=None)
+@given(cases(), SETTINGS_GIVEN)
+def test_more_memory_never_hurts(case: tuple[ModelSpec, Machine], kwargs: dict[str, Any]) -> None:
+    spec, box = case
+    if kwargs.get("dtype", "auto") == "auto":
+        kwargs = kwargs | {"dtype": "float32"}  # "auto" may spend more memory on wider weights
+    try:
+        small = plan(spec, box, **kwargs)
+    except ConfigError:
+        return
+    large = plan(spec, machine(2 * box.available_bytes), **kwargs)
+    assert all(a <= b for a, b in zip(small.num_slabs, large.num_slabs, strict=True))
+    assert small.max_num_seqs <= large.max_num_seqs

@@ -1,0 +1,74 @@
+"""Storage: shapes, bytes, order of page operations, bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.base.bf16 import widen
+from penstock.core.batch import PageOp
+from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.runner.storage import Storage
+
+PAGED = CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32")))
+SLOT = CacheSpec("slot", (Plane("state", 3, 5, "float16"),))
+GROUPS = group_layers([PAGED, SLOT, PAGED])
+
+
+def make(*, poison: bool = False) -> Storage:
+    return Storage(GROUPS, [4, 3], 8, poison=poison)
+
+
+def test_shapes_and_bytes() -> None:
+    storage = make()
+    assert storage.planes[0]["k"].shape == (8, 8, 2, 4)
+    assert storage.planes[0]["k"].dtype == np.uint16
+    assert storage.planes[0]["v"].dtype == np.float32
+    assert storage.planes[1]["state"].shape == (3, 3, 5)
+    expected = 4 * GROUPS[0].slab_bytes(8) + 3 * GROUPS[1].slab_bytes(8)
+    assert storage.num_bytes == expected == 8 * 8 * 8 * (2 + 4) + 3 * 15 * 2
+
+
+def test_fresh_memory_is_zero_or_poison() -> None:
+    assert all(not array.any() for planes in make().planes for array in planes.values())
+    poisoned = make(poison=True)
+    assert np.isnan(widen(poisoned.planes[0]["k"])).all()
+    assert np.isnan(poisoned.planes[0]["v"]).all()
+    assert np.isnan(poisoned.planes[1]["state"]).all()
+
+
+def test_ops_run_in_list_order() -> None:
+    storage = make(poison=True)
+    v, k = storage.planes[0]["v"], storage.planes[0]["k"]
+    v[0], v[1], k[0], k[1] = 1, 2, 3, 4
+    # Page 0 goes to 2, is then zeroed, and page 2 goes on to 4: only the list order gives these values.
+    storage.apply([PageOp(0, 0, 2, 2), PageOp(0, -1, 0, 1), PageOp(0, 2, 4, 2), PageOp(0, -1, 2, 1)])
+    assert [float(v[p, 0, 0, 0]) for p in (0, 1, 2, 3, 4, 5)] == [0, 2, 0, 2, 1, 2]
+    assert [int(k[p, 0, 0, 0]) for p in (0, 1, 2, 3, 4, 5)] == [0, 4, 0, 4, 3, 4]
+    assert np.isnan(v[6:]).all()
+    assert np.isnan(storage.planes[1]["state"]).all(), "an op of one group touched another"
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        PageOp(0, -1, 8, 1),
+        PageOp(0, -1, 7, 2),
+        PageOp(0, -1, -1, 1),
+        PageOp(0, 8, 0, 1),
+        PageOp(0, 7, 0, 2),
+        PageOp(0, 0, 1, 2),
+        PageOp(0, 3, 3, 1),
+        PageOp(0, 0, 4, 0),
+        PageOp(1, -1, 3, 1),
+        PageOp(2, -1, 0, 1),
+        PageOp(-1, -1, 0, 1),
+    ],
+)
+def test_ops_outside_the_pool_are_refused(op: PageOp) -> None:
+    storage = make()
+    before = [array.copy() for planes in storage.planes for array in planes.values()]
+    with pytest.raises(AssertionError):
+        storage.apply([op])
+    after = [array for planes in storage.planes for array in planes.values()]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
