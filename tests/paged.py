@@ -27,7 +27,8 @@ class Paged:
 
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, npt.NDArray[Any]], *, kv_dtype: str = "float32",
-        block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0, ops: OpTable = REF,
+        block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0,
+        ops: OpTable = REF,
     ) -> None:  # fmt: skip
         self.spec, self.block_size = spec, block_size
         self.groups = group_layers([cache_spec(layer.mixer, kv_dtype) for layer in spec.layers])

@@ -71,10 +71,13 @@ _SPECS: dict[str, ModelSpec] = {
 ALL = list(_SPECS)
 
 _SEEDS = {
-    "llama_gqa": 11, "llama_mha": 9, "llama_mqa": 8, "llama_rope3": 1, "llama_biased": 19, "layernorm": 3, "slots": 14,
-    "latent": 14,
+    "llama_gqa": 4, "llama_mha": 9, "llama_mqa": 34, "llama_rope3": 29, "llama_biased": 0, "layernorm": 3, "slots": 23,
+    "latent": 1,
 }  # fmt: skip
-"""Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes."""
+"""Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
+
+After a prompt of one or two tokens, llama_mha, layernorm and latent may still fall into one; give them three or more.
+"""
 
 
 @cache

@@ -287,8 +287,8 @@ def test_chain_applies_in_the_documented_order() -> None:
     want[2], want[3], want[4] = 101, 101, 0.5 - 0.75
     np.testing.assert_allclose(logits[1], want)
     # Rollback comes before the new tokens of the same entry.
-    chain.track(SchedulerOutput(2, appended=[Appended(5, [0], rollback=2)]))
+    chain.track(SchedulerOutput(2, appended=[Appended(5, [0], rollback=1)]))
     logits = np.ones((1, V), np.float32)
     chain.apply(logits, [5])
-    want[0], want[2], want[3], want[4] = 1.75, -np.inf, -np.inf, 0.5
+    want[0], want[2], want[3], want[4] = 2.5 - 2 * 0.5 - 0.25, -np.inf, 101, 0.5
     np.testing.assert_allclose(logits[0], want)

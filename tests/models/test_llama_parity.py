@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,15 @@ PROMPTS_PER_CASE = 20
 NEW_TOKENS = 64
 
 
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Torch's threads wait for each other by spinning: on a busy machine they make tiny models ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @cache
 def reference(case: str) -> LlamaForCausalLM:
     """A random model whose layers outweigh its embedding, so that greedy text is varied."""
@@ -48,7 +58,7 @@ def reference(case: str) -> LlamaForCausalLM:
             elif parameter.ndim == 1:
                 parameter.copy_(0.2 * noise)
             elif "embed" in name or "lm_head" in name:
-                parameter.copy_(noise)
+                parameter.copy_(0.4 * noise)  # logits of deviation 2, as real models have; errors grow with them
             else:
                 parameter.copy_(noise * 2 / parameter.shape[1] ** 0.5)
     return model
@@ -149,6 +159,6 @@ def test_A01_L18_greedy_text_equals_generate(case: str) -> None:
     assert len(prompts) * len(CASES) >= 100
     got = paged_of(case).greedy(prompts, NEW_TOKENS)
     assert got == want
-    assert min(len(set(text)) for text in got.values()) >= 3
+    assert sum(len(set(text)) >= 8 for text in got.values()) > PROMPTS_PER_CASE // 2
     naive = NaiveModel(spec_of(model.config), weights_of(model))
     assert naive.greedy(prompts[7], NEW_TOKENS) == want[7]

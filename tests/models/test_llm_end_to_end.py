@@ -42,21 +42,21 @@ def test_A01_L18_greedy_tokens_equal_hugging_face_generate_on_100_prompts(tiny_f
 
     folder, model = tiny_folder
     rng = random.Random(4)
-    prompts = [[rng.randrange(3, 97) for _ in range(rng.randrange(1, 60))] for _ in range(100)]
+    lengths = [1, 2, 5, 9, 16, 23, 31, 40, 52, 60]
+    prompts = [[rng.randrange(3, 97) for _ in range(n)] for n in lengths for _ in range(10)]
     llm = LLM(folder, skip_tokenizer_init=True, max_num_batched_tokens=96, max_num_seqs=16, block_size=8)
-    outputs = llm.generate(
-        [{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=64)
-    )
-    stopped = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=64))
+    for first in range(0, 100, 10):  # prompts of one length: a batch without padding
+        batch = torch.tensor(prompts[first : first + 10])
         with torch.no_grad():
-            ids = model.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                do_sample=False, max_new_tokens=64, pad_token_id=0,
-            )[0, len(prompt):].tolist()  # fmt: skip
-        assert output.outputs[0].token_ids == ids
-        assert output.outputs[0].finish_reason == ("stop" if ids[-1] == 2 else "length")
-        stopped += ids[-1] == 2
+            theirs = model.generate(
+                batch, attention_mask=torch.ones_like(batch), do_sample=False, max_new_tokens=64, pad_token_id=0
+            )[:, batch.shape[1] :].tolist()
+        for ids, output in zip(theirs, outputs[first : first + 10], strict=True):
+            ended = 2 in ids
+            ids = ids[: ids.index(2) + 1] if ended else ids
+            assert output.outputs[0].token_ids == ids
+            assert output.outputs[0].finish_reason == ("stop" if ended else "length")
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 90, "degenerate model: the test shows nothing"
 
 
@@ -86,7 +86,7 @@ def test_D03_beam_search_equals_hugging_face(tiny_folder: tuple[Path, Any]) -> N
 def test_C82_stories260K_writes_its_recorded_text(stories: LLM) -> None:
     """The checkpoint's recorded greedy text, byte for byte, alone and in company."""
     reference = shared("models", "stories260K", "reference_greedy.txt").read_text(encoding="utf-8").rstrip("\n")
-    params = SamplingParams(temperature=0, max_tokens=255)
+    params = SamplingParams(temperature=0, max_tokens=256)
     alone = stories.generate({"prompt_token_ids": [1]}, params)[0]
     assert alone.outputs[0].text == reference
     company = stories.generate(
@@ -107,8 +107,15 @@ def test_C82_stories260K_equals_the_same_weights_in_hugging_face(stories: LLM) -
     weights = load_weights(checkpoint.weights, checkpoint.spec, "float32", None)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=172, num_hidden_layers=5, num_attention_heads=8,
-            num_key_value_heads=4, max_position_embeddings=512, rms_norm_eps=1e-5, tie_word_embeddings=True,
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=172,
+            num_hidden_layers=5,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=512,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
         )  # fmt: skip
     ).eval()
 

@@ -231,7 +231,7 @@ def test_rope_in_the_old_and_the_new_layout() -> None:
     ({"hidden_size": ...}, "lacks hidden_size", ModelError),
     ({"hidden_size": 8.0}, "hidden_size", ModelError),
     ({"hidden_size": -8}, "hidden_size", ModelError),
-    ({"hidden_size": True}, "hidden_size", ModelError),
+    ({"num_hidden_layers": True}, "num_hidden_layers", ModelError),
     ({"hidden_size": [8]}, "hidden_size as a list", ModelError),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers", ModelError),
     ({"num_hidden_layers": 0}, "num_hidden_layers", ModelError),

@@ -12,6 +12,7 @@ from scipy.stats import chisquare, kstest
 from penstock.base.rng import philox4x32, uniform
 from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.sampling import TokenRules
+from penstock.runner import sampler as module
 from penstock.runner.input_batch import Pick
 from penstock.runner.sampler import Sampler, SamplerOutput
 
@@ -125,6 +126,18 @@ def test_D01_a_draw_is_the_inverse_cdf_in_id_order() -> None:
                 want = token
                 break
         assert one(LOGITS, rules, sample_index=3, position=position).token_ids == [want]
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+@pytest.mark.parametrize("rules", [TokenRules(temperature=1.0), TokenRules(temperature=1.0, top_k=4)])
+def test_the_ends_of_the_unit_interval(
+    monkeypatch: pytest.MonkeyPatch, rules: TokenRules, u: float, token: int
+) -> None:
+    """Neither end may name a token of probability zero."""
+    monkeypatch.setattr(module, "uniform", lambda *args: u)
+    minus = float("-inf")
+    for scale in (0.0, 0.1, 3.7):
+        assert one([minus, scale, -scale, 0.0, minus, -2000.0], rules).token_ids == [token]
 
 
 def mixed_rows(num: int, vocab: int) -> tuple[np.ndarray, list[TokenRules]]:

@@ -154,7 +154,9 @@ def test_golden_texts_of_llama_cpp(golden, name):
         assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize(("file", "name"), [("swift_llama_encoded.json", "llama2"), ("swift_gpt2_encoded_tokens.json", "gpt2")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "name"), [("swift_llama_encoded.json", "llama2"), ("swift_gpt2_encoded_tokens.json", "gpt2")]
+)
 def test_golden_text_of_swift_transformers(file, name):
     data = json.loads(shared("data", "tokenizers", "golden", file).read_text("utf-8"))
     tokenizer = getattr(vocabularies, name)()

@@ -33,6 +33,7 @@ class Sequence:
             (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
+        prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         held: beam member that has its candidates and waits for its siblings.
     """
 

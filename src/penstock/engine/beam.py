@@ -49,4 +49,4 @@ def advance(
 def final_score(cum_logprob: float, num_tokens: int, ends_with_eos: bool, length_penalty: float) -> float:
     """Length-normalised score. `num_tokens` counts prompt and generated tokens."""
     length = num_tokens - 1 if ends_with_eos else num_tokens
-    return cum_logprob / float(max(length, 1)) ** length_penalty
+    return cum_logprob / float(max(length, 1) ** length_penalty)

@@ -53,17 +53,14 @@ class Commit:
             self.kv.commit(seq)
             alive[seq.seq_id] = seq
         for prompt in result.prompt_logprobs:
-            seq = alive.get(prompt.seq_id)
-            if seq is not None:
-                self._prompt_logprobs(seq, prompt.start, prompt.entries)
+            if prompt.seq_id in alive:
+                self._prompt_logprobs(alive[prompt.seq_id], prompt.start, prompt.entries)
         for error in result.errors:
-            seq = alive.pop(error.seq_id, None)
-            if seq is not None and seq.seq_id in self.sequences:
-                self._fail(seq, error.message)
+            if error.seq_id in alive and error.seq_id in self.sequences:
+                self._fail(alive[error.seq_id], error.message)
         for sampled in result.sampled:
-            seq = alive.get(sampled.seq_id)
-            if seq is not None and seq.seq_id in self.sequences:
-                self._sampled(seq, sampled)
+            if sampled.seq_id in alive and sampled.seq_id in self.sequences:
+                self._sampled(alive[sampled.seq_id], sampled)
 
     # -- one row -------------------------------------------------------------------------------------------------
 
@@ -111,9 +108,10 @@ class Commit:
             self.finish(group, seq, finish_reason, stop_reason, emit=False)
 
     def _prompt_logprobs(self, seq: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
-        fresh = entries[max(0, seq.prompt_logprobs_done - start) :]
+        first = start - 1  # the logits of position p are about prompt token p + 1
+        fresh = entries[max(0, seq.prompt_logprobs_done - first) :]
         if fresh:
-            seq.prompt_logprobs_done = start + len(entries)
+            seq.prompt_logprobs_done = first + len(entries)
             self.emitted.append(EngineOutput(request_id=seq.request.request_id, index=seq.index, prompt_logprobs=fresh))
 
     def _emit(

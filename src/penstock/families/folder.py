@@ -40,7 +40,7 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     eos = Fields(generation, "generation_config.json").token_ids("eos_token_id", spec.vocab_size, default=())
     # Instruction models list the ends of a turn only here.
     spec = msgspec.structs.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos))))
-    return Checkpoint(folder, spec, weights, _tokenizer(folder, names), generation)
+    return Checkpoint(folder, spec, weights, read_tokenizer_files(folder, names), generation)
 
 
 def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
@@ -100,7 +100,8 @@ def _optional_json(folder: Path, names: list[str], name: str) -> dict[str, Any]:
     return read_json_object(folder / name) if name in names else {}
 
 
-def _tokenizer(folder: Path, names: list[str]) -> TokenizerFiles:
+def read_tokenizer_files(folder: Path, names: list[str]) -> TokenizerFiles:
+    """The tokenizer of a folder with these file names. Raises ModelError."""
     config = _optional_json(folder, names, "tokenizer_config.json")
     if "chat_template.jinja" in names:
         template: str | None = read_text(folder / "chat_template.jinja", _TEMPLATE_LIMIT_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.base.errors import InputError
@@ -12,15 +13,25 @@ from penstock.base.rng import derive_seed
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.output import BeamSearchOutput, EngineOutput, RequestOutput
 from penstock.core.request import Abort, Request
-from penstock.core.sampling import BeamSearchParams, SamplingParams, TokenRules
+from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.progress import StepProgress, loading
 from penstock.text.template import encode_chat
-from penstock.text.validate import make_rules, validate_beam, validate_prompt_ids
+from penstock.text.validate import build_request
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A prompt as ids. `param` is how errors call it."""
+
+    text: str | None
+    ids: Any
+    namespace: bytes = b""
+    param: str = "prompt"
 
 
 class LLM:
@@ -70,7 +81,7 @@ class LLM:
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
-        made = [self._request(*self._tokens(p), s) for p, s in zip(listed, params, strict=True)]
+        made = [(*self._request(self._tokens(p), s), s) for p, s in zip(listed, params, strict=True)]
         return self._run(made, use_tqdm)
 
     def chat(
@@ -101,7 +112,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            made.append(self._request(None, ids, b"", s))
+            made.append((*self._request(_Tokens(None, ids, param="messages"), s), s))
         return self._run(made, use_tqdm)
 
     def beam_search(
@@ -109,23 +120,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best continuations of each prompt, best first (rules: `engine.beam`)."""
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        limits = self._engine.limits
-        validate_beam(params, limits)
-        requests = []
-        for prompt in listed:
-            text, ids, namespace = self._tokens(prompt)
-            validate_prompt_ids(ids, limits, params.max_tokens)
-            request = Request(
-                request_id=self._next_id(),
-                prompt_token_ids=ids,
-                rules=TokenRules(temperature=0.0),
-                max_tokens=params.max_tokens,
-                eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids),
-                beam=params,
-                namespace=namespace,
-                arrival_s=self._engine.clock.now(),
-            )
-            requests.append((request, text))
+        requests = [self._request(self._tokens(prompt), params) for prompt in listed]
         done: dict[str, BeamSearchOutput] = {}
         with StepProgress(len(requests), use_tqdm) as progress:
             for request, text in requests:
@@ -143,16 +138,15 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it."""
         params = sampling_params or SamplingParams()
-        request, text = self._request(*self._tokens(prompt), params)
-        yield from self._stream(request, text, params)
+        yield from self._stream(*self._request(self._tokens(prompt), params), params)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **chat: Any
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
         params = sampling_params or SamplingParams()
-        request, text = self._request(None, self._encode_chat(messages, **chat), b"", params)
-        yield from self._stream(request, text, params)
+        ids = self._encode_chat(messages, **chat)
+        yield from self._stream(*self._request(_Tokens(None, ids, param="messages"), params), params)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises InputError if the engine was started without one."""
@@ -190,10 +184,9 @@ class LLM:
             )
         return listed
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
-        """(text if there is one, ids, namespace) of a prompt."""
+    def _tokens(self, prompt: Prompt) -> _Tokens:
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt), b""
+            return _Tokens(prompt, self._encode(prompt))
         if not isinstance(prompt, Mapping):
             raise InputError(
                 f"a prompt is a string, {{'prompt': str}} or {{'prompt_token_ids': [int]}}, not a "
@@ -210,10 +203,10 @@ class LLM:
         ids = prompt.get("prompt_token_ids")
         text = prompt.get("prompt")
         if ids is not None:
-            return text, ids, namespace
+            return _Tokens(text if isinstance(text, str) else None, ids, namespace, "prompt_token_ids")
         if not isinstance(text, str):
             raise InputError("a prompt needs 'prompt' (a string) or 'prompt_token_ids' (a list)", param="prompt")
-        return text, self._encode(text), namespace
+        return _Tokens(text, self._encode(text), namespace)
 
     def _encode(self, text: str) -> list[int]:
         if not text:
@@ -234,61 +227,43 @@ class LLM:
             raise InputError(
                 "this model has no chat template; pass chat_template=... or use generate()", param="chat_template"
             )
-        ids: list[int] = encode_chat(
-            self.get_tokenizer(), template, messages, **options, **(chat_template_kwargs or {})
-        )
+        ids: list[int] = encode_chat(self.get_tokenizer(), template, messages, kwargs=chat_template_kwargs, **options)
         return ids
 
-    def _next_id(self) -> str:
-        self._counter += 1
-        return str(self._counter - 1)
-
-    def _request(
-        self, text: str | None, ids: list[int], namespace: bytes, params: SamplingParams
-    ) -> tuple[Request, tuple[str | None, SamplingParams]]:
+    def _request(self, prompt: _Tokens, params: SamplingParams | BeamSearchParams) -> tuple[Request, str | None]:
         """Check everything, then make the engine's request. Raises InputError."""
-        limits = self._engine.limits
-        rules = make_rules(params, self._engine.tokenizer, limits)
-        ids = validate_prompt_ids(ids, limits, params.max_tokens)
         number = self._counter
-        request_id = self._next_id()
-        if params.seed is None:
-            rules = _with_seed(rules, derive_seed(self.config.model.seed, number))
-        room = min(limits.max_model_len, limits.kv_capacity_tokens) - len(ids)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=ids,
-            rules=rules,
-            n=params.n,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            stop_token_ids=list(params.stop_token_ids or []),
-            eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids),
-            namespace=namespace,
+        request = build_request(
+            str(number),
+            prompt.ids,
+            params,
+            limits=self._engine.limits,
+            tokenizer=self._engine.tokenizer,
+            seed=derive_seed(self.config.model.seed, number),
+            namespace=prompt.namespace,
             arrival_s=self._engine.clock.now(),
+            param=prompt.param,
         )
-        return request, (text, params)
+        self._counter += 1
+        return request, prompt.text
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, made: list[tuple[Request, tuple[str | None, SamplingParams]]], show_progress: bool
-    ) -> list[RequestOutput]:
-        for request, (text, params) in made:
+    def _run(self, made: list[tuple[Request, str | None, SamplingParams]], show_progress: bool) -> list[RequestOutput]:
+        for request, text, params in made:
             self._processor.add(request, params, text)
         done: dict[str, RequestOutput] = {}
         with StepProgress(len(made), show_progress) as progress:
-            for outputs in self._drive([r for r, _ in made]):
+            for outputs in self._drive([r for r, _, _ in made]):
                 progress.tokens(sum(len(o.token_ids) for o in outputs))
                 for request_id in self._processor.process(outputs):
                     if self._processor.is_finished(request_id):
                         done[request_id] = self._processor.output(request_id)
                         progress.finished()
-        return [done[r.request_id] for r, _ in made]
+        return [done[r.request_id] for r, _, _ in made]
 
-    def _stream(
-        self, request: Request, text_and_params: tuple[str | None, SamplingParams], params: SamplingParams
-    ) -> Iterator[RequestOutput]:
-        self._processor.add(request, params, text_and_params[0])
+    def _stream(self, request: Request, text: str | None, params: SamplingParams) -> Iterator[RequestOutput]:
+        self._processor.add(request, params, text)
         for outputs in self._drive([request]):
             for request_id in self._processor.process(outputs):
                 yield self._processor.output(request_id)
@@ -313,9 +288,3 @@ class LLM:
             while core.has_work:
                 core.step()
             raise
-
-
-def _with_seed(rules: TokenRules, seed: int) -> TokenRules:
-    import msgspec
-
-    return msgspec.structs.replace(rules, seed=seed)

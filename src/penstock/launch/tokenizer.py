@@ -7,6 +7,7 @@ from pathlib import Path
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles
+from penstock.families.folder import read_tokenizer_files
 from penstock.formats.llama2c import looks_like_tokenizer, read_tokenizer
 from penstock.text.tokenizer import Tokenizer
 
@@ -35,9 +36,7 @@ def named_tokenizer(path: str, checkpoint: Checkpoint) -> TokenizerFiles:
     """
     given = Path(path)
     if given.is_dir():
-        from penstock.families.folder import read_tokenizer_files
-
-        return read_tokenizer_files(given)
+        return read_tokenizer_files(given, sorted(entry.name for entry in given.iterdir()))
     if not given.is_file():
         raise ModelError(f"there is no tokenizer at {path!r}")
     own = checkpoint.tokenizer

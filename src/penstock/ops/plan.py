@@ -31,9 +31,8 @@ class GroupPlan:
     def pages(self, b: int, layer: int) -> I32:
         """Pages [M] of sequence `b` for the `layer`-th layer of the group."""
         table = self.tables[b]
-        if table.shape[0] == 1:
-            return table[0] * np.int32(self.num_layers) + np.int32(layer)
-        return table[layer]
+        pages: I32 = table[0] * np.int32(self.num_layers) + np.int32(layer) if table.shape[0] == 1 else table[layer]
+        return pages
 
 
 @dataclass(frozen=True)

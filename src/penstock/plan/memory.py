@@ -236,6 +236,7 @@ def _too_small(sizes: Sizes, demand: Demand, n: int, budget: Budget) -> Capacity
     parts = f"one sequence of max_model_len {demand.max_model_len}" if p else "the model"
     states = f" and the states of {n} sequences" if q else ""
     return CapacityError(
-        f"{parts}{states} would take {gib(need)} of KV memory, but there are {gib(budget.kv_bytes)} ({budget.why}); {change}",
+        f"{parts}{states} would take {gib(need)} of KV memory, but there are {gib(budget.kv_bytes)} "
+        f"({budget.why}); {change}",
         field=field,
     )

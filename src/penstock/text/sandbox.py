@@ -57,7 +57,7 @@ def _tick(context: Context, value: Any, units: int) -> bool:
 def _weigh(context: Context, value: Any) -> Any:
     """Charge for reading `value` once from end to end."""
     if isinstance(value, str):
-        meter().spend(len(value) >> 10)
+        meter().spend(len(value) >> 8)
     elif isinstance(value, list | tuple | dict):
         meter().walk(value, text=False)
     return value
@@ -135,7 +135,7 @@ def _filter(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:
 def _cost(body: list[Any]) -> nodes.Filter:
     """A charge for running `body` once, by its size."""
     size = sum(1 for part in body for _ in part.find_all(nodes.Node)) + len(body)
-    return _filter(nodes.Const(None, lineno=body[0].lineno if body else 1), "_tick", nodes.Const(1 + size // 16))
+    return _filter(nodes.Const(None, lineno=body[0].lineno if body else 1), "_tick", nodes.Const(1 + size // 6))
 
 
 class _Generation(Extension):
@@ -172,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:
         limit = meter()
-        limit.spend(1)
+        limit.spend(3)
         check_call(limit, obj, args, kwargs)
         result = super().call(context, obj, *args, **kwargs)
         return limit.made(result)

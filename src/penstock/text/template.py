@@ -151,7 +151,7 @@ def _render(
         final["content"] += tail + " "
         variables = variables | {"messages": [*variables["messages"][:-1], final]}
     special = {name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token}
-    limit = Meter(1_000_000 + size // 8 + 500 * len(variables["messages"]), max_chars)
+    limit = Meter(1_000_000 + size // 8 + 1000 * len(variables["messages"]), max_chars)
     try:
         with metered(limit):
             text = "".join(

@@ -76,6 +76,9 @@ def check_power(left: Any, right: Any) -> None:
 
 def check_call(limit: Meter, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Of methods of Python's own values only a known list may be called, and only with results of bounded size."""
+    # The sandbox hands out `str.format` in a wrapper of its own.
+    wrapped = getattr(function, "__wrapped__", None)
+    function = wrapped if isinstance(wrapped, BuiltinMethodType) else function
     receiver = getattr(function, "__self__", None)
     kind = next((kind for kind in _METHODS if isinstance(receiver, kind)), None)
     if kind is None and not isinstance(function, BuiltinMethodType):
@@ -85,7 +88,7 @@ def check_call(limit: Meter, function: Any, args: tuple[Any, ...], kwargs: dict[
         raise SecurityError(f"chat templates may not call {type(receiver).__name__}.{name[:40]}")
     if not isinstance(receiver, str):
         return
-    limit.spend(len(receiver) >> 10)
+    limit.spend(len(receiver) >> 8)
     if name in ("center", "ljust", "rjust", "zfill") and any(isinstance(a, int) and a > MAX_PAD for a in args):
         raise SecurityError("the chat template pads text too far")
     if name == "format":
@@ -110,6 +113,7 @@ def _check_replace(limit: Meter, text: Any, old: Any, new: Any) -> None:
 def _charged(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
     """One of Jinja's own filters, charged for the size of what it is given and of what it makes."""
     at = 1 if hasattr(function, "jinja_pass_arg") else 0
+    sorts = function in (FILTERS["sort"], FILTERS["groupby"], FILTERS["dictsort"])
     prints = function is FILTERS["string"]
 
     @wraps(function)
@@ -118,7 +122,7 @@ def _charged(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
         value = args[at] if len(args) > at else None
         if not free:
             if isinstance(value, list | tuple | dict | range):
-                limit.spend(1 + (len(value) >> 1))
+                limit.spend(1 + len(value) * (4 if sorts else 1))
             elif isinstance(value, str):
                 limit.spend(1 + (len(value) >> 7))
             if prints:

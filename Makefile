@@ -1,0 +1,86 @@
+# One command from a fresh clone: `make test`. It needs Python 3.11 or newer with its venv module, nothing else.
+#
+#   make test        install into .venv if needed, then run all tests        make check      all of these
+#   make lint        ruff: rules and format                                  make clean      remove caches, keep .venv
+#   make types       mypy --strict                                           make distclean  remove .venv too
+#   make contracts   imports run downward only                               make constraints  pin what .venv holds
+#
+# Variables: PYTHON (interpreter for .venv), JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"),
+# PIP (extra arguments of pip install, for example an index of your own).
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?=
+JOBS ?= 2
+PYTEST ?=
+PIP ?=
+
+# Two test processes share the cores: a BLAS or torch that starts a thread per core in each only makes both slower.
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+# Oracles must never go looking for models on the network.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint types contracts check clean distclean constraints install
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+check: test lint types contracts
+
+install: $(STAMP)
+
+# The stamp is newer than both files exactly if what they ask for has been installed.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> installing into $(VENV) (a few minutes the first time: the tests compare with torch)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(BIN)/python:
+	@set -e; \
+	fits='import sys; sys.exit(sys.version_info < (3, 11))'; \
+	found=; \
+	for name in $(PYTHON) python3 python python3.14 python3.13 python3.12 python3.11; do \
+		if command -v "$$name" >/dev/null 2>&1 && "$$name" -c "$$fits" 2>/dev/null; then found="$$name"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "Penstock needs Python 3.11 or newer; none was found. Install one, or name it: make test PYTHON=/path/to/python3" >&2; \
+		exit 1; \
+	fi; \
+	if ! "$$found" -c 'import venv, ensurepip' 2>/dev/null; then \
+		version=$$("$$found" -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+		echo "$$found cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
+		echo "On Debian and Ubuntu: sudo apt install python$$version-venv. Elsewhere: install a complete Python." >&2; \
+		exit 1; \
+	fi; \
+	echo "==> creating $(VENV) with $$("$$found" --version)"; \
+	"$$found" -m venv $(VENV)
+
+constraints: $(STAMP)
+	@{ sed -n '/^#/p' constraints.txt; \
+	   $(BIN)/python -m pip freeze --exclude-editable | sed -e '/^#/d' -e '/ @ /d' -e 's/+cpu$$//' | sort -f; \
+	 } > constraints.new && mv constraints.new constraints.txt && touch $(STAMP)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) src/*.egg-info
