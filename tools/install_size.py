@@ -76,7 +76,7 @@ def print_sizes(console: Console) -> None:
         table.add_column(title, justify="left" if title == "package" else "right")
     for index, (package, packed, unpacked) in enumerate(rows):
         table.add_row(package, f"{packed / MIB:.2f}", f"{unpacked / MIB:.2f}", end_section=index == len(rows) - 1)
-    table.add_row("all", *(f"{sum(row[column] for row in rows) / MIB:.2f}" for column in (1, 2)))
+    table.add_row("all", f"{sum(r[1] for r in rows) / MIB:.2f}", f"{sum(r[2] for r in rows) / MIB:.2f}")
     console.print(table)
 
 
@@ -86,8 +86,8 @@ def print_times(console: Console, runs: int) -> None:
         table.add_column(title, justify="left" if title == "command" else "right")
     for argument in ("--version", "--help"):
         times = start_times([argument], runs)
-        cells = (statistics.median(times), min(times), max(times))
-        table.add_row(f"penstock {argument}", *(f"{1000 * value:.0f}" for value in cells))
+        figures = (statistics.median(times), min(times), max(times))
+        table.add_row(f"penstock {argument}", *(f"{1000 * value:.0f}" for value in figures))
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_stream_equals_generate_and_closing_it_aborts(stories: LLM) -> None:
     whole = stories.generate("The dog", params)[0].outputs[0]
     texts = [o.outputs[0].text for o in stories.stream("The dog", params)]
     assert texts[-1] == whole.text
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert all(b.startswith(a) for a, b in pairwise(texts))
     stream = stories.stream("The dog", params)
     next(stream)
     stream.close()

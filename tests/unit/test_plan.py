@@ -342,6 +342,7 @@ def test_every_plan_adds_up_and_every_refusal_helps(
         kwargs = {k: v for k, v in kwargs.items() if k != "kv_cache_memory_bytes"} | {
             "num_gpu_blocks_override": override
         }
+    problem: ConfigError | None = None
     try:
         p = plan(spec, box, **kwargs)
     except CapacityError as error:
@@ -349,11 +350,9 @@ def test_every_plan_adds_up_and_every_refusal_helps(
         assert len(re.findall(r"\d+ bytes|\d+ blocks", text)) >= 2, text
         for change in advice(text):
             check(plan(spec, box, **(kwargs | change)), spec, box, kwargs | change)
-        problem = None
     except ConfigError as refusal:
-        problem: ConfigError | None = refusal
+        problem = refusal
     else:
-        problem = None
         check(p, spec, box, kwargs)
     # The rest is not about memory: a length beyond the model's, limits that contradict each other.
     assert problem is None or problem.field in kwargs

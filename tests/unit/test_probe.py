@@ -35,7 +35,7 @@ def test_without_cgroups_the_machine_speaks(tmp_path: Path) -> None:
 def test_arm_features(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd bf16\n"})
     machine = probe(root, affinity=1, arch="arm64")
-    assert (machine.arch, machine.flags) == ("aarch64", {"fp", "asimd", "bf16"})
+    assert (machine.arch, machine.flags) == ("aarch64", frozenset({"fp", "asimd", "bf16"}))
 
 
 def test_cgroup_v2_limits_and_working_set(tmp_path: Path) -> None:

@@ -5,21 +5,43 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 from penstock import __version__
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPT = 0, 1, 2, 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; nobody reads a page of usage to find it."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: -"):
+            typed = message.split()[2].split("=")[0]
+            known = [flag for parser in (self, *_commands(self)) for flag in parser._option_string_actions]
+            near = get_close_matches(typed, known, n=1)
+            if near:
+                message += f"; did you mean {near[0]}?"
+        self.exit(EXIT_USAGE, f"penstock: error: {message} (see {self.prog} --help)\n")
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    subs = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return [command for a in subs for command in a.choices.values()]
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock", description="An LLM serving engine whose every optimisation is a switchable, measured part."
+    parser = _Parser(
+        prog="penstock",
+        allow_abbrev=False,
+        description="An LLM serving engine whose every optimisation is a switchable, measured part.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     parser.add_argument("--log-level", default=None, metavar="LEVEL", help="debug, info, warning (default) or error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    run = commands.add_parser("run", help="complete a prompt with a model, on this machine", add_help=True)
+    run = commands.add_parser("run", allow_abbrev=False, help="complete a prompt with a model, on this machine")
     from penstock.cli.run import add_arguments
 
     add_arguments(run)

@@ -22,7 +22,6 @@ def _number(text: str) -> int | float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from penstock.config.load import add_arguments as add_engine_arguments
 
-    parser.add_argument("model", help="a folder with config.json and safetensors, or a llama2.c .bin")
     parser.add_argument("--prompt", "-p", help="the prompt; without it, standard input is read")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
     sampling = parser.add_argument_group("sampling")
@@ -44,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
     parser.add_argument("--stats", action="store_true", help="print tokens and times to standard error at the end")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, model_positional=True)
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         for d in llm.engine.decisions:
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
     started = time.perf_counter()
+    # Checked here, before anything is printed: the request is made at once, only its tokens come later.
     stream = llm.stream_chat([{"role": "user", "content": prompt}], params) if args.chat else llm.stream(prompt, params)
     last = None
     written = 0

@@ -136,9 +136,12 @@ class LLM:
         return [done[r.request_id] for r, _ in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it."""
+        """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it.
+
+        The prompt is checked by the call itself, not by the first `next`. Raises InputError.
+        """
         params = sampling_params or SamplingParams()
-        yield from self._stream(*self._request(self._tokens(prompt), params), params)
+        return self._stream(*self._request(self._tokens(prompt), params), params)
 
     def stream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **chat: Any
@@ -146,7 +149,7 @@ class LLM:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
         params = sampling_params or SamplingParams()
         ids = self._encode_chat(messages, **chat)
-        yield from self._stream(*self._request(_Tokens(None, ids, param="messages"), params), params)
+        return self._stream(*self._request(_Tokens(None, ids, param="messages"), params), params)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises InputError if the engine was started without one."""

@@ -17,7 +17,7 @@ from penstock.text.sandbox import Sandbox
 from penstock.text.template_meter import Meter, metered
 from penstock.text.tokenizer import Tokenizer
 
-MAX_TEMPLATE_CHARS = 1 << 18
+MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20
 
 _RESERVED_NAMES = """
@@ -104,8 +104,9 @@ def _compile(source: str) -> _Compiled:
         )
     sandbox = Sandbox()
     try:
-        template = sandbox.from_string(source)
-        names = frozenset(meta.find_undeclared_variables(sandbox.parse(source)))
+        tree = sandbox.parse(source)
+        names = frozenset(meta.find_undeclared_variables(tree))
+        template = sandbox.from_string(tree)
     except jinja2.TemplateSyntaxError as error:
         reason = _short(error.message or "syntax error")
         raise InputError(

@@ -8,9 +8,9 @@ its position alone.
 from __future__ import annotations
 
 from penstock.ops.ref.latent import latent_output, latent_query
-from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import activate, activate_gated, add, columns, flat, heads
+from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.recurrence import recurrent
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import write_kv
