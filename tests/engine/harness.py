@@ -36,6 +36,7 @@ class Knobs:
     prefix_cache: str = "radix"
     eviction: str = "lru"
     attention: str = "ref"
+    ops: str = "ref"
     depth: int = 1
     wire: bool = False
     threshold: int = 0
@@ -71,6 +72,7 @@ def config_for(k: Knobs) -> Any:
         prefix_cache=k.prefix_cache,
         eviction=k.eviction,
         attention_backend=k.attention,
+        ops=k.ops,
         depth=k.depth,
         enable_chunked_prefill=k.chunked,
         slot_checkpoint_tokens=k.checkpoint_tokens,

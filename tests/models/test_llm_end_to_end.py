@@ -117,7 +117,7 @@ def test_C82_stories260K_equals_the_same_weights_in_hugging_face(stories: LLM) -
             max_position_embeddings=512,
             rms_norm_eps=1e-5,
             tie_word_embeddings=True,
-        )  # fmt: skip
+        )
     ).eval()
 
     def half(w: np.ndarray, heads: int) -> np.ndarray:

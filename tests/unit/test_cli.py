@@ -29,7 +29,9 @@ def test_version_and_help() -> None:
 def test_run_writes_the_recorded_text() -> None:
     reference = shared("models", "stories260K", "reference_greedy.txt").read_text(encoding="utf-8")
     model = str(shared("models", "stories260K"))
-    done = penstock("run", model, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "100", "--stats")
+    done = penstock(
+        "run", model, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "100", "--stats"
+    )
     assert done.returncode == 0
     text = done.stdout.rstrip("\n")
     assert len(text) > 150

@@ -85,6 +85,11 @@ class SchedulerConfig(Section):
 class ExecutionConfig(Section):
     """What computes a step."""
 
+    ops: str = setting(
+        "ref",
+        "Which implementation of the operations. ref: numpy, row by row, the same tokens in every batch. blas: one "
+        "product for all rows of a step; faster, but the last bits of logits depend on the batch.",
+    )
     attention_backend: str = setting("ref", "Which implementation of attention.")
     executor: str = setting("inproc", "Where the model runs.")
     depth: int = setting(1, "Steps that may be in flight.", minimum=1)

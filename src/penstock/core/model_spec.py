@@ -1,4 +1,4 @@
-"""A decoder described as data (DESIGN 3.2). From it follow the program, the weight names, the memory plan and the costs.
+"""A decoder described as data (DESIGN 3.2). From it follow program, weight names, memory plan and costs.
 
 Shape letters: V vocab, E hidden, H query heads, G kv heads, D head dim, F feed-forward width, L layers.
 """

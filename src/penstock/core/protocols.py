@@ -117,9 +117,7 @@ class PrefixCache(Protocol):
         """One holder less."""
         ...
 
-    def insert(
-        self, entry: Any, tokens: bytes, slabs: list[tuple[int, ...]]
-    ) -> tuple[Any, list[tuple[int, ...]], int]:
+    def insert(self, entry: Any, tokens: bytes, slabs: list[tuple[int, ...]]) -> tuple[Any, list[tuple[int, ...]], int]:
         """Go on from a held `entry` by whole blocks (`tokens`: 4 bytes per id): (new entry, existing, num_new).
 
         The holder now stands on the new entry instead. Blocks 0 ... len(existing) were there already, with these slabs;

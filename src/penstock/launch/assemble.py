@@ -12,6 +12,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.kv.manager import KVManager
 from penstock.model.builder import build
+from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
 from penstock.runner.runner import Runner
@@ -40,7 +41,12 @@ def assemble(
     `wire` sends every message through its encoded form.
     """
     program = build(
-        spec, dict(weights), plan.groups, max_model_len=plan.max_model_len, attention=config.execution.attention_backend
+        spec,
+        dict(weights),
+        plan.groups,
+        max_model_len=plan.max_model_len,
+        attention=config.execution.attention_backend,
+        ops=OP_TABLES.get(config.execution.ops),
     )
     return connect(
         config,

@@ -19,6 +19,7 @@ from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.weights import load_weights
+from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
@@ -87,6 +88,7 @@ def check_names(config: EngineConfig) -> None:
     PREFIX_CACHES.get(config.cache.prefix_cache)
     EVICTION_POLICIES.get(config.cache.eviction)
     POLICIES.get(config.scheduler.scheduling_policy)
+    OP_TABLES.get(config.execution.ops)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)
 

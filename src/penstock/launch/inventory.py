@@ -9,6 +9,7 @@ from penstock.executor import EXECUTORS
 from penstock.families.registry import FAMILIES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
+from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.sched.policy import POLICIES
@@ -18,6 +19,7 @@ REGISTRIES: tuple[Registry, ...] = (
     PREFIX_CACHES,
     EVICTION_POLICIES,
     POLICIES,
+    OP_TABLES,
     ATTENTION_BACKENDS,
     LOGITS_PROCESSORS,
     EXECUTORS,

@@ -40,8 +40,8 @@ class StepPlan:
     """One step's batch: token-major, unpadded.
 
     Shapes: token_ids, positions [T]; query_start_loc [B+1] (sequence b runs tokens query_start_loc[b] ...
-    query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices [R]
-    (rows of the T tokens whose logits are wanted, ascending).
+    query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices
+    [R] (rows of the T tokens whose logits are wanted, ascending).
     """
 
     token_ids: I32

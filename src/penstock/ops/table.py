@@ -69,17 +69,22 @@ OP_NAMES = frozenset(c.name for c in CONTRACTS)
 
 
 class OpTable(Mapping[str, Op]):
-    """Op name -> callable, complete over `CONTRACTS` except `attention`, which the chosen AttentionBackend computes."""
+    """Op name -> callable, complete over `CONTRACTS` except `attention`, which the chosen AttentionBackend computes.
 
-    def __init__(self, name: str, entries: Mapping[str, Op]) -> None:
+    `batch_invariant`: keeps the contract that a row's result does not depend on its company, bit for bit. A table that
+    does not is for measurements and for people who accept other tokens where logits nearly tie.
+    """
+
+    def __init__(self, name: str, entries: Mapping[str, Op], *, batch_invariant: bool = True) -> None:
         needed = OP_NAMES - {"attention"}
         assert set(entries) == needed, f"op table {name!r} differs from the contracts: {set(entries) ^ needed}"
         self.name = name
+        self.batch_invariant = batch_invariant
         self._entries = dict(entries)
 
-    def replaced(self, name: str, entries: Mapping[str, Op]) -> OpTable:
+    def replaced(self, name: str, entries: Mapping[str, Op], *, batch_invariant: bool = True) -> OpTable:
         """A table called `name` with these entries in place of this one's."""
-        return OpTable(name, {**self._entries, **entries})
+        return OpTable(name, {**self._entries, **entries}, batch_invariant=batch_invariant)
 
     def __getitem__(self, name: str) -> Op:
         return self._entries[name]

@@ -89,7 +89,8 @@ class Breaker:
 
     def broken(self) -> dict[str, Any]:
         """The variables, with marks. Raises: InputError for literals that cannot be broken up."""
-        out = {name: self._walk(value, self._all, name) for name, value in self._variables.items()}
+        rest = {name: value for name, value in self._variables.items() if name != "messages"}
+        out: dict[str, Any] = {name: self._walk(value, self._all, name) for name, value in rest.items()}
         out["messages"] = [
             self._walk(message, self._special if message["role"] == "assistant" else self._all, f"messages[{i}]")
             for i, message in enumerate(self._variables["messages"])

@@ -19,6 +19,9 @@ from penstock.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20
+MAX_UNITS = 4_000_000
+"""Work one rendering may do, about half a microsecond each; small conversations get a quarter of it. Some published
+templates take time quadratic in the number of messages (Gemma 4: 20 s for 4000), which no server can allow."""
 
 _RESERVED_NAMES = """
     messages tools documents add_generation_prompt continue_final_message bos_token eos_token unk_token pad_token
@@ -151,8 +154,8 @@ def _render(
         # The space behind the mark shows whether the template trims the end of a message.
         final["content"] += tail + " "
         variables = variables | {"messages": [*variables["messages"][:-1], final]}
-    special = {name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token}
-    limit = Meter(1_000_000 + size // 8 + 1000 * len(variables["messages"]), max_chars)
+    special = {"bos_token": bos_token, "eos_token": eos_token}
+    limit = Meter(min(1_000_000 + size // 8 + 2000 * len(variables["messages"]), MAX_UNITS), max_chars)
     try:
         with metered(limit):
             text = "".join(

@@ -122,7 +122,7 @@ def _charged(function: Callable[..., Any], free: bool) -> Callable[..., Any]:
         value = args[at] if len(args) > at else None
         if not free:
             if isinstance(value, list | tuple | dict | range):
-                limit.spend(1 + len(value) * (4 if sorts else 1))
+                limit.spend(1 + len(value) * (8 if sorts else 1))
             elif isinstance(value, str):
                 limit.spend(1 + (len(value) >> 7))
             if prints:
