@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from penstock import __version__
+from penstock.core.model_spec import weight_shapes
 from tests.shared import shared
 
 
@@ -90,3 +95,87 @@ def test_doctor_lists_the_parts_and_explains_a_model() -> None:
     assert done.returncode == 0
     for word in ("radix", "fcfs", "llama", "260,032", "max_model_len"):
         assert word in done.stdout
+
+
+def _hf_folder(folder: Path) -> Path:
+    """A minimal Llama folder whose every file is right."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from penstock.families.registry import find_family
+
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32, "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32",
+        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = find_family(config).spec(config)
+    names = find_family(config).weight_names(spec)
+    tensors = {names[k]: np.ones(shape, np.float32) for k, shape in weight_shapes(spec).items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _edit(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _huge_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes((2**63).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def _nan(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4:] = struct.pack("<f", float("nan"))
+    path.write_bytes(bytes(data))
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+
+
+HOSTILE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("truncated", _truncate, "model.safetensors"),
+    ("header of 2^63 bytes", _huge_header, "model.safetensors"),
+    ("NaN weights", _nan, "NaN"),
+    ("pickle only", _pickle, "safetensors"),
+    ("unknown architecture with code", lambda f: _edit(f, architectures=["Evil"], auto_map={"x": "y"}), "never run"),
+    ("quantised", lambda f: _edit(f, quantization_config={"quant_method": "gptq"}), "gptq"),
+    ("unknown rope", lambda f: _edit(f, rope_scaling={"rope_type": "spiral", "factor": 2.0}), "spiral"),
+    ("unknown field", lambda f: _edit(f, attention_magic=0.5), "attention_magic"),
+    ("not JSON", lambda f: (f / "config.json").write_text("{") and None, "config.json"),
+    ("too many layers", lambda f: _edit(f, num_hidden_layers=2), "lacks"),
+    ("other width", lambda f: _edit(f, intermediate_size=25), "shape"),
+]
+
+
+@pytest.mark.parametrize(("what", "harm", "says"), HOSTILE, ids=[h[0] for h in HOSTILE])
+def test_broken_or_hostile_model_folders_are_one_clear_sentence(
+    tmp_path: Path, what: str, harm: Callable[[Path], None], says: str
+) -> None:
+    folder = _hf_folder(tmp_path / "model")
+    harm(folder)
+    done = penstock("run", str(folder), "--prompt", "x")
+    assert done.returncode == 1, what
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert says in done.stderr
+
+
+def test_the_folder_of_these_tests_is_fine_when_nothing_harms_it(tmp_path: Path) -> None:
+    done = penstock("run", str(_hf_folder(tmp_path / "model")), "--prompt", "x")
+    assert "tokenizer" in done.stderr, "it has no tokenizer.json, and that alone must be what is wrong"
+    done = penstock("doctor", str(tmp_path / "model"))
+    assert done.returncode == 0
