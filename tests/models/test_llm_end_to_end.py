@@ -287,3 +287,19 @@ def test_prompt_too_long_by_one_names_both_numbers(stories: LLM) -> None:
     assert len(fits.outputs[0].token_ids) == 12
     rest = stories.generate({"prompt_token_ids": [1] * 505}, SamplingParams(max_tokens=None, ignore_eos=True))[0]
     assert len(rest.outputs[0].token_ids) == 7
+
+
+def test_generated_text_goes_on_where_the_prompt_stopped(stories: LLM) -> None:
+    """The first generated word keeps its leading space, and prompt + text reads like the whole decoded at once."""
+    tokenizer = stories.get_tokenizer()
+    spaced = 0
+    for prompt in ("Once upon a", "Tom", "The big dog", "Lily"):
+        params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, n=3)
+        out = stories.generate(prompt, params)[0]
+        for sample in out.outputs:
+            whole = tokenizer.decode(out.prompt_token_ids + sample.token_ids)
+            assert prompt + sample.text == whole
+            spaced += sample.text.startswith(" ")
+        (beam,) = stories.beam_search(prompt, BeamSearchParams(beam_width=1, max_tokens=6))
+        assert prompt + beam.sequences[0].text == tokenizer.decode(beam.sequences[0].tokens)
+    assert spaced > 3

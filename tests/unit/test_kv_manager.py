@@ -110,7 +110,7 @@ def test_B05_a_second_request_skips_the_prefix(cache: str) -> None:
     a = make_seq(0, prompt)
     assert start(kv, a)
     run(kv, a)
-    b = make_seq(1, prompt[:9] + [99, 98])
+    b = make_seq(1, [*prompt[:9], 99, 98])
     assert start(kv, b)
     assert b.num_computed == b.num_cached == 8
     assert b.tables[0].ids[:2] == a.tables[0].ids[:2]
@@ -428,7 +428,7 @@ def test_what_a_step_in_flight_saw_is_neither_free_nor_evictable() -> None:
     kv.check_invariants([b])
 
 
-# -- slots ---------------------------------------------------------------------------------------------------------------
+# -- slots ----------------------------------------------------------------------------------------------------------
 
 
 def make_slot_kv(num_slots: int = 4, checkpoint: int = 8, **kwargs: Any) -> KVManager:

@@ -54,7 +54,7 @@ def test_broken_slabs_join_again() -> None:
     assert len(set(pages)) == 5
     assert pool.num_free == 1  # two are broken
     assert pool.num_free_pages == 7
-    assert sorted(set(p // 4 for p in pages)) == [0, 1]
+    assert sorted({p // 4 for p in pages}) == [0, 1]
     assert pool.refs.count(BROKEN) == 2
     pool.ref_pages(pages[:1])
     pool.unref_pages(pages)

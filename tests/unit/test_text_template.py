@@ -406,6 +406,25 @@ def test_texts_joined_by_the_template_cannot_make_a_literal():
     assert control_count(tokenizer, ids) == 0
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("<|im_{{ messages[0].content }}", "end|> and on"), ("{{ messages[0].content }}end|>", "so <|im_"),
+     ("<{{ messages[0].content }}>", "|im_end|"), ("<|{{ messages[0].content | trim }}|>", " im_end\n")],
+)  # fmt: skip
+def test_text_completed_by_the_template_makes_no_literal(source, text):
+    tokenizer = vocabularies.chat()
+    ids = encode_chat(tokenizer, source, [{"role": "user", "content": text}])
+    assert "<|im_end|>" in tokenizer.decode(ids, skip_special_tokens=False)
+    assert control_count(tokenizer, ids) == 0
+
+
+def test_a_role_is_what_the_template_makes_of_it():
+    """Phi-4-mini writes '<|' + role + '|>'."""
+    tokenizer = vocabularies.chat()
+    ids = encode_chat(tokenizer, "<|{{ messages[0].role }}|>", [{"role": "user", "content": "user"}])
+    assert ids == [tokenizer.piece_to_id("<|user|>")]
+
+
 def test_text_cut_out_by_the_template_cannot_make_a_literal():
     tokenizer = vocabularies.chat()
     for source in ("{{ messages[0].content[2:] }}", "{{ messages[0].content.split('@')[1] }}",

@@ -21,6 +21,7 @@ from penstock.core.output import (
 from penstock.core.request import Abort, Request
 from penstock.text.detokenize import IncrementalDetokenizer
 from penstock.text.stop import StopMatcher
+from penstock.text.validate import stop_strings
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -88,16 +89,20 @@ class OutputProcessor:
 
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
         """Begin to follow a request. `params` is None for beam search."""
-        samples = [self._sample(i, params) for i in range(request.n)] if params is not None else []
+        samples = [self._sample(i, request, params) for i in range(request.n)] if params is not None else []
         self._live[request.request_id] = _Live(request, params, prompt, samples)
 
-    def _sample(self, index: int, params: SamplingParams) -> _Sample:
+    def _sample(self, index: int, request: Request, params: SamplingParams) -> _Sample:
         if self.tokenizer is None or not params.detokenize:
             return _Sample(index, None, None, params.min_tokens)
+        # The prompt decides how the first generated piece reads: after a word, its leading space counts.
         detokenizer = IncrementalDetokenizer(
-            self.tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+            self.tokenizer,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+            prompt_ids=request.prompt_token_ids,
         )
-        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or [])
+        stops = stop_strings(params)
         matcher = StopMatcher(stops, params.include_stop_str_in_output) if stops else None
         return _Sample(index, detokenizer, matcher, params.min_tokens)
 
@@ -240,6 +245,7 @@ class OutputProcessor:
                 ends = reason == "stop" and ids and beam is not None and not beam.include_stop_str_in_output
                 if ends:
                     shown = ids[:-1]
-                text = self.tokenizer.decode(shown)
+                detokenizer = IncrementalDetokenizer(self.tokenizer, prompt_ids=prompt_ids)
+                text = detokenizer.add(shown) + detokenizer.flush()
             sequences.append(BeamSearchSequence([*prompt_ids, *ids], score, text, reason))
         return BeamSearchOutput(sequences)

@@ -49,13 +49,20 @@ class _Matcher:
     def starts(self, text: str) -> list[int]:
         return [] if self.pattern is None else [m.start() for m in self.pattern.finditer(text)]
 
-    def break_up(self, text: str, mark: str) -> str:
-        """`text` with `mark` inside each literal, and at its ends where a literal could be completed."""
+    def break_up(self, text: str, mark: str, framed: bool) -> str:
+        """`text` with `mark` inside each literal, and at its ends where a literal could be completed.
+
+        `framed`: also if it could be completed at both ends at once.
+        """
         cuts = [start + 1 for start in self.starts(text)]
         if any(text[:n] in self.tails for n in range(1, min(self.longest, len(text) + 1))):
             cuts.append(0)
         if any(text[-n:] in self.heads for n in range(1, min(self.longest, len(text) + 1))):
             cuts.append(len(text))
+        core = text.strip() if framed else ""
+        if core and len(core) < self.longest and any(core in literal for literal in self.literals):
+            start = text.index(core)
+            cuts += [start, start + len(core)]
         return text if not cuts else mark.join(pieces(text, sorted(set(cuts))))
 
     def spans(self, text: str, cut: int) -> bool:
@@ -93,6 +100,8 @@ class Breaker:
         out: dict[str, Any] = {name: self._walk(value, self._all, name) for name, value in rest.items()}
         out["messages"] = [
             self._walk(message, self._special if message["role"] == "assistant" else self._all, f"messages[{i}]")
+            # A role is a name that was checked; some templates make the token of it: '<|' + role + '|>'.
+            | {"role": message["role"]}
             for i, message in enumerate(self._variables["messages"])
         ]
         return out
@@ -112,20 +121,21 @@ class Breaker:
             raise InputError(f"the messages hold more than {MAX_LITERALS} special tokens", param="messages")
         return text, cuts
 
-    def _walk(self, value: Any, matcher: _Matcher, where: str) -> Any:
+    def _walk(self, value: Any, matcher: _Matcher, where: str, key: str = "") -> Any:
         if isinstance(value, str):
-            return self._text(value, matcher, where)
+            # Templates compare other short strings (types, for example) with their own words.
+            return self._text(value, matcher, where, framed=key in ("content", "name"))
         if isinstance(value, dict):
-            return {self._text(k, matcher, where): self._walk(v, matcher, where) for k, v in value.items()}
+            return {self._text(k, matcher, where): self._walk(v, matcher, where, k) for k, v in value.items()}
         if isinstance(value, list):
             return [self._walk(v, matcher, where) for v in value]
         return value
 
-    def _text(self, text: str, matcher: _Matcher, where: str) -> str:
+    def _text(self, text: str, matcher: _Matcher, where: str, framed: bool = False) -> str:
         hidden = [t for t in self._tokenizer.hidden_literals(text) if t in matcher.literals]
         if hidden or any(len(t) == 1 and t in text for t in matcher.literals):
             raise InputError(f"{where} holds characters that this model reads as a special token", param=where)
-        return matcher.break_up(text, self.mark)
+        return matcher.break_up(text, self.mark, framed)
 
 
 def encode_broken(tokenizer: Tokenizer, breaker: Breaker, marked: str) -> list[int]:
