@@ -17,3 +17,22 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.perf_counter()
+
+
+class VirtualClock:
+    """Time that stands still until somebody moves it. Simulations run on it at the speed of their arithmetic."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move on by `seconds` >= 0."""
+        assert seconds >= 0, f"time would run backwards by {-seconds} s"
+        self._now_s += seconds
+
+    def advance_to(self, time_s: float) -> None:
+        """Move on to `time_s`; a time that has passed changes nothing."""
+        self._now_s = max(self._now_s, time_s)

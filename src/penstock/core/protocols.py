@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.core.model_spec import ModelSpec
     from penstock.core.sampling import TokenRules
     from penstock.core.sequence import Sequence
+    from penstock.core.step_shape import StepShape
 
 
 @runtime_checkable
@@ -246,6 +247,14 @@ class ModelFamily(Protocol):
 
 
 class StepTimer(Protocol):
-    """Predicts how long a step takes. Units: seconds."""
+    """Predicts how long a step takes. Frozen while an engine runs, so that schedules can be replayed."""
 
-    def predict(self, output: SchedulerOutput) -> float: ...
+    name: str
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of a step of this shape; grows with every field of it."""
+        ...
+
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds to move so many bytes between device and host memory, one way."""
+        ...
