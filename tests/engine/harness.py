@@ -17,7 +17,7 @@ from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
-from penstock.launch.assemble import assemble, connect
+from penstock.launch.assemble import assemble, connect, engine_core
 from penstock.plan.resolve import Plan
 from tests.engine.fake_model import FakeForward
 from tests.engine.fake_model import spec as fake_spec
@@ -100,6 +100,11 @@ def real_engine(spec: ModelSpec, weights: Any, k: Knobs) -> EngineCore:
         poison=True,
         wire=k.wire,
     )
+
+
+def plain_core(spec: ModelSpec, k: Knobs, executor: Any, clock: Any, timer: Any = None) -> EngineCore:
+    """The engine alone, on somebody else's executor and clock."""
+    return engine_core(config_for(k), plan_for(spec, k), executor, clock, timer=timer, check_invariants=True)
 
 
 _ids = itertools.count()

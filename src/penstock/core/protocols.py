@@ -38,6 +38,10 @@ class SchedulingPolicy(Protocol):
 
     name: str
 
+    def begin_step(self, now_s: float, kv: Any) -> None:
+        """Called before each step. `now_s` is the only time a policy may look at; `kv` (KVManager) answers `match`."""
+        ...
+
     def key(self, seq: Sequence) -> tuple[int, ...]:
         """Sort key of both queues: smaller goes first."""
         ...

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.batch import SchedulerOutput
     from penstock.core.protocols import Executor
+    from penstock.engine.record import Recorder
     from penstock.kv.manager import KVManager
     from penstock.sched.scheduler import Scheduler
 
@@ -42,6 +43,7 @@ class EngineCore:
         clock: Clock,
         *,
         check_invariants: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.kv = kv
@@ -49,6 +51,7 @@ class EngineCore:
         self.clock = clock
         self.stats = scheduler.stats
         self.check_invariants = check_invariants
+        self.recorder = recorder
         self.groups: dict[str, Group] = {}
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake] = deque()
@@ -80,16 +83,21 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration and return its news. Raises what the executor raises."""
+        now_s = self.clock.now()
+        if self.recorder is not None:
+            self.recorder.begin(now_s)
         while self._intake:
             self._take(self._intake.popleft())
         while len(self._inflight) < self.executor.depth:
-            output = self.scheduler.schedule(self._next_step, idle=not self._inflight)
+            output = self.scheduler.schedule(self._next_step, idle=not self._inflight, now_s=now_s)
             if output is None:
                 break
             self._submit(output)
         if self._inflight:
             output, rows = self._inflight.popleft()
             result = self.executor.collect()
+            if self.recorder is not None:
+                self.recorder.collected(result)
             self._take_aborts()
             self.kv.retired(output.step)
             self._commit.apply(output, rows, result, self.clock.now())
@@ -101,6 +109,8 @@ class EngineCore:
     def _submit(self, output: SchedulerOutput) -> None:
         scheduled = [(self._sequences[r.seq_id], r.num_tokens) for r in output.scheduled]
         rows = [(seq, n, seq.num_preemptions) for seq, n in scheduled]
+        if self.recorder is not None:
+            self.recorder.submitted(output)
         self._next_step += 1
         self.kv.submitted(output.step)
         self.executor.submit(output)
@@ -109,6 +119,8 @@ class EngineCore:
     # -- intake --------------------------------------------------------------------------------------------------
 
     def _take(self, item: Intake) -> None:
+        if self.recorder is not None:
+            self.recorder.took(item)
         if isinstance(item, Request):
             self._take_request(item)
         elif isinstance(item, Abort):
@@ -121,6 +133,8 @@ class EngineCore:
         for _ in range(len(self._intake)):
             item = self._intake.popleft()
             if isinstance(item, Abort) and item.request_id in self.groups:
+                if self.recorder is not None:
+                    self.recorder.took_late(item)
                 self._take_abort(item)
             else:
                 self._intake.append(item)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import Executor, StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.kv.manager import KVManager
@@ -16,7 +17,7 @@ from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
 from penstock.runner.runner import Runner
-from penstock.sched.policy import POLICIES
+from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -75,6 +76,22 @@ def connect(
     clock = clock or MonotonicClock()
     runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, poison=poison)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
+    return engine_core(config, plan, executor, clock, check_invariants=check_invariants)
+
+
+def engine_core(
+    config: EngineConfig,
+    plan: Plan,
+    executor: Executor,
+    clock: Clock,
+    *,
+    timer: StepTimer | None = None,
+    check_invariants: bool = False,
+) -> EngineCore:
+    """Scheduler, KV manager and loop on any executor and clock: a rank, a simulated device, a recorded run.
+
+    `timer` predicts steps: with it the step budget is also one in seconds, and preemption may weigh costs.
+    """
     kv = KVManager(
         plan.groups,
         plan.num_slabs,
@@ -85,11 +102,12 @@ def connect(
     )
     scheduler = Scheduler(
         kv,
-        POLICIES.get(config.scheduler.scheduling_policy)(),
+        make_policy(config.scheduler.scheduling_policy),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         block_size=plan.block_size,
         long_prefill_token_threshold=plan.long_prefill_token_threshold,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
+        timer=timer,
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

@@ -13,9 +13,10 @@ from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
 from penstock.core.sequence import Sequence, Status
+from penstock.sched.budget import SecondsBudget
 
 if TYPE_CHECKING:
-    from penstock.core.protocols import SchedulingPolicy
+    from penstock.core.protocols import SchedulingPolicy, StepTimer
     from penstock.kv.manager import KVManager
 
 BEAM_CANDIDATES_PER_WIDTH = 2
@@ -27,6 +28,9 @@ class Scheduler:
 
     Units: tokens. `max_num_batched_tokens` bounds the tokens of one step; `long_prefill_token_threshold` > 0 bounds
     those of one sequence in it. Without `chunked_prefill` a prompt runs in one step or waits for a roomier one.
+
+    With a `timer` a step is also bounded in seconds, so that nobody waits for a two-second prefill: `decode_step_s`
+    while anyone decodes, `prefill_step_s` otherwise. Decodes always run; prefills get what is left, at least one block.
     """
 
     def __init__(
@@ -39,6 +43,9 @@ class Scheduler:
         block_size: int,
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
+        timer: StepTimer | None = None,
+        decode_step_s: float = 0.1,
+        prefill_step_s: float = 1.0,
         stats: EngineStats | None = None,
     ) -> None:
         self.kv = kv
@@ -48,6 +55,10 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.chunked_prefill = chunked_prefill
         self.block_size = block_size
+        self.timer = timer
+        self.decode_step_s = decode_step_s
+        self.prefill_step_s = prefill_step_s
+        self._clockwork = SecondsBudget(timer, block_size) if timer is not None else None
         self.stats = stats or EngineStats()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -111,15 +122,20 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def schedule(self, step: int, *, idle: bool) -> SchedulerOutput | None:
+    def schedule(self, step: int, *, idle: bool, now_s: float = 0.0) -> SchedulerOutput | None:
         """The next step's work, or None if nobody can run now.
 
+        `now_s` is the time at which the step begins: the only time that policies may look at, so that a recorded run
+        replays to the same schedule.
         `idle`: nothing is in flight. Then somebody must be able to run if anybody is queued; otherwise EngineError.
         """
         rows: dict[int, tuple[Sequence, ScheduledRow]] = {}
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
         preempted = blocked = False
+        self.policy.begin_step(now_s, self.kv)
+        if self._clockwork is not None:
+            self._clockwork.begin(self._step_limit_s())
         num_running_ahead = len(self.running)
         for seq in self.policy.order(self.running, self.waiting):
             if budget <= 0 or (blocked and num_running_ahead == 0):
@@ -156,8 +172,11 @@ class Scheduler:
                     continue
             else:
                 continue  # ended while the order was being walked
-            rows[seq.seq_id] = (seq, self._row(seq, n))
+            row = self._row(seq, n)
+            rows[seq.seq_id] = (seq, row)
             budget -= n
+            if self._clockwork is not None:
+                self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
             if not idle:
                 return None
@@ -166,11 +185,14 @@ class Scheduler:
                 # Beams that only wait for a sibling may hold the memory this sibling needs. They have their
                 # candidates already, so they can give it up.
                 self.preempt(held[-1])
-                return self.schedule(step, idle=idle)
+                return self.schedule(step, idle=idle, now_s=now_s)
             if self._stuck():
                 raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
             return None
         return self._emit(step, rows, added)
+
+    def _step_limit_s(self) -> float:
+        return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
 
     def _stuck(self) -> bool:
         return any(not s.held for s in self.waiting) or any(s.lag > 0 and not s.held for s in self.running)
@@ -182,9 +204,12 @@ class Scheduler:
         n = self.policy.num_tokens(seq, lag, budget)
         if self.long_prefill_token_threshold > 0:
             n = min(n, self.long_prefill_token_threshold)
+        start = seq.num_computed + seq.num_inflight
+        if self._clockwork is not None and n > 1:
+            n = self._clockwork.fit(start, n)
         if n < lag and not self.chunked_prefill and lag > 1:
             n = lag if budget >= self.max_num_batched_tokens else 0
-        return n if n <= 0 else self.kv.cut(seq, seq.num_computed + seq.num_inflight, n)
+        return n if n <= 0 else self.kv.cut(seq, start, n)
 
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Give a waiting sequence memory and a first chunk; 0 leaves everything as it was."""

@@ -8,6 +8,7 @@ Sources: Orca, OSDI 2022, section 4.2 (FCFS, iteration level); Sarathi-Serve, ar
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from penstock.core.sequence import Sequence
 
@@ -19,6 +20,9 @@ def arrival_key(seq: Sequence) -> tuple[int, int]:
 
 class Fcfs:
     name = "fcfs"
+
+    def begin_step(self, now_s: float, kv: Any) -> None:
+        """Order of arrival needs neither time nor memory."""
 
     def key(self, seq: Sequence) -> tuple[int, ...]:
         return arrival_key(seq)
