@@ -79,12 +79,12 @@ def config_for(k: Knobs) -> Any:
     )
 
 
-def fake_engine(k: Knobs, *, slots: bool = False) -> tuple[EngineCore, FakeForward]:
+def fake_engine(k: Knobs, *, slots: bool = False, timer: Any = None) -> tuple[EngineCore, FakeForward]:
     """An engine over the suspicious mock model: for laws that need thousands of steps."""
     spec = fake_spec(slots=slots)
     plan = plan_for(spec, k)
     forward = FakeForward(plan.groups)
-    core = connect(config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire)
+    core = connect(config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer)
     return core, forward
 
 

@@ -71,12 +71,13 @@ def connect(
     check_invariants: bool = False,
     poison: bool = False,
     wire: bool = False,
+    timer: StepTimer | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
     runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, poison=poison)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
-    return engine_core(config, plan, executor, clock, check_invariants=check_invariants)
+    return engine_core(config, plan, executor, clock, timer=timer, check_invariants=check_invariants)
 
 
 def engine_core(
