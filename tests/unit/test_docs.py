@@ -119,11 +119,9 @@ def test_the_check_notices_a_stale_page(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = load(tool)
-    monkeypatch.setattr(module, "ROOT", tmp_path) if tool == "reference" else None
-    monkeypatch.setattr(module, "PAGE", tmp_path / "page.md")
-    if tool == "matrix":
-        monkeypatch.setattr(module, "ROOT", ROOT)
-        monkeypatch.setattr(module, "PAGE", DOCS / "tour.md")
+    page = tmp_path / "page.md"
+    page.write_text(module.PAGE.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
+    monkeypatch.setattr(module, "PAGE", page)
     assert module.main(["--check"]) == 1
     assert "not up to date" in capsys.readouterr().err
 
