@@ -94,7 +94,7 @@ def _check_row(row: Row, root: Path) -> list[str]:
             out.append(f"test {path} does not exist")
             continue
         text = (root / path).read_text(encoding="utf-8")
-        found = found or re.search(rf"\b{re.escape(row.id)}\b", text) is not None
+        found = found or re.search(rf"(?<![A-Za-z0-9]){row.id}(?![A-Za-z0-9])", text) is not None
         out += [f"{path} has no {name}" for name in filter(None, inner.split("::")) if not _defines(text, name)]
     if row.status in _PROVEN and row.test and not found:
         out.append(f"none of its tests mentions {row.id}")

@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
         PAGE.write_text(text, encoding="utf-8")
         return 0
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE.relative_to(ROOT)} is not up to date: run python tools/matrix.py", file=sys.stderr)
+        print(f"docs/{PAGE.name} is not up to date: run python tools/matrix.py", file=sys.stderr)
         return 1
     return 0
 

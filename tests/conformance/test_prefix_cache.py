@@ -139,6 +139,39 @@ def test_policies_choose_whom() -> None:
             assert cache.evict(1) == ([(first,)], []), (name, policy)
 
 
+def test_what_was_held_until_now_was_used_until_now() -> None:
+    for policy, first in [("lru", 20), ("fifo", 10)]:
+        for name in KEEPING:
+            cache = make(name, policy=policy)
+            held = put(cache, ids(1, 1), 10)
+            cache.release(put(cache, ids(2, 2), 20))
+            cache.release(held)
+            assert cache.evict(1) == ([(first,)], []), (name, policy)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_split_changes_nobody_s_turn(name: str) -> None:
+    cache = make(name, policy="fifo")
+    old = put(cache, ids(1, 1), 10)
+    cache.release(put(cache, ids(2, 2, 3, 3), 20))
+    entry, n = cache.match(b"", ids(2, 2, 9, 9), 2, [], False)
+    cache.release(cache.acquire(b"", entry, n, 4)[0])  # splits a run
+    assert cache.evict(1) == ([(21,)], [])
+    cache.release(old)
+    assert cache.evict(1) == ([(10,)], [])
+    cache.check_invariants([])
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_every_length_of_run_and_of_match(name: str) -> None:
+    for length in range(1, 20):
+        cache = make(name)
+        cache.release(put(cache, ids(*range(2 * length)), 0))
+        for common in range(length + 1):
+            tokens = ids(*range(2 * common), *range(900, 900 + 2 * (length - common)))
+            assert cache.match(b"", tokens, length, [], False)[1] == common
+
+
 @pytest.mark.parametrize("name", KEEPING)
 def test_checkpoints(name: str) -> None:
     cache = make(name)

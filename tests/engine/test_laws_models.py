@@ -250,3 +250,14 @@ def test_nan_logits_end_only_their_own_request() -> None:
     assert "NaN" in got[bad.request_id].error
     assert got[good.request_id].tokens[0] == generate(oracle("llama_gqa"), good)[0]
     assert core.stats.num_errors == 1
+
+
+def test_blocks_of_a_failed_row_never_enter_the_prefix_cache() -> None:
+    spec, weights = tiny("llama_gqa")
+    embed = weights["embed"].copy()
+    embed[60] = np.nan
+    core = real_engine(spec, {**weights, "embed": embed}, Knobs(block_size=4))
+    prompt = [5, 6, 60, 8, 9, 10, 11, 12, 13]
+    got = run(core, [request(prompt, request_id="bad", max_tokens=2)])
+    assert got["bad"].error is not None
+    assert core.kv.stats().groups[0].evictable == 0, "a sick block was kept for others"

@@ -6,6 +6,7 @@ ragged, evicted and reset, every sequence reads back its own history and nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from penstock.core.cache_spec import CacheGroup
 from penstock.core.sampling import TokenRules
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
@@ -138,7 +140,7 @@ def colliding_cache(block_size: int) -> Any:
     return PREFIX_CACHES.get("hash")(block_size, EVICTION_POLICIES.get("lru")(), weak_hash)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[tuple[CacheGroup, ...], Callable[[int], list[int]]]] = {
     "paged": (make_groups(2), lambda n: [n]),
     "two-paged": (make_groups(2, 1), lambda n: [n, n + 2]),
     "slots": (make_groups(2, 0, 2), lambda n: [n, n // 2]),
@@ -152,7 +154,7 @@ def configs(prefix: Any, layouts: list[str]) -> st.SearchStrategy[Config]:
         return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint)
 
     return st.builds(
-        build, st.sampled_from(EVICTION_POLICIES.names()), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]),
+        build, st.sampled_from(EVICTION_POLICIES.names()), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]),
         st.sampled_from(layouts), st.sampled_from([8, 12, 20, 40, 60]), st.sampled_from([2, 4]),
     )  # fmt: skip
 

@@ -10,10 +10,13 @@ import pytest
 from penstock.base.errors import ConfigError, EngineError
 from penstock.core.batch import PageOp, TableUpdate
 from penstock.core.sampling import TokenRules
+from penstock.core.sequence import Sequence
+from penstock.kv.block_pool import BlockPool
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix.hash_chain import HashChain
 from penstock.kv.prefix.radix import RadixCache
+from penstock.kv.room import Room, Want
 from tests.unit.test_kv_model import make_groups, make_seq, run, start
 
 CACHES = ["radix", "hash"]
@@ -215,6 +218,20 @@ def test_what_became_lossy_is_not_found() -> None:
     kv.check_invariants([clean])
 
 
+def test_a_fork_of_a_lossy_sequence_is_lossy() -> None:
+    kv = make_kv()
+    seq = make_seq(0, list(range(6)))
+    assert start(kv, seq)
+    run(kv, seq, 5)
+    seq.taint_start = 5
+    run(kv, seq)
+    child = make_seq(1, list(range(9)))
+    assert kv.fork(seq, child)
+    assert kv.grow(child, 9)
+    run(kv, child)
+    assert kv.match(make_seq(2, list(range(9)))).num_tokens == 4
+
+
 def test_prompt_logprobs_never_read_the_cache() -> None:
     kv = make_kv()
     a = make_seq(0, list(range(9)))
@@ -394,6 +411,22 @@ def test_ragged_tables_own_their_pages() -> None:
     assert kv.stats().groups[0].used == 0
 
 
+def test_room_is_counted_in_pages_rounded_up() -> None:
+    pool = BlockPool(2, 3)
+    cache = RadixCache(1, EVICTION_POLICIES.get("lru")())
+    entry, _ = cache.acquire(b"", None, 0, 0)
+    slab = pool.alloc_slab()
+    assert slab is not None
+    entry, _, _ = cache.insert(entry, bytes(4), [(slab,)])
+    cache.release(entry)
+    assert pool.alloc_pages(3) is not None
+    room = Room((0,), (), [pool], cache)
+    assert not room.reserve([Want(0, 0, 4)])
+    assert room.num_evicted_blocks == 0
+    assert room.reserve([Want(0, 0, 1)])
+    assert pool.num_free_pages == 3
+
+
 def test_ragged_needs_room() -> None:
     kv = make_kv(5)
     seq = make_seq(0, list(range(9)))
@@ -412,17 +445,15 @@ def test_what_a_step_in_flight_saw_is_neither_free_nor_evictable() -> None:
     kv.submitted(1)
     kv.release(a)
     stats = kv.stats().groups[0]
-    assert (stats.free, stats.evictable, stats.quarantined, stats.used) == (1, 0, 1, 2)
-    assert kv.reclaiming
+    assert (stats.free, stats.evictable, stats.quarantined, stats.used, kv.reclaiming) == (1, 0, 1, 2, True)
     b = make_seq(1, [50])
     assert not start(kv, b, 8)
     assert start(kv, b)
     kv.check_invariants([b])
     kv.submitted(2)
     kv.retired(1)
-    assert not kv.reclaiming
     stats = kv.stats().groups[0]
-    assert (stats.free, stats.evictable, stats.quarantined, stats.used) == (1, 2, 0, 1)
+    assert (stats.free, stats.evictable, stats.quarantined, stats.used, kv.reclaiming) == (1, 2, 0, 1, False)
     # step 2 cannot have seen them: they can be had while it is in flight
     assert kv.grow(b, 16)
     kv.check_invariants([b])
@@ -525,6 +556,57 @@ def test_a_checkpoint_is_caught_between_two_steps_in_flight() -> None:
     kv.retired(1)
     kv.check_invariants([])
     assert kv.stats().groups[1].used == 0
+
+
+def staged_at(seq: Sequence) -> int | None:
+    return None if seq.node.staged is None else int(seq.node.staged[0])
+
+
+def test_a_checkpoint_that_could_not_be_caught_is_not_taken_later() -> None:
+    """Three steps deep: no slab at 8, one at 16. Nothing may be attached at 8, where the slots stood long ago."""
+    kv = make_slot_kv(3)
+    a, b, c = make_seq(0, list(range(30))), make_seq(1, [50]), make_seq(2, [51])
+    assert start(kv, a, 8)
+    assert start(kv, b)
+    assert start(kv, c)
+    kv.drain()
+    kv.submitted(0)
+    a.num_inflight = 8
+    assert kv.grow(a, 16)
+    assert staged_at(a) is None
+    kv.release(b)
+    kv.release(c)
+    kv.submitted(1)
+    a.num_inflight = 16
+    kv.retired(0)
+    assert kv.grow(a, 20)
+    assert staged_at(a) == 16
+    a.num_computed, a.num_inflight = 8, 8
+    kv.commit(a)
+    assert kv.stats().num_checkpoints == 0
+    assert staged_at(a) == 16
+    a.num_inflight = 12
+    kv.check_invariants([a])
+    kv.submitted(2)
+    kv.retired(1)
+    a.num_computed, a.num_inflight = 16, 4
+    kv.commit(a)
+    assert kv.stats().num_checkpoints == 1
+    kv.check_invariants([a])
+
+
+def test_a_staged_checkpoint_goes_with_its_sequence() -> None:
+    kv = make_slot_kv()
+    seq = make_seq(0, list(range(15)))
+    assert start(kv, seq, 8)
+    kv.submitted(0)
+    seq.num_inflight = 8
+    assert kv.grow(seq, 12)
+    assert seq.node.staged is not None
+    kv.release(seq)
+    kv.retired(0)
+    kv.check_invariants([])
+    assert kv.stats().groups[1].free == 4
 
 
 def test_models_of_slots_only() -> None:

@@ -245,11 +245,11 @@ class World:
                 assert not seen, f"pages {seen} are overwritten while a step in flight has them in a table"
         for row in rows:
             row.seq.num_inflight += row.num_tokens
-        seen = [set() for _ in self.groups]
+        shown: list[set[int]] = [set() for _ in self.groups]
         for row in rows:
             for g, layers in enumerate(pages_of(self.groups, row.seq.tables)):
-                seen[g].update(page for pages in layers for page in pages)
-        self.inflight.append(Step(self.next_step, rows, self.removed, tables, ops, self.weights, seen, readable))
+                shown[g].update(page for pages in layers for page in pages)
+        self.inflight.append(Step(self.next_step, rows, self.removed, tables, ops, self.weights, shown, readable))
         self.removed = []
         self.kv.submitted(self.next_step)
         self.next_step += 1

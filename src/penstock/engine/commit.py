@@ -45,12 +45,14 @@ class Commit:
     ) -> None:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
         alive: dict[int, Sequence] = {}
+        failed = {error.seq_id for error in result.errors}
         for seq, num_tokens, num_preemptions in rows:
             if seq.seq_id not in self.sequences or seq.num_preemptions != num_preemptions:
                 continue  # aborted, or preempted while this step was in flight: its cache entries are gone
             seq.num_inflight -= num_tokens
             seq.num_computed += num_tokens
-            self.kv.commit(seq)
+            if seq.seq_id not in failed:  # what a sick row computed must not be found by others
+                self.kv.commit(seq)
             alive[seq.seq_id] = seq
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in alive:

@@ -157,6 +157,9 @@ class Scheduler:
                 if n == 0:
                     continue
                 while not self.kv.grow(seq, seq.num_computed + seq.num_inflight + n):
+                    if not idle and self.kv.reclaiming:
+                        n = 0  # memory is on its way: it is free once the steps in flight have retired
+                        break
                     victim = self.policy.victim(self.running, seq)
                     if victim is None:
                         # Nobody should yield to this sequence. It yields itself, unless it is all there is (then it
