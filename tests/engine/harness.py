@@ -43,6 +43,8 @@ class Knobs:
     chunked: bool = True
     checkpoint_tokens: int = 8
     kv_dtype: str = "float32"
+    host_blocks: int = 0
+    preemption: str = "auto"
 
 
 def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
@@ -61,7 +63,7 @@ def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
         kv_capacity_tokens=k.num_blocks * k.block_size,
         weight_bytes=0,
         kv_bytes=sum(n * g.slab_bytes(k.block_size) for n, g in zip(num_slabs, groups, strict=True)),
-        decisions=(),
+        num_host_slabs=tuple(k.host_blocks if g.spec.kind == "paged" else min(k.host_blocks, 6) for g in groups),
     )
 
 
@@ -76,6 +78,7 @@ def config_for(k: Knobs) -> Any:
         depth=k.depth,
         enable_chunked_prefill=k.chunked,
         slot_checkpoint_tokens=k.checkpoint_tokens,
+        preemption_mode=k.preemption,
     )
 
 

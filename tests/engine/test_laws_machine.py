@@ -31,13 +31,15 @@ knobs = st.builds(
     num_slots=st.sampled_from([3, 8, 24]),
     budget=st.sampled_from([1, 3, 8, 16, 64]),
     max_num_seqs=st.sampled_from([1, 2, 4, 8]),
-    policy=st.sampled_from(["fcfs", "fcfs", "prefill-first", "static"]),
+    policy=st.sampled_from(["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic"]),
     prefix_cache=st.sampled_from(["radix", "hash", "none"]),
-    eviction=st.sampled_from(["lru", "fifo"]),
+    eviction=st.sampled_from(["lru", "fifo", "lfu", "priority"]),
     depth=st.sampled_from([1, 1, 2]),
     wire=st.booleans(),
     threshold=st.sampled_from([0, 0, 3]),
     checkpoint_tokens=st.sampled_from([4, 8, 64]),
+    host_blocks=st.sampled_from([0, 6, 40]),
+    preemption=st.sampled_from(["swap", "swap", "recompute"]),
 )
 
 rules_of_chance = st.fixed_dictionaries(

@@ -71,6 +71,8 @@ def draw_knobs(rng: random.Random) -> Knobs:
         wire=rng.random() < 0.5,
         threshold=rng.choice([0, 0, 4]),
         checkpoint_tokens=rng.choice([4, 8, 512]),
+        host_blocks=rng.choice([0, 8, 64]),
+        preemption=rng.choice(["swap", "recompute"]),
     )
 
 
@@ -123,12 +125,13 @@ def _beams(name: str) -> list[tuple[list[int], float, str]]:
     return beam_search(oracle(name), beam)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("prefix_cache", ["radix", "none"])
 @pytest.mark.parametrize("name", ["llama_gqa", "slots", "latent"])
-def test_forced_preemption_at_every_step_index(name: str, prefix_cache: str) -> None:
-    """Row A08's law, for preemption by recompute: everybody loses all memory at step k, for every k there is."""
+def test_A08_forced_preemption_at_every_step_index(name: str, prefix_cache: str, mode: str) -> None:
+    """Everybody loses all device memory at step k, for every k there is; recomputed or brought back from the host."""
     spec, weights = tiny(name)
-    knobs = Knobs(block_size=4, budget=12, prefix_cache=prefix_cache)
+    knobs = Knobs(block_size=4, budget=12, prefix_cache=prefix_cache, host_blocks=64, preemption=mode)
     wanted = {"greedy", "n", "masked"}
     k = 0
     while True:
@@ -152,6 +155,7 @@ def test_forced_preemption_at_every_step_index(name: str, prefix_cache: str) -> 
         if k >= step:
             break
         assert core.stats.num_preemptions > 0 or k == 0
+        assert (core.stats.num_swaps > 0) == (mode == "swap" and core.stats.num_preemptions > 0)
         k += 1
     assert k > 10
 

@@ -51,7 +51,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
         "kv_cache_dtype": "auto", "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
-        "ops": "ref",
+        "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
         "attention_backend": "ref", "executor": "inproc", "depth": 1,
     }  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_two_sizes_of_kv_memory_contradict() -> None:
 # --- names of other engines
 
 HARMFUL: dict[str, Any] = {
-    "swap_space": 4, "preemption_mode": "swap", "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+    "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
     "data_parallel_size": 2, "trust_remote_code": True, "quantization": "awq",
     "speculative_config": {"method": "ngram"}, "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
 }  # fmt: skip
@@ -203,7 +203,7 @@ def test_toml_and_its_precedence(tmp_path: Path) -> None:
         ("[cache]\nblock_size = true", "[cache] block_size: must be an integer, not True (bool)"),
         ("[cache]\nblocksize = 1", "[cache] blocksize: unknown setting; did you mean block_size?"),
         ("[cache]\nmax_num_seqs = 1", "[cache] max_num_seqs: belongs into the table [scheduler]"),
-        ("[cache]\nswap_space = 4", f"[cache] swap_space: {REMOVED['swap_space'].why}"),
+        ("[cache]\nbest_of = 4", f"[cache] best_of: {REMOVED['best_of'].why}"),
         ("[cash]\nblock_size = 1", "[cash]: unknown table; did you mean cache?"),
         ("[zzz]\na = 1", "[zzz]: unknown table; the tables are [model], [cache], [scheduler], [execution]"),
         ("block_size = 16", "block_size: belongs into the table [cache]"),
@@ -237,7 +237,7 @@ def test_every_setting_has_a_flag_with_help() -> None:
     parser.print_help(out)
     for item in SETTINGS.values():
         assert item.flag in out.getvalue()
-    assert "swap-space" not in out.getvalue(), "refused names stay out of the help"
+    assert "best-of" not in out.getvalue(), "refused names stay out of the help"
 
 
 def test_flags_are_read() -> None:

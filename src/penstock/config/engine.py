@@ -59,6 +59,9 @@ class CacheConfig(Section):
     prefix_cache: str = setting("radix", "Which prefix cache.")
     eviction: str = setting("lru", "Which cached blocks are given up first.")
     kv_cache_dtype: str = setting("auto", "Type of keys and values. auto: the same as dtype.", choices=DTYPES)
+    swap_space: float = setting(
+        0.0, "GiB of host memory to which preempted sequences may be swapped; 0: they are recomputed.", minimum=0
+    )
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )
@@ -72,6 +75,11 @@ class SchedulerConfig(Section):
     max_num_seqs: int | None = setting(None, "Sequences running at once; by default 64.", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None, "Token budget of one step; by default 512, more if other settings need it.", minimum=1
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "How a preempted sequence gets its KV back. auto: whichever the cost table says is cheaper.",
+        choices=("auto", "recompute", "swap"),
     )
     enable_chunked_prefill: bool = setting(
         True, "Let a prompt span several steps. Off: a step must be able to hold the longest sequence."

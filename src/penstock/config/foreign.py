@@ -25,12 +25,6 @@ class Foreign:
 
 
 REMOVED: dict[str, Foreign] = {
-    "swap_space": Foreign(
-        "preempted sequences are recomputed, nothing is swapped out; leave swap_space away", (None, 0, 0.0)
-    ),
-    "preemption_mode": Foreign(
-        "this version always preempts by recomputing; leave preemption_mode away", (None, "recompute")
-    ),
     "best_of": Foreign("best_of is gone; ask for n samples and keep the one with the highest cumulative_logprob"),
     "tensor_parallel_size": Foreign(
         "running one model on several devices isn't in this version; use 1", (None, 1), flags=("-tp",)

@@ -56,6 +56,10 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
     layer: int = -1
 
 
+TIER_DEVICE, TIER_OUT, TIER_IN = 0, 1, 2
+"""Where a PageOp reads and writes: within the device, device -> host, host -> device."""
+
+
 class PageOp(msgspec.Struct, frozen=True, array_like=True):
     """`src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count` pages src -> dst."""
 
@@ -63,6 +67,7 @@ class PageOp(msgspec.Struct, frozen=True, array_like=True):
     src: int
     dst: int
     count: int
+    tier: int = TIER_DEVICE
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True):

@@ -32,13 +32,14 @@ class Sequence:
         num_cached: tokens the last admission found in the prefix cache; `first_cached`: those of the first admission
             (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
+        host: where its cache waits in host memory after a preemption by swap, or None. Belongs to `kv`.
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         held: beam member that has its candidates and waits for its siblings.
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "index", "node", "num_cached",
+        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "node", "num_cached",
         "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request", "seq_id",
         "status", "tables", "taint_start", "token_ids",
     )  # fmt: skip
@@ -61,6 +62,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
+        self.host: Any = None
         self.prompt_logprobs_done = 0
         self.cumulative_logprob = 0.0
 

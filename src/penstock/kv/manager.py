@@ -24,6 +24,7 @@ from penstock.kv.checkpoints import Checkpoints
 from penstock.kv.cursor import NEVER, Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
+from penstock.kv.host import HostCopy, HostTier
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
@@ -42,6 +43,7 @@ class KVManager:
         block_size: S, tokens per block.
         prefix_cache: a name in PREFIX_CACHES, or a cache made for this block size.
         eviction: a name in EVICTION_POLICIES.
+        host_slabs: slabs of each group's host pool, for preemption by swap; none by default.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
 
     Raises ConfigError for unknown names.
@@ -58,6 +60,7 @@ class KVManager:
         prefix_cache: str | PrefixCache = "radix",
         eviction: str = "lru",
         slot_checkpoint_tokens: int = 512,
+        host_slabs: Seq[int] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -73,6 +76,7 @@ class KVManager:
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
         self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
+        self.host = HostTier(self.groups, host_slabs or [0] * len(self.groups), block_size, self._outbox)
         self._submitted = -1
         self._retired = -1
         self._leaving: deque[tuple[int, Any]] = deque()
@@ -141,6 +145,42 @@ class KVManager:
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
         seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.block_keys.clear()  # only `match` needs them
+
+    # -- preemption by swap -------------------------------------------------------------------------------------------
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Copy what `seq` has computed to the host and release its device memory. False, and nothing changed: no room.
+
+        Mutates: seq.host, and what `release` does.
+        """
+        assert seq.num_inflight == 0, f"{seq} is swapped out while a step works on it"
+        if not seq.num_computed:
+            return False
+        copy = self.host.copy_out(seq)
+        if copy is None:
+            return False
+        self.release(seq)
+        seq.host = copy
+        return True
+
+    def restore(self, seq: Sequence) -> None:
+        """After `admit`: bring back what waits on the host, beyond what the prefix cache had. Mutates: seq."""
+        copy: HostCopy | None = seq.host
+        if copy is None:
+            return
+        present = seq.num_computed
+        if copy.num_tokens > present:
+            if not self.grow(seq, copy.num_tokens):
+                raise EngineError(f"{seq} was admitted without room for what it had swapped out")
+            self.host.copy_in(seq, copy, present)
+            seq.num_computed = copy.num_tokens
+        self.drop_host(seq)
+
+    def drop_host(self, seq: Sequence) -> None:
+        """Give up a sequence's host copy, if it has one (it came back, or it ended)."""
+        if seq.host is not None:
+            self.host.free(seq.host)
+            seq.host = None
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -367,5 +407,7 @@ class KVManager:
 
     def check_invariants(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
+        live = list(live)
+        self.host.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
         audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.core.batch import PageOp, TableUpdate
+from penstock.core.batch import TIER_DEVICE, PageOp, TableUpdate
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 
@@ -51,9 +51,9 @@ class Outbox:
             self._ops.append(PageOp(group, -1, firsts[i], (j - i) * width))
             i = j
 
-    def copy_slab(self, group: int, src: int, dst: int) -> None:
+    def copy_slab(self, group: int, src: int, dst: int, tier: int = TIER_DEVICE) -> None:
         width = self._pools[group].pages_per_slab
-        self._ops.append(PageOp(group, src * width, dst * width, width))
+        self._ops.append(PageOp(group, src * width, dst * width, width, tier))
 
     def copy_page(self, group: int, src: int, dst: int) -> None:
         self._ops.append(PageOp(group, src, dst, 1))

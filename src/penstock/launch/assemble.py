@@ -75,7 +75,7 @@ def connect(
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
-    runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, poison=poison)
+    runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, host_slabs=plan.num_host_slabs or None, poison=poison)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(config, plan, executor, clock, timer=timer, check_invariants=check_invariants)
 
@@ -100,6 +100,7 @@ def engine_core(
         prefix_cache=config.cache.prefix_cache if config.cache.enable_prefix_caching else "none",
         eviction=config.cache.eviction,
         slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
+        host_slabs=plan.num_host_slabs or None,
     )
     scheduler = Scheduler(
         kv,
@@ -110,5 +111,6 @@ def engine_core(
         long_prefill_token_threshold=plan.long_prefill_token_threshold,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         timer=timer,
+        preemption_mode=config.scheduler.preemption_mode,
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

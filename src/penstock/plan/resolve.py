@@ -38,7 +38,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_capacity_tokens: int
     weight_bytes: int
     kv_bytes: int
-    decisions: tuple[Decision, ...]
+    num_host_slabs: tuple[int, ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
 
 class _Decisions(list[Decision]):
@@ -89,8 +90,24 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
         kv_capacity_tokens=capacity,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
+        num_host_slabs=_host_slabs(config, groups, block_size, memory.max_num_seqs, decisions),
         decisions=tuple(decisions),
     )
+
+
+def _host_slabs(
+    config: EngineConfig, groups: tuple[CacheGroup, ...], block_size: int, max_num_seqs: int, decisions: _Decisions
+) -> tuple[int, ...]:
+    """Slabs of the host pools: states for every sequence that may be preempted, blocks for the rest of swap_space."""
+    total = int(config.cache.swap_space * 2**30)
+    if total == 0:
+        return (0,) * len(groups)
+    slots = sum(g.slab_bytes(block_size) for g in groups if g.spec.kind == "slot")
+    blocks = sum(g.slab_bytes(block_size) for g in groups if g.spec.kind == "paged")
+    num_slots = min(max_num_seqs, total // slots) if slots else 0
+    num_blocks = (total - num_slots * slots) // blocks if blocks else 0
+    decisions.add("num_host_blocks", num_blocks, f"what swap_space {gib(total)} holds of preempted sequences")
+    return tuple(num_blocks if g.spec.kind == "paged" else num_slots for g in groups)
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _Decisions) -> str:

@@ -31,10 +31,11 @@ class Runner:
         vocab_size: int,
         *,
         clock: Clock,
+        host_slabs: Sequence[int] | None = None,
         poison: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
-        self.storage = Storage(groups, num_slabs, block_size, poison=poison)
+        self.storage = Storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
         self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
         self.sampler = Sampler(vocab_size)
         self._batch = InputBatch(self.rows)

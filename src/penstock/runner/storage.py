@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.batch import PageOp
+from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import Planes
 
@@ -29,13 +29,32 @@ class Storage:
     """
 
     def __init__(
-        self, groups: tuple[CacheGroup, ...], num_slabs: Sequence[int], block_size: int, *, poison: bool = False
+        self,
+        groups: tuple[CacheGroup, ...],
+        num_slabs: Sequence[int],
+        block_size: int,
+        *,
+        host_slabs: Sequence[int] | None = None,
+        poison: bool = False,
     ) -> None:
         assert len(groups) == len(num_slabs)
         self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))
         self.planes: tuple[Planes, ...] = tuple(
             _allocate(group, pages, block_size, poison) for group, pages in zip(groups, self.num_pages, strict=True)
         )
+        host = tuple(
+            slabs * group.pages_per_slab for group, slabs in zip(groups, host_slabs or [0] * len(groups), strict=True)
+        )
+        self.host_planes: tuple[Planes, ...] = tuple(
+            _allocate(group, pages, block_size, poison) for group, pages in zip(groups, host, strict=True)
+        )
+        # Per tier of a PageOp: where it reads and writes, and how many pages there are.
+        device_side, host_side = (self.planes, self.num_pages), (self.host_planes, host)
+        self._sides = {
+            TIER_DEVICE: (device_side, device_side),
+            TIER_OUT: (device_side, host_side),
+            TIER_IN: (host_side, device_side),
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -49,18 +68,20 @@ class Storage:
         """
         for op in ops:
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
-            pages = self.num_pages[op.group]
+            (source, num_source), (target, num_target) = self._sides[op.tier]
+            pages = num_target[op.group]
             assert op.count > 0, f"{op}: nothing to do"
             assert 0 <= op.dst <= pages - op.count, f"{op}: destination outside the {pages} pages of its group"
             dst = slice(op.dst, op.dst + op.count)
             if op.src < 0:
-                for array in self.planes[op.group].values():
+                for array in target[op.group].values():
                     array[dst] = 0
                 continue
+            pages = num_source[op.group]
             assert op.src <= pages - op.count, f"{op}: source outside the {pages} pages of its group"
-            assert abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
-            for array in self.planes[op.group].values():
-                array[dst] = array[op.src : op.src + op.count]
+            assert op.tier != TIER_DEVICE or abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
+            for name, array in target[op.group].items():
+                array[dst] = source[op.group][name][op.src : op.src + op.count]
 
 
 def _allocate(group: CacheGroup, num_pages: int, block_size: int, poison: bool) -> Planes:

@@ -13,6 +13,7 @@ from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
 from penstock.core.sequence import Sequence, Status
+from penstock.core.step_shape import EMPTY
 from penstock.sched.budget import SecondsBudget
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
         timer: StepTimer | None = None,
+        preemption_mode: str = "auto",
         decode_step_s: float = 0.1,
         prefill_step_s: float = 1.0,
         stats: EngineStats | None = None,
@@ -58,6 +60,7 @@ class Scheduler:
         self.timer = timer
         self.decode_step_s = decode_step_s
         self.prefill_step_s = prefill_step_s
+        self.preemption_mode = preemption_mode
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None else None
         self.stats = stats or EngineStats()
         self.waiting: list[Sequence] = []
@@ -97,15 +100,33 @@ class Scheduler:
         queue.remove(seq)
         seq.status = Status.FINISHED
         self._drop(seq)
+        self.kv.drop_host(seq)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's memory; it will be recomputed, ahead of everyone who came after it."""
+        """Take a running sequence's memory; it resumes ahead of everyone who came after it.
+
+        Its cache is recomputed then, or brought back from the host where that is cheaper and the host has room.
+        """
         self.running.remove(seq)
         self.stats.num_preemptions += 1
-        self.stats.num_recomputed_tokens += seq.num_computed
+        num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
+        if seq.num_inflight == 0 and self._prefers_swap(num_computed) and self.kv.swap_out(seq):
+            self.stats.num_swaps += 1
+        else:
+            self.stats.num_recomputed_tokens += num_computed
         self._drop(seq)
         self.add(seq)
+
+    def _prefers_swap(self, num_computed: int) -> bool:
+        """Whether to bring `num_computed` tokens back from the host rather than compute them again."""
+        if self.preemption_mode != "auto":
+            return self.preemption_mode == "swap"
+        if self.timer is None:
+            return False
+        return 2 * self.timer.copy_s(self.kv.host.num_bytes(num_computed)) < self.timer.step_s(
+            EMPTY.plus(0, num_computed)
+        )
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)
@@ -227,6 +248,7 @@ class Scheduler:
         if self._chunk(seq, known - match.num_tokens, budget) == 0:
             return 0
         self.kv.admit(seq, match)
+        self.kv.restore(seq)
         n = self._chunk(seq, known - seq.num_computed, budget)
         if not self.kv.grow(seq, seq.num_computed + n):
             raise EngineError("admission promised memory that growth did not find")
