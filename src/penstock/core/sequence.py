@@ -33,6 +33,7 @@ class Sequence:
             (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
         host: where its cache waits in host memory after a preemption by swap, or None. Belongs to `kv`.
+        writable: positions below this, from the next token on, may be written without asking `kv` (0: always ask).
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         held: beam member that has its candidates and waits for its siblings.
@@ -41,7 +42,7 @@ class Sequence:
     __slots__ = (
         "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "node", "num_cached",
         "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request", "seq_id",
-        "status", "tables", "taint_start", "token_ids",
+        "status", "tables", "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -58,6 +59,7 @@ class Sequence:
         self.num_preemptions = 0
         self.status = Status.WAITING
         self.tables: list[Any] = []
+        self.writable = 0
         self.block_keys: list[bytes] = []
         self.node: Any = None
         self.taint_start: int | None = None

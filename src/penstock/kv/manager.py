@@ -201,7 +201,9 @@ class KVManager:
                 if not self._grow(seq, first, end):
                     return False
                 break
-        if self._slots and seq.num_inflight:
+        if not self._slots:
+            seq.writable = end * self.block_size
+        elif seq.num_inflight:
             self._states.stage(seq, start)
         return True
 
@@ -300,6 +302,7 @@ class KVManager:
         child.node.holding = cursor.holding
         if cursor.holding and cursor.generation == self._generation:
             self.cache.share(cursor.entry)
+        parent.writable = child.writable = 0  # their tail is shared now
         child.num_computed = parent.num_computed
         child.num_cached = 0
         child.block_keys = list(parent.block_keys)
@@ -342,7 +345,7 @@ class KVManager:
         seq.tables = []
         seq.node = None
         seq.block_keys.clear()
-        seq.num_computed = seq.num_inflight = seq.num_cached = 0
+        seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
 
     def _leave(self, cursor: Cursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""

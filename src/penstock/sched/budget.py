@@ -25,6 +25,11 @@ class SecondsBudget:
         self._shape = self._shape.plus(start, n, int(samples))
         self._has_prefill |= n > 1
 
+    def add_decodes(self, n: int, num_context: int) -> None:
+        """`n` decodes at once, which read `num_context` cached tokens together."""
+        tokens, rows, context, pairs, logits = self._shape
+        self._shape = StepShape(tokens + n, rows + n, context + num_context, pairs + num_context, logits + n)
+
     def fit(self, start: int, n: int) -> int:
         """The most tokens <= n, from position `start`, that keep the step within its limit.
 

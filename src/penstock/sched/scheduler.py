@@ -158,6 +158,7 @@ class Scheduler:
         if self._clockwork is not None:
             self._clockwork.begin(self._step_limit_s())
         num_running_ahead = len(self.running)
+        num_decodes = decode_context = 0  # those the seconds budget has not heard of yet
         for seq in self.policy.order(self.running, self.waiting):
             if budget <= 0 or (blocked and num_running_ahead == 0):
                 break
@@ -167,6 +168,9 @@ class Scheduler:
                 if blocked or preempted or len(self.running) >= self.max_num_seqs:
                     blocked = True
                     continue
+                if self._clockwork is not None and num_decodes:
+                    self._clockwork.add_decodes(num_decodes, decode_context)
+                    num_decodes = decode_context = 0
                 n = self._admit(seq, budget)
                 if n == 0:
                     blocked = True  # first come, first served: nobody overtakes the head of the queue
@@ -174,6 +178,18 @@ class Scheduler:
                 added.append(seq)
             elif seq.status is Status.RUNNING:
                 num_running_ahead -= 1
+                start = seq.num_computed + seq.num_inflight
+                if seq.prompt_len <= start < seq.writable and len(seq.token_ids) - start == 1:
+                    # A decode in a block of its own, which is nearly every row of nearly every step.
+                    if seq.request.beam is None:
+                        rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
+                        budget -= 1
+                        num_decodes += 1
+                        decode_context += start + 1
+                        continue
+                if self._clockwork is not None and num_decodes:
+                    self._clockwork.add_decodes(num_decodes, decode_context)
+                    num_decodes = decode_context = 0
                 n = self._chunk(seq, seq.lag, budget)
                 if n == 0:
                     continue
@@ -213,7 +229,7 @@ class Scheduler:
             if self._stuck():
                 raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
             return None
-        return self._emit(step, rows, added)
+        return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
 
     def _step_limit_s(self) -> float:
         return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
@@ -283,7 +299,7 @@ class Scheduler:
         return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from)
 
     def _emit(
-        self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence]
+        self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence], num_tokens: int
     ) -> SchedulerOutput:
         entering = []
         for seq in added:
@@ -307,5 +323,5 @@ class Scheduler:
             page_ops=page_ops,
             scheduled=[row for _, row in rows.values()],
         )
-        self.stats.num_scheduled_tokens += out.num_tokens
+        self.stats.num_scheduled_tokens += num_tokens
         return out
