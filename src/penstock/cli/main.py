@@ -46,6 +46,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_arguments(run)
 
+    plan = commands.add_parser(
+        "plan", allow_abbrev=False, help="what of a model fits a machine, and how fast it can be, before it is loaded"
+    )
+    from penstock.cli.plan import add_arguments as add_plan_arguments
+
+    add_plan_arguments(plan)
+
+    sim = commands.add_parser("sim", allow_abbrev=False, help="simulate a service: a trace, a model, a device")
+    from penstock.cli.sim import add_arguments as add_sim_arguments
+
+    add_sim_arguments(sim)
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -67,6 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.run import run
 
             return run(args)
+        if args.command == "sim":
+            from penstock.cli.sim import sim
+
+            return sim(args)
+        if args.command == "plan":
+            from penstock.cli.plan import plan
+
+            return plan(args)
         from penstock.cli.doctor import doctor
 
         return doctor(args)

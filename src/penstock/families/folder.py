@@ -29,7 +29,7 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     Raises ModelError if anything in it is broken, UnsupportedError if it needs what Penstock does not have.
     """
     config = dict(config)
-    _refuse_quantized(folder, names, config.pop("quantization_config", None))
+    refuse_quantized(folder, names, config.pop("quantization_config", None))
     spec = family.spec(config)
     tensors = _tensors(folder, names)
     weights = _match(folder, tensors, spec, family)
@@ -54,7 +54,8 @@ def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
     )
 
 
-def _refuse_quantized(folder: Path, names: list[str], quantization: object) -> None:
+def refuse_quantized(folder: Path, names: list[str], quantization: object) -> None:
+    """Raises UnsupportedError if config.json (its `quantization_config` is given) or its companion names a method."""
     where = "config.json"
     if not quantization and "hf_quant_config.json" in names:
         where = "hf_quant_config.json"

@@ -10,9 +10,10 @@ from typing import Any
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.base.registry import Registry
+from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.families.checkpoint import Checkpoint
-from penstock.families.folder import open_folder, pickle_refusal
+from penstock.families.folder import open_folder, pickle_refusal, refuse_quantized
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.formats.files import quoted, unreadable
 from penstock.formats.json_file import read_json_object
@@ -56,6 +57,28 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
         if refusal is not None:
             raise refusal
     return open_llama2c_folder(model, names)
+
+
+def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
+    """What a model computes, for planning: also of a config.json alone, or a folder without its weights.
+
+    Where weights are, they are checked as `open_model` does. Raises as `open_model`.
+    """
+    model = Path(path)
+    folder = model if model.is_dir() else model.parent
+    if model.is_dir():
+        names = _listing(model)
+        if "config.json" not in names or any(name.endswith(".safetensors") for name in names):
+            return open_model(path).spec
+        model = model / "config.json"
+    elif model.suffix != ".json" or not model.exists():
+        return open_model(path).spec
+    else:
+        names = _listing(folder) if model.name == "config.json" else []
+    config = read_json_object(model)
+    family = find_family(config)
+    refuse_quantized(folder, names, config.pop("quantization_config", None))
+    return family.spec(config)
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:

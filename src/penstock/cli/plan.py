@@ -1,0 +1,230 @@
+"""`penstock plan MODEL`: what fits, how long and how fast, from the model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.plan.report import Report, Speed
+
+DEFAULT_DEVICE = "cpu-ref"
+"""What this version runs on."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.config.load import add_arguments as add_engine_arguments
+    from penstock.config.load import parse_size
+
+    parser.description = (
+        "Say what fits, how long and how fast, before a weight is read. MODEL: a model folder, a folder that has only "
+        "a config.json, or a config.json. Exit status 1 if the settings do not fit."
+    )
+    parser.add_argument(
+        "--device", metavar="NAME|FILE",
+        help="plan for another device: a100-80g, cpu-2core, cpu-ref, h100-sxm, h200, l4, or a .toml or .json file with "
+        "its figures (default: the reference operations on this machine)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", type=parse_size, metavar="BYTES", help="memory to plan for, instead of what is available here"
+    )
+    parser.add_argument(
+        "--context", type=parse_size, default=2048, metavar="N",
+        help="tokens of a sequence when its speed is predicted (default: 2048, or what fits)",
+    )  # fmt: skip
+    parser.add_argument("--explain", action="store_true", help="also print every decision, and where figures come from")
+    parser.add_argument("--json", action="store_true", help="print the whole report as one JSON object")
+    add_engine_arguments(parser, model_positional=True)
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print the report. Returns 0; raises CapacityError, after printing, if the settings do not fit."""
+    from penstock.base.errors import CapacityError, ConfigError
+    from penstock.config.load import from_args
+    from penstock.core.machine import Machine
+    from penstock.families.registry import read_spec
+    from penstock.launch.build import check_names
+    from penstock.plan.devices import find_device
+    from penstock.plan.probe import probe
+    from penstock.plan.report import report
+
+    for flag, value in (("--memory", args.memory), ("--context", args.context)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag}: must be at least 1, not {value}")
+    config = from_args(args)
+    check_names(config)
+    device = find_device(args.device or DEFAULT_DEVICE)
+    spec = read_spec(config.model.model)
+    machine = probe()
+    memory = args.memory or device.memory_bytes
+    if memory is not None:
+        machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
+    result = report(config, spec, machine, device, args.context)
+    if args.json:
+        _print_json(config.model.model, result)
+    else:
+        from rich.console import Console
+
+        _print(Console(), config.model.model, result, explain=args.explain)
+    sys.stdout.flush()  # before the refusal on stderr
+    if result.refusal is not None:
+        raise CapacityError(result.refusal)
+    return 0
+
+
+def _print_json(model: str, result: Report) -> None:
+    import msgspec
+
+    data = {"model": model, **msgspec.to_builtins(result)}
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data)).decode() + "\n")
+
+
+def _print(console: Console, model: str, r: Report, *, explain: bool) -> None:
+    from rich.markup import escape
+
+    name = Path(model).name.removesuffix(".config.json")
+    if name == "config.json":
+        name = Path(model).resolve().parent.name
+    console.print(
+        f"[bold]{escape(name or model)}[/bold]: {r.family}, {r.num_layers} layers, {r.num_params:,} parameters, "
+        f"context up to {r.max_position:,} tokens",
+        highlight=False,
+    )
+    where = f"device {r.device.name}" if r.device.memory_bytes is not None else f"this machine ({r.device.name})"
+    console.print(f"on {escape(where)} with {_size(r.available_bytes)} of memory available\n", highlight=False)
+    console.print(_memory_table(r))
+    if r.contexts:
+        console.print(_context_table(r))
+        bound = ", all that the model was made for" if r.longest_context == r.max_position else ""
+        console.print(
+            f"One sequence alone can have up to [bold]{r.longest_context:,}[/bold] tokens{bound}.\n", highlight=False
+        )
+        console.print(_speed_table(r.speeds))
+        console.print(
+            f"Predicted from what {escape(r.device.name)} reads and computes at its best, not measured "
+            "(--explain: sources).",
+            style="dim",
+            highlight=False,
+        )
+        if not r.device.widens_halves:
+            console.print("This version of Penstock itself runs the reference operations on CPUs only.", style="dim")
+    if explain:
+        for table in (_decision_table(r), _device_table(r)):
+            console.print()
+            console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns are right-aligned, except for the first one and those written with a leading "<"."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, column in enumerate(columns):
+        left = i == 0 or column.startswith("<")
+        table.add_column(column.removeprefix("<"), justify="left" if left else "right", overflow="fold")
+    return table
+
+
+def _memory_table(r: Report) -> Table:
+    table = _table("Memory", "what", "bytes", "<remarks")
+    by_size: dict[int, list[str]] = {}
+    for dtype, num_bytes in r.weight_bytes.items():
+        by_size.setdefault(num_bytes, []).append(dtype)
+    for num_bytes, dtypes in by_size.items():
+        remark = f"as planned ({r.dtype})" if r.dtype in dtypes else ""
+        if num_bytes > r.available_bytes:
+            remark = (remark + "; " if remark else "") + "[red]more than is available[/red]"
+        table.add_row(f"weights, {' or '.join(dtypes)}", _size(num_bytes), remark)
+    for group in r.groups:
+        per = "per token" if group.kind == "paged" else "per sequence"
+        what = "KV" if group.kind == "paged" else "state"
+        table.add_row(f"{what} {per}", _size(group.num_bytes), f"{group.num_layers} layers, {group.planes}")
+    if len(r.groups) > 1 and r.kv_bytes_per_token:
+        table.add_row("KV per token, all", _size(r.kv_bytes_per_token), "")
+    if r.kv_bytes is not None:
+        remark = f"{r.max_num_seqs} sequences running, each at most {r.max_model_len:,} tokens"
+        table.add_row("KV memory, planned", _size(r.kv_bytes), remark)
+    return table
+
+
+def _context_table(r: Report) -> Table:
+    batches = [f"{n}" for n in r.batches]
+    table = _table("Full-length sequences at once, and the KV they take", "context", *batches, "most")
+    for line in r.contexts:
+        cells = [
+            _size(n * line.sequence_bytes) if fits else "[dim]no[/dim]"
+            for n, fits in zip(r.batches, line.fits, strict=True)
+        ]
+        table.add_row(f"{line.context:,}", *cells, f"{line.most:,}" if line.most else "[red]none[/red]")
+    return table
+
+
+def _speed_table(speeds: tuple[Speed, ...]) -> Table:
+    phases = ("layers", "attention", "head", "overhead")
+    title = f"Speed at {speeds[0].context:,} tokens of context, and where the time goes"
+    table = _table(title, "", "tokens/s", "time", *phases, "<limit")
+    for s in speeds:
+        what = f"decode x{s.batch}" if s.what == "decode" else "prefill"
+        if s.fits:
+            shares = [f"{s.shares[name]:.0%}" for name in phases]
+            table.add_row(what, _three(s.tokens_per_s), _time(s.seconds), *shares, s.limit)
+        else:
+            table.add_row(what, *["[dim]-[/dim]"] * 6, "[dim]no room[/dim]")
+    return table
+
+
+def _decision_table(r: Report) -> Table:
+    table = _table("Decisions", "decision", "<value", "<why")
+    for d in r.decisions:
+        table.add_row(d.name, str(d.value), d.why)
+    return table
+
+
+def _device_table(r: Report) -> Table:
+    from rich.markup import escape
+
+    d = r.device
+    rates = ", ".join(f"{dtype} {_metric(rate)}FLOP/s" for dtype, rate in d.flops_per_s.items())
+    table = _table(f"Device {d.name}", "figure", "<value", "<source")
+    for name, value in (
+        ("flops_per_s", rates),
+        ("read_bytes_per_s", f"{_metric(d.read_bytes_per_s)}B/s"),
+        ("memory_bytes", "this machine's" if d.memory_bytes is None else _size(d.memory_bytes)),
+        ("host_copy_bytes_per_s", f"{_metric(d.host_copy_bytes_per_s)}B/s"),
+        ("step_overhead_s", _time(d.step_overhead_s)),
+        ("layer_overhead_s", _time(d.layer_overhead_s)),
+    ):
+        if name == "layer_overhead_s" and not d.layer_overhead_s:
+            continue
+        table.add_row(name, value, escape(d.sources.get(name, "")))
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if num_bytes >= size:
+            return f"{_three(num_bytes / size)} {unit}"
+    return f"{num_bytes} B"
+
+
+def _metric(rate: float) -> str:
+    """With the unit's prefix: 989e12 is "989 T"."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if rate >= size:
+            return f"{rate / size:g} {prefix}"
+    return f"{rate:g} "
+
+
+def _three(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _time(seconds: float) -> str:
+    return f"{_three(seconds)} s" if seconds >= 1 else f"{_three(seconds * 1e3)} ms"

@@ -1,0 +1,76 @@
+"""How many sequences of which length fit. Every answer is `resolve`'s own: it is asked, not imitated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.base.errors import ConfigError
+from penstock.config import EngineConfig
+from penstock.core.machine import Machine
+from penstock.core.model_spec import ModelSpec
+from penstock.plan.memory import Sizes
+from penstock.plan.resolve import Plan, resolve
+
+
+class Fit:
+    """What a model, a machine and settings leave room for. Units: tokens, sequences, bytes.
+
+    `num_seqs` sequences of `context` tokens *fit* if `resolve` accepts `max_num_seqs=num_seqs` with
+    `max_model_len=context` and hands out blocks for all of them at full length: nobody is ever preempted. Raises
+    CapacityError (or ConfigError) if not even one sequence of one token fits.
+    """
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, machine: Machine) -> None:
+        self._config = config
+        self._spec = spec
+        self._machine = machine
+        self.base = self.resolved(1, 1)
+        self.sizes = Sizes.of(self.base.groups, self.base.block_size)
+
+    def resolved(self, num_seqs: int | None, context: int) -> Plan:
+        """`resolve` for so many sequences (None: it decides) of that length. Raises ConfigError, CapacityError."""
+        config = replace(
+            self._config,
+            model=replace(self._config.model, max_model_len=context),
+            scheduler=replace(self._config.scheduler, max_num_seqs=num_seqs),
+        )
+        return resolve(config, self._spec, self._machine)
+
+    def kv_bytes(self, num_seqs: int, context: int) -> int:
+        """Blocks and states of so many full-length sequences."""
+        return num_seqs * (self.sizes.blocks(context) * self.sizes.block_bytes + self.sizes.state_bytes)
+
+    def fits(self, num_seqs: int, context: int) -> bool:
+        try:
+            plan = self.resolved(num_seqs, context)
+        except ConfigError:
+            return False
+        need = num_seqs * self.sizes.blocks(context)
+        return all(n >= need for g, n in zip(plan.groups, plan.num_slabs, strict=True) if g.spec.kind == "paged")
+
+    def most_seqs(self, context: int) -> int:
+        """The largest number of sequences of this length that fit at once; 0 if not even one does."""
+        return _largest(lambda n: self.fits(n, context), 1, self._most_imaginable(context))
+
+    def longest_context(self, num_seqs: int = 1) -> int:
+        """The longest context that so many sequences can have at once, up to what the model was made for; else 0."""
+        return _largest(lambda n: self.fits(num_seqs, n), 1, self._spec.max_position)
+
+    def _most_imaginable(self, context: int) -> int:
+        return self._machine.available_bytes // max(1, self.kv_bytes(1, context)) + 1
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest n in [low, high] with fits(n), if whatever is smaller than a fitting n fits too; 0 if none does."""
+    if not fits(low):
+        return 0
+    if fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

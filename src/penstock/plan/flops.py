@@ -1,0 +1,172 @@
+"""FLOPs and bytes of one step, counted from a ModelSpec and a StepShape: exact integers but for two estimates.
+
+What is counted: a product of a weight [M, N] with one row is 2MN FLOPs; an attended (query, key) pair is 4HD per layer
+(QK^T and PV, 2HD each); weights are read once per step whatever its size; cached tokens are read once per sequence.
+What is not: FLOPs of norms, rope, softmax and activation functions (far below 1 % of a real model's).
+
+The estimates: activation bytes (every op below reads its inputs from memory once and writes its result once, at the
+width of the weights) and sliding windows (a shape does not tell how long each sequence is; the bound used is exact
+when all sequences are longer than the window or all are shorter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.core.cache_spec import DTYPE_BYTES
+from penstock.core.model_spec import Attention, Latent, Layer, ModelSpec, Recurrent, cache_spec, weight_shapes
+from penstock.core.step_shape import StepShape
+
+_LOGIT_BYTES = 4  # logits are float32 everywhere
+_RECURRENT_FLOPS = 5
+"""Per element of a recurrent state and token: decay, outer product, sum, and the query's product and sum."""
+
+
+class Reach(NamedTuple):
+    """All attention layers that look equally far back: None is to the first token, else `window` tokens.
+
+    `flops_per_pair`: of one (query, key) pair; `bytes_per_token`: read for one cached token. Both summed over layers.
+    """
+
+    window: int | None
+    flops_per_pair: int
+    bytes_per_token: int
+
+    def pairs(self, shape: StepShape) -> int:
+        return shape.num_pairs if self.window is None else min(shape.num_pairs, shape.num_tokens * self.window)
+
+    def context(self, shape: StepShape) -> int:
+        if self.window is None:
+            return shape.num_context
+        return min(shape.num_context, shape.num_tokens + shape.num_rows * (self.window - 1))
+
+
+class StepWork(NamedTuple):
+    """One step's work. Units: FLOPs and bytes. `head` is the LM head; `mixer` attention and recurrences without their
+    projections, which are `linear`. `state_bytes`: recurrent states, read and written."""
+
+    linear_flops: int
+    linear_bytes: int
+    head_flops: int
+    head_bytes: int
+    mixer_flops: int
+    kv_read_bytes: int
+    kv_write_bytes: int
+    state_bytes: int
+
+    @property
+    def flops(self) -> int:
+        return self.linear_flops + self.head_flops + self.mixer_flops
+
+    @property
+    def mixer_bytes(self) -> int:
+        return self.kv_read_bytes + self.kv_write_bytes + self.state_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear_bytes + self.head_bytes + self.mixer_bytes
+
+
+class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one token, logit row, pair, cached token and sequence cost; `step` adds them up.
+
+    `weight_bytes`: all that any step reads, without the embedding table (only rows of it are read) and without the
+    LM head, which is read by steps with logits only: `head_weight_bytes` (a tied model's is its embedding table).
+    """
+
+    linear_flops_per_token: int
+    linear_bytes_per_token: int
+    weight_bytes: int
+    head_flops_per_logit: int
+    head_bytes_per_logit: int
+    head_weight_bytes: int
+    recurrent_flops_per_token: int
+    kv_write_bytes_per_token: int
+    state_bytes_per_row: int
+    reaches: tuple[Reach, ...]
+
+    def step(self, shape: StepShape) -> StepWork:
+        """The work of a step. A step without tokens reads no weights."""
+        t, r = shape.num_tokens, shape.num_logits
+        return StepWork(
+            linear_flops=t * self.linear_flops_per_token,
+            linear_bytes=(self.weight_bytes if t else 0) + t * self.linear_bytes_per_token,
+            head_flops=r * self.head_flops_per_logit,
+            head_bytes=(self.head_weight_bytes if r else 0) + r * self.head_bytes_per_logit,
+            mixer_flops=t * self.recurrent_flops_per_token
+            + sum(reach.pairs(shape) * reach.flops_per_pair for reach in self.reaches),
+            kv_read_bytes=sum(reach.context(shape) * reach.bytes_per_token for reach in self.reaches),
+            kv_write_bytes=t * self.kv_write_bytes_per_token,
+            state_bytes=shape.num_rows * self.state_bytes_per_row,
+        )
+
+
+def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None) -> ModelWork:
+    """The work of a model with weights and activations of `dtype` and a cache of `kv_dtype` (None: the same).
+
+    Raises KeyError for a dtype that `core.cache_spec.DTYPE_BYTES` does not know.
+    """
+    size = DTYPE_BYTES[dtype]
+    caches = [cache_spec(layer.mixer, kv_dtype or dtype) for layer in spec.layers]
+    shapes = weight_shapes(spec)
+    embed = shapes.pop("embed")
+    head = shapes.pop("lm_head", embed)
+    matrices = sum(prod(shape) for shape in shapes.values() if len(shape) == 2)
+    activations = sum(_layer_elements(spec, i, layer, shapes) for i, layer in enumerate(spec.layers))
+    vocab_size, hidden_size = head
+    return ModelWork(
+        linear_flops_per_token=2 * matrices,
+        # The embedding's row, read and written, comes on top of what the layers move.
+        linear_bytes_per_token=(activations + 2 * hidden_size) * size,
+        weight_bytes=sum(prod(shape) for shape in shapes.values()) * size,
+        head_flops_per_logit=2 * vocab_size * hidden_size,
+        head_bytes_per_logit=3 * hidden_size * size + vocab_size * _LOGIT_BYTES,
+        head_weight_bytes=vocab_size * hidden_size * size,
+        recurrent_flops_per_token=sum(_recurrent_flops(layer) for layer in spec.layers),
+        kv_write_bytes_per_token=sum(c.num_bytes for c in caches if c.kind == "paged"),
+        state_bytes_per_row=sum(2 * c.num_bytes for c in caches if c.kind == "slot"),
+        reaches=tuple(_reaches(spec, kv_dtype or dtype)),
+    )
+
+
+def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
+    sums: dict[int | None, tuple[int, int]] = {}
+    for layer in spec.layers:
+        m = layer.mixer
+        if isinstance(m, Recurrent):
+            continue
+        if isinstance(m, Attention):
+            window, flops = m.window, 4 * m.num_heads * m.head_dim
+        else:
+            window, flops = None, _latent_flops(m)
+        before = sums.get(window, (0, 0))
+        sums[window] = before[0] + flops, before[1] + cache_spec(m, kv_dtype).num_bytes
+    for window, (flops, num_bytes) in sums.items():
+        yield Reach(window, flops, num_bytes)
+
+
+def _latent_flops(m: Latent) -> int:
+    """Absorbed form: a head's query meets latent and rotary key, its result is a latent. The projections from and to
+    the latent are the halves of `kv_b`, so they are among the linear weights already."""
+    return 2 * m.num_heads * (2 * m.kv_rank + m.rope_dim)
+
+
+def _recurrent_flops(layer: Layer) -> int:
+    m = layer.mixer
+    return _RECURRENT_FLOPS * m.num_heads * m.key_dim * m.value_dim if isinstance(m, Recurrent) else 0
+
+
+def _layer_elements(spec: ModelSpec, i: int, layer: Layer, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Elements that one token moves through memory in layer `i`, caches excluded.
+
+    Each product reads its input and writes its output (activation functions and head norms ride along), the two norms
+    read and write the hidden state, the two sums read two and write one, the mixer reads q and writes what `o` reads.
+    """
+    prefix = f"layers.{i}."
+    products = sum(sum(shape) for name, shape in shapes.items() if name.startswith(prefix) and len(shape) == 2)
+    query = shapes.get(prefix + "q") or shapes[prefix + "q_b"]
+    return products + 10 * spec.hidden_size + query[0] + shapes[prefix + "o"][1]
