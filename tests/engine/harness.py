@@ -45,6 +45,8 @@ class Knobs:
     kv_dtype: str = "float32"
     host_blocks: int = 0
     preemption: str = "auto"
+    kv_allocator: str = "paged"
+    max_model_len: int | None = None
 
 
 def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
@@ -53,7 +55,7 @@ def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
     return Plan(
         dtype="float32",
         kv_dtype=k.kv_dtype,
-        max_model_len=spec.max_position,
+        max_model_len=k.max_model_len or spec.max_position,
         block_size=k.block_size,
         groups=groups,
         num_slabs=num_slabs,
@@ -79,6 +81,7 @@ def config_for(k: Knobs) -> Any:
         enable_chunked_prefill=k.chunked,
         slot_checkpoint_tokens=k.checkpoint_tokens,
         preemption_mode=k.preemption,
+        kv_allocator=k.kv_allocator,
     )
 
 
@@ -87,7 +90,9 @@ def fake_engine(k: Knobs, *, slots: bool = False, timer: Any = None) -> tuple[En
     spec = fake_spec(slots=slots)
     plan = plan_for(spec, k)
     forward = FakeForward(plan.groups)
-    core = connect(config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer)
+    core = connect(
+        config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer
+    )
     return core, forward
 
 

@@ -31,7 +31,9 @@ knobs = st.builds(
     num_slots=st.sampled_from([3, 8, 24]),
     budget=st.sampled_from([1, 3, 8, 16, 64]),
     max_num_seqs=st.sampled_from([1, 2, 4, 8]),
-    policy=st.sampled_from(["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic"]),
+    policy=st.sampled_from(
+        ["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic"]
+    ),
     prefix_cache=st.sampled_from(["radix", "hash", "none"]),
     eviction=st.sampled_from(["lru", "fifo", "lfu", "priority"]),
     depth=st.sampled_from([1, 1, 2]),

@@ -26,7 +26,8 @@ class Linear:
     pair_s: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
-        return self.base_s + self.token_s * shape.num_tokens + self.row_s * shape.num_rows + self.pair_s * shape.num_pairs
+        work_s = self.token_s * shape.num_tokens + self.row_s * shape.num_rows + self.pair_s * shape.num_pairs
+        return self.base_s + work_s
 
     def copy_s(self, num_bytes: int) -> float:
         return num_bytes / 1e9
@@ -52,7 +53,7 @@ def simulated(knobs: Knobs, timer: Linear):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_keep_to_a_tenth_of_a_second_while_anyone_decodes(depth: int) -> None:
     knobs = Knobs(block_size=4, num_blocks=1024, budget=4096, max_num_seqs=8, depth=depth)
-    core, clock, durations = simulated(knobs, Linear())
+    core, _, durations = simulated(knobs, Linear())
     core.add(request([5] * 8, max_tokens=40, request_id="stream"))
     for _ in range(4):
         core.step()

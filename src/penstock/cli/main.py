@@ -58,6 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_sim_arguments(sim)
 
+    study = commands.add_parser("study", allow_abbrev=False, help="one question of the surveys, answered on one page")
+    from penstock.cli.study import add_arguments as add_study_arguments
+
+    add_study_arguments(study)
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -83,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.sim import sim
 
             return sim(args)
+        if args.command == "study":
+            from penstock.cli.study import study
+
+            return study(args)
         if args.command == "plan":
             from penstock.cli.plan import plan
 

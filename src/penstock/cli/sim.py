@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
     from penstock.core.model_spec import ModelSpec
+    from penstock.plan.devices import Device
+    from penstock.plan.resolve import Plan
     from penstock.sim.result import SimResult
     from penstock.sim.workload import Workload
 
@@ -99,6 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def sim(args: argparse.Namespace) -> int:
     """Run every combination of the settings given as lists. Returns the exit status."""
     from penstock.base.errors import InputError
+    from penstock.plan.devices import find_device
+    from penstock.sim.build import device_plan
     from penstock.sim.metrics import Slo
     from penstock.sim.report import html_page, json_report, table
 
@@ -107,7 +111,10 @@ def sim(args: argparse.Namespace) -> int:
             raise InputError(f"{path}: there is no such folder to write to", param="out")
     workload = _workload(args)
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
-    results = [_run(config, spec, label, workload, args) for config, spec, label in _configs(args)]
+    device = find_device(args.device)
+    # All plans before the first run: what does not fit is said at once, not after an hour.
+    planned = [(label, spec, *device_plan(config, spec, device)) for config, spec, label in _configs(args)]
+    results = [_run(label, spec, config, plan, device, workload, args) for label, spec, config, plan in planned]
     from rich.console import Console
 
     Console().print(table(results, slo))
@@ -115,7 +122,7 @@ def sim(args: argparse.Namespace) -> int:
         _write(args.json, json_report(results, slo))
     if args.out is not None:
         model = results[0].settings["model"]
-        _write(args.out, html_page(results, slo, title=f"{workload.name}: {model} on {args.device}"))
+        _write(args.out, html_page(results, slo, title=f"{workload.name}: {model} on {device.name}"))
     return 0
 
 
@@ -200,17 +207,22 @@ def _spec(args: argparse.Namespace) -> tuple[ModelSpec, str]:
     return read_spec(model), path.parent.name if path.name == "config.json" else path.name.removesuffix(".config.json")
 
 
-def _run(config: EngineConfig, spec: ModelSpec, label: str, workload: Workload, args: argparse.Namespace) -> SimResult:
+def _run(
+    label: str,
+    spec: ModelSpec,
+    config: EngineConfig,
+    plan: Plan,
+    device: Device,
+    workload: Workload,
+    args: argparse.Namespace,
+) -> SimResult:
     from dataclasses import replace
 
     from penstock.base.clock import VirtualClock
     from penstock.plan.cost import RooflineTimer
-    from penstock.plan.devices import find_device
-    from penstock.sim.build import build_sim, device_plan
+    from penstock.sim.build import build_sim
     from penstock.sim.driver import Limits, simulate
 
-    device = find_device(args.device)
-    config, plan = device_plan(config, spec, device)
     timer = RooflineTimer(spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     clock = VirtualClock()
     core = build_sim(config, spec, plan, timer, clock, depth=config.execution.depth, seconds_budget=args.seconds_budget)

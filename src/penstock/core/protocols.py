@@ -37,6 +37,8 @@ class SchedulingPolicy(Protocol):
     """Answers three questions: in what order, how many tokens, whom to preempt."""
 
     name: str
+    displaces: bool
+    """Whether `displaced` is worth asking."""
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Called before each step. `now_s` is the only time a policy may look at; `kv` (KVManager) answers `match`."""
@@ -55,6 +57,14 @@ class SchedulingPolicy(Protocol):
 
     def num_tokens(self, seq: Sequence, lag: int, budget_left: int) -> int:
         """How many of its `lag` tokens to run now; at most `budget_left`; 0 skips it in this step."""
+        ...
+
+    def displaced(self, running: Seq[Sequence], newcomer: Sequence) -> Sequence | None:
+        """Whom to preempt so that a waiting `newcomer` can be admitted; None if it should wait."""
+        ...
+
+    def not_before_s(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> float | None:
+        """Time before which nothing should start although somebody waits; None to start at once."""
         ...
 
     def victim(self, running: Seq[Sequence], needy: Sequence) -> Sequence | None:

@@ -7,9 +7,10 @@ Scheduler, KV manager and engine are the ones that serve; only the tokens are ma
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from penstock.base.clock import VirtualClock
-from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput
+from penstock.core.batch import TIER_DEVICE, Sampled, ScheduledRow, SchedulerOutput, StepOutput
 from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import shape_of
 
@@ -18,11 +19,22 @@ class SimExecutor:
     """Steps run one after the other on one simulated device; `collect` moves the clock to the oldest one's end.
 
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
-    on the device while one runs, so the time between collect and submit costs nothing.
+    on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
+    of cache group g, to charge swaps.
     """
 
-    def __init__(self, timer: StepTimer, clock: VirtualClock, *, vocab_size: int, depth: int = 1) -> None:
+    def __init__(
+        self,
+        timer: StepTimer,
+        clock: VirtualClock,
+        *,
+        vocab_size: int,
+        depth: int = 1,
+        page_bytes: Sequence[int] = (),
+    ) -> None:
         self.depth = depth
+        self.copied_bytes = 0
+        self._page_bytes = page_bytes
         self.busy_s = 0.0
         self._timer = timer
         self._clock = clock
@@ -31,10 +43,18 @@ class SimExecutor:
         self._queue: deque[tuple[SchedulerOutput, float, float]] = deque()
 
     def submit(self, output: SchedulerOutput) -> None:
-        duration_s = self._timer.step_s(shape_of(output.scheduled))
+        duration_s = self._timer.step_s(shape_of(output.scheduled)) + self._copies_s(output)
         self._free_at_s = max(self._free_at_s, self._clock.now()) + duration_s
         self.busy_s += duration_s
         self._queue.append((output, duration_s, self._free_at_s))
+
+    def _copies_s(self, output: SchedulerOutput) -> float:
+        """Seconds of the step's copies between device and host, which it waits for."""
+        if not self._page_bytes:
+            return 0.0
+        num_bytes = sum(op.count * self._page_bytes[op.group] for op in output.page_ops if op.tier != TIER_DEVICE)
+        self.copied_bytes += num_bytes
+        return self._timer.copy_s(num_bytes) if num_bytes else 0.0
 
     def collect(self) -> StepOutput:
         output, duration_s, end_s = self._queue.popleft()

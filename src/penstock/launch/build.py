@@ -23,7 +23,7 @@ from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
-from penstock.sched.policy import POLICIES
+from penstock.sched.policy import make_policy
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits
 
@@ -87,7 +87,7 @@ def check_names(config: EngineConfig) -> None:
     """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened."""
     PREFIX_CACHES.get(config.cache.prefix_cache)
     EVICTION_POLICIES.get(config.cache.eviction)
-    POLICIES.get(config.scheduler.scheduling_policy)
+    make_policy(config.scheduler.scheduling_policy)
     OP_TABLES.get(config.execution.ops)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)

@@ -30,8 +30,9 @@ class Scheduler:
     Units: tokens. `max_num_batched_tokens` bounds the tokens of one step; `long_prefill_token_threshold` > 0 bounds
     those of one sequence in it. Without `chunked_prefill` a prompt runs in one step or waits for a roomier one.
 
-    With a `timer` a step is also bounded in seconds, so that nobody waits for a two-second prefill: `decode_step_s`
-    while anyone decodes, `prefill_step_s` otherwise. Decodes always run; prefills get what is left, at least one block.
+    With a `timer` and `seconds_budget` a step is also bounded in seconds, so that nobody waits for a two-second
+    prefill: `decode_step_s` while anyone decodes, `prefill_step_s` otherwise. Decodes always run; prefills get what is
+    left, at least one block.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         chunked_prefill: bool = True,
         timer: StepTimer | None = None,
+        seconds_budget: bool = True,
         preemption_mode: str = "auto",
         decode_step_s: float = 0.1,
         prefill_step_s: float = 1.0,
@@ -61,8 +63,10 @@ class Scheduler:
         self.decode_step_s = decode_step_s
         self.prefill_step_s = prefill_step_s
         self.preemption_mode = preemption_mode
-        self._clockwork = SecondsBudget(timer, block_size) if timer is not None else None
+        self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.stats = stats or EngineStats()
+        self.wake_s: float | None = None
+        """Set while somebody waits and nothing runs because the policy wants nothing to start before this time."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._on_rank: set[int] = set()
@@ -155,6 +159,12 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         preempted = blocked = False
         self.policy.begin_step(now_s, self.kv)
+        self.wake_s = self.policy.not_before_s(self.running, self.waiting)
+        if self.wake_s is not None and now_s < self.wake_s:
+            return None
+        self.wake_s = None
+        if self.policy.displaces and self.waiting:
+            self._displace()
         if self._clockwork is not None:
             self._clockwork.begin(self._step_limit_s())
         num_running_ahead = len(self.running)
@@ -179,14 +189,14 @@ class Scheduler:
             elif seq.status is Status.RUNNING:
                 num_running_ahead -= 1
                 start = seq.num_computed + seq.num_inflight
-                if seq.prompt_len <= start < seq.writable and len(seq.token_ids) - start == 1:
+                one_left = len(seq.token_ids) - start == 1
+                if one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None:
                     # A decode in a block of its own, which is nearly every row of nearly every step.
-                    if seq.request.beam is None:
-                        rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
-                        budget -= 1
-                        num_decodes += 1
-                        decode_context += start + 1
-                        continue
+                    rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
+                    budget -= 1
+                    num_decodes += 1
+                    decode_context += start + 1
+                    continue
                 if self._clockwork is not None and num_decodes:
                     self._clockwork.add_decodes(num_decodes, decode_context)
                     num_decodes = decode_context = 0
@@ -230,6 +240,22 @@ class Scheduler:
                 raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
             return None
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
+
+    def _displace(self) -> None:
+        """Make room for those at the head of the queue at the cost of whom the policy names."""
+        for ahead, seq in enumerate([s for s in self.waiting if not s.held]):
+            while self._is_short(seq, ahead) and not self.kv.reclaiming:
+                victim = self.policy.displaced(self.running, seq)
+                if victim is None:
+                    return
+                self.preempt(victim)
+
+    def _is_short(self, seq: Sequence, ahead: int) -> bool:
+        """Whether a waiting sequence, with `ahead` others before it, lacks a place or memory."""
+        if len(self.running) + ahead >= self.max_num_seqs:
+            return True
+        margin = self.block_size if self.running else 0
+        return not self.kv.can_admit(seq, self.kv.match(seq), seq.num_known + margin)
 
     def _step_limit_s(self) -> float:
         return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s

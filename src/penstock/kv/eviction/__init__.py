@@ -5,3 +5,5 @@ from penstock.base.registry import Registry
 EVICTION_POLICIES = Registry("eviction policy")
 EVICTION_POLICIES.add("lru", "penstock.kv.eviction.lru:LRU")
 EVICTION_POLICIES.add("fifo", "penstock.kv.eviction.fifo:FIFO")
+EVICTION_POLICIES.add("lfu", "penstock.kv.eviction.lfu:LFU")
+EVICTION_POLICIES.add("priority", "penstock.kv.eviction.priority:Priority")

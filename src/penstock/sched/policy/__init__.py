@@ -1,15 +1,50 @@
-"""Scheduling policies by name. One file each; add a line here to add one."""
+"""Scheduling policies by name. One file each; add a line here to add one.
 
+A name may carry knobs, the arguments of the policy's constructor: `dynamic:timeout_s=0.05,size=8`.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from penstock.base.errors import ConfigError
 from penstock.base.registry import Registry
 from penstock.core.protocols import SchedulingPolicy
 
 POLICIES = Registry("scheduling_policy")
+POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
+POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
 POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
 POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
+POLICIES.add("priority", "penstock.sched.policy.priority:Priority")
+POLICIES.add("splitfuse", "penstock.sched.policy.splitfuse:SplitFuse")
 POLICIES.add("static", "penstock.sched.policy.static:Static")
 
 
 def make_policy(name: str) -> SchedulingPolicy:
-    """The policy called `name`. Raises ConfigError naming the choices."""
-    policy: SchedulingPolicy = POLICIES.get(name)()
+    """The policy called `name`, or `name:knob=value,knob=value`.
+
+    Raises ConfigError, naming the choices, for an unknown policy or knob and for a value that makes no sense.
+    """
+    kind, _, given = name.partition(":")
+    build = POLICIES.get(kind)
+    policy: SchedulingPolicy = build(**_knobs(build, kind, given))
     return policy
+
+
+def _knobs(build: Any, kind: str, given: str) -> dict[str, Any]:
+    """`a=1,b=x` as constructor arguments; the type of each is that of its default."""
+    known = {p.name: p.default for p in signature(build).parameters.values()}
+    knobs: dict[str, Any] = {}
+    for item in filter(None, given.split(",")):
+        key, _, text = (part.strip() for part in item.partition("="))
+        if key not in known:
+            choices = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise ConfigError(f"scheduling policy {kind!r} has no knob {key!r}; {choices}", field=POLICIES.what)
+        try:
+            knobs[key] = type(known[key])(text)
+        except ValueError:
+            want = type(known[key]).__name__
+            raise ConfigError(f"knob {key!r} of policy {kind!r} is {text!r}, not {want}", field=POLICIES.what) from None
+    return knobs

@@ -20,6 +20,7 @@ def arrival_key(seq: Sequence) -> tuple[int, int]:
 
 class Fcfs:
     name = "fcfs"
+    displaces = False
 
     def begin_step(self, now_s: float, kv: Any) -> None:
         """Order of arrival needs neither time nor memory."""
@@ -29,7 +30,8 @@ class Fcfs:
 
     def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
         """`running` and `waiting` come sorted by `key`; decodes first, so that no prefill can stall them."""
-        decodes = [s for s in running if s.is_decoding]
+        # `is_decoding`, spelt out: this runs for every sequence in every step.
+        decodes = [s for s in running if len(s.token_ids) - s.num_computed == 1 and s.num_computed > 0]
         if len(decodes) < len(running):
             decodes += [s for s in running if not s.is_decoding]
         decodes += waiting
@@ -45,4 +47,12 @@ class Fcfs:
                 return None
             if seq.num_inflight == 0 and seq.tables:
                 return seq
+        return None
+
+    def displaced(self, running: Seq[Sequence], newcomer: Sequence) -> Sequence | None:
+        """Whom to preempt so that a waiting `newcomer` can be admitted: nobody, it waits."""
+        return None
+
+    def not_before_s(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> float | None:
+        """Time before which nothing should be scheduled although somebody waits: never, start at once."""
         return None

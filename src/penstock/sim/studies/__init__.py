@@ -1,0 +1,9 @@
+"""The studies that the surveys ask for: one command, one page each (`penstock study NAME`)."""
+
+from penstock.base.registry import Registry
+
+STUDIES = Registry("study")
+STUDIES.add("batching", "penstock.sim.studies.batching:run")
+STUDIES.add("chunks", "penstock.sim.studies.chunks:run")
+STUDIES.add("memory", "penstock.sim.studies.memory:run")
+STUDIES.add("swap", "penstock.sim.studies.swap:run")

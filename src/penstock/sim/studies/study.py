@@ -1,0 +1,120 @@
+"""What a study is: a question, runs that answer it, tables and charts, and the words that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from penstock.base.clock import VirtualClock
+from penstock.config import EngineConfig, from_kwargs
+from penstock.core.events import EngineStats
+from penstock.core.model_spec import ModelSpec
+from penstock.engine.core import EngineCore
+from penstock.plan.cost import RooflineTimer
+from penstock.plan.devices import Device
+from penstock.plan.resolve import Plan
+from penstock.sim.build import build_sim, sim_plan
+from penstock.sim.driver import Limits, simulate
+from penstock.sim.page import STYLE
+from penstock.sim.result import SimResult
+from penstock.sim.svg import Chart
+from penstock.sim.workload import Workload
+
+Tell = Callable[[str], None]
+"""Called with a line that says which run begins."""
+
+
+@dataclass
+class StudyTable:
+    """Rows of cells; the first column names the row."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class Study:
+    """`setup` and `findings` are sentences. Every number in them is taken from the tables' runs."""
+
+    title: str
+    question: str
+    sources: str
+    setup: list[str] = field(default_factory=list)
+    tables: list[StudyTable] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The simulated device and model that a study runs on. `scale`: 1 is the full study, less is quicker."""
+
+    spec: ModelSpec
+    device: Device
+    scale: float
+    seed: int
+
+    def requests(self, n: int) -> int:
+        return max(20, round(n * self.scale))
+
+    def core(self, **settings: Any) -> tuple[EngineCore, VirtualClock, Plan]:
+        """A fresh engine on a fresh clock."""
+        config: EngineConfig = from_kwargs(model="(study)", **settings)
+        config, plan = sim_plan(config, self.spec, self.device.memory_bytes or 1 << 34)
+        timer = RooflineTimer(self.spec, self.device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+        clock = VirtualClock()
+        return build_sim(config, self.spec, plan, timer, clock, depth=config.execution.depth), clock, plan
+
+    def run(self, workload: Workload, label: str, **settings: Any) -> SimResult:
+        """One simulated run."""
+        return self.run_with_stats(workload, label, **settings)[0]
+
+    def run_with_stats(self, workload: Workload, label: str, **settings: Any) -> tuple[SimResult, EngineStats]:
+        """One simulated run, and the engine's own counters."""
+        core, clock, plan = self.core(**settings)
+        limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, self.spec.vocab_size)
+        return simulate(core, clock, workload, limits, label=label), core.stats
+
+
+def page(study: Study) -> str:
+    """The study as one self-contained HTML page."""
+    out = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>{escape(study.title)}</title><style>{STYLE}</style></head><body><main>",
+        f"<h1>{escape(study.title)}</h1><p>{escape(study.question)}</p>",
+    ]
+    out += [f"<p>{escape(line)}</p>" for line in study.findings]
+    if study.charts:
+        out.append("<div class='charts'>")
+        for chart in study.charts:
+            note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
+            out.append(f"<figure><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>")
+            out.append(_legend(chart))
+            out.append(chart.svg() + "</figure>")
+        out.append("</div>")
+    for table in study.tables:
+        out.append(f"<h2>{escape(table.title)}</h2><div class='card scroll'><table><thead><tr>")
+        out += [f"<th>{escape(c)}</th>" for c in table.columns]
+        out.append("</tr></thead><tbody>")
+        out += ["<tr>" + "".join(f"<td class='num'>{escape(c)}</td>" for c in row) + "</tr>" for row in table.rows]
+        out.append("</tbody></table></div>")
+    out.append("<h2>Set-up</h2>")
+    out += [f"<p class='soft'>{escape(line)}</p>" for line in [*study.setup, f"Sources: {study.sources}"]]
+    out.append("</main></body></html>\n")
+    return "".join(out)
+
+
+def _legend(chart: Chart) -> str:
+    if len(chart.lines) < 2:
+        return ""
+    items = [
+        f"<li><svg viewBox='0 0 26 10'><line class='key c{line.style % 8}' x1='0' y1='5' x2='26' y2='5'/></svg>"
+        f"{escape(line.label)}</li>"
+        for line in chart.lines
+    ]
+    return "<ul class='legend'>" + "".join(items) + "</ul>"

@@ -1,0 +1,76 @@
+"""The studies, small: each runs, says what its rows claim, and makes a page that stands by itself."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+import pytest
+
+from penstock.plan.devices import device_preset
+from penstock.sim.specs import find_spec
+from penstock.sim.studies import STUDIES
+from penstock.sim.studies.study import Bench, Study, page
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not match and on anything loaded from elsewhere."""
+
+    VOID = frozenset({"meta", "line", "path", "circle", "rect", "polyline", "br", "use"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            assert name not in ("src", "href"), f"{tag} loads {value}"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def study(name: str, scale: float) -> Study:
+    done = STUDIES.get(name)(Bench(find_spec("llama-3.1-8b"), device_preset("a100-80g"), scale, 0), lambda line: None)
+    assert isinstance(done, Study)
+    parser = Balanced()
+    parser.feed(page(done))
+    assert not parser.open
+    shown = "".join(parser.text)
+    for line in done.findings:
+        assert line in shown
+    for table in done.tables:
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    return done
+
+
+def test_A05_batching_study_continuous_beats_static_in_virtual_time() -> None:
+    data = study("batching", 0.15).data
+    assert data["tokens_per_s"]["fcfs"][-1] >= 1.5 * data["tokens_per_s"]["static"][-1]
+    assert data["tokens_per_s"]["fcfs"][-1] >= data["tokens_per_s"]["dynamic:timeout_s=0.5,size=32"][-1]
+
+
+def test_A10_chunks_study_stall_free_halves_the_longest_waits() -> None:
+    data = study("chunks", 0.1).data
+    assert min(data["prefill-first"]["tbt"]) >= 2 * min(data["fcfs"]["tbt"])
+    assert data["fcfs"]["ttft"][0] > min(data["fcfs"]["ttft"]), "the smallest chunk pays in TTFT"
+
+
+def test_A08_swap_study_auto_is_as_good_as_the_better_mode() -> None:
+    data = study("swap", 0.25).data
+    spans = data["makespan_s"]
+    assert spans["swap"][0] > 1.5 * spans["recompute"][0], "a slow link"
+    assert spans["swap"][-1] < spans["recompute"][-1], "a fast one"
+    for auto, swap, recompute in zip(spans["auto"], spans["swap"], spans["recompute"], strict=True):
+        assert auto <= 1.05 * min(swap, recompute)
+
+
+def test_unknown_studies_are_refused() -> None:
+    with pytest.raises(ValueError, match="batching"):
+        STUDIES.get("magic")
