@@ -3,6 +3,9 @@
 The rank applies a SchedulerOutput strictly in this order: `forked`, `removed`, `added`, `appended`, `tables`,
 `page_ops` (in list order), then it runs `scheduled` and samples. Forks come first because a parent may have ended in
 the very step that forked it.
+
+`gc=False`: these structs hold no reference cycles, and there are thousands of them per second; tracking them made
+Python's collector stop the loop for longer and more often (`benchmarks/micro/belt.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import msgspec
 from penstock.core.sampling import TokenRules
 
 
-class AddedRow(msgspec.Struct, frozen=True, array_like=True):
+class AddedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sequence (re)enters the rank with everything known of it. Its tables follow in `tables`."""
 
     seq_id: int
@@ -22,7 +25,7 @@ class AddedRow(msgspec.Struct, frozen=True, array_like=True):
     rules: TokenRules
 
 
-class Fork(msgspec.Struct, frozen=True, array_like=True):
+class Fork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`child_id` starts as a copy of `parent_id`'s row (tokens, processors' state); its tables follow in `tables`.
 
     The copy is made before this step's `appended`, so parent and child may be given different tokens in it.
@@ -33,7 +36,7 @@ class Fork(msgspec.Struct, frozen=True, array_like=True):
     sample_index: int
 
 
-class Appended(msgspec.Struct, frozen=True, array_like=True):
+class Appended(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens that commit made known; the newest `rollback` tokens of the row are dropped first."""
 
     seq_id: int
@@ -41,7 +44,7 @@ class Appended(msgspec.Struct, frozen=True, array_like=True):
     rollback: int = 0
 
 
-class TableUpdate(msgspec.Struct, frozen=True, array_like=True):
+class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks `start, start+1, ...` of a sequence's table in `group` are now `ids`.
 
     Shared table (`layer` < 0): ids are slabs; layer i of the group reads page id * pages_per_slab + i.
@@ -60,7 +63,7 @@ TIER_DEVICE, TIER_OUT, TIER_IN = 0, 1, 2
 """Where a PageOp reads and writes: within the device, device -> host, host -> device."""
 
 
-class PageOp(msgspec.Struct, frozen=True, array_like=True):
+class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count` pages src -> dst."""
 
     group: int
@@ -70,7 +73,7 @@ class PageOp(msgspec.Struct, frozen=True, array_like=True):
     tier: int = TIER_DEVICE
 
 
-class ScheduledRow(msgspec.Struct, frozen=True, array_like=True):
+class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Run tokens [start, start+num_tokens) of a row.
 
     `num_samples`: 0 if more known tokens follow; 1 to sample the next token; n > 1 to draw the first token of samples
@@ -103,7 +106,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         return sum(r.num_tokens for r in self.scheduled)
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position, raw (before any processor). `rank` of the chosen token: 1 is the likeliest."""
 
     token_id: int
@@ -113,7 +116,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float] = []
 
 
-class Sampled(msgspec.Struct, frozen=True, array_like=True):
+class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Result of one row that sampled: `token_ids[j]` for sample index base + j; logprobs in parallel or empty."""
 
     seq_id: int
@@ -122,7 +125,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     candidates: list[tuple[int, float]] = []
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`entries[j]` belongs to prompt position `start + j`."""
 
     seq_id: int
@@ -130,7 +133,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     entries: list[TokenLogprobs]
 
 
-class RowError(msgspec.Struct, frozen=True, array_like=True):
+class RowError(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """This row alone failed (for example: its logits hold a NaN). Its request ends with an error."""
 
     seq_id: int

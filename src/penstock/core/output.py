@@ -10,7 +10,7 @@ import msgspec
 from penstock.core.batch import TokenLogprobs
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """News of one sample of one request, emitted by the engine after a step. Ids only."""
 
     request_id: str

@@ -7,7 +7,7 @@ import msgspec
 from penstock.core.sampling import BeamSearchParams, TokenRules
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """One prompt and what to make of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arrival_s: float = 0.0
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """Stop a request (or one sample of it). `reason` becomes its finish reason; nothing is owed afterwards."""
 
     request_id: str
@@ -47,7 +47,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = "abort"
 
 
-class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`

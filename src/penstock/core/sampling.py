@@ -8,7 +8,7 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (vLLM's `_SAMPLING_EPS`)."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How to choose the next token. Checked once, by `text.validate`, for every front end.
 
     Attributes:
@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_TEMPERATURE
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Beam search, with vLLM's names. `length_penalty` divides a hypothesis' score by length ** length_penalty."""
 
     beam_width: int
@@ -72,7 +72,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     include_stop_str_in_output: bool = False
 
 
-class TokenRules(msgspec.Struct, frozen=True, array_like=True):
+class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """SamplingParams reduced to ids, with every text resolved: all that a rank needs to choose a token.
 
     `bad_sequences` are token sequences whose last token is masked after the others. `stop_ids` holds
