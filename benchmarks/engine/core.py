@@ -101,7 +101,7 @@ def continuous_against_static() -> dict[str, float]:
     """A05: 100 requests, most answers short and a few long; tokens per second."""
     rng = random.Random(3)
     load = [request(str(i), prompt(rng, rng.randrange(4, 12)), rng.choice([2, 3, 4, 5, 6, 8, 60])) for i in range(100)]
-    static = Run(engine(scheduling_policy="static"), load)
+    static = Run(engine(scheduling_policy="static:size=8"), load)
     continuous = Run(engine(scheduling_policy="fcfs"), load)
     return {
         "static tok/s": static.num_tokens / static.wall_s,

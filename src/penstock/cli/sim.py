@@ -247,6 +247,8 @@ def _run(
         "KV pool, tokens": f"{plan.kv_capacity_tokens:,}",
         "prefix cache": config.cache.prefix_cache if config.cache.enable_prefix_caching else "off",
         "eviction": config.cache.eviction,
+        "preemption_mode": config.scheduler.preemption_mode,
+        "swap_space, GiB": config.cache.swap_space,
         "steps in flight": config.execution.depth,
     }
     return replace(result, settings=settings, decisions=plan.decisions)

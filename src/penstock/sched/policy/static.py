@@ -5,16 +5,16 @@ Source: the FasterTransformer behaviour described in Orca, OSDI 2022, section 3 
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-from penstock.core.sequence import Sequence
-from penstock.sched.policy.fcfs import Fcfs
+from penstock.sched.policy.dynamic import Dynamic
 
 
-class Static(Fcfs):
-    """Admits only into an empty engine; once the first batch member has decoded, nobody joins."""
+class Static(Dynamic):
+    """Whoever waits when the engine is empty forms the batch; its members may enter over several steps, nobody else.
+
+    Args: size: requests of a full batch; give it the value of max_num_seqs for a fair comparison.
+    """
 
     name = "static"
 
-    def order(self, running: Seq[Sequence], waiting: Seq[Sequence]) -> list[Sequence]:
-        return super().order(running, [] if running else waiting)
+    def __init__(self, size: int = 32) -> None:
+        super().__init__(timeout_s=0.0, size=size)

@@ -7,8 +7,9 @@ from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
 from penstock.sim.svg import Chart, Line, number, seconds
 from penstock.sim.synthetic import synthetic
 
-RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-POLICIES = ("static", "dynamic:timeout_s=0.5,size=32", "fcfs")
+RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+STATIC = "static:size=32"
+POLICIES = (STATIC, "dynamic:timeout_s=0.5,size=32", "fcfs")
 
 
 def run(bench: Bench, tell: Tell) -> Study:
@@ -81,9 +82,9 @@ def run(bench: Bench, tell: Tell) -> Study:
     top = len(RATES) - 1
     study.findings = [
         f"At {RATES[top]:g} requests/s continuous batching serves "
-        f"{rate_of['fcfs'][top] / rate_of['static'][top]:.2f}x the tokens per second of static batching, with "
-        f"{jct['static'][top] / jct['fcfs'][top]:.1f}x shorter mean JCT.",
+        f"{rate_of['fcfs'][top] / rate_of[STATIC][top]:.2f}x the tokens per second of static batching, with "
+        f"{jct[STATIC][top] / jct['fcfs'][top]:.1f}x shorter mean JCT.",
         f"At {RATES[0]:g} requests/s, where nearly nobody queues, the ratio of mean JCT is "
-        f"{jct['static'][0] / jct['fcfs'][0]:.1f}x.",
+        f"{jct[STATIC][0] / jct['fcfs'][0]:.1f}x.",
     ]
     return study

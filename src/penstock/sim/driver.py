@@ -1,0 +1,317 @@
+"""The event loop of a simulation: requests arrive, the engine steps, an idle engine jumps to the next arrival."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from penstock.base.clock import MonotonicClock, VirtualClock
+from penstock.base.errors import EngineError, InputError
+from penstock.core.output import EngineOutput
+from penstock.core.request import Request
+from penstock.core.sampling import TokenRules
+from penstock.engine.core import EngineCore
+from penstock.sim.memory import SHARES
+from penstock.sim.result import RequestColumns, SimResult
+from penstock.sim.tap import COUNTERS, LEVELS, StepTap
+from penstock.sim.timeline import Timeline
+from penstock.sim.workload import TimedRequest, Workload, prompt_ids
+
+_NEVER = float("nan")
+_PROGRESS_STEPS = 256
+_GREEDY = TokenRules(temperature=0.0)
+
+
+@dataclass
+class Limits:
+    """What a request may ask for.
+
+    `max_model_len`: prompt and output together. `kv_capacity_tokens`: what the pool holds; the smaller one counts.
+    `truncate`: shorten what is too long (the prompt first, from its end) instead of refusing it.
+    """
+
+    max_model_len: int
+    kv_capacity_tokens: int
+    vocab_size: int
+    truncate: bool = False
+
+
+@dataclass
+class Progress:
+    """How far a run has come. Units: requests, tokens, virtual and real seconds."""
+
+    arrived: int
+    done: int
+    tokens: int
+    now_s: float
+    wall_s: float
+
+
+class _Columns:
+    """One growing array per fact: about 60 bytes per request. Row r is the r-th served request."""
+
+    def __init__(self) -> None:
+        self.arrival_s, self.scheduled_s = array("d"), array("d")
+        self.first_token_s, self.finish_s = array("d"), array("d")
+        self.num_prompt, self.num_output, self.cached = array("I"), array("I"), array("I")
+        self.preemptions, self.tenant = array("I"), array("I")
+
+    def add(self, request: TimedRequest, tenant: int) -> int:
+        row = len(self.arrival_s)
+        self.arrival_s.append(request.arrival_s)
+        for times in (self.scheduled_s, self.first_token_s, self.finish_s):
+            times.append(_NEVER)
+        self.num_prompt.append(request.num_prompt)
+        self.tenant.append(tenant)
+        for zeros in (self.num_output, self.cached, self.preemptions):
+            zeros.append(0)
+        return row
+
+    def finished(self) -> RequestColumns:
+        def floats(values: array[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+            return np.array(values, np.float64)
+
+        def ints(values: array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            return np.array(values, np.int64)
+
+        return RequestColumns(
+            floats(self.arrival_s), floats(self.scheduled_s), floats(self.first_token_s), floats(self.finish_s),
+            ints(self.num_prompt), ints(self.num_output), ints(self.cached), ints(self.preemptions), ints(self.tenant),
+        )  # fmt: skip
+
+
+class _Live:
+    """A request between arrival and its last token."""
+
+    __slots__ = ("last_s", "row")
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.last_s = _NEVER
+
+
+def simulate(
+    core: EngineCore,
+    clock: VirtualClock,
+    workload: Workload,
+    limits: Limits,
+    *,
+    label: str = "",
+    digests: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> SimResult:
+    """Run a workload to its end through a fresh engine that lives on `clock`.
+
+    Every request generates exactly `num_output` tokens (there is no end-of-sequence token). One that can never fit is
+    refused and counted, never cut in silence. `digests` also hashes every step, so that two schedules can be compared;
+    it costs about as much as the simulation itself. `progress` is called every few hundred steps.
+
+    Raises InputError for broken workloads, EngineError if the engine gets stuck. Mutates `core` and `clock`.
+    """
+    return _Run(core, clock, workload, limits, label, digests).run(progress)
+
+
+class _Run:
+    def __init__(
+        self, core: EngineCore, clock: VirtualClock, workload: Workload, limits: Limits, label: str, digests: bool
+    ) -> None:
+        self.core = core
+        self.clock = clock
+        self.workload = workload
+        self.limits = limits
+        self.label = label
+        self.columns = _Columns()
+        self.live: dict[str, _Live] = {}
+        self.tenants: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        self.truncated = self.failed = self.done = self.arrived = 0
+        self.gaps_s, self.gap_counts = array("d"), array("I")
+        self.start_s = clock.now()
+        self.first_arrival_s: float | None = None
+        self.timeline = Timeline(len(LEVELS), len(COUNTERS))
+        self.recording = core.recorder is not None
+        self.tap = StepTap(core, self.timeline, digests=digests, inner=core.recorder)
+
+    def run(self, progress: Callable[[Progress], None] | None) -> SimResult:
+        wall = MonotonicClock()
+        began_s = wall.now()
+        outer, self.core.recorder = self.core.recorder, self.tap
+        try:
+            arrivals = iter(self.workload)
+            upcoming = next(arrivals, None)
+            steps = 0
+            while True:
+                upcoming = self._arrive(upcoming, arrivals)
+                if self.core.has_work:
+                    self._step(upcoming)
+                    steps += 1
+                    if progress is not None and steps % _PROGRESS_STEPS == 0:
+                        progress(self._progress(wall.now() - began_s))
+                elif upcoming is None:
+                    break
+                else:
+                    self.clock.advance_to(self.start_s + upcoming.arrival_s)
+        finally:
+            self.core.recorder = outer
+        self.tap.measure()
+        if progress is not None:
+            progress(self._progress(wall.now() - began_s))
+        return self._result(wall.now() - began_s)
+
+    def _progress(self, wall_s: float) -> Progress:
+        return Progress(self.arrived, self.done, self.core.stats.num_sampled_tokens, self.clock.now(), wall_s)
+
+    # -- arrivals ------------------------------------------------------------------------------------------------
+
+    def _arrive(self, upcoming: TimedRequest | None, arrivals: Iterator[TimedRequest]) -> TimedRequest | None:
+        """Hand in everything whose time has come; returns the first request whose time has not."""
+        now_s = self.clock.now() - self.start_s
+        while upcoming is not None and upcoming.arrival_s <= now_s:
+            self.arrived += 1
+            fitting = self._fit(upcoming)
+            if fitting is not None:
+                self._add(fitting)
+            previous_s = upcoming.arrival_s
+            upcoming = next(arrivals, None)
+            if upcoming is not None and upcoming.arrival_s < previous_s:
+                raise InputError(f"workload {self.workload.name}: request {self.arrived} arrives before the one ahead")
+        return upcoming
+
+    def _fit(self, request: TimedRequest) -> TimedRequest | None:
+        limits = self.limits
+        longest = min(limits.max_model_len, limits.kv_capacity_tokens)
+        if request.num_prompt < 1 or request.num_output < 1:
+            self._refuse("no prompt or no output")
+            return None
+        if request.num_prompt + request.num_output <= longest:
+            return request
+        if not limits.truncate or longest < 2:
+            self._refuse(
+                f"longer than the context of {limits.max_model_len} tokens"
+                if longest == limits.max_model_len
+                else f"longer than the KV pool of {limits.kv_capacity_tokens} tokens"
+            )
+            return None
+        self.truncated += 1
+        num_prompt = max(1, longest - request.num_output)
+        return replace(request, num_prompt=num_prompt, num_output=min(request.num_output, longest - num_prompt))
+
+    def _refuse(self, why: str) -> None:
+        self.refused[why] = self.refused.get(why, 0) + 1
+
+    def _add(self, request: TimedRequest) -> None:
+        if self.first_arrival_s is None:
+            self.first_arrival_s = request.arrival_s
+        row = self.columns.add(request, self.tenants.setdefault(request.tenant, len(self.tenants)))
+        ids = prompt_ids(request, row, self.limits.vocab_size, self.workload.block_tokens)
+        request_id = str(row)
+        self.live[request_id] = _Live(row)
+        self.core.add(
+            Request(
+                request_id=request_id,
+                # The engine only measures and copies a prompt, so the compact array serves it; a log needs a list.
+                prompt_token_ids=ids.tolist() if self.recording else cast("list[int]", ids),
+                rules=_GREEDY,
+                max_tokens=request.num_output,
+                priority=request.priority,
+                arrival_s=self.start_s + request.arrival_s,
+            )
+        )
+        self.timeline.count(request.arrival_s, (0, 0, 1, 0))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, upcoming: TimedRequest | None) -> None:
+        num_steps, computed, before_s = self.core.stats.num_steps, self.tap.num_computed, self.clock.now()
+        outputs = self.core.step()
+        now_s = self.clock.now()
+        for request_id, started_s in self.tap.started:
+            self.columns.scheduled_s[self.live[request_id].row] = started_s - self.start_s
+        self.tap.started.clear()
+        done_before, num_tokens = self.done, 0
+        if outputs:
+            num_tokens = self._take(outputs, now_s - self.start_s)
+        counts = (num_tokens, self.tap.num_computed - computed, 0, self.done - done_before)
+        self.timeline.count(now_s - self.start_s, counts)
+        if not self.core.has_work:
+            self.tap.measure()
+        if self.core.stats.num_steps == num_steps and now_s == before_s and not outputs:
+            # A policy may hold everybody back until somebody else comes, but not for ever.
+            times = [] if upcoming is None else [self.start_s + upcoming.arrival_s]
+            if self.core.scheduler.wake_s is not None:
+                times.append(self.core.scheduler.wake_s)
+            if not times:
+                raise EngineError("the engine has requests left, runs none of them, and nobody else will come")
+            self.clock.advance_to(min(times))
+
+    def _take(self, outputs: list[EngineOutput], now_s: float) -> int:
+        """Note the news of a step that ended at `now_s`; returns the tokens it brought."""
+        since: dict[float, int] = {}
+        num_tokens = at_once = 0
+        live, columns = self.live, self.columns
+        for out in outputs:
+            state = live[out.request_id]
+            n = len(out.token_ids)
+            if n:
+                num_tokens += n
+                last_s = state.last_s
+                if last_s != last_s:
+                    columns.first_token_s[state.row] = now_s
+                else:
+                    since[last_s] = since.get(last_s, 0) + 1
+                at_once += n - 1
+                state.last_s = now_s
+            if out.finish_reason is not None:
+                self._finish(out, state.row, now_s)
+            if n:
+                columns.num_output[state.row] += n
+        for last_s, count in since.items():
+            self.gaps_s.append(now_s - last_s)
+            self.gap_counts.append(count)
+        if at_once:  # several tokens of one request in one step
+            self.gaps_s.append(0.0)
+            self.gap_counts.append(at_once)
+        return num_tokens
+
+    def _finish(self, out: EngineOutput, row: int, now_s: float) -> None:
+        self.done += 1
+        self.failed += out.finish_reason == "error"
+        self.columns.finish_s[row] = now_s
+        self.columns.cached[row] = out.num_cached_tokens
+        self.columns.preemptions[row] = out.num_preemptions
+        del self.live[out.request_id]
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _result(self, wall_s: float) -> SimResult:
+        means = self.timeline.mean_levels()
+        first_s = self.first_arrival_s or 0.0
+        requests = self.columns.finished()
+        last_s = float(np.nanmax(requests.finish_s)) if len(requests) else first_s
+        return SimResult(
+            label=self.label or self.workload.name,
+            workload=self.workload.description,
+            requests=requests,
+            tenants=tuple(self.tenants),
+            gaps_s=np.array(self.gaps_s, np.float64),
+            gap_counts=np.array(self.gap_counts, np.int64),
+            series=self.timeline.series(),
+            levels=LEVELS,
+            counters=COUNTERS,
+            memory=dict(zip(SHARES, means[2:], strict=True)),
+            kv_peak=self.tap.slots.peak,
+            kv_tokens=self.limits.kv_capacity_tokens,
+            refused=dict(self.refused),
+            truncated=self.truncated,
+            failed=self.failed,
+            stats=replace(self.core.stats),
+            span_s=last_s - first_s,
+            busy_s=self.tap.busy_s,
+            wall_s=wall_s,
+            digest=self.tap.digest,
+            skipped_lines=self.workload.broken.count,
+        )

@@ -1,0 +1,83 @@
+"""Where the slots of the KV pool are: what the vLLM paper calls the wastes, measured on the engine's own tables.
+
+A slot holds the keys and values of one token. With C slots in the pool, S slots a block, and for a running sequence i:
+A_i slots of its blocks, F_i slots filled (or being filled by the step in flight), U_i tokens it will still write
+before it ends (known in a simulation):
+
+    reserved   = sum_i min(A_i - F_i, U_i)         promised to tokens to come
+    internal   = sum_i max(A_i - F_i - U_i, 0)     allocated and never filled
+    external   = S * (quarantined blocks)          free, but nobody can have them before a step in flight retires
+    tokens     = S * (blocks in use) - reserved - internal     filled; blocks that several sequences share count once
+    cached     = S * (evictable blocks)            finished prompts kept for reuse; given up when somebody needs room
+    free       = C - all of these
+
+With blocks of equal size no free block is too small for anybody, so `external` is nothing but that delay. Source: Kwon
+et al., PagedAttention, arXiv 2309.06180, section 3 and figure 2 (there, reservation of whole sequences makes the
+wastes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.sequence import Sequence
+from penstock.kv.manager import KVManager
+
+SHARES = ("tokens", "reserved", "internal", "external", "cached")
+"""Parts of the pool, in the order of `SlotUse.shares`; what is missing to 1 is free."""
+EXACT_STEPS = 4096
+STRIDE = 16
+
+
+class SlotUse:
+    """Measures one KVManager. All paged groups have equally many blocks, so the first one speaks for all.
+
+    Walking all sequences costs time: reserved and internal are measured at each of the first EXACT_STEPS steps, and at
+    every STRIDE-th one after that.
+    """
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._group = next((g.index for g in kv.groups if g.spec.kind == "paged"), None)
+        self._measured = 0
+        self._reserved = 0
+        self._internal = 0
+        self.peak = 0.0
+        """Largest share of the pool that was in use (everything but cached and free)."""
+
+    def shares(self, running: Iterable[Sequence]) -> tuple[float, ...]:
+        """The parts named in SHARES, as fractions of the pool. Zeros for models without paged groups."""
+        if self._group is None:
+            return (0.0,) * len(SHARES)
+        size = self._kv.block_size
+        stats = self._kv.stats().groups[self._group]
+        self._measured += 1
+        if self._measured <= EXACT_STEPS or self._measured % STRIDE == 0:
+            self._walk(running, size)
+        used = stats.used * size
+        reserved = min(self._reserved, used)
+        internal = min(self._internal, used - reserved)
+        total = stats.total * size
+        self.peak = max(self.peak, (stats.used + stats.quarantined) / stats.total)
+        return (
+            (used - reserved - internal) / total,
+            reserved / total,
+            internal / total,
+            stats.quarantined * size / total,
+            stats.evictable * size / total,
+        )
+
+    def _walk(self, running: Iterable[Sequence], size: int) -> None:
+        group = self._group
+        assert group is not None
+        reserved = internal = 0
+        for seq in running:
+            if not seq.tables:
+                continue
+            filled = seq.num_computed + seq.num_inflight
+            unfilled = seq.tables[group].num_blocks * size - filled
+            to_come = seq.prompt_len + seq.request.max_tokens - 1 - filled  # the last token is never written
+            promised = min(unfilled, to_come)
+            reserved += promised
+            internal += unfilled - promised
+        self._reserved, self._internal = reserved, internal

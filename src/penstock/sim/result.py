@@ -1,0 +1,78 @@
+"""What a simulated run leaves behind: columns of numbers, a few tens of bytes per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.events import Decision, EngineStats
+from penstock.sim.timeline import Series
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RequestColumns:
+    """One entry per served request, in order of arrival. Times in seconds on the virtual clock; lengths in tokens.
+
+    `cached`: prompt tokens its first admission found in the prefix cache. `tenant`: index into `SimResult.tenants`.
+    """
+
+    arrival_s: Floats
+    scheduled_s: Floats
+    first_token_s: Floats
+    finish_s: Floats
+    num_prompt: Ints
+    num_output: Ints
+    cached: Ints
+    preemptions: Ints
+    tenant: Ints
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True)
+class SimResult:
+    """One run.
+
+    Attributes:
+        gaps_s, gap_counts: times between tokens of one request and how many there were of each (tokens of one step
+            share theirs, so this is all of them in a fraction of the room).
+        levels: names of the columns of `series.levels`: running and waiting sequences, then the parts of the pool.
+        counters: names of the columns of `series.counts`.
+        memory: time-weighted mean of each part of the pool; `kv_peak` is the largest share in use.
+        refused: reason -> requests that were refused because they could never fit. `truncated`: shortened to fit.
+        failed: requests that ended in an error.
+        span_s: from the first arrival to the last token. `busy_s`: seconds in which the device worked.
+        wall_s: what the simulation itself took.
+        digest: identity of the whole schedule; empty if nobody asked.
+    """
+
+    label: str
+    workload: str
+    requests: RequestColumns
+    tenants: tuple[str, ...]
+    gaps_s: Floats
+    gap_counts: Ints
+    series: Series
+    levels: tuple[str, ...]
+    counters: tuple[str, ...]
+    memory: dict[str, float]
+    kv_peak: float
+    kv_tokens: int
+    refused: dict[str, int]
+    truncated: int
+    failed: int
+    stats: EngineStats
+    span_s: float
+    busy_s: float
+    wall_s: float
+    digest: str = ""
+    skipped_lines: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
