@@ -52,7 +52,7 @@ LAWS = (
     Law(f"{MACHINE}::TestSlotEngineLaws", ("knobs", "rules_of_chance", "EngineMachine", "SlotEngineMachine"),
         mock=frozenset({"mock", "slots"})),
     Law(f"{MODELS}::test_tokens_do_not_depend_on_anything_but_the_request", ("draw_knobs",), ("*",), ("*",)),
-    Law(f"{MODELS}::test_forced_preemption_at_every_step_index", (), ("greedy", "n", "masked"),
+    Law(f"{MODELS}::test_A08_forced_preemption_at_every_step_index", (), ("greedy", "n", "masked"),
         ("llama_gqa", "slots", "latent")),
     Law(f"{MODELS}::test_half_precision_kv_obeys_the_same_laws", (), ("!beam",), ("llama_gqa",)),
     Law(f"{MODELS}::test_logprobs_equal_the_naive_ones", (), ("logprobs",), ("llama_gqa", "slots")),
@@ -86,6 +86,12 @@ def does(kind: str) -> Test:
     return lambda seen: re.search(rf'"{kind}"', seen.text) is not None
 
 
+def swaps(seen: Seen) -> bool:
+    """Whether sequences may be swapped: the mode is asked for, and the host has room for them."""
+    wanted = "swap" in seen.knobs.get("preemption", ())
+    return wanted and any(isinstance(n, int) and n > 0 for n in seen.knobs.get("host_blocks", ()))
+
+
 @dataclass(frozen=True)
 class Feature:
     """`excludes`: the knob it is one value of; an engine has one value per knob, so such features never meet.
@@ -110,6 +116,8 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("no prefix cache", knob("prefix_cache", lambda v: v == "none"), "prefix_cache"),
         Feature("LRU eviction", knob("eviction", lambda v: v == "lru"), "eviction"),
         Feature("FIFO eviction", knob("eviction", lambda v: v == "fifo"), "eviction"),
+        Feature("LFU eviction", knob("eviction", lambda v: v == "lfu"), "eviction"),
+        Feature("eviction by priority", knob("eviction", lambda v: v == "priority"), "eviction"),
         Feature("block of 1 token", knob("block_size", lambda v: v == 1), "block_size"),
         Feature("blocks of 2 to 16", knob("block_size", lambda v: isinstance(v, int) and v > 1), "block_size"),
         Feature("16-bit KV", knob("kv_dtype", lambda v: v in ("bfloat16", "float16")), "kv_dtype"),
@@ -118,6 +126,10 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("policy fcfs", knob("policy", lambda v: v == "fcfs"), "policy"),
         Feature("policy prefill-first", knob("policy", lambda v: v == "prefill-first"), "policy"),
         Feature("policy static", knob("policy", lambda v: v == "static"), "policy"),
+        Feature("policy dynamic", knob("policy", lambda v: v == "dynamic"), "policy"),
+        Feature("policy priority", knob("policy", lambda v: v == "priority"), "policy"),
+        Feature("policy cache-aware", knob("policy", lambda v: v == "cache-aware"), "policy"),
+        Feature("policy splitfuse", knob("policy", lambda v: v == "splitfuse"), "policy"),
         Feature("chunked prefill", knob("budget", lambda v: isinstance(v, int) and v <= 16)),
         Feature("long-prefill threshold", knob("threshold", lambda v: isinstance(v, int) and v > 0)),
         Feature("two steps in flight", knob("depth", lambda v: isinstance(v, int) and v > 1), "depth"),
@@ -134,6 +146,7 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
     ),
     "Disturbances": (
         Feature("preemption", does("preempt")),
+        Feature("preemption by swap", swaps),
         Feature("ragged tables", does("ragged")),
         Feature("taint", does("taint")),
         Feature("abort", lambda seen: re.search(r"\bAbort\(", seen.text) is not None),
@@ -335,7 +348,8 @@ layers meet in one model.
 The *mock model* ([fake_model.py](../tests/engine/fake_model.py)) writes token ids instead of keys and values and checks
 every page it reads; it makes thousands of steps cheap. The other models are tiny and random
 ([specs.py](../tests/specs.py)). The op table `blas` is left out: it does not promise equal bits in every batch
-([exactness](concepts/exactness.md)).
+([exactness](concepts/exactness.md)). So are the [memory baselines](concepts/memory-baselines.md), whose laws are in
+[test_memory_baselines.py](../tests/engine/test_memory_baselines.py).
 """
 
 

@@ -51,7 +51,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
         "kv_cache_dtype": "auto", "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
-        "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
+        "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
         "attention_backend": "ref", "executor": "inproc", "depth": 1,
     }  # fmt: skip
 

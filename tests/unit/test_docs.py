@@ -131,6 +131,9 @@ def test_the_matrix_follows_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     tool = load("matrix")
     pairs = {frozenset((a, b)) for a, b, _, _ in tool.verdicts()}
     assert frozenset(("beam search", "preemption")) in pairs
+    assert frozenset(("beam search", "preemption by swap")) in pairs
+    assert frozenset(("policy splitfuse", "LFU eviction")) in pairs
+    assert frozenset(("policy splitfuse", "policy priority")) not in pairs
     assert frozenset(("slot layers (recurrent)", "latent layers (MLA)")) not in pairs
     monkeypatch.setattr(tool, "LAWS", (tool.Law("tests/engine/test_laws_models.py::test_gone"),))
     with pytest.raises(ValueError, match="has no test_gone"):

@@ -74,3 +74,11 @@ def test_A08_swap_study_auto_is_as_good_as_the_better_mode() -> None:
 def test_unknown_studies_are_refused() -> None:
     with pytest.raises(ValueError, match="batching"):
         STUDIES.get("magic")
+
+
+def test_B03_memory_study_paging_holds_more_sequences_in_the_same_memory() -> None:
+    data = study("memory", 0.2).data
+    at = data["cv"].index(1.0)
+    assert data["peak_batch"]["paged"][at] >= 2 * data["peak_batch"]["contiguous"][at]
+    assert data["used"]["paged"][at] > 1.5 * data["used"]["contiguous"][at]
+    assert data["makespan_s"]["paged"][at] < data["makespan_s"]["contiguous"][at]

@@ -55,6 +55,12 @@ class CacheConfig(Section):
         above=0.0,
         maximum=1.0,
     )
+    kv_allocator: str = setting(
+        "paged",
+        "How sequences get KV memory. paged: blocks on demand. Baselines, without sharing: contiguous reserves "
+        "max_model_len, contiguous-pow2 a power of two, contiguous-oracle prompt + max_tokens; virtual reserves "
+        "addresses only.",
+    )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")
     eviction: str = setting("lru", "Which cached blocks are given up first.")

@@ -10,7 +10,7 @@ unreferenced while steps are in flight waits in quarantine, tagged with the newe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 BROKEN = -1
 """`refs` of a slab whose pages are handed out one by one."""
@@ -82,6 +82,33 @@ class BlockPool:
         for slab in slabs:
             refs[slab] = 1
         return slabs
+
+    def find_run(self, n: int, own: Sequence[int] = ()) -> int | None:
+        """First fit: where the lowest run of `n` consecutive slabs begins that are free or in `own`; None if nowhere.
+
+        For the contiguous baselines. Linear in the free slabs, unlike everything else here.
+        """
+        if n > len(self._free) + len(own):
+            return None
+        start = end = -1
+        for slab in sorted([*self._free, *own]):
+            if slab != end:
+                start = slab
+            end = slab + 1
+            if end - start == n:
+                return start
+        return None
+
+    def alloc_run(self, first: int, n: int, own: Sequence[int] = ()) -> list[int]:
+        """The slabs [first, first + n) of `find_run`, one reference each; those in `own` keep the one they have."""
+        run = range(first, first + n)
+        taken = set(run).difference(own)
+        left = [slab for slab in self._free if slab not in taken]
+        assert len(left) == len(self._free) - len(taken), f"slabs {first}...{first + n - 1} are not all free"
+        self._free = left
+        for slab in taken:
+            self.refs[slab] = 1
+        return list(run)
 
     def alloc_page(self) -> int | None:
         """A single page with one reference, or None. Free pages of broken slabs go first."""

@@ -32,9 +32,7 @@ class HostCopy:
 class HostTier:
     """The host's pools. `num_slabs[g]` may be 0: then nothing is ever swapped."""
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, outbox: Outbox
-    ) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, outbox: Outbox) -> None:
         self._groups = tuple(groups)
         self._block_size = block_size
         self._outbox = outbox

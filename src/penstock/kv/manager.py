@@ -408,6 +408,14 @@ class KVManager:
             self.cache.num_checkpoints,
         )
 
+    def num_held(self, seq: Sequence) -> int:
+        """Blocks of memory that `seq` has in each paged group, shared ones included."""
+        return seq.tables[self._paged[0]].num_blocks if seq.tables and self._paged else 0
+
+    def num_stranded(self, seq: Sequence) -> int:
+        """Free blocks that a waiting `seq` cannot use because they do not lie together: none, any block serves here."""
+        return 0
+
     def check_invariants(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)

@@ -11,12 +11,16 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import Executor, StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
+from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
+from penstock.kv.virtual import virtual_slabs
 from penstock.model.builder import build
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
+from penstock.runner.lazy import LazyStorage
 from penstock.runner.runner import Runner
+from penstock.runner.storage import Storage
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
 
@@ -75,7 +79,21 @@ def connect(
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
-    runner = Runner(forward, plan.groups, plan.num_slabs, plan.block_size, vocab_size, clock=clock, host_slabs=plan.num_host_slabs or None, poison=poison)
+    virtual = config.cache.kv_allocator == "virtual"
+    num_slabs = plan.num_slabs
+    if virtual:  # the plan counts memory; the rank needs addresses
+        num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
+    runner = Runner(
+        forward,
+        plan.groups,
+        num_slabs,
+        plan.block_size,
+        vocab_size,
+        clock=clock,
+        host_slabs=plan.num_host_slabs or None,
+        poison=poison,
+        storage=LazyStorage if virtual else Storage,
+    )
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(config, plan, executor, clock, timer=timer, check_invariants=check_invariants)
 
@@ -87,16 +105,19 @@ def engine_core(
     clock: Clock,
     *,
     timer: StepTimer | None = None,
+    seconds_budget: bool = True,
     check_invariants: bool = False,
 ) -> EngineCore:
     """Scheduler, KV manager and loop on any executor and clock: a rank, a simulated device, a recorded run.
 
-    `timer` predicts steps: with it the step budget is also one in seconds, and preemption may weigh costs.
+    `timer` predicts steps: preemption may then weigh costs; with `seconds_budget` steps are bounded in seconds too.
     """
-    kv = KVManager(
+    kv: KVManager = KV_MANAGERS.get(config.cache.kv_allocator)(
         plan.groups,
         plan.num_slabs,
         plan.block_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
         prefix_cache=config.cache.prefix_cache if config.cache.enable_prefix_caching else "none",
         eviction=config.cache.eviction,
         slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
@@ -111,6 +132,7 @@ def engine_core(
         long_prefill_token_threshold=plan.long_prefill_token_threshold,
         chunked_prefill=config.scheduler.enable_chunked_prefill,
         timer=timer,
+        seconds_budget=seconds_budget,
         preemption_mode=config.scheduler.preemption_mode,
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

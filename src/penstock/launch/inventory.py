@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from penstock.base.registry import Registry
 from penstock.executor import EXECUTORS
 from penstock.families.registry import FAMILIES
+from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.ops import OP_TABLES
@@ -16,6 +17,7 @@ from penstock.sched.policy import POLICIES
 
 REGISTRIES: tuple[Registry, ...] = (
     FAMILIES,
+    KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,
     POLICIES,

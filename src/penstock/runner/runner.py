@@ -33,9 +33,10 @@ class Runner:
         clock: Clock,
         host_slabs: Sequence[int] | None = None,
         poison: bool = False,
+        storage: type[Storage] = Storage,
     ) -> None:
         self.vocab_size = vocab_size
-        self.storage = Storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
+        self.storage = storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
         self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
         self.sampler = Sampler(vocab_size)
         self._batch = InputBatch(self.rows)

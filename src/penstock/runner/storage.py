@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import Planes
+
+Array = npt.NDArray[Any]
 
 # bfloat16 is kept as its bit pattern (see base.bf16); its NaN therefore has to be spelt as an integer.
 _ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
@@ -38,15 +41,17 @@ class Storage:
         poison: bool = False,
     ) -> None:
         assert len(groups) == len(num_slabs)
+        self.pages_per_slab = tuple(group.pages_per_slab for group in groups)
         self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))
         self.planes: tuple[Planes, ...] = tuple(
-            _allocate(group, pages, block_size, poison) for group, pages in zip(groups, self.num_pages, strict=True)
+            _planes(group, pages, block_size, poison, self._new)
+            for group, pages in zip(groups, self.num_pages, strict=True)
         )
         host = tuple(
             slabs * group.pages_per_slab for group, slabs in zip(groups, host_slabs or [0] * len(groups), strict=True)
         )
         self.host_planes: tuple[Planes, ...] = tuple(
-            _allocate(group, pages, block_size, poison) for group, pages in zip(groups, host, strict=True)
+            _planes(group, pages, block_size, poison, filled) for group, pages in zip(groups, host, strict=True)
         )
         # Per tier of a PageOp: where it reads and writes, and how many pages there are.
         device_side, host_side = (self.planes, self.num_pages), (self.host_planes, host)
@@ -75,7 +80,7 @@ class Storage:
             dst = slice(op.dst, op.dst + op.count)
             if op.src < 0:
                 for array in target[op.group].values():
-                    array[dst] = 0
+                    self._zero(array, op.dst, op.count)
                 continue
             pages = num_source[op.group]
             assert op.src <= pages - op.count, f"{op}: source outside the {pages} pages of its group"
@@ -83,14 +88,31 @@ class Storage:
             for name, array in target[op.group].items():
                 array[dst] = source[op.group][name][op.src : op.src + op.count]
 
+    def _new(self, shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
+        """A device plane."""
+        return filled(shape, dtype, content)
 
-def _allocate(group: CacheGroup, num_pages: int, block_size: int, poison: bool) -> Planes:
+    def _zero(self, array: Array, first: int, count: int) -> None:
+        array[first : first + count] = 0
+
+
+def filled(shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
+    """An explicit fill touches every byte now, so that no step pays for page faults later."""
+    array: Array = np.empty(shape, dtype)
+    array.fill(content)
+    return array
+
+
+def _planes(
+    group: CacheGroup,
+    num_pages: int,
+    block_size: int,
+    poison: bool,
+    new: Callable[[tuple[int, ...], type[np.generic], Any], Array],
+) -> Planes:
     per_page = (block_size,) if group.spec.kind == "paged" else ()
     planes: Planes = {}
     for plane in group.spec.planes:
         dtype, nan = _ARRAYS[plane.dtype]
-        array: Any = np.empty((num_pages, *per_page, plane.heads, plane.dim), dtype)
-        # An explicit fill touches every byte now, so that no step pays for page faults later.
-        array.fill(nan if poison else 0)
-        planes[plane.name] = array
+        planes[plane.name] = new((num_pages, *per_page, plane.heads, plane.dim), dtype, nan if poison else 0)
     return planes

@@ -75,7 +75,7 @@ class SlotUse:
             if not seq.tables:
                 continue
             filled = seq.num_computed + seq.num_inflight
-            unfilled = seq.tables[group].num_blocks * size - filled
+            unfilled = self._kv.num_held(seq) * size - filled
             to_come = seq.prompt_len + seq.request.max_tokens - 1 - filled  # the last token is never written
             promised = min(unfilled, to_come)
             reserved += promised

@@ -1,0 +1,64 @@
+"""Where the slots of the KV pool are: the three wastes of the vLLM paper, for paging and for its baselines alike.
+
+A slot holds the keys and values of one token. With S slots a block, and for a sequence i: A_i slots of memory held,
+F_i of them filled (or being filled by the step in flight), U_i tokens still to be written. U_i is known only
+afterwards; here it is prompt + max_tokens - 1 - F_i, the truth for requests that ignore the end-of-sequence token (the
+last token of an answer is never written). Then
+
+    reserved   = sum_i min(A_i - F_i, U_i)        promised to tokens to come
+    internal   = sum_i max(A_i - F_i - U_i, 0)    held and never filled
+    external   = S * (quarantined blocks + stranded blocks)
+    used       = S * (blocks in use) - reserved - internal
+
+Quarantined blocks wait for a step in flight. Stranded ones are free, but no run of them is long enough for the head of
+the queue; with blocks of one size none ever is. Source: arXiv 2309.06180, section 3 and figure 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.core.sequence import Sequence
+from penstock.kv.manager import KVManager
+
+
+class Waste(NamedTuple):
+    """Slots of the first paged group (they all count alike). The six add up to `total`."""
+
+    used: int
+    reserved: int
+    internal: int
+    external: int
+    cached: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def waste(kv: KVManager, live: Iterable[Sequence], head: Sequence | None = None) -> Waste:
+    """Measure now. `live`: all sequences with memory; `head`: the one that waits first. Zeros without a paged group."""
+    group = next((g.index for g in kv.groups if g.spec.kind == "paged"), None)
+    if group is None:
+        return Waste(0, 0, 0, 0, 0, 0)
+    size = kv.block_size
+    stats = kv.stats().groups[group]
+    reserved = internal = 0
+    for seq in live:
+        if seq.tables:
+            filled = seq.num_computed + seq.num_inflight
+            unfilled = kv.num_held(seq) * size - filled
+            promised = min(unfilled, max(0, seq.prompt_len + seq.request.max_tokens - 1 - filled))
+            reserved += promised
+            internal += unfilled - promised
+    stranded = 0 if head is None else kv.num_stranded(head)
+    return Waste(
+        stats.used * size - reserved - internal,
+        reserved,
+        internal,
+        (stats.quarantined + stranded) * size,
+        stats.evictable * size,
+        (stats.free - stranded) * size,
+    )
