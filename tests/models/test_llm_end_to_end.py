@@ -126,8 +126,15 @@ def test_C82_stories260K_equals_the_same_weights_in_hugging_face(stories: LLM) -
         return w.reshape(heads, d // 2, 2, -1).swapaxes(1, 2).reshape(w.shape)
 
     state = {"model.embed_tokens.weight": weights["embed"], "model.norm.weight": weights["final_norm"]}
-    names = {"o": "self_attn.o_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-             "down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+    names = {
+        "o": "self_attn.o_proj",
+        "v": "self_attn.v_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
     for i in range(5):
         for ours, theirs in names.items():
             state[f"model.layers.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}"]
