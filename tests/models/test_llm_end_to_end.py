@@ -126,8 +126,15 @@ def test_C82_stories260K_equals_the_same_weights_in_hugging_face(stories: LLM) -
         return w.reshape(heads, d // 2, 2, -1).swapaxes(1, 2).reshape(w.shape)
 
     state = {"model.embed_tokens.weight": weights["embed"], "model.norm.weight": weights["final_norm"]}
-    names = {"o": "self_attn.o_proj", "v": "self_attn.v_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-             "down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}  # fmt: skip
+    names = {
+        "o": "self_attn.o_proj",
+        "v": "self_attn.v_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
     for i in range(5):
         for ours, theirs in names.items():
             state[f"model.layers.{i}.{theirs}.weight"] = weights[f"layers.{i}.{ours}"]
@@ -303,3 +310,41 @@ def test_generated_text_goes_on_where_the_prompt_stopped(stories: LLM) -> None:
         (beam,) = stories.beam_search(prompt, BeamSearchParams(beam_width=1, max_tokens=6))
         assert prompt + beam.sequences[0].text == tokenizer.decode(beam.sequences[0].tokens)
     assert spaced > 3
+
+
+def test_open_streams_and_generate_do_not_take_each_others_outputs(stories: LLM) -> None:
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=15) for i in range(3)]
+    prompts = ["Once upon", "Tom and", "The cat"]
+    alone = [stories.generate(p, s)[0].outputs[0].text for p, s in zip(prompts, params, strict=True)]
+    a, b = (stories.stream(p, s) for p, s in zip(prompts[:2], params[:2], strict=True))
+    texts = {"a": next(a).outputs[0].text, "b": next(b).outputs[0].text}
+    between = stories.generate(prompts[2], params[2])[0].outputs[0].text
+    beams = stories.beam_search("Lily", BeamSearchParams(beam_width=2, max_tokens=4))
+    for out in a:
+        texts["a"] = out.outputs[0].text
+    for out in b:
+        texts["b"] = out.outputs[0].text
+    assert [texts["a"], texts["b"], between] == alone
+    assert len(beams[0].sequences) == 2
+    c, d = (stories.stream(p, s) for p, s in zip(prompts[:2], params[:2], strict=True))
+    next(c)
+    next(d)
+    c.close()  # aborts its own request only
+    assert list(d)[-1].outputs[0].text == alone[1]
+    assert not stories.engine.core.has_work
+
+
+def test_a_stop_string_may_begin_before_min_tokens_and_end_after(stories: LLM) -> None:
+    plain = stories.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=20))[0].outputs[0]
+    stop = "was a l"
+    assert stop in plain.text
+    lengths = []
+    for min_tokens in range(8):
+        params = SamplingParams(temperature=0, max_tokens=20, stop=stop, min_tokens=min_tokens)
+        got = stories.generate("Once upon a time", params)[0].outputs[0]
+        lengths.append(len(got.token_ids))
+        if got.finish_reason == "stop":
+            assert got.text == plain.text[: plain.text.index(stop)]
+    ends_at = lengths[0]
+    assert lengths[:ends_at] == [ends_at] * ends_at, "counts as long as it ends after min_tokens"
+    assert lengths[ends_at:] == [20] * (8 - ends_at)

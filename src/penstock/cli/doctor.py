@@ -38,8 +38,8 @@ def doctor(args: argparse.Namespace) -> int:
         parts.add_row(part.kind, part.name, "available" if part.problem is None else f"[red]{part.problem}[/red]")
     console.print(parts)
     console.print(
-        "Kernels: the numpy reference only (slow and exact). It computes in float32; bfloat16 and float16 weights "
-        "are widened."
+        "Kernels: numpy only (ref: row by row, exact in every batch; blas: whole batches, faster). They compute in "
+        "float32; bfloat16 and float16 weights are widened."
     )
     if args.model is not None:
         _model(args.model, console)

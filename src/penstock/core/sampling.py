@@ -62,7 +62,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Beam search, with vLLM's names. `length_penalty` divides a hypothesis' score by length ** length_penalty."""
+    """Beam search, with vLLM's names.
+
+    `length_penalty` divides a hypothesis' score by length ** length_penalty. `temperature` has no effect, as in
+    vLLM: hypotheses are scored by raw log-probabilities.
+    """
 
     beam_width: int
     max_tokens: int

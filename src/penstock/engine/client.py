@@ -37,7 +37,6 @@ class _Sample:
     index: int
     detokenizer: IncrementalDetokenizer | None
     stops: StopMatcher | None
-    min_tokens: int
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -45,15 +44,12 @@ class _Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add_text(self, delta: str, *, checked: bool) -> str | None:
-        """Take in new text; returns the stop string it completed, if any."""
+    def add_text(self, delta: str, num_tokens: int) -> str | None:
+        """Take in the text of `num_tokens` more tokens; returns the stop string it completed, if any."""
         if self.stops is None:
             self.text.append(delta)
             return None
-        if not checked:  # before min_tokens no stop string counts
-            self.text.append(delta)
-            return None
-        emit, hit = self.stops.feed(delta)
+        emit, hit = self.stops.feed(delta, num_tokens)
         self.text.append(emit)
         return hit
 
@@ -78,13 +74,15 @@ class _Live:
 class OutputProcessor:
     """Turns EngineOutputs into RequestOutputs. One per front end; not thread-safe.
 
-    `aborts` collects what the engine must be told; the owner hands them in and clears the list.
+    `aborts` collects what the engine must be told; the owner hands them in and clears the list. `beams` keeps the last
+    output of finished beam searches until `beam_output` takes it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
         self.aborts: list[Abort] = []
+        self.beams: dict[str, EngineOutput] = {}
         self._live: dict[str, _Live] = {}
 
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
@@ -94,7 +92,7 @@ class OutputProcessor:
 
     def _sample(self, index: int, request: Request, params: SamplingParams) -> _Sample:
         if self.tokenizer is None or not params.detokenize:
-            return _Sample(index, None, None, params.min_tokens)
+            return _Sample(index, None, None)
         # The prompt decides how the first generated piece reads: after a word, its leading space counts.
         detokenizer = IncrementalDetokenizer(
             self.tokenizer,
@@ -103,8 +101,8 @@ class OutputProcessor:
             prompt_ids=request.prompt_token_ids,
         )
         stops = stop_strings(params)
-        matcher = StopMatcher(stops, params.include_stop_str_in_output) if stops else None
-        return _Sample(index, detokenizer, matcher, params.min_tokens)
+        matcher = StopMatcher(stops, params.include_stop_str_in_output, params.min_tokens) if stops else None
+        return _Sample(index, detokenizer, matcher)
 
     def process(self, outputs: list[EngineOutput]) -> list[str]:
         """Take in a step's news. Returns the ids of the requests that changed, in order."""
@@ -116,10 +114,13 @@ class OutputProcessor:
             touched[out.request_id] = None
             if live.params is not None:
                 self._take(live, out)
+            elif out.finish_reason is not None:
+                self.beams[out.request_id] = out
         return list(touched)
 
     def discard(self, request_id: str) -> None:
         self._live.pop(request_id, None)
+        self.beams.pop(request_id, None)
 
     # -- one output ----------------------------------------------------------------------------------------------
 
@@ -162,18 +163,18 @@ class OutputProcessor:
         ids = out.token_ids
         if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
             ids = ids[:-1] if not params.include_stop_str_in_output else ids
-        hit = sample.add_text(sample.detokenizer.add(ids), checked=len(sample.token_ids) >= sample.min_tokens)
-        if hit is not None:
-            sample.end("stop", hit)
-            if out.finish_reason is None:
-                self.aborts.append(Abort(request_id=out.request_id, index=sample.index, reason="stop"))
+        for token_id in ids:  # one by one: the matcher counts tokens for min_tokens
+            hit = sample.add_text(sample.detokenizer.add([token_id]), 1)
+            if hit is not None:
+                sample.end("stop", hit)
+                if out.finish_reason is None:
+                    self.aborts.append(Abort(request_id=out.request_id, index=sample.index, reason="stop"))
+                return
 
     def _flush(self, live: _Live, sample: _Sample, reason: str, stop_reason: int | str | None) -> None:
         """The sample ends: give out the text that waited for a next token that never comes."""
         if sample.detokenizer is not None:
-            hit = sample.add_text(
-                sample.detokenizer.flush(), checked=len(sample.token_ids) >= sample.min_tokens and reason != "abort"
-            )
+            hit = sample.add_text(sample.detokenizer.flush(), 0)
             if hit is not None:
                 sample.end("stop", hit)
                 return
@@ -198,6 +199,8 @@ class OutputProcessor:
 
     def is_finished(self, request_id: str) -> bool:
         live = self._live[request_id]
+        if live.params is None:
+            return request_id in self.beams
         return all(s.finish_reason is not None for s in live.samples)
 
     def output(self, request_id: str) -> RequestOutput:
@@ -232,9 +235,9 @@ class OutputProcessor:
             error=live.error,
         )
 
-    def beam_output(self, out: EngineOutput) -> BeamSearchOutput:
-        """A finished beam search; the request is forgotten by this call."""
-        live = self._live.pop(out.request_id)
+    def beam_output(self, request_id: str) -> BeamSearchOutput:
+        """A finished beam search (no sequences if it failed); the request is forgotten by this call."""
+        live, out = self._live.pop(request_id), self.beams.pop(request_id)
         prompt_ids = live.request.prompt_token_ids
         sequences = []
         for ids, score, reason in out.beams:

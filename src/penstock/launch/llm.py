@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.base.errors import InputError
+from penstock.base.errors import EngineError, InputError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.config import EngineConfig, from_kwargs
-from penstock.core.output import BeamSearchOutput, EngineOutput, RequestOutput
+from penstock.core.output import BeamSearchOutput, RequestOutput
 from penstock.core.request import Abort, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.client import OutputProcessor
@@ -63,6 +63,7 @@ class LLM:
             self._engine: Engine = start(self.config, progress=progress)
         self._processor = OutputProcessor(self._engine.tokenizer, self._engine.clock)
         self._counter = 0
+        self._news: set[str] = set()
 
     # -- what vLLM's users call ----------------------------------------------------------------------------------
 
@@ -121,18 +122,14 @@ class LLM:
         """The `beam_width` best continuations of each prompt, best first (rules: `engine.beam`)."""
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = [self._request(self._tokens(prompt), params) for prompt in listed]
+        for request, text in requests:
+            self._processor.add(request, None, text)
         done: dict[str, BeamSearchOutput] = {}
         with StepProgress(len(requests), use_tqdm) as progress:
-            for request, text in requests:
-                self._processor.add(request, None, text)
-            for outputs in self._drive([r for r, _ in requests]):
-                for out in outputs:
-                    if out.beams:
-                        done[out.request_id] = self._processor.beam_output(out)
-                        progress.finished()
-                    elif out.error is not None:
-                        self._processor.discard(out.request_id)
-                        done[out.request_id] = BeamSearchOutput([])
+            for request_id in self._drive([r for r, _ in requests]):
+                if self._processor.is_finished(request_id):
+                    done[request_id] = self._processor.beam_output(request_id)
+                    progress.finished()
         return [done[r.request_id] for r, _ in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -162,7 +159,7 @@ class LLM:
         return self._engine.tokenizer
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes that no running request uses."""
+        """Forget all cached prefixes. What runs goes on, but puts nothing into the cache any more."""
         self._engine.core.kv.reset_prefix_cache()
 
     @property
@@ -257,37 +254,55 @@ class LLM:
             self._processor.add(request, params, text)
         done: dict[str, RequestOutput] = {}
         with StepProgress(len(made), show_progress) as progress:
-            for outputs in self._drive([r for r, _, _ in made]):
-                progress.tokens(sum(len(o.token_ids) for o in outputs))
-                for request_id in self._processor.process(outputs):
-                    if self._processor.is_finished(request_id):
-                        done[request_id] = self._processor.output(request_id)
-                        progress.finished()
+            for request_id in self._drive([r for r, _, _ in made]):
+                if self._processor.is_finished(request_id):
+                    output = self._processor.output(request_id)
+                    done[request_id] = output
+                    progress.tokens(sum(len(o.token_ids) for o in output.outputs))
+                    progress.finished()
         return [done[r.request_id] for r, _, _ in made]
 
     def _stream(self, request: Request, text: str | None, params: SamplingParams) -> Iterator[RequestOutput]:
         self._processor.add(request, params, text)
-        for outputs in self._drive([request]):
-            for request_id in self._processor.process(outputs):
-                yield self._processor.output(request_id)
+        for request_id in self._drive([request]):
+            yield self._processor.output(request_id)
 
-    def _drive(self, requests: list[Request]) -> Iterator[list[EngineOutput]]:
-        """Step until these requests are done. If the caller stops early, for whatever reason, they are aborted."""
+    def _drive(self, requests: list[Request]) -> Iterator[str]:
+        """Step until these requests are done; yields the id of each whenever it has news.
+
+        Several drives may be open at once (streams): whoever steps keeps the others' news for them. A caller that stops
+        early, for whatever reason, aborts its own requests and nobody else's.
+        """
         core = self._engine.core
+        mine = {r.request_id: None for r in requests}
         for request in requests:
             core.add(request)
         try:
-            while core.has_work:
-                outputs = core.step()
-                yield outputs
-                for abort in self._processor.aborts:
-                    core.add(abort)
-                self._processor.aborts.clear()
+            while mine:
+                for request_id in [i for i in mine if i in self._news]:
+                    self._news.discard(request_id)
+                    if self._processor.is_finished(request_id):
+                        del mine[request_id]
+                    yield request_id
+                if mine and self._news.isdisjoint(mine):  # others may have stepped while the caller had our news
+                    self._step()
         except BaseException:
-            for request in requests:
-                core.add(Abort(request_id=request.request_id))
-                self._processor.discard(request.request_id)
-            self._processor.aborts.clear()
-            while core.has_work:
-                core.step()
+            for request_id in mine:
+                core.add(Abort(request_id=request_id))
+                self._processor.discard(request_id)
+                self._news.discard(request_id)
+            if mine:
+                self._step()
             raise
+
+    def _step(self) -> None:
+        """One step of the engine for everybody."""
+        core = self._engine.core
+        if not core.has_work:
+            raise EngineError("the engine has nothing to do, but a request has not ended")
+        self._news.update(self._processor.process(core.step()))
+        for abort in self._processor.aborts:
+            core.add(abort)
+        self._processor.aborts.clear()
+        if not core.groups and core.has_work:
+            core.step()  # only aborts of what has ended already: let none wait for the next request

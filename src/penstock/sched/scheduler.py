@@ -299,7 +299,8 @@ class Scheduler:
         insort(self.running, seq, key=self.policy.key)
         if seq.num_preemptions == 0 and seq.num_generated == 0:
             seq.first_cached = seq.num_cached
-        self.stats.num_prefix_queries_tokens += known
+        if seq.request.rules.num_prompt_logprobs < 0:  # those never read the cache
+            self.stats.num_prefix_queries_tokens += known
         self.stats.num_prefix_hit_tokens += seq.num_cached
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         return n
