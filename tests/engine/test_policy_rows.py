@@ -29,7 +29,9 @@ from tests.unit.test_kv_model import make_groups
 def test_A03_wasted_slots_are_counted_and_gone_with_continuous_batching() -> None:
     rng = random.Random(3)
     load = [ask(rng, 0.0, rng.randrange(8, 40), rng.choice([2, 4, 8, 60])) for _ in range(96)]
-    use = {policy: play(policy, load, max_num_seqs=8, budget=512).slots for policy in ("static:size=8", "dynamic", "fcfs")}
+    use = {
+        policy: play(policy, load, max_num_seqs=8, budget=512).slots for policy in ("static:size=8", "dynamic", "fcfs")
+    }
     print({policy: (slots.wasted, slots.used, round(slots.wasted_share, 3)) for policy, slots in use.items()})
     assert use["fcfs"].wasted == 0
     assert use["static:size=8"].used == use["fcfs"].used, "the same work"

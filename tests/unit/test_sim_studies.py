@@ -53,6 +53,8 @@ def study(name: str, scale: float) -> Study:
 def test_A05_batching_study_continuous_beats_static_in_virtual_time() -> None:
     data = study("batching", 0.15).data
     assert data["tokens_per_s"]["fcfs"][-1] >= 1.5 * data["tokens_per_s"]["static:size=32"][-1]
+    assert data["wasted"]["static:size=32"][-1] > 0.2
+    assert data["wasted"]["fcfs"][-1] < 0.02
     assert data["tokens_per_s"]["fcfs"][-1] >= data["tokens_per_s"]["dynamic:timeout_s=0.5,size=32"][-1]
 
 

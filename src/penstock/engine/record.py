@@ -31,8 +31,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Iteration(msgspec.Struct, array_like=True):
     """One call of `EngineCore.step`.
 
-    `intake` was taken before scheduling, `late` (aborts) while the step ran; `digests` are those of the steps submitted;
-    `result` is what was collected. Units: `now_s` seconds on the engine's clock.
+    `intake` was taken before scheduling, `late` (aborts) while the step ran; `digests` are those of the steps
+    submitted; `result` is what was collected. Units: `now_s` seconds on the engine's clock.
     """
 
     now_s: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, number, seconds
+from penstock.sim.svg import Chart, Line, number, percent, seconds
 from penstock.sim.synthetic import synthetic
 
 RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -26,15 +26,26 @@ def run(bench: Bench, tell: Tell) -> Study:
     )
     table = StudyTable(
         "By arrival rate",
-        ["requests/s", "policy", "output tokens/s", "TTFT p50", "JCT mean", "JCT p99", "steps", "rows per step"],
+        [
+            "requests/s",
+            "policy",
+            "output tokens/s",
+            "TTFT p50",
+            "JCT mean",
+            "JCT p99",
+            "steps",
+            "rows per step",
+            "wasted slots",
+        ],
     )
     jct: dict[str, list[float]] = {p: [] for p in POLICIES}
+    wasted: dict[str, list[float]] = {p: [] for p in POLICIES}
     rate_of: dict[str, list[float]] = {p: [] for p in POLICIES}
     for rate in RATES:
         text = f"synthetic:poisson?rate={rate}&prompt=300&output=200&output_cv=1&requests={n}"
         for policy in POLICIES:
             tell(f"{rate:g} requests/s, {policy}")
-            result = bench.run(
+            result, _, slots = bench.run_with_stats(
                 synthetic(text, bench.seed),
                 policy,
                 scheduling_policy=policy,
@@ -43,6 +54,7 @@ def run(bench: Bench, tell: Tell) -> Study:
                 prefix_cache="none",
             )
             m = metrics(result)
+            wasted[policy].append(slots.wasted_share)
             jct[policy].append(m["latency_s"]["jct"]["mean"])
             rate_of[policy].append(m["throughput"]["output_tokens_per_s"])
             steps = m["engine"]["steps"]
@@ -56,6 +68,7 @@ def run(bench: Bench, tell: Tell) -> Study:
                     seconds(m["latency_s"]["jct"]["p99"]),
                     f"{steps:,.0f}",
                     f"{m['throughput']['output_tokens'] / max(1, steps):.1f}",
+                    percent(slots.wasted_share),
                 ]
             )
     study.tables = [table]
@@ -78,12 +91,14 @@ def run(bench: Bench, tell: Tell) -> Study:
             note="requests/s, logarithmic",
         ),
     ]
-    study.data = {"rates": RATES, "jct_mean_s": jct, "tokens_per_s": rate_of}
+    study.data = {"rates": RATES, "jct_mean_s": jct, "tokens_per_s": rate_of, "wasted": wasted}
     top = len(RATES) - 1
     study.findings = [
         f"At {RATES[top]:g} requests/s continuous batching serves "
         f"{rate_of['fcfs'][top] / rate_of[STATIC][top]:.2f}x the tokens per second of static batching, with "
         f"{jct[STATIC][top] / jct['fcfs'][top]:.1f}x shorter mean JCT.",
+        f"There {percent(wasted[STATIC][top])} of the slots of static batches stood empty while somebody waited for "
+        f"one; with continuous batching {percent(wasted['fcfs'][top])}.",
         f"At {RATES[0]:g} requests/s, where nearly nobody queues, the ratio of mean JCT is "
         f"{jct[STATIC][0] / jct['fcfs'][0]:.1f}x.",
     ]

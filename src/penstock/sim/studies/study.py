@@ -9,12 +9,15 @@ from typing import Any
 
 from penstock.base.clock import VirtualClock
 from penstock.config import EngineConfig, from_kwargs
+from penstock.core.batch import SchedulerOutput
 from penstock.core.events import EngineStats
 from penstock.core.model_spec import ModelSpec
+from penstock.core.sequence import Sequence
 from penstock.engine.core import EngineCore
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
 from penstock.plan.resolve import Plan
+from penstock.sched.policy.slot_use import SlotUse
 from penstock.sim.build import build_sim, sim_plan
 from penstock.sim.driver import Limits, simulate
 from penstock.sim.page import STYLE
@@ -73,11 +76,29 @@ class Bench:
         """One simulated run."""
         return self.run_with_stats(workload, label, **settings)[0]
 
-    def run_with_stats(self, workload: Workload, label: str, **settings: Any) -> tuple[SimResult, EngineStats]:
-        """One simulated run, and the engine's own counters."""
+    def run_with_stats(self, workload: Workload, label: str, **settings: Any) -> tuple[SimResult, EngineStats, SlotUse]:
+        """One simulated run, the engine's own counters and what became of its slots."""
         core, clock, plan = self.core(**settings)
         limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, self.spec.vocab_size)
-        return simulate(core, clock, workload, limits, label=label), core.stats
+        slots, submit, scheduler = SlotUse(), core.executor.submit, core.scheduler
+        was_running = 0
+
+        def watch(output: SchedulerOutput) -> None:
+            nonlocal was_running
+            slots.step(len(scheduler.running), len(scheduler.waiting), new_batch=was_running == 0)
+            was_running = len(scheduler.running)
+            submit(output)
+
+        core.executor.submit = watch  # type: ignore[method-assign]
+        emptied = core.scheduler.remove
+
+        def removed(seq: Sequence) -> None:
+            nonlocal was_running
+            emptied(seq)
+            was_running = len(scheduler.running)
+
+        core.scheduler.remove = removed  # type: ignore[method-assign]
+        return simulate(core, clock, workload, limits, label=label), core.stats, slots
 
 
 def page(study: Study) -> str:

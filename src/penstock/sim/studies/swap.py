@@ -43,7 +43,7 @@ def run(bench: Bench, tell: Tell) -> Study:
         local = replace(bench, device=device)
         for mode in MODES:
             tell(f"{link / 1e9:g} GB/s, {mode}")
-            result, stats = local.run_with_stats(
+            result, stats, _ = local.run_with_stats(
                 synthetic(text, bench.seed),
                 mode,
                 kv_cache_memory_bytes=memory,
