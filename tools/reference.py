@@ -23,6 +23,7 @@ from penstock.base.errors import InputError
 from penstock.config import SECTIONS, SETTINGS, Setting
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.executor import EXECUTORS
+from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.ops import OP_TABLES
@@ -37,8 +38,9 @@ PAGE = ROOT / "docs" / "reference.md"
 _V, _C = 999_983, 999_331
 _NAMES = {str(_V): "V", str(_V - 1): "V - 1", str(_C): "C"}
 _PARTS = {
-    "prefix_cache": PREFIX_CACHES, "eviction": EVICTION_POLICIES, "scheduling_policy": POLICIES, "ops": OP_TABLES,
-    "attention_backend": ATTENTION_BACKENDS, "executor": EXECUTORS,
+        "kv_allocator": KV_MANAGERS, "prefix_cache": PREFIX_CACHES, "eviction": EVICTION_POLICIES,
+    "scheduling_policy": POLICIES, "ops": OP_TABLES, "attention_backend": ATTENTION_BACKENDS, "executor": EXECUTORS,
+
 }  # fmt: skip
 """Settings whose value is the name of a registered part."""
 _LIMITS = Limits(vocab_size=_V, max_model_len=_C)
