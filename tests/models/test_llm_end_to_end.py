@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock import LLM, BeamSearchParams, SamplingParams
-from penstock.base.errors import InputError
+from penstock.base.errors import ConfigError, InputError
 from tests.shared import shared
 
 
@@ -348,3 +348,37 @@ def test_a_stop_string_may_begin_before_min_tokens_and_end_after(stories: LLM) -
     ends_at = lengths[0]
     assert lengths[:ends_at] == [ends_at] * ends_at, "counts as long as it ends after min_tokens"
     assert lengths[ends_at:] == [20] * (8 - ends_at)
+
+
+def test_priorities_swap_and_waiting_policies_work_offline(stories: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts = ["Once upon a time", "Tom", "Lily and the dog"]
+    want = [o.outputs[0].text for o in stories.generate(prompts, params)]
+    folder = shared("models", "stories260K")
+    for settings in (
+        {"scheduling_policy": "priority:ageing_s=5", "max_num_seqs": 1},
+        {"scheduling_policy": "dynamic:timeout_s=0.05,size=8"},
+        {"kv_allocator": "virtual"},
+        {"kv_allocator": "contiguous-pow2", "prefix_cache": "none"},
+        {"swap_space": 0.01, "num_gpu_blocks_override": 16, "preemption_mode": "swap"},
+        {"eviction": "priority", "depth": 2},
+    ):
+        llm = LLM(folder, **settings)
+        got = llm.generate(prompts, params, priority=[3, 2, 1])
+        assert [o.outputs[0].text for o in got] == want, settings
+        if "max_num_seqs" in settings:
+            firsts = [o.metrics.first_token_s for o in got]
+            assert firsts == sorted(firsts, reverse=True), "the smallest number goes first"
+    with pytest.raises(InputError, match="priority"):
+        stories.generate(prompts, params, priority=[1])
+
+
+def test_settings_that_contradict_or_do_not_exist_are_refused_before_loading() -> None:
+    folder = shared("models", "stories260K")
+    for settings, says in (
+        ({"preemption_mode": "swap"}, "swap_space"),
+        ({"kv_allocator": "buddy"}, "paged"),
+        ({"scheduling_policy": "priority:speed=3"}, "ageing_s"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            LLM(folder, **settings)

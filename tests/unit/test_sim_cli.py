@@ -99,3 +99,12 @@ def test_lengths_without_times_need_an_arrival_process(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "--arrivals" in refused.stderr
     assert sim("--trace", str(trace), "--device", "h100-sxm", "--arrivals", "poisson:rate=3").returncode == 0
+
+
+def test_knobs_of_a_policy_belong_to_its_name() -> None:
+    from penstock.cli.sim import _several
+
+    read = _several(str)
+    assert read("fcfs,dynamic:timeout_s=0.5,size=32,static") == ["fcfs", "dynamic:timeout_s=0.5,size=32", "static"]
+    assert read("dynamic:timeout_s=0.5,size=32") == "dynamic:timeout_s=0.5,size=32"
+    assert _several(int)("1,2") == [1, 2]

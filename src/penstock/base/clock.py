@@ -11,12 +11,19 @@ class Clock(Protocol):
 
     def now(self) -> float: ...
 
+    def wait_until(self, time_s: float) -> None:
+        """Let time pass until `time_s`; at once if it has passed."""
+        ...
+
 
 class MonotonicClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def wait_until(self, time_s: float) -> None:
+        time.sleep(max(0.0, time_s - time.perf_counter()))
 
 
 class VirtualClock:
@@ -32,6 +39,9 @@ class VirtualClock:
         """Move on by `seconds` >= 0."""
         assert seconds >= 0, f"time would run backwards by {-seconds} s"
         self._now_s += seconds
+
+    def wait_until(self, time_s: float) -> None:
+        self.advance_to(time_s)
 
     def advance_to(self, time_s: float) -> None:
         """Move on to `time_s`; a time that has passed changes nothing."""

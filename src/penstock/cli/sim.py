@@ -44,7 +44,14 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     """`a,b` is two values to compare; one value stays itself."""
 
     def read(text: str) -> Any:
-        values = [convert(part) for part in text.split(",")]
+        parts: list[str] = []
+        for part in text.split(","):
+            # `dynamic:size=8,timeout_s=1` is one value: a knob belongs to the name before it.
+            if parts and ":" in parts[-1] and "=" in part and ":" not in part:
+                parts[-1] += "," + part
+            else:
+                parts.append(part)
+        values = [convert(part) for part in parts]
         return values if len(values) > 1 else values[0]
 
     read.__name__ = getattr(convert, "__name__", "value")

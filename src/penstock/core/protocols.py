@@ -179,6 +179,9 @@ class EvictionPolicy(Protocol):
 
     name: str
 
+    request_priority: int
+    """Priority of the request whose entries come next (smaller is more urgent); set by the KV manager."""
+
     def on_insert(self, entry: Any, tick: int) -> None: ...
 
     def on_hit(self, entry: Any, tick: int) -> None: ...

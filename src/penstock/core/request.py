@@ -22,7 +22,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         priority: smaller goes first (only policies that say so look at it).
         namespace: identity under which blocks may be shared (tenant, adapter, salt, position scheme, taint).
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
-        arrival_s: clock reading at arrival, for metrics only.
+        arrival_s: clock reading at arrival; metrics, and policies that look at ages.
     """
 
     request_id: str

@@ -95,6 +95,9 @@ class _ReplayClock:
     def now(self) -> float:
         return self.now_s
 
+    def wait_until(self, time_s: float) -> None:
+        """A recorded run has its own times."""
+
 
 class _ReplayExecutor:
     """Answers what was answered before; what came in while a step ran comes in again at the same place."""

@@ -15,7 +15,7 @@ from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
 from penstock.core.batch import PageOp, TableUpdate
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.protocols import PrefixCache
+from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.block_pool import BlockPool
@@ -66,8 +66,10 @@ class KVManager:
         self.block_size = block_size
         self.pools = [BlockPool(n, g.pages_per_slab) for g, n in zip(self.groups, num_slabs, strict=True)]
         if isinstance(prefix_cache, str):
-            self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, EVICTION_POLICIES.get(eviction)())
+            self._eviction: EvictionPolicy | None = EVICTION_POLICIES.get(eviction)()
+            self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, self._eviction)
         else:
+            self._eviction = None
             self.cache = prefix_cache
         self._paged = tuple(g.index for g in self.groups if g.spec.kind == "paged")
         self._slots = tuple(g.index for g in self.groups if g.spec.kind == "slot")
@@ -127,6 +129,7 @@ class KVManager:
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
         asked = 0 if seq.request.rules.num_prompt_logprobs >= 0 else seq.num_known
+        self._rank(seq)
         entry, slabs = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)
         if slots is None:
@@ -145,6 +148,11 @@ class KVManager:
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
         seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.block_keys.clear()  # only `match` needs them
+
+    def _rank(self, seq: Sequence) -> None:
+        """Tell the eviction policy whose entries it is about to see."""
+        if self._eviction is not None:
+            self._eviction.request_priority = seq.request.priority
 
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
@@ -251,6 +259,7 @@ class KVManager:
         columns = [seq.tables[g].ids[first:end] for g in self._paged]
         slabs: list[tuple[int, ...]] = list(zip(*columns, strict=True)) if columns else [()] * (end - first)
         tokens = seq.token_ids[first * self.block_size : end * self.block_size].tobytes()
+        self._rank(seq)
         cursor.entry, existing, num_new = self.cache.insert(cursor.entry, tokens, slabs)
         known = len(existing)
         cursor.num_blocks = first + known + num_new

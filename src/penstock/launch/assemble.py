@@ -39,8 +39,10 @@ def assemble(
     check_invariants: bool = False,
     poison: bool = False,
     wire: bool = False,
+    timer: StepTimer | None = None,
+    seconds_budget: bool = True,
 ) -> EngineCore:
-    """The engine of one rank in this process.
+    """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
@@ -62,6 +64,8 @@ def assemble(
         check_invariants=check_invariants,
         poison=poison,
         wire=wire,
+        timer=timer,
+        seconds_budget=seconds_budget,
     )
 
 
@@ -76,6 +80,7 @@ def connect(
     poison: bool = False,
     wire: bool = False,
     timer: StepTimer | None = None,
+    seconds_budget: bool = True,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
@@ -95,7 +100,9 @@ def connect(
         storage=LazyStorage if virtual else Storage,
     )
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
-    return engine_core(config, plan, executor, clock, timer=timer, check_invariants=check_invariants)
+    return engine_core(
+        config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants
+    )
 
 
 def engine_core(

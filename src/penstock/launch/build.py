@@ -14,6 +14,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
+from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
@@ -21,6 +22,8 @@ from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.weights import load_weights
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.plan.cost import RooflineTimer
+from penstock.plan.devices import device_preset
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
 from penstock.sched.policy import make_policy
@@ -70,7 +73,9 @@ def start(
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
     clock = MonotonicClock()
-    core = assemble(config, checkpoint.spec, weights, plan, clock=clock)
+    # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
+    timer = RooflineTimer(checkpoint.spec, device_preset("cpu-ref"), dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+    core = assemble(config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=False)
     return Engine(
         core=core,
         plan=plan,
@@ -87,6 +92,7 @@ def check_names(config: EngineConfig) -> None:
     """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened."""
     PREFIX_CACHES.get(config.cache.prefix_cache)
     EVICTION_POLICIES.get(config.cache.eviction)
+    KV_MANAGERS.get(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
     OP_TABLES.get(config.execution.ops)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)

@@ -72,17 +72,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
 
         A prompt is a string, `{"prompt": str}` or `{"prompt_token_ids": [ids]}`; the dictionaries may add
         `"cache_salt"`, which keeps its cached blocks from requests with another salt. All prompts are checked before
-        any of them runs. Raises InputError naming the field that has to change.
+        any of them runs. `priority`: one number per prompt, smaller goes first under `scheduling_policy="priority"`.
+        Raises InputError naming the field that has to change.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
-        made = [(*self._request(self._tokens(p), s), s) for p, s in zip(listed, params, strict=True)]
+        ranks = self._priorities(priority, len(listed))
+        made = [(*self._request(self._tokens(p), s, rank), s) for p, s, rank in zip(listed, params, ranks, strict=True)]
         return self._run(made, use_tqdm)
 
     def chat(
@@ -230,7 +233,18 @@ class LLM:
         ids: list[int] = encode_chat(self.get_tokenizer(), template, messages, kwargs=chat_template_kwargs, **options)
         return ids
 
-    def _request(self, prompt: _Tokens, params: SamplingParams | BeamSearchParams) -> tuple[Request, str | None]:
+    @staticmethod
+    def _priorities(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
+        ranks = [0] * num_prompts if priority is None else list(priority)
+        if len(ranks) != num_prompts or any(type(rank) is not int or abs(rank) > 2**31 for rank in ranks):
+            raise InputError(
+                f"priority must be {num_prompts} whole numbers, one per prompt, within 2^31", param="priority"
+            )
+        return ranks
+
+    def _request(
+        self, prompt: _Tokens, params: SamplingParams | BeamSearchParams, priority: int = 0
+    ) -> tuple[Request, str | None]:
         """Check everything, then make the engine's request. Raises InputError."""
         number = self._counter
         request = build_request(
@@ -240,6 +254,7 @@ class LLM:
             limits=self._engine.limits,
             tokenizer=self._engine.tokenizer,
             seed=derive_seed(self.config.model.seed, number),
+            priority=priority,
             namespace=prompt.namespace,
             arrival_s=self._engine.clock.now(),
             param=prompt.param,
@@ -301,6 +316,8 @@ class LLM:
         if not core.has_work:
             raise EngineError("the engine has nothing to do, but a request has not ended")
         self._news.update(self._processor.process(core.step()))
+        if core.scheduler.wake_s is not None:
+            self._engine.clock.wait_until(core.scheduler.wake_s)  # the policy waits for company
         for abort in self._processor.aborts:
             core.add(abort)
         self._processor.aborts.clear()

@@ -100,6 +100,10 @@ def _host_slabs(
 ) -> tuple[int, ...]:
     """Slabs of the host pools: states for every sequence that may be preempted, blocks for the rest of swap_space."""
     total = int(config.cache.swap_space * 2**30)
+    if total == 0 and config.scheduler.preemption_mode == "swap":
+        raise ConfigError(
+            "preemption_mode: swap needs host memory; give swap_space (GiB), or use recompute", field="preemption_mode"
+        )
     if total == 0:
         return (0,) * len(groups)
     slots = sum(g.slab_bytes(block_size) for g in groups if g.spec.kind == "slot")

@@ -45,8 +45,11 @@ class SlotUse:
         self.peak = 0.0
         """Largest share of the pool that was in use (everything but cached and free)."""
 
-    def shares(self, running: Iterable[Sequence]) -> tuple[float, ...]:
-        """The parts named in SHARES, as fractions of the pool. Zeros for models without paged groups."""
+    def shares(self, running: Iterable[Sequence], head: Sequence | None = None) -> tuple[float, ...]:
+        """The parts named in SHARES, as fractions of the pool. Zeros for models without paged groups.
+
+        `head` waits first: free slots that it cannot use because they do not lie together are external fragmentation.
+        """
         if self._group is None:
             return (0.0,) * len(SHARES)
         size = self._kv.block_size
@@ -58,12 +61,13 @@ class SlotUse:
         reserved = min(self._reserved, used)
         internal = min(self._internal, used - reserved)
         total = stats.total * size
+        stranded = 0 if head is None else self._kv.num_stranded(head)
         self.peak = max(self.peak, (stats.used + stats.quarantined) / stats.total)
         return (
             (used - reserved - internal) / total,
             reserved / total,
             internal / total,
-            stats.quarantined * size / total,
+            (stats.quarantined + stranded) * size / total,
             stats.evictable * size / total,
         )
 

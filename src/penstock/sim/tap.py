@@ -79,7 +79,11 @@ class StepTap(Recorder):
         self._timeline.level(self._since_s, now_s, self._held)
         scheduler = self._core.scheduler
         running = scheduler.running
-        self._held = (len(running), len(scheduler.waiting), *self.slots.shares(running))
+        self._held = (
+            len(running),
+            len(scheduler.waiting),
+            *self.slots.shares(running, scheduler.waiting[0] if scheduler.waiting else None),
+        )
         self._since_s = now_s
 
     @property

@@ -9,6 +9,7 @@ class FIFO:
     """Orders entries by the tick at which they were inserted; hits change nothing."""
 
     name = "fifo"
+    request_priority = 0
 
     def on_insert(self, entry: Any, tick: int) -> None:
         entry.tick = tick

@@ -24,6 +24,7 @@ class LFU:
     """
 
     name = "lfu"
+    request_priority = 0
 
     def __init__(self, half_life: float = HALF_LIFE) -> None:
         self._half_life = half_life

@@ -9,6 +9,7 @@ class LRU:
     """Orders entries by the tick of their last use."""
 
     name = "lru"
+    request_priority = 0
 
     def on_insert(self, entry: Any, tick: int) -> None:
         entry.tick = tick
