@@ -382,3 +382,14 @@ def test_settings_that_contradict_or_do_not_exist_are_refused_before_loading() -
     ):
         with pytest.raises(ConfigError, match=says):
             LLM(folder, **settings)
+
+
+def test_closing_a_stream_leaves_nothing_in_flight_at_depth_2() -> None:
+    llm = LLM(shared("models", "stories260K"), depth=2, max_num_batched_tokens=8, max_num_seqs=4)
+    stream = llm.stream("Once upon a time there was a cat and a dog and a bird", SamplingParams(n=2, max_tokens=30))
+    next(stream)
+    others = llm.stream("Tom and Lily went to the park to play with the ball", SamplingParams(max_tokens=5))
+    next(others)
+    stream.close()
+    others.close()
+    assert not llm.engine.core.has_work

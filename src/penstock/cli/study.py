@@ -6,11 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-NAMES = ("batching", "chunks", "memory", "swap")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=NAMES, help="which study")
+    from penstock.sim.studies import STUDIES
+
+    parser.add_argument("name", choices=STUDIES.names(), help="which study")
     parser.add_argument("--spec", default="llama-3.1-8b", help="built-in model spec (default: llama-3.1-8b)")
     parser.add_argument("--device", default="a100-80g", help="device preset or file (default: a100-80g)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="fraction of the full study (default: 1)")

@@ -321,5 +321,5 @@ class LLM:
         for abort in self._processor.aborts:
             core.add(abort)
         self._processor.aborts.clear()
-        if not core.groups and core.has_work:
-            core.step()  # only aborts of what has ended already: let none wait for the next request
+        while not core.groups and core.has_work:
+            core.step()  # aborts and steps in flight of what has ended: let none wait for the next request

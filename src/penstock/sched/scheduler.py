@@ -172,21 +172,7 @@ class Scheduler:
         for seq in self.policy.order(self.running, self.waiting):
             if budget <= 0 or (blocked and num_running_ahead == 0):
                 break
-            if seq.status is Status.WAITING:
-                if seq.held:
-                    continue
-                if blocked or preempted or len(self.running) >= self.max_num_seqs:
-                    blocked = True
-                    continue
-                if self._clockwork is not None and num_decodes:
-                    self._clockwork.add_decodes(num_decodes, decode_context)
-                    num_decodes = decode_context = 0
-                n = self._admit(seq, budget)
-                if n == 0:
-                    blocked = True  # first come, first served: nobody overtakes the head of the queue
-                    continue
-                added.append(seq)
-            elif seq.status is Status.RUNNING:
+            if seq.status is Status.RUNNING:
                 num_running_ahead -= 1
                 start = seq.num_computed + seq.num_inflight
                 one_left = len(seq.token_ids) - start == 1
@@ -197,9 +183,21 @@ class Scheduler:
                     num_decodes += 1
                     decode_context += start + 1
                     continue
-                if self._clockwork is not None and num_decodes:
-                    self._clockwork.add_decodes(num_decodes, decode_context)
-                    num_decodes = decode_context = 0
+            if self._clockwork is not None and num_decodes:
+                self._clockwork.add_decodes(num_decodes, decode_context)
+                num_decodes = decode_context = 0
+            if seq.status is Status.WAITING:
+                if seq.held:
+                    continue
+                if blocked or preempted or len(self.running) >= self.max_num_seqs:
+                    blocked = True
+                    continue
+                n = self._admit(seq, budget)
+                if n == 0:
+                    blocked = True  # first come, first served: nobody overtakes the head of the queue
+                    continue
+                added.append(seq)
+            elif seq.status is Status.RUNNING:
                 n = self._chunk(seq, seq.lag, budget)
                 if n == 0:
                     continue
@@ -254,8 +252,17 @@ class Scheduler:
         """Whether a waiting sequence, with `ahead` others before it, lacks a place or memory."""
         if len(self.running) + ahead >= self.max_num_seqs:
             return True
-        margin = self.block_size if self.running else 0
-        return not self.kv.can_admit(seq, self.kv.match(seq), seq.num_known + margin)
+        return not self.kv.can_admit(seq, self.kv.match(seq), self._tokens_to_admit(seq))
+
+    def _tokens_to_admit(self, seq: Sequence) -> int:
+        """Tokens' worth of memory that must be there before a waiting sequence enters.
+
+        Beyond what is known of it, the worst case of what its samples will not share: one tail block each. Only a
+        sequence that would run alone enters without that margin (it fits by validation, if need be one sample after
+        the other).
+        """
+        width = max(seq.request.n, seq.request.beam.beam_width if seq.request.beam else 1)
+        return seq.num_known + (width * self.block_size if self.running else 0)
 
     def _step_limit_s(self) -> float:
         return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
@@ -280,12 +287,8 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int) -> int:
         """Give a waiting sequence memory and a first chunk; 0 leaves everything as it was."""
         match = self.kv.match(seq)
-        # Worst case of what its samples will not share, one tail block each; only the last request alone may be
-        # admitted without that margin (it fits by validation, if need be one sample after the other).
         known = seq.num_known
-        width = max(seq.request.n, seq.request.beam.beam_width if seq.request.beam else 1)
-        margin = width * self.block_size if self.running else 0
-        if not self.kv.can_admit(seq, match, known + margin):
+        if not self.kv.can_admit(seq, match, self._tokens_to_admit(seq)):
             return 0
         if self._chunk(seq, known - match.num_tokens, budget) == 0:
             return 0

@@ -10,27 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.ops.ref import REF
-from penstock.ops.ref.product import as_float32
-
-_CHUNK_ELEMENTS = 1 << 20
-"""16-bit weights are widened at most this many elements at a time (4 MB of float32)."""
+from penstock.ops.ref.product import product
 
 
 def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
     """x [T, N] times weight [M, N] transposed, plus bias [M] -> [T, M], as one product."""
-    if weight.dtype == np.float32:
-        out: F32 = x @ weight.T
-    else:
-        m, n = weight.shape
-        out = np.empty((x.shape[0], m), np.float32)
-        step = max(1, _CHUNK_ELEMENTS // max(1, n))
-        for lo in range(0, m, step):
-            out[:, lo : lo + step] = x @ as_float32(weight[lo : lo + step]).T
+    out = product(x, weight)
     return out if bias is None else out + bias
 
 

@@ -39,16 +39,21 @@ def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
     shape for each row, so a row's result does not depend on its company.
     """
     rows = x[:, None, :]
-    out: F32 = np.matmul(rows, weight.T)[:, 0] if weight.dtype == np.float32 else _widened(rows, weight)
+    out = product(rows, weight)[:, 0]
     return out if bias is None else out + bias
 
 
-def _widened(rows: F32, weight: npt.NDArray[Any]) -> F32:
-    """The product with 16-bit weights. The cuts depend on the weight's shape alone, never on the batch."""
+def product(x: F32, weight: npt.NDArray[Any]) -> F32:
+    """x [..., N] times weight [M, N] transposed -> [..., M], as numpy does it for the shape of x.
+
+    16-bit weights are widened a part at a time; the cuts depend on the weight's shape alone, never on the batch.
+    """
+    if weight.dtype == np.float32:
+        whole: F32 = np.matmul(x, weight.T)
+        return whole
     m, n = weight.shape
-    out = np.empty((rows.shape[0], m), np.float32)
+    out = np.empty((*x.shape[:-1], m), np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, n))
     for lo in range(0, m, step):
-        part = as_float32(weight[lo : lo + step])
-        out[:, lo : lo + step] = np.matmul(rows, part.T)[:, 0]
+        out[..., lo : lo + step] = np.matmul(x, as_float32(weight[lo : lo + step]).T)
     return out

@@ -12,7 +12,6 @@ from penstock.config import EngineConfig, from_kwargs
 from penstock.core.batch import SchedulerOutput
 from penstock.core.events import EngineStats
 from penstock.core.model_spec import ModelSpec
-from penstock.core.sequence import Sequence
 from penstock.engine.core import EngineCore
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
@@ -81,23 +80,14 @@ class Bench:
         core, clock, plan = self.core(**settings)
         limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, self.spec.vocab_size)
         slots, submit, scheduler = SlotUse(), core.executor.submit, core.scheduler
-        was_running = 0
 
         def watch(output: SchedulerOutput) -> None:
-            nonlocal was_running
-            slots.step(len(scheduler.running), len(scheduler.waiting), new_batch=was_running == 0)
-            was_running = len(scheduler.running)
+            # Nothing ran before this step exactly if all that runs now entered with it.
+            new_batch = len(output.added) == len(scheduler.running)
+            slots.step(len(scheduler.running), len(scheduler.waiting), new_batch=new_batch)
             submit(output)
 
         core.executor.submit = watch  # type: ignore[method-assign]
-        emptied = core.scheduler.remove
-
-        def removed(seq: Sequence) -> None:
-            nonlocal was_running
-            emptied(seq)
-            was_running = len(scheduler.running)
-
-        core.scheduler.remove = removed  # type: ignore[method-assign]
         return simulate(core, clock, workload, limits, label=label), core.stats, slots
 
 
