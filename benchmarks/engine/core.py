@@ -5,7 +5,7 @@
 A and B of each comparison run interleaved; medians, extremes and ratios are printed. Every run's tokens are compared
 with the other side's in the same run. The model has random weights in a small Llama shape whose 176 MB of float32
 weights do not fit the caches, so that a step's cost is dominated by reading them once (`--ops blas`), as on any real
-server; the reference ops read them once per row and would hide what batching is worth.
+server; the reference ops go over them once per row and hide a part of what batching is worth.
 """
 
 from __future__ import annotations

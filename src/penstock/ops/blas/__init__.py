@@ -1,7 +1,7 @@
 """The reference ops with whole-batch matrix products: one pass over the weights serves all rows of a step.
 
-What batching is worth can only be measured where a step reads its weights once; row by row, ten sequences cost ten
-passes. BLAS chooses the order of its sums by the number of rows, so the last bits of a token's logits depend on its
+What batching is worth shows in full only where a step reads its weights once; row by row, ten sequences pass ten times
+over each matrix. BLAS chooses the order of its sums by the number of rows, so the last bits of a token's logits depend on its
 company: this table is *not* batch-invariant, its greedy tokens may differ from the reference where two logits nearly
 tie, and it is off by default (`--ops blas`).
 """
