@@ -1,9 +1,9 @@
 """The reference ops with whole-batch matrix products: one pass over the weights serves all rows of a step.
 
-What batching is worth shows in full only where a step reads its weights once; row by row, ten sequences pass ten times
-over each matrix. BLAS chooses the order of its sums by the number of rows, so the last bits of a token's logits depend on its
-company: this table is *not* batch-invariant, its greedy tokens may differ from the reference where two logits nearly
-tie, and it is off by default (`--ops blas`).
+What batching is worth shows in full only where a step reads its weights once; row by row, ten sequences pass ten
+times over each matrix. BLAS chooses the order of its sums by the number of rows, so the last bits of a token's logits
+depend on its company: this table is *not* batch-invariant, its greedy tokens may differ from the reference where two
+logits nearly tie, and it is off by default (`--ops blas`).
 """
 
 from __future__ import annotations
