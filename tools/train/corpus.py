@@ -25,7 +25,7 @@ from train.tokenizer import save_tokenizer, train_tokenizer
 
 U16 = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
-CONTEXT_WEIGHT = 0.1
+CONTEXT_WEIGHT = 0.05
 """What a token of an exercise's context counts for in the loss; an answer's counts 1."""
 _TOKENIZER_CHARS = 12_000_000
 
@@ -92,7 +92,10 @@ class Mixture:
     def rows(self) -> Iterator[tuple[U16, F32]]:
         """(tokens [length + 1], weight of predicting each token but the first [length])."""
         while True:
-            yield self._exercises() if self._rng.random() < self.share else self._window()
+            if self._rng.random() >= self.share:
+                yield self._window()
+            else:
+                yield self._exercises() if self._rng.random() < 0.85 else self._repeats()
 
     def _window(self) -> tuple[U16, F32]:
         tokens = self._rng.choices(self._prose, self._mass)[0]
@@ -103,6 +106,19 @@ class Mixture:
         tokens = rng.choices(self._prose[:3], self._mass[:3])[0]
         start = rng.randrange(len(tokens) - size)
         return str(self._tokenizer.decode(tokens[start : start + size // 3].tolist())).strip()[:size]
+
+    def _repeats(self) -> tuple[U16, F32]:
+        """One stretch of prose or of random tokens again and again: what follows is known from the second time on."""
+        rng = self._rng
+        n = rng.randint(8, self.length // 2)
+        if rng.random() < 0.5:
+            segment = np.array([rng.randrange(3, self._tokenizer.get_vocab_size()) for _ in range(n)], np.uint16)
+        else:
+            segment = self._window()[0][:n]
+        times = -(-(self.length + 1) // n)
+        weights = np.full(self.length + 1, 0.3, np.float32)
+        weights[:n] = CONTEXT_WEIGHT
+        return np.tile(segment, times)[: self.length + 1], weights[1:]
 
     def _exercises(self) -> tuple[U16, F32]:
         ids: list[int] = []

@@ -25,19 +25,29 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Exercise:
-    """`depth`: where in the context the needed fact stands, 0 at its beginning, 1 at its end; None if nowhere."""
+    """`depth`: where in the context the needed fact stands, 0 at its beginning, 1 at its end; None if nowhere.
+
+    `more`: further questions about the same context and their answers. They make training denser: a long context is
+    read once and asked often. Only the first question counts where models are judged.
+    """
 
     skill: str
     prompt: str
     answer: str
     depth: float | None = None
+    more: tuple[tuple[str, str], ...] = ()
 
     def pieces(self, chat: bool) -> list[Piece]:
-        """As plain text, or as one turn of a dialogue."""
-        if not chat:
-            return [Piece(self.prompt, False), Piece(" " + self.answer + "\n", True)]
-        before = f"<|im_start|>user\n{self.prompt}<|im_end|>\n<|im_start|>assistant\n"
-        return [Piece(before, False), Piece(self.answer + "<|im_end|>", True), Piece("\n", False)]
+        """As plain text, or as turns of a dialogue."""
+        asked = ((self.prompt, self.answer), *self.more)
+        out: list[Piece] = []
+        for prompt, answer in asked:
+            if chat:
+                out.append(Piece(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", False))
+                out += [Piece(answer + "<|im_end|>", True), Piece("\n", False)]
+            else:
+                out += [Piece(prompt, False), Piece(" " + answer + "\n", True)]
+        return out
 
 
 class Words(NamedTuple):
@@ -122,10 +132,26 @@ def hidden(rng: random.Random, split: Split, size: int, noise: Noise, depth: flo
     template, question = rng.choice(_HIDE[split])
     values = {"v": number(rng, rng.choice((4, 5, 6)), split), "n": rng.choice(w.names)}
     text = noise(rng, size)
-    cut = int(depth * len(text))
-    cut = max(text.rfind(". ", 0, cut) + 2, 0) if text.rfind(". ", 0, cut) >= 0 else 0
+    cut = _sentence_end(text, int(depth * len(text)))
     context = f"{text[:cut]}{template.format(**values)} {text[cut:]}".strip()
-    return Exercise("needle", f"{context}\n\n{question.format(**values)}", values["v"] + ".", cut / max(1, len(text)))
+    more: list[tuple[str, str]] = []
+    if split == "train":  # more needles, of other kinds and other people
+        for other, asked in _HIDE[split]:
+            for name in rng.sample(w.names, rng.randint(0, 4)) if "{n}" in other else w.names[:1]:
+                if other == template and ("{n}" not in other or name == values["n"]):
+                    continue
+                fact = {"v": number(rng, rng.choice((4, 5, 6)), split), "n": name}
+                at = _sentence_end(context, rng.randrange(len(context)))
+                context = f"{context[:at]}{other.format(**fact)} {context[at:]}"
+                more.append((asked.format(**fact), fact["v"] + "."))
+        rng.shuffle(more)
+    prompt = f"{context}\n\n{question.format(**values)}"
+    return Exercise("needle", prompt, values["v"] + ".", cut / max(1, len(text)), tuple(more))
+
+
+def _sentence_end(text: str, before: int) -> int:
+    """Where the last sentence that ends before `before` ends, its blank included; 0 if there is none."""
+    return text.rfind(". ", 0, before) + 2 if text.rfind(". ", 0, before) >= 0 else 0
 
 
 def lookup(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
@@ -137,7 +163,9 @@ def lookup(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercis
     at = rng.randrange(count)
     key = list(keys)[at]
     lines = "\n".join(f"{k}: {v}" for k, v in keys.items())
-    return Exercise("lookup", f"{lines}\n\nThe value of {key} is", keys[key] + ".", at / count)
+    more = rng.sample(list(keys), min(count, 6)) if split == "train" else []
+    asked = tuple((f"The value of {k} is", keys[k] + ".") for k in more)
+    return Exercise("lookup", f"{lines}\n\nThe value of {key} is", keys[key] + ".", at / count, asked)
 
 
 def two_hop(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
@@ -149,9 +177,11 @@ def two_hop(rng: random.Random, split: Split, size: int, noise: Noise) -> Exerci
     facts = [f"{n} has the {t}." for n, t in zip(people, things, strict=True)]
     facts += [f"{n} is in the {p}." for n, p in zip(people, places, strict=True)]
     rng.shuffle(facts)
-    i = rng.randrange(count)
-    prompt = " ".join(facts) + f"\n\nWho has the {things[i]}, and where? The {things[i]} is with"
-    return Exercise("two-hop", prompt, f"{people[i]} in the {places[i]}.")
+    i, *others = rng.sample(range(count), count)
+    asked = [(f"Who has the {things[j]}, and where? The {things[j]} is with", f"{people[j]} in the {places[j]}.")
+             for j in (i, *others[:4])]  # fmt: skip
+    prompt = " ".join(facts) + "\n\n" + asked[0][0]
+    return Exercise("two-hop", prompt, asked[0][1], more=tuple(asked[1:]) if split == "train" else ())
 
 
 def passage(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
@@ -164,12 +194,15 @@ def passage(rng: random.Random, split: Split, size: int, noise: Noise) -> Exerci
         f"On {day}, {n} went to the {place} and found a {colour} {thing}. {n} gave it to {other}. "
         f"{other} was very happy and said thank you."
     )
-    question, answer = rng.choice((
+    questions = [
         (f"What did {n} find? {n} found", f"a {colour} {thing}."), (f"Where did {n} go? {n} went to", f"the {place}."),
         (f"What colour was the {thing}? It was", f"{colour}."), (f"Who got the {thing}? It was given to", f"{other}."),
         (f"When did {n} go to the {place}? It was on", f"{day}."),
-    ))  # fmt: skip
-    return Exercise("passage", f"{story}\n\n{question}", answer)
+    ]  # fmt: skip
+    rng.shuffle(questions)
+    question, answer = questions[0]
+    more = tuple(questions[1:]) if split == "train" else ()
+    return Exercise("passage", f"{story}\n\n{question}", answer, more=more)
 
 
 def copying(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
@@ -204,7 +237,7 @@ SKILLS: dict[str, Callable[[random.Random, Split, int, Noise], Exercise]] = {
     "needle": needle, "lookup": lookup, "two-hop": two_hop, "passage": passage, "copy": copying,
     "arithmetic": arithmetic, "json": small_json,
 }  # fmt: skip
-WEIGHTS = {"needle": 3, "lookup": 4, "two-hop": 2, "passage": 2, "copy": 2, "arithmetic": 2, "json": 1}
+WEIGHTS = {"needle": 3, "lookup": 4, "two-hop": 2, "passage": 2, "copy": 2, "arithmetic": 6, "json": 2}
 
 
 def exercise(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:

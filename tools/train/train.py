@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from train.corpus import Mixture
 from train.export import export, read_weights
+from train.induction import plant, plantable
 from train.interpreter import SpecModule
 from train.muon import Muon
 from train.recipes import RECIPES
@@ -39,8 +40,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="model folder to go on from")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--minutes", type=float, help="end earlier: the schedule follows the clock instead of steps")
-    parser.add_argument("--rows", type=int, default=16, help="sequences per step")
+    parser.add_argument("--rows", type=int, default=16, help="sequences per step, of the first length")
     parser.add_argument("--length", type=int, default=512, help="tokens per sequence")
+    parser.add_argument(
+        "--lengths", type=phases, default=None, metavar="N:PART,...",
+        help="instead of --length: sequences grow as training goes on; 256:0.5,2048:0.5 is half of the run at each. "
+        "Every step has as many tokens as the first",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plain-start",
+        action="store_true",
+        help="begin without the heads for looking back that train.induction plants",
+    )
+    parser.add_argument("--exits", type=int, nargs="*", default=[], help="layers behind which the head is trained too")
+    parser.add_argument("--threads", type=int, help="of torch on a CPU")
     parser.add_argument("--share", type=float, default=0.35, help="part of the rows that are exercises")
     parser.add_argument("--lr", type=float, default=0.02, help="of Muon; AdamW's is a seventh of it")
     parser.add_argument("--cooldown", type=float, default=0.4, help="last part of the run, in which rates fall to zero")
@@ -52,33 +65,73 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def phases(text: str) -> list[tuple[int, float]]:
+    """ "256:0.5,2048:0.5" -> [(256, 0.5), (2048, 1.0)]: lengths, and the part of the run at which each ends."""
+    out, end = [], 0.0
+    for part in text.split(","):
+        length, share = part.split(":")
+        end += float(share)
+        out.append((int(length), end))
+    if abs(end - 1.0) > 1e-6:
+        raise argparse.ArgumentTypeError(f"the parts add up to {end:g}, not 1")
+    return out
+
+
 class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """Rows of a mixture; every worker process draws its own, from its own seed."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, length: int) -> None:
         self._args = args
+        self._length = length
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         a, worker = self._args, get_worker_info()
-        seed = a.seed * 1000 + (0 if worker is None else worker.id)
-        for tokens, weights in Mixture(a.data, a.length, a.share, seed).rows():
+        seed = a.seed * 1000 + (0 if worker is None else worker.id) + self._length * 1_000_003
+        for tokens, weights in Mixture(a.data, self._length, a.share, seed).rows():
             yield torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(weights)
 
 
-def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(inputs [rows, length], targets, weights) on the device; made by `--workers` processes beside the training."""
-    loader = DataLoader(Rows(args), batch_size=args.rows, num_workers=args.workers)
+def batches(
+    args: argparse.Namespace, done: Callable[[], float]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(inputs [rows, length], targets, weights) on the device; made by `--workers` processes beside the training.
+
+    `done` says how much of the run is over; lengths follow it.
+    """
+    for length, end in args.lengths:
+        rows = max(1, args.rows * args.lengths[0][0] // length)
+        for batch in _batches(args, rows, length):
+            if done() >= end:
+                break
+            yield batch
+
+
+def _batches(
+    args: argparse.Namespace, rows: int, length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    loader = DataLoader(Rows(args, length), batch_size=rows, num_workers=args.workers)
     for tokens, weights in loader:
         tokens, weights = tokens.to(args.device, non_blocking=True).long(), weights.to(args.device, non_blocking=True)
         yield tokens[:, :-1], tokens[:, 1:], weights
 
 
-def loss_of(model: SpecModule, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted mean loss to descend, sum of losses of fully weighted tokens and their number) in nats."""
+def loss_of(
+    model: SpecModule, x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, exits: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted mean loss to descend, sum of losses of fully weighted tokens and their number) in nats.
+
+    `exits`: the head is also trained to read the residual behind these many layers, at 0.3 of the weight, much as in
+    Elhoushi et al., LayerSkip, 2024, section 4.1.
+    """
+    total = torch.zeros((), device=x.device)
     with torch.autocast(x.device.type, torch.bfloat16):
+        early = [model.head(model.hidden(x, stop)) for stop in exits]
         logits = model(x)
+    for out in early:
+        each = F.cross_entropy(out.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+        total = total + 0.3 * (each * w).sum() / w.sum()
     each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    return (each * w).sum() / w.sum(), torch.stack([(each * (w == 1)).sum(), (w == 1).sum()]).detach()
+    return total + (each * w).sum() / w.sum(), torch.stack([(each * (w == 1)).sum(), (w == 1).sum()]).detach()
 
 
 def optimisers(model: SpecModule, lr: float) -> list[torch.optim.Optimizer]:
@@ -113,10 +166,16 @@ def main() -> None:
     args = arguments()
     console = Console()
     torch.manual_seed(args.seed)
+    args.lengths = args.lengths or [(args.length, 1.0)]
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     spec = RECIPES[args.recipe]
-    model = SpecModule(spec, max(args.length, 512)).to(args.device)
+    model = SpecModule(spec, max(512, *(length for length, _ in args.lengths)))
     if args.resume is not None:
         model.load(read_weights(args.resume, spec))
+    elif not args.plain_start and plantable(spec):
+        plant(model, args.seed)
+    model.to(args.device)
     run = torch.compile(model) if args.compile else model
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     optims = optimisers(model, args.lr)
@@ -128,24 +187,28 @@ def main() -> None:
     sums = torch.zeros(2, device=args.device)
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(args.recipe, total=1.0)
-        for step, (x, y, w) in enumerate(batches(args)):
+        step, tokens, fresh, since = -1, 0, 0, start
+
+        def over() -> float:
             minutes = (time.monotonic() - start) / 60
-            done = step / args.steps if args.minutes is None else minutes / args.minutes
-            if done >= 1.0:
-                break
+            return (step + 1) / args.steps if args.minutes is None else minutes / args.minutes
+
+        for x, y, w in batches(args, over):
+            step, done = step + 1, over()
             for group, lr in zip((g for o in optims for g in o.param_groups), base, strict=True):
                 group["lr"] = lr * rate(done, args.cooldown)
-            loss, counted = loss_of(run, x, y, w)
+            loss, counted = loss_of(run, x, y, w, args.exits)
             loss.backward()
             for optimiser in optims:
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
             sums += counted
+            fresh += x.numel()
             if step % 20 == 19:
                 mean = float(sums[0] / sums[1])
                 sums.zero_()
-                tokens = (step + 1) * args.rows * args.length
-                speed = tokens / (time.monotonic() - start)
+                speed = fresh / (time.monotonic() - since)
+                tokens, fresh, since = tokens + fresh, 0, time.monotonic()
                 log.write(json.dumps({"step": step + 1, "tokens": tokens, "loss": round(mean, 4)}) + "\n")
                 log.flush()
                 progress.update(task, completed=done, description=f"step {step + 1} loss {mean:.3f} {speed:,.0f} tok/s")

@@ -40,3 +40,32 @@ class CapacityError(ConfigError):
 
 class EngineError(PenstockError):
     """The engine could not finish a request for a reason that is not the client's fault (HTTP: 500)."""
+
+
+class RefusedError(PenstockError):
+    """A request that is in order but will not be served, or not now (HTTP: `status`).
+
+    Attributes:
+        status: 401, 403, 404, 408, 409, 413, 415, 429, 431, 499, 501, 503 or 504.
+        code: OpenAI's `code`, a word such as "rate_limit_exceeded"; None if there is no word for it.
+        type: OpenAI's `type`; by default what belongs to the status.
+        retry_after_s: when trying again makes sense, as a guess; None if it does not.
+        param: the field that has to change, if it is one field's fault.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        code: str | None = None,
+        type: str | None = None,
+        retry_after_s: float | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.type = type
+        self.retry_after_s = retry_after_s
+        self.param = param

@@ -14,21 +14,36 @@ from penstock.config.engine import (
     ModelConfig,
     SchedulerConfig,
 )
-from penstock.config.load import add_arguments, from_args, from_kwargs, from_toml, read_toml
+from penstock.config.load import (
+    SERVER_SETTINGS,
+    add_arguments,
+    from_args,
+    from_kwargs,
+    from_toml,
+    read_toml,
+    serve_from_args,
+    serve_from_kwargs,
+)
+from penstock.config.server import ServeConfig, ServerConfig
 from penstock.config.setting import Setting
 
 __all__ = [
     "SECTIONS",
+    "SERVER_SETTINGS",
     "SETTINGS",
     "CacheConfig",
     "EngineConfig",
     "ExecutionConfig",
     "ModelConfig",
     "SchedulerConfig",
+    "ServeConfig",
+    "ServerConfig",
     "Setting",
     "add_arguments",
     "from_args",
     "from_kwargs",
     "from_toml",
     "read_toml",
+    "serve_from_args",
+    "serve_from_kwargs",
 ]

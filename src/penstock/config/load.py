@@ -13,11 +13,14 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.config.engine import SECTIONS, SETTINGS, EngineConfig
 from penstock.config.foreign import REMOVED, RENAMED
-from penstock.config.setting import Setting
+from penstock.config.server import ServeConfig, ServerConfig
+from penstock.config.setting import Setting, settings_of
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]|[KMGT](?:i?B)?)?")
 _POSITIONAL = "model_positional"
+SERVER_SETTINGS: dict[str, Setting] = {item.name: item for item in settings_of(ServerConfig)}
+_SERVING = SETTINGS | SERVER_SETTINGS
 
 
 def from_kwargs(**kwargs: Any) -> EngineConfig:
@@ -26,7 +29,7 @@ def from_kwargs(**kwargs: Any) -> EngineConfig:
     Raises ConfigError for unknown names (with the closest known one), wrong types and values out of range, and for
     what other engines have and Penstock has not.
     """
-    return _build(_checked(kwargs, lambda name: name))
+    return _build(_checked(kwargs, lambda name: name, SETTINGS))
 
 
 def from_toml(path: str | Path, **overrides: Any) -> EngineConfig:
@@ -34,7 +37,7 @@ def from_toml(path: str | Path, **overrides: Any) -> EngineConfig:
 
     `overrides` beat the file. Raises ConfigError; what is wrong in the file is named `FILE: [table] name: ...`.
     """
-    return _build(read_toml(path) | _checked(overrides, lambda name: name))
+    return _build(read_toml(path) | _checked(overrides, lambda name: name, SETTINGS))
 
 
 def from_args(args: argparse.Namespace) -> EngineConfig:
@@ -42,21 +45,37 @@ def from_args(args: argparse.Namespace) -> EngineConfig:
 
     Other attributes of `args` are left alone, so the parser may have arguments of its own.
     """
+    return _build(_given(args, SETTINGS))
+
+
+def serve_from_args(args: argparse.Namespace) -> ServeConfig:
+    """The same for a server: the engine's settings and those of [server]. Raises ConfigError."""
+    values = _given(args, _SERVING)
+    server = ServerConfig(**{name: value for name, value in values.items() if name in SERVER_SETTINGS})
+    return ServeConfig(engine=_build({n: v for n, v in values.items() if n in SETTINGS}), server=server)
+
+
+def serve_from_kwargs(**kwargs: Any) -> ServeConfig:
+    """A ServeConfig from flat names. Raises ConfigError."""
+    return serve_from_args(argparse.Namespace(**kwargs))
+
+
+def _given(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
     given = vars(args)
-    known = SETTINGS.keys() | REMOVED.keys() | RENAMED.keys()
+    known = settings.keys() | REMOVED.keys() | RENAMED.keys()
     flags = {name: given[name] for name in given if name in known}
     positional = given.get(_POSITIONAL)
     if positional is not None:
         if flags.get("model", positional) != positional:
             raise ConfigError(f"two models are given: {positional} and --model {flags['model']}", field="model")
         flags["model"] = positional
-    values = _checked(flags, lambda name: "--" + name.replace("_", "-"))
+    values = _checked(flags, lambda name: "--" + name.replace("_", "-"), settings)
     path = given.get("config")
-    return _build(values if path is None else read_toml(path) | values)
+    return values if path is None else read_toml(path, settings) | values
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """The settings that a TOML file gives, by flat name, each checked.
+def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> dict[str, Any]:
+    """The settings that a TOML file gives, by flat name, each checked. A table [server] is left to `penstock serve`.
 
     Raises ConfigError if the file cannot be read, is not TOML, or holds an unknown table, name or value.
     """
@@ -69,12 +88,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
     values: dict[str, Any] = {}
     for title, table in tables.items():
-        values |= _checked_table(str(path), title, table)
+        if title == "server" and isinstance(table, dict) and settings is SETTINGS:
+            continue  # one file may serve `penstock serve` and `penstock run`
+        values |= _checked_table(str(path), title, table, settings)
     return values
 
 
-def _checked_table(path: str, title: str, table: Any) -> dict[str, Any]:
-    if title not in SECTIONS:
+def _checked_table(path: str, title: str, table: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    if title not in SECTIONS and not (title == "server" and settings is _SERVING):
         if title in SETTINGS and not isinstance(table, dict):
             raise ConfigError(f"{path}: {title}: belongs into the table [{SETTINGS[title].section}]", field=title)
         hint = _closest(title, SECTIONS) or f"the tables are {', '.join(f'[{s}]' for s in SECTIONS)}"
@@ -83,20 +104,20 @@ def _checked_table(path: str, title: str, table: Any) -> dict[str, Any]:
         # `model = "..."` at the top is the likeliest slip: the table and its first setting share a name.
         raise ConfigError(f"{path}: {title}: must be a table; write [{title}] above its settings", field=title)
     for name in table:
-        if name in SETTINGS and SETTINGS[name].section != title:
+        if name in settings and settings[name].section != title:
             raise ConfigError(
-                f"{path}: [{title}] {name}: belongs into the table [{SETTINGS[name].section}]", field=name
+                f"{path}: [{title}] {name}: belongs into the table [{settings[name].section}]", field=name
             )
-    return _checked(table, lambda name: f"{path}: [{title}] {name}")
+    return _checked(table, lambda name: f"{path}: [{title}] {name}", settings)
 
 
-def _checked(values: Mapping[str, Any], label: Callable[[str], str]) -> dict[str, Any]:
+def _checked(values: Mapping[str, Any], label: Callable[[str], str], settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Each value as its proper type; harmless foreign names are dropped. `label(name)` is how the user wrote it."""
     out: dict[str, Any] = {}
     for name, value in values.items():
-        if name in SETTINGS:
+        if name in settings:
             try:
-                out[name] = SETTINGS[name].check(_canonical(SETTINGS[name], value))
+                out[name] = settings[name].check(_canonical(settings[name], value))
             except ValueError as error:
                 raise ConfigError(f"{label(name)}: {error}", field=name) from None
         elif name in REMOVED:
@@ -105,7 +126,7 @@ def _checked(values: Mapping[str, Any], label: Callable[[str], str]) -> dict[str
         elif name in RENAMED:
             raise ConfigError(f"{label(name)}: is another engine's name; here it is {RENAMED[name]}", field=name)
         else:
-            hint = _closest(name, SETTINGS) or f"the settings are {', '.join(SETTINGS)}"
+            hint = _closest(name, settings) or f"the settings are {', '.join(settings)}"
             raise ConfigError(f"{label(name)}: unknown setting; {hint}", field=name)
     return out
 
@@ -133,8 +154,8 @@ def _build(values: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**sections)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = False) -> None:
-    """Add one --kebab-case flag per setting, and --config for a TOML file. Mutates `parser`.
+def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = False, server: bool = False) -> None:
+    """Add one --kebab-case flag per setting, and --config for a TOML file; `server`: a server's too. Mutates `parser`.
 
     `model_positional` also takes the model as an argument without a flag (`penstock serve MODEL`). Flags that were
     not given leave no trace in the namespace, so that a TOML file can speak.
@@ -146,6 +167,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
     for title, section in SECTIONS.items():
         group = parser.add_argument_group(title, section.__doc__)
         for item in (s for s in SETTINGS.values() if s.section == title):
+            _add_flag(group, item)
+    if server:
+        group = parser.add_argument_group("server", ServerConfig.__doc__)
+        for item in SERVER_SETTINGS.values():
             _add_flag(group, item)
     for name, foreign in REMOVED.items():
         flags = ("--" + name.replace("_", "-"), *foreign.flags)

@@ -36,6 +36,7 @@ class Setting:
     above: float | None
     maximum: int | float | None
     choices: tuple[str, ...] | None
+    allow_empty: bool = False
 
     @property
     def flag(self) -> str:
@@ -69,7 +70,7 @@ class Setting:
             return float(value)
         elif self.kind is str and isinstance(value, str | os.PathLike):
             text = os.fspath(value)
-            if isinstance(text, str) and text.strip():
+            if isinstance(text, str) and (text.strip() or self.allow_empty):
                 return text
             raise ValueError("must not be empty")
         raise ValueError(f"must be {_KIND_WORDS[self.kind]}, not {value!r} ({type(value).__name__})")
@@ -83,11 +84,19 @@ def setting(
     above: float | None = None,
     maximum: int | float | None = None,
     choices: tuple[str, ...] | None = None,
+    allow_empty: bool = False,
 ) -> T:
     """A dataclass field with its help text and bounds."""
     return dataclasses.field(
         default=default,
-        metadata={"help": help, "minimum": minimum, "above": above, "maximum": maximum, "choices": choices},
+        metadata={
+            "help": help,
+            "minimum": minimum,
+            "above": above,
+            "maximum": maximum,
+            "choices": choices,
+            "allow_empty": allow_empty,
+        },
     )
 
 
@@ -134,4 +143,5 @@ def _describe(section: type) -> Iterator[Setting]:
             above=meta.get("above"),
             maximum=meta.get("maximum"),
             choices=meta.get("choices"),
+            allow_empty=meta.get("allow_empty", False),
         )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Sample:
+class Sample:
     """One sample's text so far."""
 
     index: int
@@ -57,10 +57,10 @@ class _Sample:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
 
-class _Live:
+class Live:
     """A request whose output is still being put together."""
 
-    def __init__(self, request: Request, params: SamplingParams | None, prompt: str | None, samples: list[_Sample]):
+    def __init__(self, request: Request, params: SamplingParams | None, prompt: str | None, samples: list[Sample]):
         self.request = request
         self.params = params
         self.prompt = prompt
@@ -83,16 +83,16 @@ class OutputProcessor:
         self.clock = clock
         self.aborts: list[Abort] = []
         self.beams: dict[str, EngineOutput] = {}
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Live] = {}
 
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
         """Begin to follow a request. `params` is None for beam search."""
         samples = [self._sample(i, request, params) for i in range(request.n)] if params is not None else []
-        self._live[request.request_id] = _Live(request, params, prompt, samples)
+        self._live[request.request_id] = Live(request, params, prompt, samples)
 
-    def _sample(self, index: int, request: Request, params: SamplingParams) -> _Sample:
+    def _sample(self, index: int, request: Request, params: SamplingParams) -> Sample:
         if self.tokenizer is None or not params.detokenize:
-            return _Sample(index, None, None)
+            return Sample(index, None, None)
         # The prompt decides how the first generated piece reads: after a word, its leading space counts.
         detokenizer = IncrementalDetokenizer(
             self.tokenizer,
@@ -102,7 +102,7 @@ class OutputProcessor:
         )
         stops = stop_strings(params)
         matcher = StopMatcher(stops, params.include_stop_str_in_output, params.min_tokens) if stops else None
-        return _Sample(index, detokenizer, matcher)
+        return Sample(index, detokenizer, matcher)
 
     def process(self, outputs: list[EngineOutput]) -> list[str]:
         """Take in a step's news. Returns the ids of the requests that changed, in order."""
@@ -118,13 +118,22 @@ class OutputProcessor:
                 self.beams[out.request_id] = out
         return list(touched)
 
+    def end(self, request_id: str, reason: str, error: str | None = None) -> None:
+        """End what still runs of a request, here alone: the engine is told by whoever decides so."""
+        live = self._live[request_id]
+        live.error = error
+        live.metrics.finished_s = self.clock.now()
+        for sample in live.samples:
+            if sample.finish_reason is None:
+                self._flush(live, sample, reason, None)
+
     def discard(self, request_id: str) -> None:
         self._live.pop(request_id, None)
         self.beams.pop(request_id, None)
 
     # -- one output ----------------------------------------------------------------------------------------------
 
-    def _take(self, live: _Live, out: EngineOutput) -> None:
+    def _take(self, live: Live, out: EngineOutput) -> None:
         now = self.clock.now()
         params = live.params
         assert params is not None
@@ -151,7 +160,7 @@ class OutputProcessor:
         if all(s.finish_reason is not None for s in live.samples):
             live.metrics.finished_s = now
 
-    def _tokens(self, live: _Live, sample: _Sample, out: EngineOutput) -> None:
+    def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
         params = live.params
         assert params is not None
         sample.token_ids += out.token_ids
@@ -171,7 +180,7 @@ class OutputProcessor:
                     self.aborts.append(Abort(request_id=out.request_id, index=sample.index, reason="stop"))
                 return
 
-    def _flush(self, live: _Live, sample: _Sample, reason: str, stop_reason: int | str | None) -> None:
+    def _flush(self, live: Live, sample: Sample, reason: str, stop_reason: int | str | None) -> None:
         """The sample ends: give out the text that waited for a next token that never comes."""
         if sample.detokenizer is not None:
             hit = sample.add_text(sample.detokenizer.flush(), 0)
@@ -203,13 +212,17 @@ class OutputProcessor:
             return request_id in self.beams
         return all(s.finish_reason is not None for s in live.samples)
 
-    def output(self, request_id: str) -> RequestOutput:
-        """The request's output so far; finished requests are forgotten by this call."""
+    def live(self, request_id: str) -> Live:
+        """The state of a request that is still followed."""
+        return self._live[request_id]
+
+    def output(self, request_id: str, *, keep: bool = False) -> RequestOutput:
+        """The request's output so far; finished requests are forgotten by this call unless `keep`."""
         live = self._live[request_id]
         params = live.params
         assert params is not None
         finished = self.is_finished(request_id)
-        if finished:
+        if finished and not keep:
             del self._live[request_id]
         wants_logprobs = params.logprobs is not None
         return RequestOutput(

@@ -60,8 +60,11 @@ def start(
     *,
     machine: Machine | None = None,
     progress: Progress | None = None,
+    serving: bool = False,
 ) -> Engine:
     """Open the model, plan, load the weights and assemble the engine.
+
+    `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`).
 
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
@@ -79,7 +82,7 @@ def start(
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     timer = RooflineTimer(checkpoint.spec, device_preset("cpu-ref"), dtype=plan.dtype, kv_dtype=plan.kv_dtype)
-    core = assemble(config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=False)
+    core = assemble(config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=serving)
     return Engine(
         core=core,
         plan=plan,

@@ -1,0 +1,85 @@
+"""The settings of a server. `penstock serve` and the table [server] of a TOML file; `LLM` knows none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.config.engine import EngineConfig
+from penstock.config.setting import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Section):
+    """Where the server listens, who may ask, and how much it takes on. Lists are written with commas."""
+
+    host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 is everywhere: give keys first.")
+    port: int = setting(8000, "Port to listen on; 0 takes any that is free.", minimum=0, maximum=65535)
+    uds: str | None = setting(None, "Listen on this unix socket instead.")
+    served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
+    api_key: str | None = setting(None, "Keys of which clients must send one (commas between them); also from the "
+                                  "environment, PENSTOCK_API_KEY or VLLM_API_KEY.")  # fmt: skip
+    api_keys_file: str | None = setting(
+        None, "TOML file of keys, one table [name] each: key or key_sha256, weight, tokens_per_minute, "
+        "max_concurrent, admin."
+    )  # fmt: skip
+    admin_api_key: str | None = setting(None, "Key for the admin routes; without one they do not exist.")
+    ssl_certfile: str | None = setting(None, "TLS certificate (PEM). A changed file is taken up without a restart.")
+    ssl_keyfile: str | None = setting(None, "TLS private key (PEM).")
+    ssl_ca_certs: str | None = setting(None, "Certificates of clients must be signed by these.")
+    allowed_origins: str | None = setting(None, "Origins that browsers may send from (CORS), commas; * is all.")
+    root_path: str = setting("", "Path under which a proxy publishes the server.", allow_empty=True)
+    chat_template: str | None = setting(None, "Chat template instead of the model's: a file or the template itself.")
+    trust_request_chat_template: bool = setting(False, "Run chat templates that come with requests.")
+    tool_call_parser: str | None = setting(None, "How this model writes tool calls; by default found by its template.")
+    reasoning_parser: str | None = setting(None, "How this model marks its thoughts; by default by its template.")
+    enable_auto_tool_choice: bool = setting(True, "Let the model decide about tools (tool_choice auto).")
+    strict: bool = setting(False, "Refuse unknown fields in requests; otherwise they are ignored with a warning.")
+    max_num_queued_reqs: int = setting(
+        256, "Requests that may wait; more are refused with 429. 0: as many as come.", minimum=0
+    )
+    max_num_queued_tokens: int = setting(
+        0, "Prompt tokens that may wait; 0: sixteen times what the KV memory holds.", minimum=0
+    )
+    max_queue_wait: float = setting(
+        60.0, "Seconds of predicted waiting from which requests are refused; 0: any.", minimum=0
+    )
+    request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
+    max_body_bytes: int = setting(32 << 20, "Largest request body.", minimum=1024)
+    max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)
+    max_connections: int = setting(2048, "Connections at once.", minimum=1)
+    header_timeout: float = setting(10.0, "Seconds in which a request's header must be there.", above=0)
+    body_timeout: float = setting(60.0, "Seconds in which a request's body must be there.", above=0)
+    max_stream_chars: int = setting(
+        1 << 20, "Characters a slow reader of a stream may be behind before it is given up.", minimum=1024
+    )
+    max_n: int = setting(64, "Samples per request.", minimum=1)
+    max_prompts: int = setting(1024, "Prompts per completion request.", minimum=1)
+    shutdown_timeout: float = setting(
+        60.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once.", minimum=0
+    )
+    max_restarts_per_minute: int = setting(3, "Engine restarts in a minute after which the server gives up.", minimum=0)
+    response_store_size: int = setting(1000, "Responses that are kept for later questions; 0: none.", minimum=0)
+    response_store_ttl: float = setting(3600.0, "Seconds for which they are kept.", above=0)
+    files_dir: str | None = setting(None, "Folder of uploaded files and batches; by default the cache folder.")
+    max_files_bytes: int = setting(1 << 30, "Bytes that uploaded files may take.", minimum=0)
+    grammar_cache_bytes: int = setting(64 << 20, "Bytes of compiled grammars that are kept.", minimum=0)
+    grammar_timeout: float = setting(5.0, "Seconds that compiling a grammar may take.", above=0)
+    disable_log_stats: bool = setting(False, "No line about throughput every ten seconds.")
+    request_log: bool = setting(True, "One line per finished request, without its text.")
+    engine_in_process: bool = setting(False, "Run the engine as a thread of the server (it cannot be restarted then).")
+    fault: str | None = setting(
+        None, "For tests: make a part fail, site:kind:nth (commas between several). Never settable by requests."
+    )
+
+    def names(self, field_name: str) -> list[str]:
+        """A setting with commas as a list."""
+        value = getattr(self, field_name)
+        return [part.strip() for part in value.split(",") if part.strip()] if value else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """An engine and the server in front of it."""
+
+    engine: EngineConfig
+    server: ServerConfig = field(default_factory=ServerConfig)

@@ -1,0 +1,106 @@
+"""What a front end and an engine process tell each other. Ids, numbers and short texts only; no pickle, ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.output import EngineOutput
+from penstock.core.request import Abort, Control, Request
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is, fixed from the moment it is ready until it ends. All that a front end needs to know of it.
+
+    Units: tokens and blocks as named; `load_s` seconds from start to ready.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    kv_capacity_tokens: int | None = None
+    eos_token_ids: list[int] = []
+    block_size: int = 0
+    num_blocks: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    num_params: int = 0
+    dtype: str = ""
+    kv_dtype: str = ""
+    pid: int = 0
+    load_s: float = 0.0
+    decisions: list[tuple[str, Any, str]] = []
+    """(name, value, why) of everything that was chosen automatically."""
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """How the engine is doing. Sent with outputs and while idle, at most every tenth of a second.
+
+    `step` counts steps; `time_s` is the monotonic clock of the machine. Counters are `core.events.EngineStats`' names.
+    `memory_bytes`: bytes by subsystem ("weights", "kv", "prefix_tree", ...). KV numbers are blocks of all groups.
+    """
+
+    time_s: float = 0.0
+    step: int = 0
+    step_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    kv_total: int = 0
+    kv_used: int = 0
+    kv_evictable: int = 0
+    counters: dict[str, float] = {}
+    memory_bytes: dict[str, int] = {}
+    prefix_tree: list[tuple[int, int, int]] = []
+    """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """News of one step, engine to front end. `epoch`: the engine process that says so; stale ones are dropped."""
+
+    epoch: int
+    outputs: list[EngineOutput] = []
+    snapshot: EngineSnapshot | None = None
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The first message, front end to engine. Another `schema` is another build: refused."""
+
+    schema: str
+    epoch: int
+    config: dict[str, Any]
+    """`EngineConfig.as_kwargs()`."""
+    faults: list[str] = []
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Bytes of weights read so far, and in all."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    epoch: int
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The engine cannot go on. `kind` is the error's class name, `message` its one sentence."""
+
+    kind: str
+    message: str
+
+
+class Send(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Front end to engine: take these in with the next step."""
+
+    items: list[Request | Abort | Control]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Front end to engine: end now."""
+
+
+ToEngine = Hello | Send | Shutdown
+FromEngine = Loading | Ready | Outputs | Failed

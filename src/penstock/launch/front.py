@@ -1,0 +1,94 @@
+"""What a front end opens of a model: tokenizer and chat template, no weights. The engine runs elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import EngineConfig
+from penstock.core.messages import EngineInfo
+from penstock.engine.core import EngineCore
+from penstock.families.registry import open_model
+from penstock.launch.build import Engine, Progress, check_names, start
+from penstock.launch.hub import local_path
+from penstock.launch.progress import loading
+from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.validate import Limits
+
+
+@dataclass(frozen=True)
+class Front:
+    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults."""
+
+    path: Path
+    tokenizer: Tokenizer | None
+    chat_template: str | None
+    no_tokenizer: str
+    generation_config: dict[str, object]
+
+
+def open_front(config: EngineConfig) -> Front:
+    """Raises: ModelError, UnsupportedError, ConfigError, before an engine is started for nothing."""
+    check_names(config)
+    with loading("downloading") as download:
+        path = local_path(config.model.model, config.model.revision, download)
+    checkpoint = open_model(path)
+    files = checkpoint.tokenizer
+    if config.model.tokenizer is not None:
+        files = named_tokenizer(config.model.tokenizer, checkpoint)
+    tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
+    return Front(
+        path=Path(path),
+        tokenizer=tokenizer,
+        chat_template=files.chat_template,
+        no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
+        generation_config=dict(checkpoint.generation_config),
+    )
+
+
+def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:
+    """What a front end needs to know of a running engine."""
+    limits, core = engine.limits, engine.core
+    return EngineInfo(
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        kv_capacity_tokens=limits.kv_capacity_tokens,
+        eos_token_ids=list(limits.eos_token_ids),
+        block_size=config.cache.block_size,
+        num_blocks=sum(group.total for group in core.kv.stats().groups),
+        max_num_seqs=core.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.plan.max_num_batched_tokens,
+        num_params=engine.spec.num_params,
+        dtype=engine.plan.dtype,
+        kv_dtype=engine.plan.kv_dtype,
+        pid=pid,
+        load_s=load_s,
+        decisions=[(d.name, d.value, d.why) for d in engine.decisions],
+    )
+
+
+def limits_from(info: EngineInfo, *, max_n: int = 16384) -> Limits:
+    """The validator's limits in a front end."""
+    return Limits(
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        kv_capacity_tokens=info.kv_capacity_tokens,
+        eos_token_ids=tuple(info.eos_token_ids),
+        max_n=max_n,
+    )
+
+
+def local_engine(
+    config: EngineConfig, progress: Progress | None = None, *, serving: bool = True
+) -> Callable[[], tuple[EngineCore, EngineInfo]]:
+    """For `ThreadLink` and for the engine process: makes the engine when it is called. `serving`: see `build.start`."""
+
+    def make() -> tuple[EngineCore, EngineInfo]:
+        began = time.monotonic()
+        engine = start(config, progress=progress, serving=serving)
+        return engine.core, info_of(engine, config, time.monotonic() - began)
+
+    return make

@@ -1,0 +1,88 @@
+"""From a configuration to a running server's parts: the engine first, then everything around it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from pathlib import Path
+
+from penstock.base.clock import MonotonicClock
+from penstock.base.errors import ConfigError
+from penstock.config import ServeConfig
+from penstock.engine.frontend import EngineClient
+from penstock.engine.link import Link, ThreadLink
+from penstock.launch.front import Front, limits_from, local_engine, open_front
+from penstock.server import admission, batch_runner, file_store, grammars, keys, metrics, request_log, store
+from penstock.server.context import Server
+from penstock.server.service import Service
+
+log = logging.getLogger("penstock.server")
+_PARTS = (keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
+"""Installed in this order; closed in the opposite one."""
+
+
+async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
+    """Start the engine and put the server together. Raises what keeps either from starting.
+
+    `link`: an engine that is reached in another way than `engine_in_process` says (tests).
+    """
+    front = open_front(config.engine)
+    clock = MonotonicClock()
+    client = EngineClient(link or make_link(config), front.tokenizer, clock)
+    info = await client.start()
+    try:
+        service = Service(
+            client,
+            front.tokenizer,
+            chat_template(config, front),
+            limits_from(info, max_n=config.server.max_n),
+            config.server,
+            clock,
+            no_tokenizer=front.no_tokenizer,
+            seed=config.engine.model.seed,
+        )
+        names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
+        server = Server(config.server, client, service, names[0], int(time.time()), names[1:])
+        server.parts["front"] = front
+        server.closers += [client.stop, service.offload.close]
+        for part in _PARTS:
+            await part.install(server)
+    except BaseException:
+        await client.stop()
+        raise
+    return server
+
+
+async def close(server: Server) -> None:
+    """Undo `build`. What still runs ends with an error. One part that fails does not keep the others open."""
+    while server.closers:
+        try:
+            done = server.closers.pop()()
+            if inspect.isawaitable(done):
+                await done
+        except Exception:
+            log.exception("a part could not be closed")
+
+
+def make_link(config: ServeConfig) -> Link:
+    return ThreadLink(local_engine(config.engine))
+
+
+def model_name(path: str) -> str:
+    """How clients call a model that was given as a path: as it was written, or the name of the bundled one."""
+    bundled = Path(__file__).parent.parent / "bundled"
+    return Path(path).name if Path(path).parent == bundled else path
+
+
+def chat_template(config: ServeConfig, front: Front) -> str | None:
+    """The model's own, or that of `--chat-template` (a file, or the text itself). Raises ConfigError."""
+    given = config.server.chat_template
+    if given is None:
+        return front.chat_template
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {given} cannot be read: {error}", field="chat_template") from None

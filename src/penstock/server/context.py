@@ -1,0 +1,78 @@
+"""Who asks, and the parts of a running server that routes reach through `request.app.state.server`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.config.server import ServerConfig
+    from penstock.core.sampling import BeamSearchParams, SamplingParams
+    from penstock.engine.frontend import EngineClient
+    from penstock.server.service import Service
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
+
+    `weight`: share of the engine among those who wait. `admin`: may use the admin routes.
+    """
+
+    name: str = "default"
+    secret: bytes = b""
+    weight: float = 1.0
+    admin: bool = False
+
+
+ANYONE = Tenant()
+"""Everybody, while the server has no keys."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as ids. `text` is what was encoded, if anything was; `param` is how errors call it."""
+
+    ids: list[int]
+    text: str | None = None
+    param: str = "prompt"
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
+
+    `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
+    """
+
+    prompt: Prompt
+    params: SamplingParams | BeamSearchParams
+    request_id: str
+    endpoint: str
+    tenant: Tenant = ANYONE
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline_s: float | None = None
+    arrival_s: float = 0.0
+    stream: bool = False
+    pooling: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the log line of this request says besides the usual."""
+
+
+@dataclass
+class Server:
+    """Everything the routes need; one per process, made by `server.build`."""
+
+    config: ServerConfig
+    client: EngineClient
+    service: Service
+    model_name: str
+    created: int
+    aliases: list[str] = field(default_factory=list)
+    draining: bool = False
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+    """Called (and awaited, if awaitable) when the server ends, last first."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Parts with a home of their own: "admission", "metrics", "keys", "store", "files", "batches", "grammars"."""

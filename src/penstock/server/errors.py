@@ -1,0 +1,66 @@
+"""Errors in the shape that the client of a path expects: OpenAI's everywhere, Anthropic's under /v1/messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import EngineError, InputError, PenstockError, RefusedError
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
+    500: "server_error", 501: "not_implemented_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+_ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+class WireError(Exception):
+    """Status, headers and body, ready to send."""
+
+    def __init__(self, status: int, message: str, *, type: str | None = None, code: str | None = None,
+                 param: str | None = None, retry_after_s: float | None = None) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.type = type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.retry_after_s = retry_after_s
+
+    def body(self, path: str = "") -> dict[str, Any]:
+        if is_anthropic(path):
+            kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def is_anthropic(path: str) -> bool:
+    return path.startswith("/v1/messages")
+
+
+def wire_error(error: BaseException) -> WireError:
+    """Any exception as an answer. What is not ours tells the client nothing of its insides."""
+    match error:
+        case WireError():
+            return error
+        case RefusedError():
+            return WireError(error.status, str(error), type=error.type, code=error.code, param=error.param,
+                             retry_after_s=error.retry_after_s)  # fmt: skip
+        case InputError():
+            return WireError(400, str(error), param=error.param)
+        case msgspec.ValidationError() | msgspec.DecodeError():
+            return WireError(400, f"the request body is not what this path takes: {error}")
+        case EngineError():
+            return WireError(500, str(error), code="engine_error")
+        case PenstockError():
+            return WireError(500, str(error))
+    return WireError(500, "an internal error; the server's log says more", code="internal_error")

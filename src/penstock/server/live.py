@@ -1,0 +1,69 @@
+"""A running server inside this process, on a real socket, for tests and for programs that want one beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from types import TracebackType
+
+import uvicorn
+
+from penstock.config import ServeConfig
+from penstock.engine.link import Link
+from penstock.server.app import make_app
+from penstock.server.build import build, close
+from penstock.server.context import Server
+
+
+class LiveServer:
+    """`with LiveServer(config) as live: live.url`. Its event loop runs in a thread of its own."""
+
+    def __init__(self, config: ServeConfig, link: Link | None = None) -> None:
+        self._config = config
+        self._link = link
+        self._up = threading.Event()
+        self._error: BaseException | None = None
+        self._uvicorn: uvicorn.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="penstock-live", daemon=True)
+        self.server: Server | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.url = ""
+
+    def __enter__(self) -> LiveServer:
+        self._thread.start()
+        self._up.wait()
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._up.set()
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.server = await build(self._config, link=self._link)
+        try:
+            listening = socket.create_server((self._config.server.host, self._config.server.port))
+            host, port = listening.getsockname()[:2]
+            self.url = f"http://{host}:{port}"
+            settings = uvicorn.Config(
+                make_app(self.server), log_config=None, lifespan="off", timeout_graceful_shutdown=1
+            )
+            self._uvicorn = uvicorn.Server(settings)
+            asyncio.get_running_loop().call_later(0.01, self._up.set)
+            await self._uvicorn.serve(sockets=[listening])
+        finally:
+            await close(self.server)

@@ -1,0 +1,7 @@
+"""routes for the admin key."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

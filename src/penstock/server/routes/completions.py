@@ -1,0 +1,7 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

@@ -1,0 +1,7 @@
+"""/openapi.json and /docs."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

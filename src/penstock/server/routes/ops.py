@@ -1,0 +1,7 @@
+"""/health /ready /metrics /version /load."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

@@ -1,0 +1,7 @@
+"""the playground at /."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

@@ -1,0 +1,7 @@
+"""/tokenize /detokenize /apply-template."""
+
+from __future__ import annotations
+
+from starlette.routing import BaseRoute
+
+ROUTES: list[BaseRoute] = []

@@ -1,0 +1,174 @@
+"""Service: the one way from a checked wire request to a stream of the engine, shared by every front end.
+
+encode (off the loop if long) -> validate -> admit -> submit -> deltas. A front end only translates shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.base.errors import EngineError, InputError, RefusedError
+from penstock.base.hashing import digest
+from penstock.base.rng import derive_seed
+from penstock.core.request import Request
+from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.server.context import Call, Prompt
+from penstock.text.offload import Offload
+from penstock.text.template import choose_template, encode_chat
+from penstock.text.validate import build_request
+
+if TYPE_CHECKING:
+    from penstock.base.clock import Clock
+    from penstock.config.server import ServerConfig
+    from penstock.engine.frontend import EngineClient, Stream
+    from penstock.text.tokenizer import Tokenizer
+    from penstock.text.validate import Limits
+
+MAX_SALT_BYTES = 256
+
+
+class Admission(Protocol):
+    """Decides at arrival whether a request will be served. Called in the event loop; must not block."""
+
+    def admit(self, call: Call, request: Request) -> Callable[[], None]:
+        """What to call when the request has ended. Raises RefusedError (429 or 503, with `retry_after_s`)."""
+        ...
+
+
+class Open:
+    """Admits everything. For tests."""
+
+    def admit(self, call: Call, request: Request) -> Callable[[], None]:
+        return lambda: None
+
+
+class Service:
+    """`limits` are those of the running engine. `prepare` hooks may replace a Call's params before they are checked."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        chat_template: str | None,
+        limits: Limits,
+        config: ServerConfig,
+        clock: Clock,
+        *,
+        admission: Admission | None = None,
+        no_tokenizer: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.limits = limits
+        self.config = config
+        self.clock = clock
+        self.admission: Admission = admission or Open()
+        self.offload = Offload()
+        self.prepare: list[Callable[[Call], Any]] = []
+        """Each is awaited with the Call before it is validated: compiling grammars, for example. May raise."""
+        self._no_tokenizer = no_tokenizer
+        self._seed = seed
+        self._counter = 0
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Raises InputError if the server runs without one."""
+        if self.tokenizer is None:
+            raise InputError(
+                f"this server has no tokenizer ({self._no_tokenizer}); send token ids as the prompt", param="prompt"
+            )
+        return self.tokenizer
+
+    async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> Prompt:
+        """A text as a prompt. Raises InputError for an empty one, RefusedError (503) if too much is being encoded."""
+        if not text:
+            raise InputError(f"{param} must not be empty", param=param)
+        tokenizer = self.need_tokenizer()
+        ids = await self._offload(len(text), tokenizer.encode, text, add_special_tokens)
+        return Prompt(ids, text, param)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        param: str = "messages",
+    ) -> Prompt:
+        """A conversation as a prompt. Raises InputError (also for a template in a request that is not allowed)."""
+        if len(messages) == 0:
+            raise InputError(f"{param} must not be empty", param=param)
+        tokenizer = self.need_tokenizer()
+        template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
+        chars = sum(len(str(m.get("content", ""))) for m in messages if isinstance(m, Mapping))
+        ids = await self._offload(
+            chars, encode_chat, tokenizer, template, messages,
+            tools=tools, kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )  # fmt: skip
+        return Prompt(ids, None, param)
+
+    async def _offload(self, chars: int, work: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int]:
+        try:
+            return await self.offload.run(chars, work, *args, **kwargs)
+        except EngineError as error:
+            raise RefusedError(str(error), status=503, code="overloaded", retry_after_s=1.0) from None
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def submit(self, call: Call) -> Stream:
+        """Validate, admit and hand in. Raises InputError, RefusedError, EngineError. The caller owns the stream."""
+        for hook in self.prepare:
+            await hook(call)
+        request = self._request(call)
+        release = self.admission.admit(call, request)
+        try:
+            params = call.params if isinstance(call.params, SamplingParams) else None
+            stream = self.client.submit(request, params, call.prompt.text)
+        except BaseException:
+            release()
+            raise
+        stream.call = call
+        stream.on_end(release)
+        limit_s = call.deadline_s if call.deadline_s is not None else self.config.request_timeout
+        if limit_s is not None:
+            left_s = max(0.0, call.arrival_s + limit_s - self.clock.now())
+            timer = asyncio.get_running_loop().call_later(left_s, stream.abort, "timeout")
+            stream.on_end(timer.cancel)
+        return stream
+
+    def _request(self, call: Call) -> Request:
+        number = self._counter
+        self._counter += 1
+        params: SamplingParams | BeamSearchParams = call.params
+        return build_request(
+            call.request_id,
+            call.prompt.ids,
+            params,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            seed=derive_seed(self._seed, number),
+            priority=call.priority,
+            namespace=self._namespace(call),
+            arrival_s=call.arrival_s,
+            param=call.prompt.param,
+        )
+
+    @staticmethod
+    def _namespace(call: Call) -> bytes:
+        """Blocks are shared only within one tenant and one salt."""
+        salt = call.cache_salt
+        fits = salt is None or (0 < len(salt.encode("utf-8", "replace")) <= MAX_SALT_BYTES and salt.isprintable())
+        if not fits:
+            raise InputError(f"cache_salt must be 1 to {MAX_SALT_BYTES} bytes of printable text", param="cache_salt")
+        if salt is None and not call.tenant.secret:
+            return b""
+        return digest(b"tenant", call.tenant.secret, b"salt", (salt or "").encode())
