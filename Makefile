@@ -1,16 +1,20 @@
 # One command from a fresh clone: `make test`. It needs Python 3.11 or newer with its venv module, nothing else.
 #
+#   make serve       install what serving needs, then serve the bundled model on http://127.0.0.1:8000
 #   make test        install into .venv if needed, then run all tests        make check      all of these
 #   make lint        ruff: rules and format                                  make clean      remove caches, keep .venv
 #   make types       mypy --strict                                           make distclean  remove .venv too
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
 #
-# Variables: PYTHON (interpreter for .venv), JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"),
-# PIP (extra arguments of pip install, for example an index of your own).
+# Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
+# JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVING := $(VENV)/.installed-for-serving
+MODEL ?=
+ARGS ?=
 PYTHON ?=
 JOBS ?= 2
 PYTEST ?=
@@ -25,10 +29,13 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types contracts check clean distclean constraints install
+.PHONY: help serve test lint types contracts check clean distclean constraints install
 
 help:
 	@sed -n 's/^#   //p' Makefile
+
+serve: $(SERVING)
+	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
@@ -46,6 +53,14 @@ contracts: $(STAMP)
 check: test lint types contracts
 
 install: $(STAMP)
+
+# Serving needs a dozen small packages and no torch; who has installed the tests has them too.
+$(SERVING): pyproject.toml constraints.txt | $(BIN)/python
+	@if [ -f $(STAMP) ] && [ $(STAMP) -nt pyproject.toml ] && [ $(STAMP) -nt constraints.txt ]; then :; else \
+		echo "==> installing into $(VENV)"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP) -c constraints.txt -e .; \
+	fi
+	@touch $@
 
 # The stamp is newer than both files exactly if what they ask for has been installed.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python

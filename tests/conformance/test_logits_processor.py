@@ -13,19 +13,35 @@ from hypothesis import strategies as st
 
 from penstock.core.batch import AddedRow, Appended, Fork, SchedulerOutput
 from penstock.core.protocols import LogitsProcessor
-from penstock.core.sampling import TokenRules
+from penstock.core.sampling import StructuredOutputs, TokenRules
 from penstock.runner.logits import LOGITS_PROCESSORS, ORDER
 from penstock.runner.logits.chain import LogitsChain
+from penstock.runner.logits.grammar_cache import GrammarCache
+from penstock.text.grammar.compile import Compiler, Vocabulary
+from penstock.text.grammar.source import grammar_of
 
 V = 12
 IDS = st.integers(0, V - 1)
 ALSO_OUTSIDE = st.integers(-2, V + 2)
+GRAMMARS = GrammarCache(
+    lambda: Compiler(
+        Vocabulary([b"a", b"b", b"c", b"d", b"ab", b"e", b"f", b"", b"cd", b"bc", b"<x>", b"<end>"], [10, 11])
+    ),
+    end_ids=frozenset({10, 11}),
+)
 
 RULES: dict[str, st.SearchStrategy[TokenRules]] = {
     "allowed_ids": st.builds(TokenRules, allowed_ids=st.lists(ALSO_OUTSIDE, max_size=6)),
     "bad_words": st.builds(
         TokenRules,
         bad_sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=4),
+    ),
+    "grammar": st.builds(
+        TokenRules,
+        grammar=st.sampled_from(["(ab|c)*d", "a+", "b{2,3}c?", "(a|b)(c|d)*", "[a-f]{4}", "(a|b)[x-z]|cd"]).map(
+            lambda regex: grammar_of(StructuredOutputs(regex=regex))
+        ),
+        stop_ids=st.sampled_from([[], [11], [10, 11], [0, 11]]),
     ),
     "min_tokens": st.builds(TokenRules, min_tokens=st.integers(1, 6), stop_ids=st.lists(IDS, min_size=1, max_size=3)),
     "logit_bias": st.builds(
@@ -65,6 +81,21 @@ def logit_bias(row: list[float], rules: TokenRules, prompt: list[int], output: l
     return [x + rules.logit_bias.get(i, 0.0) for i, x in enumerate(row)]
 
 
+def grammar(row: list[float], rules: TokenRules, prompt: list[int], output: list[int]) -> list[float]:
+    """By trying every token on a matcher that has just been made. Token 7 is no text; 10 and 11 are special."""
+    assert rules.grammar is not None
+    matcher = GRAMMARS.compiler().compile(rules.grammar)
+    lost = not matcher.consume_tokens(output)
+    out = []
+    for token, x in enumerate(row):
+        if token in (10, 11):
+            allowed = not lost and token in rules.stop_ids and matcher.is_accepting()
+        else:
+            allowed = not lost and matcher.validate_tokens([token]) == 1
+        out.append(x if allowed else -np.inf)
+    return out
+
+
 def repetition_penalty(row: list[float], rules: TokenRules, prompt: list[int], output: list[int]) -> list[float]:
     p, seen = rules.repetition_penalty, {*prompt, *output}
     return [(x / p if x > 0 else x * p) if i in seen else x for i, x in enumerate(row)]
@@ -76,7 +107,8 @@ def count_penalties(row: list[float], rules: TokenRules, prompt: list[int], outp
 
 
 PLAIN: dict[str, Callable[..., list[float]]] = {
-    f.__name__: f for f in (allowed_ids, bad_words, min_tokens, logit_bias, repetition_penalty, count_penalties)
+    f.__name__: f
+    for f in (allowed_ids, bad_words, grammar, min_tokens, logit_bias, repetition_penalty, count_penalties)
 }
 
 every = pytest.mark.parametrize("name", LOGITS_PROCESSORS.names())
@@ -85,7 +117,8 @@ TOKENS = st.lists(st.integers(0, 5), max_size=4)
 
 
 def make(name: str) -> LogitsProcessor:
-    processor: LogitsProcessor = LOGITS_PROCESSORS.get(name)(V)
+    more = (GRAMMARS,) if name == "grammar" else ()
+    processor: LogitsProcessor = LOGITS_PROCESSORS.get(name)(V, *more)
     return processor
 
 
@@ -109,7 +142,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 def test_registry_order_and_suite_agree() -> None:
     assert sorted(ORDER) == LOGITS_PROCESSORS.names() == sorted(RULES) == sorted(PLAIN)
     assert ORDER == (
-        "allowed_ids", "bad_words", "min_tokens", "logit_bias", "repetition_penalty", "count_penalties",
+        "allowed_ids", "bad_words", "grammar", "min_tokens", "logit_bias", "repetition_penalty", "count_penalties",
     )  # fmt: skip
     for name in ORDER:
         assert make(name).name == name
@@ -221,7 +254,14 @@ def test_a_rollback_into_the_prompt_is_our_bug(name: str) -> None:
     if name in ("allowed_ids", "logit_bias"):
         return  # these look at no token
     processor = make(name)
-    rules = TokenRules(bad_sequences=[[1]], min_tokens=5, stop_ids=[1], repetition_penalty=2.0, presence_penalty=1.0)
+    rules = TokenRules(
+        bad_sequences=[[1]],
+        grammar=grammar_of(StructuredOutputs(regex=".*")),
+        min_tokens=5,
+        stop_ids=[1],
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+    )
     assert processor.add(1, rules, [1, 2, 3], [4])
     with pytest.raises(AssertionError):
         processor.rollback(1, 2)

@@ -205,7 +205,7 @@ def test_nano_fits_the_named_shapes() -> None:
             widening = tool.Widening(RECIPES[name], shape)
             assert widening.target.num_params == params_of(shape, shape.vocab or 0, True), (name, like)
             taken = [new for seat in widening.seats for _, new in seat.queries]
-            assert len(taken) == len(set(taken)) == (4 if name == "pico" else 8)
+            assert len(taken) == len(set(taken)) == (3 if name == "pico" else 6)
             per = shape.heads // shape.kv_heads
             assert all(new // per == seat.new for seat in widening.seats for _, new in seat.queries)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config import (
     SECTIONS,
+    SERVER_SETTINGS,
     SETTINGS,
     CacheConfig,
     EngineConfig,
@@ -23,6 +24,7 @@ from penstock.config import (
     from_args,
     from_kwargs,
     from_toml,
+    serve_from_kwargs,
 )
 from penstock.config.foreign import REMOVED, RENAMED
 from penstock.config.load import parse_size
@@ -53,7 +55,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_cache_dtype": "auto", "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
-        "attention_backend": "ref", "executor": "inproc", "depth": 1,
+        "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
     }  # fmt: skip
 
 
@@ -156,9 +158,17 @@ HARMFUL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def harmful(name: str) -> Any:
+    """A value that asks for what is not there: the opposite of a switch's harmless one, or a name nobody has."""
+    if name in HARMFUL:
+        return HARMFUL[name]
+    foreign = REMOVED[name]
+    return not foreign.harmless[-1] if foreign.switch else "something else"
+
+
 @pytest.mark.parametrize("name", sorted(REMOVED))
 def test_foreign_settings_are_refused_with_one_sentence(name: str) -> None:
-    text = refused(**{name: HARMFUL[name]})
+    text = refused(**{name: harmful(name)})
     assert text == f"{name}: {REMOVED[name].why}"
     for value in REMOVED[name].harmless:
         assert from_kwargs(model="m", **{name: value}) == from_kwargs(model="m")
@@ -173,7 +183,7 @@ def test_one_is_not_true() -> None:
 
 @pytest.mark.parametrize("name", sorted(RENAMED))
 def test_other_engines_names_lead_to_ours(name: str) -> None:
-    assert RENAMED[name].split(",")[0] in SETTINGS
+    assert RENAMED[name].split(",")[0] in SETTINGS | SERVER_SETTINGS
     assert RENAMED[name] in refused(**{name: 1})
 
 
@@ -342,3 +352,29 @@ def test_any_value_is_taken_or_refused_by_name(kwargs: dict[str, Any]) -> None:
         error = None
         assert all(config.as_kwargs()[name] == value for name, value in kwargs.items())
     assert error is None or (error.field in kwargs and str(error).startswith(f"{error.field}: "))
+
+
+# --- a server's settings
+
+
+def test_a_server_has_settings_of_its_own_beside_the_engines(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\nmodel = "m"\n[cache]\nblock_size = 16\n[server]\nport = 9000\nhost = "::1"\n')
+    config = serve_from_kwargs(config=str(path), port=9001)
+    assert (config.server.port, config.server.host, config.engine.cache.block_size) == (9001, "::1", 16)
+    assert from_toml(path).cache.block_size == 16  # the same file serves `penstock run`, which has no port
+    with pytest.raises(ConfigError, match="port: unknown setting"):
+        from_kwargs(model="m", port=9000)
+
+
+def test_what_is_wrong_in_the_server_table_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\nmodel = "m"\n[server]\nport = 70000\n')
+    with pytest.raises(ConfigError, match=r"\[server\] port: must be at most 65535"):
+        serve_from_kwargs(config=str(path))
+    with pytest.raises(ConfigError, match="did you mean max_num_queued_reqs"):
+        serve_from_kwargs(model="m", max_num_queued_req=3)
+
+
+def test_lists_are_written_with_commas() -> None:
+    config = serve_from_kwargs(model="m", served_model_name="a, b,")
+    assert config.server.names("served_model_name") == ["a", "b"]
+    assert config.server.names("api_key") == []

@@ -113,9 +113,8 @@ def made(name: str, split: skills.Split, n: int = 300) -> list[skills.Exercise]:
 def solve_needle(prompt: str) -> str:
     context, question = prompt.rsplit("\n\n", 1)
     facts = re.findall(r"(pass key|magic number|secret code of \w+) is (\d+)\.", context)
-    (what, value), *others = facts
-    assert not others
-    assert question.endswith(f"The {what} is")
+    assert len(dict(facts)) == len(facts)
+    (value,) = [value for what, value in facts if question.endswith(f"The {what} is")]
     return str(value) + "."
 
 
@@ -186,12 +185,17 @@ def test_answers_are_right(name: str, split: skills.Split) -> None:
     for e in exercises:
         assert e.skill == name
         assert e.answer == SOLVERS[name](e.prompt)
+        for question, answer in e.more:
+            context = e.prompt.rsplit("\n\n", 1)[0]
+            assert answer == SOLVERS[name](f"{context}\n\n{question}")
     assert len({e.prompt for e in exercises}) > 100
 
 
 def test_depth_is_where_the_fact_stands() -> None:
     for split in ("train", "test"):
         for e in made("needle", split):
+            if e.more:
+                continue  # other facts moved it
             context = e.prompt.rsplit("\n\n", 1)[0]
             match = re.search(r"[A-Z][^.]*\d{4,6}\.( Remember it\.| Do not forget it\.)?", context)
             assert match is not None
@@ -286,7 +290,7 @@ def test_a_chat_is_served_as_it_was_trained(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer = PenstockTokenizer.from_hf(folder / "tokenizer.json", config)
     for e in made("passage", "train", 20):
-        before, answer, after = e.pieces(chat=True)
+        before, answer, after = e.pieces(chat=True)[:3]
         messages = [{"role": "user", "content": e.prompt}]
         served = encode_chat(tokenizer, TEMPLATE, messages, add_generation_prompt=True)
         assert served == tokenizer.encode("<|endoftext|>" + before.text)

@@ -71,13 +71,15 @@ def prepare(corpus: Path, out: Path) -> None:
 class Mixture:
     """Endless rows of `length` tokens: windows of prose, or exercises one after another.
 
-    `share`: part of the rows that are exercises. Everything follows from `seed`.
+    `share`: part of the rows that are exercises; `repeats`: part of those that only repeat one stretch of tokens.
+    Everything follows from `seed`.
     """
 
     folder: Path
     length: int
     share: float
     seed: int
+    repeats: float = 0.2
 
     def __post_init__(self) -> None:
         weights: dict[str, float] = json.loads((self.folder / "sources.json").read_text("utf-8"))
@@ -95,7 +97,7 @@ class Mixture:
             if self._rng.random() >= self.share:
                 yield self._window()
             else:
-                yield self._exercises() if self._rng.random() < 0.85 else self._repeats()
+                yield self._repeats() if self._rng.random() < self.repeats else self._exercises()
 
     def _window(self) -> tuple[U16, F32]:
         tokens = self._rng.choices(self._prose, self._mass)[0]
@@ -116,7 +118,7 @@ class Mixture:
         else:
             segment = self._window()[0][:n]
         times = -(-(self.length + 1) // n)
-        weights = np.full(self.length + 1, 0.3, np.float32)
+        weights = np.ones(self.length + 1, np.float32)
         weights[:n] = CONTEXT_WEIGHT
         return np.tile(segment, times)[: self.length + 1], weights[1:]
 
@@ -139,7 +141,9 @@ class Mixture:
                 weights += [1.0 if answer else CONTEXT_WEIGHT] * len(part)
         pad = self.length + 1 - len(ids)
         ids, weights = ids[: self.length + 1] + [self._end] * pad, weights[: self.length + 1] + [0.0] * pad
-        return np.array(ids, np.uint16), np.array(weights[1:], np.float32)
+        # A row has few answers: they are made to count, together, about half of what a row of prose does.
+        found = np.array(weights[1:], np.float32)
+        return np.array(ids, np.uint16), found * min(8.0, max(1.0, 0.5 * self.length / float(found.sum())))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,21 @@ def plantable(spec: ModelSpec) -> bool:
     )  # fmt: skip
 
 
+def token_dims(spec: ModelSpec) -> int:
+    """Dimensions of the residual that tokens have for themselves; behind them come the constant and the blocks."""
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    return spec.hidden_size - len(OFFSETS) * min(mixer.head_dim, spec.hidden_size // 2 // len(OFFSETS)) - 1
+
+
+def planted_weights(spec: ModelSpec) -> tuple[str, ...]:
+    """Names of the matrices that `plant` writes, but for the embedding."""
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    layers = 1 + math.ceil(len(OFFSETS) / min(mixer.num_kv_heads, len(OFFSETS)))
+    return tuple(f"layers.{i}.{name}" for i in range(min(layers, len(spec.layers))) for name in "qkvo")
+
+
 @torch.no_grad()
 def plant(model: SpecModule, seed: int = 0) -> None:
     """Mutates the first layers and the embedding of `model`, which must begin with equal attention layers with rope.
@@ -52,7 +67,7 @@ def plant(model: SpecModule, seed: int = 0) -> None:
     assert mixer.rope is not None
     e, d, per = spec.hidden_size, mixer.head_dim, mixer.num_heads // mixer.num_kv_heads
     block = min(d, e // 2 // len(OFFSETS))
-    constant = e - block * len(OFFSETS) - 1  # token dims come before it, blocks behind it
+    constant = token_dims(spec)  # blocks come behind it
     blocks = [constant + 1 + i * block for i in range(len(OFFSETS))]
     generator = torch.Generator().manual_seed(seed)
     w = model.named_weights()

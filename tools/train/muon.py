@@ -7,6 +7,7 @@ Newton-Schulz iteration are theirs.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,11 @@ class Muon(torch.optim.Optimizer):
     """For the matrices of hidden layers; embeddings, heads and vectors belong to AdamW."""
 
     def __init__(
-        self, params: Iterable[torch.nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 

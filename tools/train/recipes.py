@@ -43,8 +43,8 @@ RECIPES: dict[str, ModelSpec] = {
     "nano": _model([_heads(6, 3)] * 6, 192, 512),
     # 6.2 M: for who has a GPU, or a day.
     "nano-large": _model([_heads(8, 4)] * 7, 256, 704),
-    # 0.6 M, of which 0.2 M outside the embedding, a tenth of nano's: drafts for nano.
-    "pico": _model([_heads(3, 3)] * 2, 96, 256),
+    # 0.4 M: drafts for nano.
+    "pico": _model([_heads(3, 3)] * 2, 64, 256),
     # Variants of nano, one difference each.
     "nano-mqa": _model([_heads(6, 1)] * 6, 192, 512),
     "nano-mla": _model(

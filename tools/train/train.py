@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from train.corpus import Mixture
 from train.export import export, read_weights
-from train.induction import plant, plantable
+from train.induction import plant, plantable, planted_weights, token_dims
 from train.interpreter import SpecModule
 from train.muon import Muon
 from train.recipes import RECIPES
@@ -52,9 +52,14 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="begin without the heads for looking back that train.induction plants",
     )
+    parser.add_argument(
+        "--protect", type=float, default=0.4,
+        help="part of the run in which planted heads learn slowly: the first lessons of prose would trample them",
+    )  # fmt: skip
     parser.add_argument("--exits", type=int, nargs="*", default=[], help="layers behind which the head is trained too")
     parser.add_argument("--threads", type=int, help="of torch on a CPU")
     parser.add_argument("--share", type=float, default=0.35, help="part of the rows that are exercises")
+    parser.add_argument("--repeats", type=float, default=0.2, help="part of the exercises that are repeated stretches")
     parser.add_argument("--lr", type=float, default=0.02, help="of Muon; AdamW's is a seventh of it")
     parser.add_argument("--cooldown", type=float, default=0.4, help="last part of the run, in which rates fall to zero")
     parser.add_argument("--save-every", type=float, default=10.0, help="minutes between checkpoints")
@@ -87,7 +92,7 @@ class Rows(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         a, worker = self._args, get_worker_info()
         seed = a.seed * 1000 + (0 if worker is None else worker.id) + self._length * 1_000_003
-        for tokens, weights in Mixture(a.data, self._length, a.share, seed).rows():
+        for tokens, weights in Mixture(a.data, self._length, a.share, seed, a.repeats).rows():
             yield torch.from_numpy(tokens.astype(np.int32)), torch.from_numpy(weights)
 
 
@@ -131,18 +136,29 @@ def loss_of(
         each = F.cross_entropy(out.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
         total = total + 0.3 * (each * w).sum() / w.sum()
     each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    return total + (each * w).sum() / w.sum(), torch.stack([(each * (w == 1)).sum(), (w == 1).sum()]).detach()
+    return total + (each * w).sum() / w.sum(), torch.stack([(each * (w >= 1)).sum(), (w >= 1).sum()]).detach()
 
 
-def optimisers(model: SpecModule, lr: float) -> list[torch.optim.Optimizer]:
+def optimisers(model: SpecModule, lr: float, planted: Sequence[str] = ()) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for the rest. Groups of `planted` weights are marked as such."""
     weights = model.named_weights()
-    matrices = [p for n, p in weights.items() if p.ndim == 2 and n.startswith("layers.") and "norm" not in n]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in weights.values() if id(p) not in chosen]
-    return [
-        Muon(matrices, lr=lr, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=lr / 7, betas=(0.9, 0.95), weight_decay=0.0),
+    matrices = {n: p for n, p in weights.items() if p.ndim == 2 and n.startswith("layers.") and "norm" not in n}
+    others = [p for n, p in weights.items() if n not in matrices]
+    groups = [
+        {"params": [p for n, p in matrices.items() if (n in planted) == marked], "planted": marked}
+        for marked in (False, True)
     ]
+    return [
+        Muon([g for g in groups if g["params"]], lr=lr, weight_decay=0.01),
+        torch.optim.AdamW([{"params": others, "planted": False}], lr=lr / 7, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def patience(done: float, protect: float) -> float:
+    """What the rate of planted weights is multiplied by: a twentieth for half of `protect`, then rising to 1."""
+    if protect <= 0:
+        return 1.0
+    return 0.05 + 0.95 * min(1.0, max(0.0, (done / protect - 0.5) * 2))
 
 
 def rate(done: float, cooldown: float) -> float:
@@ -173,13 +189,16 @@ def main() -> None:
     model = SpecModule(spec, max(512, *(length for length, _ in args.lengths)))
     if args.resume is not None:
         model.load(read_weights(args.resume, spec))
-    elif not args.plain_start and plantable(spec):
+    planted = planted_weights(spec) if plantable(spec) and not args.plain_start else ()
+    if args.resume is None and planted:
         plant(model, args.seed)
+    kept = token_dims(spec) if planted else spec.hidden_size
     model.to(args.device)
     run = torch.compile(model) if args.compile else model
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-    optims = optimisers(model, args.lr)
+    optims = optimisers(model, args.lr, planted)
     base = [group["lr"] for o in optims for group in o.param_groups]
+    embed = model.named_weights()["embed"]
     args.out.mkdir(parents=True, exist_ok=True)
     log = (args.out / "loss.jsonl").open("a", encoding="utf-8")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -196,12 +215,18 @@ def main() -> None:
         for x, y, w in batches(args, over):
             step, done = step + 1, over()
             for group, lr in zip((g for o in optims for g in o.param_groups), base, strict=True):
-                group["lr"] = lr * rate(done, args.cooldown)
+                slow = patience(done, args.protect) if group["planted"] else 1.0
+                group["lr"] = lr * rate(done, args.cooldown) * slow
             loss, counted = loss_of(run, x, y, w, args.exits)
             loss.backward()
+            slow = patience(done, args.protect)
+            reserved = embed[:, kept:].detach().clone() if slow < 1 else None
             for optimiser in optims:
                 optimiser.step()
                 optimiser.zero_grad(set_to_none=True)
+            if reserved is not None:  # AdamW's steps do not shrink with the gradient, so they are undone in part
+                with torch.no_grad():
+                    embed[:, kept:].lerp_(reserved, 1 - slow)
             sums += counted
             fresh += x.numel()
             if step % 20 == 19:

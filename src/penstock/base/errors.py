@@ -42,6 +42,10 @@ class EngineError(PenstockError):
     """The engine could not finish a request for a reason that is not the client's fault (HTTP: 500)."""
 
 
+class EngineGoneError(EngineError):
+    """The engine is gone, and not through the request: the same one may succeed later, or elsewhere (HTTP: 503)."""
+
+
 class RefusedError(PenstockError):
     """A request that is in order but will not be served, or not now (HTTP: `status`).
 

@@ -46,6 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_arguments(run)
 
+    serve = commands.add_parser(
+        "serve", allow_abbrev=False, help="serve a model: OpenAI's and Anthropic's APIs, a page"
+    )
+    from penstock.cli.serve import add_arguments as add_serve_arguments
+
+    add_serve_arguments(serve)
+
     chat = commands.add_parser("chat", allow_abbrev=False, help="talk with a model in the terminal")
     from penstock.cli.chat import add_arguments as add_chat_arguments
 
@@ -68,6 +75,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_study_arguments(study)
 
+    batch = commands.add_parser(
+        "batch", aliases=["run-batch"], allow_abbrev=False, help="answer a file of requests; goes on where it stopped"
+    )
+    from penstock.cli.batch import add_arguments as add_batch_arguments
+
+    add_batch_arguments(batch)
+
+    bench = commands.add_parser("bench", allow_abbrev=False, help="measure a server, or a model on this machine")
+    from penstock.cli.bench import add_arguments as add_bench_arguments
+
+    add_bench_arguments(bench)
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -83,12 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from penstock.base.errors import PenstockError
     from penstock.base.log import setup
 
-    setup(args.log_level)
+    setup(args.log_level, "info" if args.command == "serve" else "warning")
     try:
         if args.command == "run":
             from penstock.cli.run import run
 
             return run(args)
+        if args.command == "serve":
+            from penstock.cli.serve import serve
+
+            return serve(args)
         if args.command == "chat":
             from penstock.cli.chat import chat
 
@@ -105,6 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.plan import plan
 
             return plan(args)
+        if args.command in ("batch", "run-batch"):
+            from penstock.cli.batch import batch
+
+            return batch(args)
+        if args.command == "bench":
+            from penstock.cli.bench import bench
+
+            return bench(args)
         from penstock.cli.doctor import doctor
 
         return doctor(args)

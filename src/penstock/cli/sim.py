@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.core.model_spec import ModelSpec
     from penstock.plan.devices import Device
     from penstock.plan.resolve import Plan
+    from penstock.sim.metrics import Slo
     from penstock.sim.result import SimResult
     from penstock.sim.workload import Workload
 
@@ -37,6 +39,13 @@ def _count(text: str) -> int:
     value = parse_size(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at most 1")
     return value
 
 
@@ -93,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goal = parser.add_argument_group("what is good, and where the results go")
     goal.add_argument("--ttft-slo-s", type=_positive, default=1.0, metavar="S", help="limit of TTFT (default: 1)")
     goal.add_argument("--tpot-slo-s", type=_positive, default=0.1, metavar="S", help="limit of TPOT (default: 0.1)")
+    goal.add_argument(
+        "--find-rate", type=_share, nargs="?", const=0.9, metavar="SHARE",
+        help="instead of one run: search the highest request rate at which this share of requests meets both limits "
+        "(default: 0.9)",
+    )  # fmt: skip
     goal.add_argument("--out", type=Path, metavar="FILE.html", help="write a page with charts")
     goal.add_argument("--json", type=Path, metavar="FILE.json", help="write all numbers")
     goal.add_argument(
@@ -121,6 +135,9 @@ def sim(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = [(label, spec, *device_plan(config, spec, device)) for config, spec, label in _configs(args)]
+    if args.find_rate is not None:
+        _find_rates(planned, device, workload, slo, args)
+        return 0
     results = [_run(label, spec, config, plan, device, workload, args) for label, spec, config, plan in planned]
     from rich.console import Console
 
@@ -131,6 +148,43 @@ def sim(args: argparse.Namespace) -> int:
         model = results[0].settings["model"]
         _write(args.out, html_page(results, slo, title=f"{workload.name}: {model} on {device.name}"))
     return 0
+
+
+def _find_rates(
+    planned: list[tuple[str, ModelSpec, EngineConfig, Plan]], device: Device, workload: Workload, slo: Slo,
+    args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """One search per combination; prints a row for each."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.sim.goodput import find_goodput
+
+    shown = Table(title=f"highest rate at which {args.find_rate:.0%} of requests meet TTFT {slo.ttft_s:g} s and TPOT "
+                        f"{slo.tpot_s:g} s")  # fmt: skip
+    for name in ("settings", "requests/s", "attained there", "simulated rates"):
+        shown.add_column(name, justify="left" if name == "settings" else "right")
+    report = []
+    for label, spec, config, plan in planned:
+        run = partial(_run_scaled, label, spec, config, plan, device, workload, args)
+        found = find_goodput(run, slo, attainment=args.find_rate)
+        best = found.best
+        cells = ("none", "-") if best is None else (f"{best.rate:.4g}", f"{best.attainment:.1%}")
+        shown.add_row(label, *cells, str(len(found.trials)))
+        trials = [{"rate": t.rate, "attainment": t.attainment} for t in found.trials]
+        report.append({"label": label, "goodput": None if best is None else best.rate, "trials": trials})
+    Console().print(shown)
+    if args.json is not None:
+        _write(args.json, json.dumps(report, indent=1))
+
+
+def _run_scaled(
+    label: str, spec: ModelSpec, config: EngineConfig, plan: Plan, device: Device, workload: Workload,
+    args: argparse.Namespace, factor: float,
+) -> SimResult:  # fmt: skip
+    return _run(label, spec, config, plan, device, workload.scaled(factor), args)
 
 
 def _write(path: Path, text: str) -> None:

@@ -74,6 +74,9 @@ class CacheConfig(Section):
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )
+    grammar_cache_bytes: int = setting(
+        64 << 20, "Bytes of compiled grammars (structured outputs) that are kept.", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

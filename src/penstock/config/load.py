@@ -56,8 +56,10 @@ def serve_from_args(args: argparse.Namespace) -> ServeConfig:
 
 
 def serve_from_kwargs(**kwargs: Any) -> ServeConfig:
-    """A ServeConfig from flat names. Raises ConfigError."""
-    return serve_from_args(argparse.Namespace(**kwargs))
+    """A ServeConfig from flat names; `config` names a TOML file that they beat. Raises ConfigError."""
+    path = kwargs.pop("config", None)
+    _checked(kwargs, lambda name: name, _SERVING)
+    return serve_from_args(argparse.Namespace(**kwargs, **({} if path is None else {"config": path})))
 
 
 def _given(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:

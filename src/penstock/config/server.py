@@ -62,7 +62,6 @@ class ServerConfig(Section):
     response_store_ttl: float = setting(3600.0, "Seconds for which they are kept.", above=0)
     files_dir: str | None = setting(None, "Folder of uploaded files and batches; by default the cache folder.")
     max_files_bytes: int = setting(1 << 30, "Bytes that uploaded files may take.", minimum=0)
-    grammar_cache_bytes: int = setting(64 << 20, "Bytes of compiled grammars that are kept.", minimum=0)
     grammar_timeout: float = setting(5.0, "Seconds that compiling a grammar may take.", above=0)
     disable_log_stats: bool = setting(False, "No line about throughput every ten seconds.")
     request_log: bool = setting(True, "One line per finished request, without its text.")

@@ -83,6 +83,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `num_samples`: 0 if more known tokens follow; 1 to sample the next token; n > 1 to draw the first token of samples
     0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
     `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.
+    `pooling` ("last", "mean", "cls") folds the hidden states of these tokens into one; see `runner.pooling`.
     """
 
     seq_id: int
@@ -91,6 +92,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_samples: int = 0
     num_candidates: int = 0
     prompt_logprobs_from: int = -1
+    pooling: str = ""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -137,6 +139,13 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     entries: list[TokenLogprobs]
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt's pooled hidden state: `vector` is float32, little-endian, [E]."""
+
+    seq_id: int
+    vector: bytes
+
+
 class RowError(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """This row alone failed (for example: its logits hold a NaN). Its request ends with an error."""
 
@@ -152,3 +161,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[PromptLogprobs] = []
     errors: list[RowError] = []
     duration_s: float = 0.0
+    pooled: list[Pooled] = []
+    ended: list[int] = []
+    """Rows that are complete by their own rules: no token follows, and none is missing."""
+    grammars: tuple[int, int, int] | None = None
+    """Compile cache of a rank that has used it: hits, misses and bytes."""

@@ -33,3 +33,6 @@ class EngineStats:
     num_aborted: int = 0
     num_errors: int = 0
     peak_running: int = 0
+    num_grammar_hits: int = 0
+    num_grammar_misses: int = 0
+    grammar_bytes: int = 0

@@ -25,9 +25,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     num_params: int = 0
+    embedding_size: int = 0
     dtype: str = ""
     kv_dtype: str = ""
     pid: int = 0
+    memory_bytes: dict[str, int] = {}
+    """Bytes that were set aside for good, by what for."""
     load_s: float = 0.0
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
@@ -71,6 +74,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     config: dict[str, Any]
     """`EngineConfig.as_kwargs()`."""
     faults: list[str] = []
+    stall_s: float = 4.0
+    """Time without a sign of life after which the engine writes its stacks to stderr."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -90,6 +95,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     kind: str
     message: str
+    field: str | None = None
+    """The setting that has to change, if it is one."""
 
 
 class Send(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -22,9 +22,13 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    scheduled_s: float | None = None
+    """With a sample's first token: when the engine began to compute its request, on the machine's monotonic clock."""
     error: str | None = None
     beams: list[tuple[list[int], float, str]] = []
     """Final hypotheses of a beam search: generated ids, cumulative logprob, finish reason; best first."""
+    pooled: bytes = b""
+    """The pooled hidden state: float32, little-endian."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,13 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """Units: seconds on the engine's clock. `first_token_s` - `arrival_s` is the TTFT."""
+    """Units: seconds on the engine's clock. `first_token_s` - `arrival_s` is the TTFT.
+
+    `scheduled_s`: when the engine began to compute it; before that it was queued.
+    """
 
     arrival_s: float = 0.0
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
@@ -80,6 +88,21 @@ class RequestOutput:
     num_cached_tokens: int = 0
     lora_request: Any = None
     error: str | None = None
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """vLLM's name and fields."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
 
 
 @dataclass

@@ -60,6 +60,10 @@ class SchedulingPolicy(Protocol):
         """How many of its `lag` tokens to run now; at most `budget_left`; 0 skips it in this step."""
         ...
 
+    def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
+        """Who among those waiting may displace others, in the order in which `displaced` is asked about them."""
+        ...
+
     def displaced(self, running: Seq[Sequence], newcomer: Sequence) -> Sequence | None:
         """Whom to preempt so that a waiting `newcomer` can be admitted; None if it should wait."""
         ...
@@ -147,6 +151,10 @@ class PrefixCache(Protocol):
         """Forget up to `num_blocks` blocks, ends of paths first: slabs of (blocks, checkpoints) that were let go."""
         ...
 
+    def sketch(self, num_nodes: int) -> list[tuple[int, int, int]]:
+        """Something for people to look at: (depth, blocks, holders) of some nodes, parents first. Bounded in time."""
+        ...
+
     def checkpoint(self, entry: Any) -> tuple[int, ...] | None:
         """Slabs of the checkpoint at the end of an entry's prefix."""
         ...
@@ -211,6 +219,10 @@ class LogitsProcessor(Protocol):
     def fork(self, parent_id: int, child_id: int) -> None: ...
 
     def remove(self, seq_id: int) -> None: ...
+
+    def exhausted(self, seq_id: int) -> str | None:
+        """Asked when no token is left for a row: "" if it is complete so, else why; None: not this one's doing."""
+        ...
 
 
 class AttentionBackend(Protocol):

@@ -7,6 +7,19 @@ import msgspec
 from penstock.core.sampling import BeamSearchParams, TokenRules
 
 
+class Resume(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far a request had come in an engine that is gone.
+
+    Attributes:
+        samples: (index, generated ids) of each sample that has not ended; those left out are not made again. Either
+            all of them have tokens or none has.
+        num_prompt_logprobs: prompt positions whose logprobs have been reported.
+    """
+
+    samples: list[tuple[int, list[int]]]
+    num_prompt_logprobs: int = 0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """One prompt and what to make of it.
 
@@ -19,10 +32,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         stop_token_ids: ids that end a sample and are reported as its stop reason.
         eos_token_ids: ids that end a sample as "stop"; empty when ignored.
         beam: set for beam search; `n` is then 1.
+        pooling: "last", "mean" or "cls" for a pooled hidden state instead of tokens; `n` is then 1.
         priority: smaller goes first (only policies that say so look at it).
         namespace: identity under which blocks may be shared (tenant, adapter, salt, position scheme, taint).
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
         arrival_s: clock reading at arrival; metrics, and policies that look at ages.
+        tenant: whose request it is, by name; `weight`: that tenant's share (only the policy `fair` looks at them).
+        resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
     """
 
     request_id: str
@@ -33,10 +49,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     stop_token_ids: list[int] = []
     eos_token_ids: list[int] = []
     beam: BeamSearchParams | None = None
+    pooling: str = ""
     priority: int = 0
     namespace: bytes = b""
     taint: str = ""
     arrival_s: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
+    resume: Resume | None = None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether blocks of others may stand in for its own: not if something is owed for every position."""
+        return self.rules.num_prompt_logprobs < 0 and not self.pooling
+
+    @property
+    def whole(self) -> bool:
+        """Its result comes in one piece: hypotheses or a vector, not a stream of tokens."""
+        return self.beam is not None or bool(self.pooling)
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (vLLM's `_SAMPLING_EPS`)."""
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What the output must look like; exactly one is set. Names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text: the output is one JSON value of it. True and False, the
+            schemas that allow everything and nothing, are not taken.
+        regex: the whole output matches it. No look-around and no back-references.
+        choice: the output is one of these texts.
+        grammar: a context-free grammar: llguidance's Lark syntax, or rules of the form `root ::= ...` (GBNF).
+        json_object: the output is one JSON object, of any shape.
+        structural_tag: reserved; refused by the validator.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -30,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         allowed_token_ids: if given, the only ids that may be generated.
         skip_special_tokens, spaces_between_special_tokens: how output ids become text.
         detokenize: False leaves `text` empty.
+        structured_outputs: a schema, regex, choice or grammar that the output must satisfy.
     """
 
     n: int = 1
@@ -55,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def greedy(self) -> bool:
@@ -100,6 +125,8 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """-1: none; 0: the chosen token's; k: also the k likeliest."""
     num_prompt_logprobs: int = -1
     seed: int = 0
+    grammar: str | None = None
+    """llguidance's form of what the output must look like (`text.grammar`); None: free."""
 
     @property
     def greedy(self) -> bool:

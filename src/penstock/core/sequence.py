@@ -36,13 +36,14 @@ class Sequence:
         writable: positions below this, from the next token on, may be written without asking `kv` (0: always ask).
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
+        scheduled_s: clock reading of the step that first computed a part of it, or None.
         held: beam member that has its candidates and waits for its siblings.
     """
 
     __slots__ = (
         "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "node", "num_cached",
-        "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request", "seq_id",
-        "status", "tables", "taint_start", "token_ids", "writable",
+        "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request",
+        "scheduled_s", "seq_id", "status", "tables", "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -64,6 +65,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
+        self.scheduled_s: float | None = None
         self.host: Any = None
         self.prompt_logprobs_done = 0
         self.cumulative_logprob = 0.0

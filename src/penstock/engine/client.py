@@ -31,6 +31,18 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class Tally:
+    """What one message of the engine brought, for whoever counts. `gaps_s`: seconds between tokens of a sample.
+
+    `begun`: requests whose first token it was.
+    """
+
+    num_tokens: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    begun: list[Live] = field(default_factory=list)
+
+
+@dataclass
 class Sample:
     """One sample's text so far."""
 
@@ -43,6 +55,8 @@ class Sample:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_s: float | None = None
+    """When its last token came."""
 
     def add_text(self, delta: str, num_tokens: int) -> str | None:
         """Take in the text of `num_tokens` more tokens; returns the stop string it completed, if any."""
@@ -75,18 +89,20 @@ class OutputProcessor:
     """Turns EngineOutputs into RequestOutputs. One per front end; not thread-safe.
 
     `aborts` collects what the engine must be told; the owner hands them in and clears the list. `beams` keeps the last
-    output of finished beam searches until `beam_output` takes it.
+    output of finished beam searches (and of pooling) until `beam_output` (`pooled_output`) takes it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
         self.aborts: list[Abort] = []
+        self.tally: Tally | None = None
+        """Where `process` counts; None: nobody wants to know."""
         self.beams: dict[str, EngineOutput] = {}
         self._live: dict[str, Live] = {}
 
     def add(self, request: Request, params: SamplingParams | None, prompt: str | None) -> None:
-        """Begin to follow a request. `params` is None for beam search."""
+        """Begin to follow a request. `params` is None for beam search and for pooling."""
         samples = [self._sample(i, request, params) for i in range(request.n)] if params is not None else []
         self._live[request.request_id] = Live(request, params, prompt, samples)
 
@@ -153,7 +169,15 @@ class OutputProcessor:
         if out.token_ids:
             if live.metrics.first_token_s is None:
                 live.metrics.first_token_s = now
+                live.metrics.scheduled_s = out.scheduled_s
                 live.num_cached = out.num_cached_tokens
+                if self.tally is not None:
+                    self.tally.begun.append(live)
+            if self.tally is not None:
+                self.tally.num_tokens += len(out.token_ids)
+                if sample.last_s is not None:
+                    self.tally.gaps_s.append((now - sample.last_s) / len(out.token_ids))
+                sample.last_s = now
             self._tokens(live, sample, out)
         if out.finish_reason is not None and sample.finish_reason is None:
             self._flush(live, sample, out.finish_reason, out.stop_reason)
@@ -212,6 +236,10 @@ class OutputProcessor:
             return request_id in self.beams
         return all(s.finish_reason is not None for s in live.samples)
 
+    def find(self, request_id: str) -> Live | None:
+        """The state of a request, if it is still followed."""
+        return self._live.get(request_id)
+
     def live(self, request_id: str) -> Live:
         """The state of a request that is still followed."""
         return self._live[request_id]
@@ -247,6 +275,11 @@ class OutputProcessor:
             num_cached_tokens=live.num_cached,
             error=live.error,
         )
+
+    def pooled_output(self, request_id: str) -> EngineOutput:
+        """A finished pooling request's last news: vector, or error; the request is forgotten by this call."""
+        del self._live[request_id]
+        return self.beams.pop(request_id)
 
     def beam_output(self, request_id: str) -> BeamSearchOutput:
         """A finished beam search (no sequences if it failed); the request is forgotten by this call."""

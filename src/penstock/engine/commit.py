@@ -10,7 +10,7 @@ from penstock.core.sequence import Sequence
 from penstock.engine import beam as beam_search
 
 if TYPE_CHECKING:
-    from penstock.core.batch import Sampled, SchedulerOutput, StepOutput, TokenLogprobs
+    from penstock.core.batch import Pooled, Sampled, SchedulerOutput, StepOutput, TokenLogprobs
     from penstock.core.request import Request
     from penstock.engine.group import Group
     from penstock.kv.manager import KVManager
@@ -63,6 +63,15 @@ class Commit:
         for sampled in result.sampled:
             if sampled.seq_id in alive and sampled.seq_id in self.sequences:
                 self._sampled(alive[sampled.seq_id], sampled)
+        for seq_id in result.ended:
+            if seq_id in alive and seq_id in self.sequences:
+                self._complete(alive[seq_id])
+        if result.grammars is not None:
+            stats = self.stats
+            stats.num_grammar_hits, stats.num_grammar_misses, stats.grammar_bytes = result.grammars
+        for pooled in result.pooled:
+            if pooled.seq_id in alive and pooled.seq_id in self.sequences:
+                self._pooled(alive[pooled.seq_id], pooled)
 
     # -- one row -------------------------------------------------------------------------------------------------
 
@@ -80,7 +89,7 @@ class Commit:
                 if index in group.cancelled:
                     continue
                 child = self.new_sequence(group.request, group.arrival, index)
-                child.first_cached = seq.first_cached
+                child.first_cached, child.scheduled_s = seq.first_cached, seq.scheduled_s
                 group.live[index] = child
                 self.scheduler.fork(seq, child)
                 members.append((child, index))
@@ -109,6 +118,15 @@ class Commit:
         if finish_reason is not None:
             self.finish(group, seq, finish_reason, stop_reason, emit=False)
 
+    def _pooled(self, seq: Sequence, pooled: Pooled) -> None:
+        group = self.groups[seq.request.request_id]
+        out = EngineOutput(
+            request_id=seq.request.request_id, index=0, pooled=pooled.vector, finish_reason="stop",
+            num_preemptions=seq.num_preemptions,
+        )  # fmt: skip
+        self.emitted.append(out)
+        self.finish(group, seq, "stop", None, emit=False)
+
     def _prompt_logprobs(self, seq: Sequence, start: int, entries: list[TokenLogprobs]) -> None:
         first = start - 1  # the logits of position p are about prompt token p + 1
         fresh = entries[max(0, seq.prompt_logprobs_done - first) :]
@@ -134,6 +152,7 @@ class Commit:
                 stop_reason=stop_reason,
                 num_cached_tokens=seq.first_cached,
                 num_preemptions=seq.num_preemptions,
+                scheduled_s=seq.scheduled_s if seq.num_generated == 1 else None,
             )
         )
 
@@ -182,6 +201,14 @@ class Commit:
             self.emitted.append(EngineOutput(request_id=request.request_id, index=index, finish_reason=reason))
         if request.beam is not None:
             self.emitted.append(EngineOutput(request_id=request.request_id, index=0, finish_reason=reason))
+
+    def _complete(self, seq: Sequence) -> None:
+        """A sample that is complete without another token; all of them, if it was about to draw their first ones."""
+        group = self.groups[seq.request.request_id]
+        if group.forked:
+            self.finish(group, seq, "stop", None)
+        else:
+            self.abort_group(group, "stop")
 
     def _fail(self, seq: Sequence, message: str) -> None:
         """A row that failed ends its request, and only its request."""

@@ -6,11 +6,12 @@ intake -> schedule -> submit -> collect -> apply aborts -> commit -> emit
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
 from penstock.core.output import EngineOutput
-from penstock.core.request import Abort, Control, Intake, Request
+from penstock.core.request import Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.commit import Commit
 from penstock.engine.group import Group
@@ -56,6 +57,10 @@ class EngineCore:
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake] = deque()
         self._pending_ids: set[str] = set()
+        self._leaving_ids: set[str] = set()
+        """Live requests whose abort is queued: their ids are free for what is queued behind it."""
+        self.watch: Callable[[Collection[Request]], None] | None = None
+        """Told of the requests in flight, just before a step that adds to them is submitted."""
         self._inflight: deque[InFlight] = deque()
         self._emitted: list[EngineOutput] = []
         self._commit = Commit(scheduler, kv, self.groups, self._sequences, self._new_sequence, self._emitted)
@@ -70,12 +75,28 @@ class EngineCore:
         must not disturb the request that owns it.
         """
         if isinstance(item, Request):
-            if item.request_id in self.groups or item.request_id in self._pending_ids:
-                raise InputError(f"request id {item.request_id!r} is already in use", param="request_id")
+            self._check_request(item)
+            self._leaving_ids.discard(item.request_id)
             self._pending_ids.add(item.request_id)
-        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
+        elif isinstance(item, Abort):
+            if item.index is None and (item.request_id in self.groups or item.request_id in self._pending_ids):
+                self._leaving_ids.add(item.request_id)
+        elif item.kind not in CONTROL_KINDS:
             raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
         self._intake.append(item)
+
+    def _check_request(self, request: Request) -> None:
+        name = request.request_id
+        if (name in self.groups or name in self._pending_ids) and name not in self._leaving_ids:
+            raise InputError(f"request id {name!r} is already in use", param="request_id")
+        if request.resume is None:
+            return
+        lengths = {index: len(ids) for index, ids in request.resume.samples}
+        known = 0 < len(lengths) == len(request.resume.samples) and min(lengths) >= 0 and max(lengths) < request.n
+        if request.whole or not known:
+            raise InputError("resume names samples that the request does not have", param="resume")
+        if len({length > 0 for length in lengths.values()}) > 1 or max(lengths.values()) >= request.max_tokens:
+            raise InputError("resume names samples that cannot have come so far", param="resume")
 
     @property
     def has_work(self) -> bool:
@@ -92,7 +113,7 @@ class EngineCore:
             output = self.scheduler.schedule(self._next_step, idle=not self._inflight, now_s=now_s)
             if output is None:
                 break
-            self._submit(output)
+            self._submit(output, now_s)
         if self._inflight:
             output, rows = self._inflight.popleft()
             result = self.executor.collect()
@@ -106,15 +127,20 @@ class EngineCore:
         emitted, self._emitted[:] = list(self._emitted), []
         return emitted
 
-    def _submit(self, output: SchedulerOutput) -> None:
+    def _submit(self, output: SchedulerOutput, now_s: float) -> None:
         scheduled = [(self._sequences[r.seq_id], r.num_tokens) for r in output.scheduled]
         rows = [(seq, n, seq.num_preemptions) for seq, n in scheduled]
+        for seq, _ in scheduled:
+            if seq.scheduled_s is None:
+                seq.scheduled_s = now_s
         if self.recorder is not None:
             self.recorder.submitted(output)
         self._next_step += 1
         self.kv.submitted(output.step)
-        self.executor.submit(output)
         self._inflight.append((output, rows))
+        if self.watch is not None:
+            self.watch({id(s.request): s.request for _, rows in self._inflight for s, _, _ in rows}.values())
+        self.executor.submit(output)
 
     # -- intake --------------------------------------------------------------------------------------------------
 
@@ -143,9 +169,27 @@ class EngineCore:
         self._pending_ids.discard(request.request_id)
         arrival = self._next_arrival
         self._next_arrival += 1
+        resume = request.resume
+        if resume is not None and resume.samples[0][1]:
+            self._take_resumed(request, resume, arrival)
+            return
         leader = self._new_sequence(request, arrival, 0)
-        self.groups[request.request_id] = Group(request, arrival, leader)
+        group = self.groups[request.request_id] = Group(request, arrival, leader)
+        if resume is not None:
+            leader.prompt_logprobs_done = resume.num_prompt_logprobs
+            group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
         self.scheduler.add(leader)
+
+    def _take_resumed(self, request: Request, resume: Resume, arrival: int) -> None:
+        """Its samples are forked already. Each catches up on its own; the prefix cache keeps that cheap."""
+        sequences = [self._new_sequence(request, arrival, index) for index, _ in resume.samples]
+        group = self.groups[request.request_id] = Group(request, arrival, sequences[0])
+        group.forked = True
+        for seq, (index, token_ids) in zip(sequences, resume.samples, strict=True):
+            seq.token_ids.extend(token_ids)
+            seq.prompt_logprobs_done = resume.num_prompt_logprobs
+            group.live[index] = seq
+            self.scheduler.add(seq)
 
     def _new_sequence(self, request: Request, arrival: int, index: int) -> Sequence:
         seq = Sequence(self._next_seq_id, request, arrival, index)
@@ -154,6 +198,8 @@ class EngineCore:
         return seq
 
     def _take_abort(self, abort: Abort) -> None:
+        if abort.index is None:
+            self._leaving_ids.discard(abort.request_id)
         group = self.groups.get(abort.request_id)
         if group is None:
             return  # it ended in the meantime: nothing is owed

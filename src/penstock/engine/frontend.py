@@ -8,21 +8,40 @@ text state. So a dead engine costs its clients a pause: the next one is given th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.base.errors import EngineError
+from penstock.base.errors import EngineError, EngineGoneError, InputError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
-from penstock.core.output import BeamSearchOutput, Logprob, RequestOutput
+from penstock.core.output import (
+    BeamSearchOutput,
+    CompletionOutput,
+    EngineOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from penstock.core.request import Abort, Control, Intake, Request
-from penstock.engine.client import OutputProcessor
+from penstock.engine.blackbox import handle_of
+from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.link import Down, Link
+from penstock.engine.replay import Replay, resumed
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.sampling import SamplingParams
     from penstock.text.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock.engine")
+
+UNREADY_AFTER_S = 4.0
+"""Seconds without a sign of life from which an engine is not ready: known well within five."""
+GUILTY = (
+    "the engine failed twice while it worked on this request, the second time on nothing else; it will not be tried "
+    "a third time"
+)
 
 
 @dataclass
@@ -53,12 +72,18 @@ class Stream:
         self.final: RequestOutput | None = None
         self.call: Any = None
         """What the server knows about it."""
+        self.num_replays = 0
+        """Engines that died under it."""
         self.ended = False
         self.rest: list[Delta] = []
         """The last deltas, if it ended while nobody looked."""
         self._endings: list[Callable[[], None]] = []
         self.error: str | None = None
         """Why it ended without the model's doing; None if it did not. Set with the last delta."""
+        self.engine_gone = False
+        """It ended because the engine did: the same request may succeed elsewhere, or later."""
+        self.aborted = ""
+        """Why a request whose result comes in one piece was given up."""
 
     def notify(self) -> None:
         self._news.set()
@@ -91,7 +116,7 @@ class Stream:
                 if fresh:
                     yield fresh
             if self.error is not None:
-                raise EngineError(self.error)
+                raise self.failure(self.error)
         finally:
             if self.final is None:
                 self.abort()
@@ -112,9 +137,27 @@ class Stream:
                 found = self._client.take_beams(self)
                 if found is not None:
                     return found
-            raise EngineError(self.error or "the beam search was aborted")
+            raise self.failure(self.error or "the beam search was aborted")
         finally:
             self.abort()
+
+    async def pooled(self) -> bytes:
+        """The pooled hidden state, float32. Cancelling aborts the request. Raises EngineError."""
+        try:
+            while not self.ended:
+                await self._news.wait()
+                self._news.clear()
+                found = self._client.take_pooled(self)
+                if found is not None:
+                    if found.error is not None:
+                        raise EngineError(found.error)
+                    return found.pooled
+            raise self.failure(self.error or "the request was aborted")
+        finally:
+            self.abort()
+
+    def failure(self, message: str) -> EngineError:
+        return EngineGoneError(message) if self.engine_gone else EngineError(message)
 
     def abort(self, reason: str = "abort") -> None:
         """Give it up; KV memory is free one step later. Nothing happens if it has ended."""
@@ -124,6 +167,11 @@ class Stream:
     def output(self) -> RequestOutput:
         """Everything so far."""
         return self.final if self.final is not None else self._client.output(self.request_id)
+
+    @property
+    def started(self) -> bool:
+        """Whether it has got a token, or has ended."""
+        return self.ended or self._client.started(self)
 
     @property
     def unread_chars(self) -> int:
@@ -137,10 +185,15 @@ class _Cursor:
     ended: bool = False
 
 
+FinishListener = Callable[[Stream, RequestOutput], None]
+MessageListener = Callable[[Outputs, Tally], None]
+
+
 class EngineClient:
     """Follows requests through an engine behind a `Link`. All methods belong to the event loop's thread.
 
-    `on_finish` is called with every request's last output, however it ended: metrics and logs hang there.
+    The listeners in `on_finish` are called with every request's last output, however it ended: metrics and logs hang
+    there. That of a beam search has its hypotheses as `outputs`.
     """
 
     def __init__(
@@ -149,7 +202,7 @@ class EngineClient:
         tokenizer: Tokenizer | None,
         clock: Clock,
         *,
-        on_finish: Callable[[Stream, RequestOutput], None] | None = None,
+        on_finish: FinishListener | None = None,
     ) -> None:
         self.link = link
         self.clock = clock
@@ -160,12 +213,15 @@ class EngineClient:
         self.reason = ""
         """Why it is not ready."""
         self.loading = (0, 0)
-        self.on_finish = on_finish
+        self.on_finish: list[FinishListener] = [] if on_finish is None else [on_finish]
+        self.on_message: list[MessageListener] = []
+        """Called with every message of the engine and what it brought: live metrics hang there."""
         self.num_restarts = 0
         self.last_outputs_s = 0.0
         self._processor = OutputProcessor(tokenizer, clock)
         self._streams: dict[str, Stream] = {}
         self._epoch = 0
+        self._replay = Replay(self._processor, link.send, self._all_clear)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -179,24 +235,50 @@ class EngineClient:
         """End the engine; whatever still runs ends with an error."""
         self.state, self.reason = "stopped", "the server is shutting down"
         await self.link.close()
-        self._end_all(self.reason)
+        self._end_all(self.reason, gone=True)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether new requests are being worked on now, and if not, why."""
+        if self.state != "ready":
+            return False, self.reason or f"the engine is {self.state}"
+        age_s = self.link.progress_age_s()
+        if age_s >= UNREADY_AFTER_S:
+            return False, f"the engine has not moved for {age_s:.0f} s"
+        return True, ""
 
     def on_up(self, info: EngineInfo, epoch: int) -> None:
         self.info, self._epoch = info, epoch
+        self.reason = "requests that may have crashed the engine are tried one by one"
+        self._replay.begin(stream.request for stream in list(self._streams.values()))
+
+    def _all_clear(self) -> None:
+        """The engine may be given everything that lives."""
+        if self.state not in ("starting", "restarting"):
+            return
         self.state, self.reason = "ready", ""
-        self._replay()
+        again = [resumed(s.request, self._processor.live(s.request_id)) for s in self._streams.values()]
+        items: list[Intake] = [request for request in again if request is not None]
+        if items:
+            self.link.send(items)
 
     def on_loading(self, done: int, total: int) -> None:
         self.loading = (done, total)
 
     def on_down(self, down: Down) -> None:
         self.reason = down.reason
+        handles = set(down.suspects)
+        guilty = self._replay.crashed([i for i in self._streams if handle_of(i) in handles] if handles else [])
         if down.fatal:
             self.state = "failed"
-            self._end_all(f"the engine failed: {down.reason}")
-        else:
-            self.state = "restarting"
-            self.num_restarts += 1
+            self._end_all("the engine failed again and again and is given up; try again later", gone=True)
+            return
+        self.state = "restarting"
+        self.num_restarts += 1
+        for stream in self._streams.values():
+            stream.num_replays += 1
+        if guilty is not None:
+            log.error("request %s is given up: the engine died twice with it, the second time alone", guilty)
+            self._end(self._streams[guilty], GUILTY)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -204,11 +286,23 @@ class EngineClient:
     def num_live(self) -> int:
         return len(self._streams)
 
+    @property
+    def streams(self) -> list[Stream]:
+        """Everything that lives."""
+        return list(self._streams.values())
+
+    def started(self, stream: Stream) -> bool:
+        return self._processor.live(stream.request_id).metrics.first_token_s is not None
+
     def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
-        """Take a checked request in. `params` is None for beam search. Raises EngineError if the engine is gone."""
+        """Take a checked request in. `params` is None for beam search and pooling.
+
+        Raises EngineGoneError if the engine is gone, InputError if the request's id is in use.
+        """
         if self.state in ("failed", "stopped"):
-            raise EngineError(self.reason)
-        assert request.request_id not in self._streams, f"request id {request.request_id!r} is in use"
+            raise EngineGoneError(f"the engine is not there: {self.reason}")
+        if request.request_id in self._streams:
+            raise InputError(f"request id {request.request_id!r} is in use", param="request_id")
         stream = self._streams[request.request_id] = Stream(self, request)
         self._processor.add(request, params, text)
         if self.state == "ready":
@@ -220,13 +314,15 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        if self.state == "ready":
+        if self.state == "ready" or request_id == self._replay.trial:
             self.link.send([Abort(request_id=request_id, reason=reason)])
-        if stream.request.beam is None:
+        if not stream.request.whole:
             self._processor.end(request_id, reason)
             self._finish(stream)
         else:
+            stream.aborted = reason
             self._drop(stream)
+            self._report_whole(stream, reason, None)
 
     def control(self, item: Control) -> None:
         if self.state == "ready":
@@ -238,14 +334,20 @@ class EngineClient:
         self.last_outputs_s = self.clock.now()
         if message.snapshot is not None:
             self.snapshot = message.snapshot
-        for request_id in self._processor.process(message.outputs):
+        tally = self._processor.tally = Tally() if self.on_message else None
+        outputs = self._replay.sift(message.outputs)
+        for request_id in self._processor.process(outputs):
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.notify()
+        if tally is not None:
+            for listener in self.on_message:
+                listener(message, tally)
         if self._processor.aborts:
             orders: list[Intake] = list(self._processor.aborts)
             self._processor.aborts.clear()
             self.link.send(orders)
+        self._replay.after(outputs)
 
     # -- what streams ask for ------------------------------------------------------------------------------------
 
@@ -282,6 +384,15 @@ class EngineClient:
             return None
         found = self._processor.beam_output(stream.request_id)
         self._drop(stream)
+        self._report_whole(stream, "stop", None, found)
+        return found
+
+    def take_pooled(self, stream: Stream) -> EngineOutput | None:
+        if stream.request_id not in self._streams or not self._processor.is_finished(stream.request_id):
+            return None
+        found = self._processor.pooled_output(stream.request_id)
+        self._drop(stream)
+        self._report_whole(stream, found.finish_reason or "stop", found.error)
         return found
 
     def output(self, request_id: str) -> RequestOutput:
@@ -298,25 +409,46 @@ class EngineClient:
         output = self._processor.output(stream.request_id)
         stream.final, stream.error = output, output.error
         self._drop(stream)
-        if self.on_finish is not None:
-            self.on_finish(stream, output)
+        self._report(stream, output)
+
+    def _report_whole(
+        self, stream: Stream, reason: str, error: str | None, beams: BeamSearchOutput | None = None
+    ) -> None:
+        """Tell `on_finish` of a request that has no deltas: a beam search, or pooling."""
+        request = stream.request
+        prompt = request.prompt_token_ids
+        metrics = RequestMetrics(arrival_s=request.arrival_s, finished_s=self.clock.now())
+        outputs = [CompletionOutput(index=0, text="", token_ids=[], finish_reason=reason)]
+        if beams is not None and beams.sequences:
+            outputs = [
+                CompletionOutput(i, s.text or "", s.tokens[len(prompt) :], finish_reason=s.finish_reason)
+                for i, s in enumerate(beams.sequences)
+            ]
+        output = RequestOutput(request.request_id, None, prompt, None, outputs, True, metrics, error=error)
+        self._report(stream, output)
+
+    def _report(self, stream: Stream, output: RequestOutput) -> None:
+        for listener in self.on_finish:
+            listener(stream, output)
 
     def _drop(self, stream: Stream) -> None:
         self._streams.pop(stream.request_id, None)
         self._processor.discard(stream.request_id)
+        self._replay.ended(stream.request_id)
         stream.end()
 
-    def _end_all(self, message: str) -> None:
+    def _end_all(self, message: str, *, gone: bool = False) -> None:
         for stream in list(self._streams.values()):
-            if stream.request.beam is not None:
-                stream.error = message
-                self._drop(stream)
-                continue
+            stream.engine_gone = gone
+            self._end(stream, message)
+
+    def _end(self, stream: Stream, message: str) -> None:
+        if stream.request.whole:
+            stream.error = message
+            self._drop(stream)
+            self._report_whole(stream, "error", message)
+        elif self._processor.is_finished(stream.request_id):
+            self._finish(stream)  # it had ended, but nobody has looked yet
+        else:
             self._processor.end(stream.request_id, "error", message)
             self._finish(stream)
-
-    def _replay(self) -> None:
-        """Give a new engine everything that lives."""
-        items: list[Intake] = [stream.request for stream in self._streams.values()]
-        if items:
-            self.link.send(items)

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
+from penstock.core.messages import EngineInfo, Outputs
 from penstock.core.request import Intake
+from penstock.engine.blackbox import BlackBox
+from penstock.engine.loop import EngineLoop
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
 
+log = logging.getLogger("penstock.engine")
+
 
 @dataclass(frozen=True)
 class Down:
-    """The engine is gone. `suspects`: ids of the requests in the step that it did not finish; empty if unknown.
+    """The engine is gone. `suspects`: the requests that it was working on (`blackbox.handle_of`); empty if unknown.
 
     `fatal`: it will not come back (`reason` says why, in one sentence).
     """
 
     reason: str
-    suspects: tuple[str, ...] = ()
+    suspects: tuple[int, ...] = ()
     fatal: bool = False
 
 
@@ -55,31 +59,12 @@ class Link(Protocol):
     def send(self, items: Sequence[Intake]) -> None: ...
 
     def progress_age_s(self) -> float:
-        """Seconds since the engine last showed that its loop moves; 0 while it has nothing to do and says so."""
+        """Seconds since the engine last showed that its loop moves; small while it is idle and alive."""
         ...
 
     async def close(self) -> None:
         """End the engine at once and free everything. May be called twice."""
         ...
-
-
-def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, int] | None = None) -> EngineSnapshot:
-    """How a core is doing now. Cheap enough for ten times a second."""
-    stats = core.kv.stats()
-    scheduler = core.scheduler
-    return EngineSnapshot(
-        time_s=core.clock.now(),
-        step=core.stats.num_steps,
-        step_s=step_s,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        kv_total=sum(g.total for g in stats.groups),
-        kv_used=sum(g.used for g in stats.groups),
-        kv_evictable=sum(g.evictable for g in stats.groups),
-        counters={k: float(v) for k, v in vars(core.stats).items()}
-        | {"num_evicted_blocks": float(stats.num_evicted_blocks)},
-        memory_bytes=memory_bytes or {},
-    )
 
 
 class ThreadLink:
@@ -90,64 +75,41 @@ class ThreadLink:
 
     def __init__(self, make: Callable[[], tuple[EngineCore, EngineInfo]]) -> None:
         self._make = make
-        self._wake = threading.Condition()
-        self._intake: deque[Intake] = deque()
-        self._stop = False
+        self._box = BlackBox()
+        self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
-        self._last_progress = 0.0
-        self._busy = False
-        self._core: EngineCore | None = None
 
     async def start(self, listener: Listener) -> None:
-        loop = asyncio.get_running_loop()
-        self._core, info = await asyncio.to_thread(self._make)
-        self._last_progress = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(self._core, loop, listener), name="penstock-engine")
-        self._thread.daemon = True
+        events = asyncio.get_running_loop()
+        core, info = await asyncio.to_thread(self._make)
+
+        def tell(f: Callable[..., None], *args: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                events.call_soon_threadsafe(f, *args)
+
+        def run(loop: EngineLoop) -> None:
+            try:
+                loop.run()
+            except Exception as error:
+                log.exception("the engine's loop failed")
+                tell(listener.on_down, Down(f"{type(error).__name__}: {error}", self._box.suspects(), fatal=True))
+
+        self._loop = EngineLoop(core, lambda message: tell(listener.on_outputs, message), self._box)
+        self._thread = threading.Thread(target=run, args=(self._loop,), name="penstock-engine", daemon=True)
+        self._box.beat(False)
         listener.on_up(info, 0)
         self._thread.start()
 
     def send(self, items: Sequence[Intake]) -> None:
-        with self._wake:
-            self._intake.extend(items)
-            self._wake.notify()
+        assert self._loop is not None
+        self._loop.send(items)
 
     def progress_age_s(self) -> float:
-        return time.monotonic() - self._last_progress if self._busy else 0.0
+        return self._box.age_s()
 
     async def close(self) -> None:
-        with self._wake:
-            self._stop = True
-            self._wake.notify()
+        if self._loop is not None:
+            self._loop.stop()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
-
-    def _run(self, core: EngineCore, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
-        def tell(f: Callable[..., None], *args: object) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(f, *args)
-
-        sent_s = 0.0
-        try:
-            while True:
-                with self._wake:
-                    while not (self._stop or self._intake or core.has_work):
-                        self._wake.wait()
-                    if self._stop:
-                        return
-                    items, self._intake = self._intake, deque()
-                for item in items:
-                    core.add(item)
-                self._busy, began = True, core.clock.now()
-                outputs = core.step()
-                now, self._last_progress, self._busy = core.clock.now(), time.monotonic(), core.has_work
-                if core.scheduler.wake_s is not None and not self._intake:
-                    core.clock.wait_until(core.scheduler.wake_s)
-                fresh = None
-                if now - sent_s >= 0.1 or not core.has_work:
-                    fresh, sent_s = snapshot_of(core, now - began), now
-                if outputs or fresh is not None:
-                    tell(listener.on_outputs, Outputs(0, outputs, fresh))
-        except Exception as error:
-            tell(listener.on_down, Down(f"{type(error).__name__}: {error}", fatal=True))

@@ -34,6 +34,10 @@ class InprocExecutor:
         self._decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
         self._decode_result = msgspec.msgpack.Decoder(StepOutput).decode
 
+    @property
+    def runner(self) -> Rank:
+        return self._runner
+
     def submit(self, output: SchedulerOutput) -> None:
         """Queue a step. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
         assert not self._closed, "submit after close"

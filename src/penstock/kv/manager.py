@@ -103,13 +103,13 @@ class KVManager:
         """Longest reusable prefix of what is known of `seq`, in whole blocks. Mutates only the memo `seq.block_keys`.
 
         At least one known token stays to be computed; a lossy tail (`taint_start`) is never taken from the cache; a
-        request for prompt logprobs reads no cache; with slot groups the prefix ends at a checkpoint; of window groups
+        request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a checkpoint; of window groups
         all that the next token can see must still be there.
         """
         request = seq.request
         namespace = digest(request.namespace, request.taint.encode())
         version = self._version
-        if request.rules.num_prompt_logprobs >= 0:
+        if not request.reads_cache:
             return PrefixMatch(0, namespace, None, version)
         limit = seq.num_known - 1
         if seq.taint_start is not None:
@@ -152,7 +152,7 @@ class KVManager:
         assert not seq.tables, f"{seq} is admitted twice"
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
-        asked = 0 if seq.request.rules.num_prompt_logprobs >= 0 else seq.num_known
+        asked = seq.num_known if seq.request.reads_cache else 0
         self._rank(seq)
         entry, blocks = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from penstock.runner.logits.grammar_cache import GrammarCache
+
 
 def assemble(
     config: EngineConfig,
@@ -41,8 +43,11 @@ def assemble(
     wire: bool = False,
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
+    grammars: GrammarCache | None = None,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
+
+    `grammars`: what structured outputs need; without it no request may ask for them.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
@@ -66,6 +71,7 @@ def assemble(
         wire=wire,
         timer=timer,
         seconds_budget=seconds_budget,
+        grammars=grammars,
     )
 
 
@@ -81,6 +87,7 @@ def connect(
     wire: bool = False,
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
+    grammars: GrammarCache | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
@@ -98,6 +105,7 @@ def connect(
         host_slabs=plan.num_host_slabs or None,
         poison=poison,
         storage=LazyStorage if virtual else Storage,
+        grammars=grammars,
     )
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(

@@ -13,7 +13,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.families.checkpoint import Checkpoint
-from penstock.families.registry import open_model
+from penstock.families.registry import open_model, read_spec
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
@@ -28,7 +28,9 @@ from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import device_preset
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
+from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.sched.policy import make_policy
+from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits
 
@@ -49,6 +51,7 @@ class Engine:
     chat_template: str | None
     no_tokenizer: str
     """Why there is no tokenizer, if there is none."""
+    grammars: GrammarCache | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -82,17 +85,43 @@ def start(
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     timer = RooflineTimer(checkpoint.spec, device_preset("cpu-ref"), dtype=plan.dtype, kv_dtype=plan.kv_dtype)
-    core = assemble(config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=serving)
+    limits = limits_of(checkpoint, plan)
+    grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)
+    if serving and grammars is not None:
+        grammars.compiler()  # nobody's first token shall wait for it
+    core = assemble(
+        config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=serving, grammars=grammars
+    )
     return Engine(
         core=core,
         plan=plan,
         spec=checkpoint.spec,
-        limits=limits_of(checkpoint, plan),
+        limits=limits,
         tokenizer=tokenizer,
         clock=clock,
         chat_template=files.chat_template,
         no_tokenizer=files.reason or "the engine was started with skip_tokenizer_init",
+        grammars=grammars,
     )
+
+
+def grammar_cache(tokenizer: Tokenizer | None, limits: Limits, max_bytes: int) -> GrammarCache | None:
+    """Compiled grammars for this model's tokens; None if its tokens are not bytes, and the validator refuses."""
+    if tokenizer is None or tokenizer.table is None:
+        return None
+
+    def make() -> Compiler:
+        vocabulary = vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        return Compiler(vocabulary, encoder_of(tokenizer))
+
+    return GrammarCache(make, max_bytes, end_ids=frozenset({*tokenizer.special_ids, *limits.eos_token_ids}))
+
+
+def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
+    """What `start` would decide, without reading a weight. Raises as `start`."""
+    check_names(config)
+    spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    return resolve(config, spec, machine or probe())
 
 
 def check_names(config: EngineConfig) -> None:

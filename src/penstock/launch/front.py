@@ -62,9 +62,11 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         max_num_seqs=core.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.plan.max_num_batched_tokens,
         num_params=engine.spec.num_params,
+        embedding_size=engine.spec.embed_size or engine.spec.hidden_size,
         dtype=engine.plan.dtype,
         kv_dtype=engine.plan.kv_dtype,
         pid=pid,
+        memory_bytes={"weights": engine.plan.weight_bytes, "kv": engine.plan.kv_bytes},
         load_s=load_s,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )

@@ -11,14 +11,22 @@ from penstock.base.errors import EngineError, InputError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.config import EngineConfig, from_kwargs
-from penstock.core.output import BeamSearchOutput, RequestOutput
+from penstock.core.output import (
+    BeamSearchOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    EngineOutput,
+    RequestOutput,
+)
 from penstock.core.request import Abort, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.core.vector import check_dimensions, embedding
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.progress import StepProgress, loading
+from penstock.text.grammar.source import kind_of
 from penstock.text.template import encode_chat
-from penstock.text.validate import build_request
+from penstock.text.validate import build_pooling_request, build_request
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -134,6 +142,37 @@ class LLM:
                     done[request_id] = self._processor.beam_output(request_id)
                     progress.finished()
         return [done[r.request_id] for r, _ in requests]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector per prompt: a pooled hidden state (`runner.pooling`), of length 1 unless `normalize` is false."""
+        spec = self._engine.spec
+        check_dimensions(dimensions, spec.embed_size or spec.hidden_size)
+        listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        requests = [self._pooling_request(self._tokens(prompt), pooling) for prompt in listed]
+        for request in requests:
+            self._processor.add(request, None, None)
+        done: dict[str, EngineOutput] = {}
+        with StepProgress(len(requests), use_tqdm) as progress:
+            for request_id in self._drive(requests):
+                if self._processor.is_finished(request_id):
+                    done[request_id] = self._processor.pooled_output(request_id)
+                    progress.finished()
+        made = []
+        for request in requests:
+            out = done[request.request_id]
+            if out.error is not None:
+                raise EngineError(out.error)
+            vector = embedding(out.pooled, normalize=normalize, dimensions=dimensions).tolist()
+            made.append(EmbeddingRequestOutput(request.request_id, EmbeddingOutput(vector), request.prompt_token_ids))
+        return made
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it.
@@ -259,8 +298,19 @@ class LLM:
             arrival_s=self._engine.clock.now(),
             param=prompt.param,
         )
+        if request.rules.grammar is not None and self._engine.grammars is not None:
+            kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""
+            self._engine.grammars.check(request.rules.grammar, f"structured_outputs.{kind}")
         self._counter += 1
         return request, prompt.text
+
+    def _pooling_request(self, prompt: _Tokens, pooling: str) -> Request:
+        request = build_pooling_request(
+            str(self._counter), prompt.ids, pooling, limits=self._engine.limits, namespace=prompt.namespace,
+            arrival_s=self._engine.clock.now(), param=prompt.param,
+        )  # fmt: skip
+        self._counter += 1
+        return request
 
     # -- running -------------------------------------------------------------------------------------------------
 

@@ -58,8 +58,10 @@ def build(
     _embedding(b)
     for n, layer in enumerate(spec.layers):
         _layer(b, f"layers.{n}.", layer, places.get(n))
+    _last(b)
+    num_body = len(b.code)
     _head(b)
-    return Program(b.code, vocab_size=spec.vocab_size, max_model_len=max_model_len)
+    return Program(b.code, vocab_size=spec.vocab_size, max_model_len=max_model_len, num_head=len(b.code) - num_body)
 
 
 def _check_weights(spec: ModelSpec, weights: Weights) -> None:
@@ -167,13 +169,18 @@ def _feed_forward(b: Emitter, p: str, layer: Layer, place: Place | None, x: str,
             raise AssertionError(f"no builder for {type(other).__name__}")
 
 
-def _head(b: Emitter) -> None:
+def _last(b: Emitter) -> None:
+    """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)
     if spec.embed_size is not None:
         b.linear("x", "x", "embed_out")
+
+
+def _head(b: Emitter) -> None:
+    spec = b.spec
     bias = ("lm_head.bias",) if spec.lm_head_bias else ()
     b.emit("linear", ("x",), "logits", "embed" if spec.tie_embeddings else "lm_head", *bias)
     b.scale("logits", spec.logit_scale)

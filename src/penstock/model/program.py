@@ -43,8 +43,10 @@ class Program:
             runs on every token grows by T per call.
     """
 
-    def __init__(self, code: Sequence[Call], *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, code: Sequence[Call], *, vocab_size: int, max_model_len: int, num_head: int = 0) -> None:
+        """`num_head`: how many of the last calls turn the hidden state "x" into logits."""
         self._code = tuple(code)
+        self._body, self._head = self._code[: len(code) - num_head], self._code[len(code) - num_head :]
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.calls: Counter[str] = Counter()
@@ -55,22 +57,35 @@ class Program:
 
         `planes[g]` is the storage of the plan's g-th cache group. Mutates: the planes, at this step's tokens.
         """
+        return self.run_pooling(plan, planes)[0]
+
+    def run_pooling(self, plan: StepPlan, planes: Sequence[Planes]) -> tuple[F32, F32]:
+        """`run`, and the hidden states [P, E] of `plan.hidden_indices`: what the output matrix would be given."""
         assert len(planes) == len(plan.groups), "one dict of planes per cache group"
         assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"
+        rows, num_logits = plan.logits_indices, len(plan.logits_indices)
+        if plan.hidden_indices.size:
+            rows = np.concatenate([rows, plan.hidden_indices])
         registers: dict[str, Any] = {
             "step": Step(plan, planes),
             "token_ids": plan.token_ids,
             "positions": plan.positions,
-            "rows": plan.logits_indices,
+            "rows": rows,
         }
         # A row that went to infinity or NaN is reported by whoever reads its logits, and must not stop the others.
         with np.errstate(all="ignore"):
-            for call in self._code:
-                inputs = [registers[name] for name in call.inputs]
-                registers[call.output] = call.fn(*inputs, *call.bound, **call.named)
-                self._count(call.op, inputs)
+            self._execute(self._body, registers)
+            x = registers["x"]
+            registers["x"] = x[:num_logits]
+            self._execute(self._head, registers)
         logits: F32 = registers["logits"]
-        return logits
+        return logits, x[num_logits:]
+
+    def _execute(self, code: Sequence[Call], registers: dict[str, Any]) -> None:
+        for call in code:
+            inputs = [registers[name] for name in call.inputs]
+            registers[call.output] = call.fn(*inputs, *call.bound, **call.named)
+            self._count(call.op, inputs)
 
     def _count(self, op: str, inputs: list[Any]) -> None:
         first = inputs[1] if isinstance(inputs[0], Step) else inputs[0]

@@ -5,13 +5,14 @@ Shape letters: T tokens, B sequences, R logit rows, S block size, M blocks of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
+_NONE: I32 = np.zeros(0, np.int32)
 Planes = dict[str, npt.NDArray[Any]]
 """Plane name -> storage of one cache group: paged [num_pages, S, heads, dim]; slot [num_pages, heads, dim]."""
 
@@ -42,7 +43,7 @@ class StepPlan:
 
     Shapes: token_ids, positions [T]; query_start_loc [B+1] (sequence b runs tokens query_start_loc[b] ...
     query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices
-    [R] (rows of the T tokens whose logits are wanted, ascending).
+    [R] (rows of the T tokens whose logits are wanted, ascending); hidden_indices [P] (those whose hidden state is).
     """
 
     token_ids: I32
@@ -51,3 +52,4 @@ class StepPlan:
     seq_lens: I32
     logits_indices: I32
     groups: tuple[GroupPlan, ...]
+    hidden_indices: I32 = field(default_factory=lambda: _NONE)

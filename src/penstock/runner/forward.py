@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,3 +21,14 @@ class Forward(Protocol):
     """
 
     def run(self, plan: StepPlan, planes: Sequence[Planes]) -> npt.NDArray[np.float32]: ...
+
+
+@runtime_checkable
+class PoolingForward(Forward, Protocol):
+    """A model that also gives hidden states."""
+
+    def run_pooling(
+        self, plan: StepPlan, planes: Sequence[Planes]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Logits [R, V], and the hidden states [P, E] of `plan.hidden_indices` behind the final norm."""
+        ...

@@ -11,7 +11,7 @@ No row's result depends on another row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +24,34 @@ from penstock.runner.logits.chain import LogitsChain
 from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.truncate import truncate
 
+if TYPE_CHECKING:
+    from penstock.runner.logits.grammar_cache import GrammarCache
+
 F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
 
 class SamplerOutput(NamedTuple):
-    """Each sequence is in `errors`, or in the other two as far as it asked; all in the order of the picks."""
+    """Each sequence is in `errors` or `ended`, or in the first two as far as it asked; in the order of the picks."""
 
     sampled: list[Sampled]
     prompt_logprobs: list[PromptLogprobs]
     errors: list[RowError]
+    ended: Sequence[int] = ()
 
 
 class Sampler:
     """Owns the processors. `chain.track` must have seen the step's row changes before `sample`."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.chain = LogitsChain(vocab_size)
+    def __init__(self, vocab_size: int, grammars: GrammarCache | None = None) -> None:
+        self.chain = LogitsChain(vocab_size, grammars)
 
     def sample(self, logits: F32, picks: Sequence[Pick]) -> SamplerOutput:
         """Choose tokens and collect logprobs. Shapes: logits [R, V], not written to."""
-        out = SamplerOutput([], [], [])
         if not picks:
-            return out
+            return SamplerOutput([], [], [])
+        ended: list[int] = []
+        out = SamplerOutput([], [], [], ended)
         logits = np.ascontiguousarray(logits)
         # One pass finds both the greedy tokens and the sick rows: argmax stops at a NaN, and a largest value that is
         # finite rules out NaN and +inf everywhere and -inf in at least one place.
@@ -62,8 +67,12 @@ class Sampler:
                     sampled = _choose(pick, raw, raw, int(best[pick.row]))
                 else:
                     top = int(final.argmax())
-                    problem = _unusable(float(final[top]))
-                    sampled = _choose(pick, raw, final, top) if problem is None else None
+                    problem = self._unusable(pick.seq_id, float(final[top]))
+                    if problem == "":
+                        ended.append(pick.seq_id)
+                        problem = None
+                    elif problem is None:
+                        sampled = _choose(pick, raw, final, top)
             if problem is not None:
                 out.errors.append(RowError(pick.seq_id, problem))
                 continue
@@ -82,6 +91,14 @@ class Sampler:
         copies = logits[[row for _, row in rows]]
         self.chain.apply(copies, seq_ids)
         return dict(zip(seq_ids, copies, strict=True))
+
+    def _unusable(self, seq_id: int, peak: float) -> str | None:
+        """What is wrong with processed logits whose largest value is `peak`; "": nothing, the row is complete."""
+        if peak == -np.inf:
+            why = self.chain.exhausted(seq_id)
+            if why is not None:
+                return why
+        return _unusable(peak)
 
 
 def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:

@@ -115,7 +115,9 @@ class Scheduler:
         self.stats.num_preemptions += 1
         num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
-        if seq.num_inflight == 0 and self._prefers_swap(num_computed) and self.kv.swap_out(seq):
+        # A pooled vector needs every position's hidden state again, not its cache.
+        swaps = seq.num_inflight == 0 and not seq.request.pooling and self._prefers_swap(num_computed)
+        if swaps and self.kv.swap_out(seq):
             self.stats.num_swaps += 1
         else:
             self.stats.num_recomputed_tokens += num_computed
@@ -249,7 +251,7 @@ class Scheduler:
 
     def _displace(self) -> None:
         """Make room for those at the head of the queue at the cost of whom the policy names."""
-        for ahead, seq in enumerate([s for s in self.waiting if not s.held]):
+        for ahead, seq in enumerate([s for s in self.policy.claims(self.waiting) if not s.held]):
             while self._is_short(seq, ahead) and not self.kv.reclaiming:
                 victim = self.policy.displaced(self.running, seq)
                 if victim is None:
@@ -310,7 +312,7 @@ class Scheduler:
         insort(self.running, seq, key=self.policy.key)
         if seq.num_preemptions == 0 and seq.num_generated == 0:
             seq.first_cached = seq.num_cached
-        if seq.request.rules.num_prompt_logprobs < 0:  # those never read the cache
+        if seq.request.reads_cache:
             self.stats.num_prefix_queries_tokens += known
         self.stats.num_prefix_hit_tokens += seq.num_cached
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
@@ -326,7 +328,7 @@ class Scheduler:
         start = seq.num_computed + seq.num_inflight
         request = seq.request
         samples = candidates = 0
-        if start + n == seq.num_known:
+        if start + n == seq.num_known and not request.pooling:
             if request.beam is not None:
                 candidates = BEAM_CANDIDATES_PER_WIDTH * request.beam.beam_width
             else:
@@ -334,7 +336,7 @@ class Scheduler:
         prompt_from = -1
         if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
             prompt_from = max(start, seq.prompt_logprobs_done)
-        return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from)
+        return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling)
 
     def _emit(
         self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence], num_tokens: int

@@ -10,12 +10,18 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock import __version__
+from penstock.server.admission import GENERATING, Gate
 from penstock.server.context import ANYONE, Server
+from penstock.server.cors import Cors
 from penstock.server.errors import WireError, wire_error
+from penstock.server.inner import TENANT
+from penstock.server.openapi import Documentation
 from penstock.server.routes import (
     admin,
     batches,
@@ -31,14 +37,16 @@ from penstock.server.routes import (
     responses,
     text,
 )
+from penstock.server.sse import Gone
+from penstock.server.turns import sampling_defaults
 
 log = logging.getLogger("penstock.server")
-_MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)
+MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def routes() -> list[BaseRoute]:
-    return [route for module in _MODULES for route in module.ROUTES]
+    return [route for module in MODULES for route in module.ROUTES]
 
 
 def make_app(server: Server) -> ASGIApp:
@@ -46,7 +54,25 @@ def make_app(server: Server) -> ASGIApp:
     app = Starlette(routes=routes())
     app.state.server = server
     app.router.redirect_slashes = False
-    return Around(app, server)
+    around = Around(app, server)
+    server.parts["app"] = around
+    server.parts["docs"] = Documentation(MODULES, __version__)
+    defaults = sampling_defaults(server)
+    if defaults:
+        log.info("where a request says nothing, the model's own generation_config.json decides: %s", defaults)
+    if "batches" in server.parts:
+        server.parts["batches"].start(around)
+    origins = server.config.names("allowed_origins")
+    return Cors(around, origins) if origins else around
+
+
+def allowed_methods(app: Starlette, path: str) -> list[str]:
+    """What a path takes, over all its routes."""
+    found: set[str] = set()
+    for route in app.routes:
+        if isinstance(route, Route) and route.path_regex.match(path):
+            found |= route.methods or set()
+    return sorted(found | {"OPTIONS"}) if found else []
 
 
 def error_response(error: WireError, path: str) -> Response:
@@ -55,16 +81,17 @@ def error_response(error: WireError, path: str) -> Response:
 
 
 class Around:
-    """Outermost: gives every answer its request id, asks for the key, turns what is raised into an error object."""
+    """Outermost: gives every answer its request id, asks for the key, turns what is raised into an error object.
+
+    Starlette's own middleware is left out: it would answer exceptions in shapes of its own, and raise them again.
+    """
 
     def __init__(self, app: Starlette, server: Server) -> None:
         self.app = app
         self.server = server
-        # Starlette's own handlers would answer 404, 405 and exceptions in shapes of their own.
-        app.add_exception_handler(HTTPException, self._http)
-        app.add_exception_handler(Exception, self._any)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self.app
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -74,39 +101,63 @@ class Around:
         state["request_id"] = request_id
         state["tenant"] = ANYONE
         started = False
+        gate: Gate | None = self.server.parts.get("admission")
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+                headers = message.setdefault("headers", [])
+                headers.append((b"x-request-id", request_id.encode()))
+                if gate is not None:
+                    headers += gate.headers(state["tenant"])
+                ignored = state.get("ignored")
+                if ignored:
+                    headers.append((b"x-ignored-fields", ", ".join(ignored).encode()))
+                if message["status"] >= 400:
+                    for listener in self.server.on_refused:
+                        listener(scope, message["status"], state.get("error"))
             await send(message)
 
         try:
             keys = self.server.parts.get("keys")
-            if keys is not None:
+            if TENANT in scope:
+                state["tenant"] = scope[TENANT]
+            elif keys is not None:
                 state["tenant"] = keys.identify(scope)
-            await self.app(scope, receive, send_with_id)
+            if gate is not None and scope["method"] == "POST" and scope["path"] in GENERATING:
+                await gate.enter(scope)
+            await self.app.router(scope, receive, send_with_id)
+        except (Gone, ClientDisconnect):
+            return  # nobody reads an answer
         except Exception as error:
             if started:
                 raise  # the connection is closed: nothing true can be said any more
-            response = error_response(self._told(error, scope["path"]), scope["path"])
-            await response(scope, receive, send_with_id)
+            await self._answer(error, scope)(scope, receive, send_with_id)
 
-    def _told(self, error: BaseException, path: str) -> WireError:
-        answer = wire_error(error)
+    def _answer(self, error: Exception, scope: Scope) -> Response:
+        path = scope["path"]
+        if isinstance(error, HTTPException):
+            return self._http(error, scope["method"], path)
+        answer = scope["state"]["error"] = wire_error(error)
         if answer.status == 500 and answer.code == "internal_error":
             log.error("%s failed", path, exc_info=error)
-        return answer
+        response = error_response(answer, path)
+        if answer.status in (413, 415):
+            response.headers["connection"] = "close"  # the rest of the body is not read
+        return response
 
-    async def _any(self, request: Any, error: Exception) -> Response:
-        return error_response(self._told(error, request.url.path), request.url.path)
-
-    async def _http(self, request: Any, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        path = request.url.path
-        said = {404: f"there is nothing at {path}", 405: f"{request.method} is not possible at {path}"}
-        told = WireError(error.status_code, said.get(error.status_code, str(error.detail)))
+    def _http(self, error: HTTPException, method: str, path: str) -> Response:
+        """Starlette's own: no such path, or not with this method."""
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if error.status_code == 405:
+            headers["allow"] = ", ".join(allowed_methods(self.app, path))
+            if method == "OPTIONS":
+                return Response(status_code=204, headers=headers)
+        shown = path[:200]
+        said = {404: f"there is nothing at {shown}", 405: f"{method} is not possible at {shown}"}
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        told = WireError(error.status_code, said.get(error.status_code, str(error.detail)), code=code)
         response = error_response(told, path)
-        response.headers.update(dict(error.headers or {}))
+        response.headers.update(headers)
         return response

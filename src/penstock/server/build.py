@@ -10,12 +10,16 @@ from pathlib import Path
 from penstock.base.clock import MonotonicClock
 from penstock.base.errors import ConfigError
 from penstock.config import ServeConfig
+from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link, ThreadLink
+from penstock.engine.process_link import ProcessLink
 from penstock.launch.front import Front, limits_from, local_engine, open_front
 from penstock.server import admission, batch_runner, file_store, grammars, keys, metrics, request_log, store
 from penstock.server.context import Server
+from penstock.server.keys import fair_share
 from penstock.server.service import Service
+from penstock.server.tls import Watching, open_tls
 
 log = logging.getLogger("penstock.server")
 _PARTS = (keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
@@ -27,6 +31,8 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
 
     `link`: an engine that is reached in another way than `engine_in_process` says (tests).
     """
+    tls = open_tls(config.server)  # what can be wrong is looked at before the model is
+    config = fair_share(config)
     front = open_front(config.engine)
     clock = MonotonicClock()
     client = EngineClient(link or make_link(config), front.tokenizer, clock)
@@ -44,8 +50,11 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
         )
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = Server(config.server, client, service, names[0], int(time.time()), names[1:])
-        server.parts["front"] = front
+        server.parts |= {"front": front, "tls": tls}
+        server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
         server.closers += [client.stop, service.offload.close]
+        if tls is not None:
+            server.closers.append(Watching(tls).close)
         for part in _PARTS:
             await part.install(server)
     except BaseException:
@@ -66,6 +75,16 @@ async def close(server: Server) -> None:
 
 
 def make_link(config: ServeConfig) -> Link:
+    """Raises ConfigError for a fault that does not exist."""
+    faults = config.server.names("fault")
+    for text in faults:
+        parse_fault(text)
+    if not config.server.engine_in_process:
+        return ProcessLink(
+            config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults
+        )
+    if faults:
+        raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
     return ThreadLink(local_engine(config.engine))
 
 

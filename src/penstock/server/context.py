@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 class Tenant:
     """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
 
-    `weight`: share of the engine among those who wait. `admin`: may use the admin routes.
+    `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
+    and generated tokens; `max_concurrent`: requests at once; None: no limit of its own.
     """
 
     name: str = "default"
     secret: bytes = b""
     weight: float = 1.0
     admin: bool = False
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
 
 
 ANYONE = Tenant()
@@ -74,5 +77,7 @@ class Server:
     draining: bool = False
     closers: list[Callable[[], Any]] = field(default_factory=list)
     """Called (and awaited, if awaitable) when the server ends, last first."""
+    on_refused: list[Callable[[Any, int, Any], None]] = field(default_factory=list)
+    """Called with (ASGI scope, status, WireError or None) when an error is answered: metrics and logs."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts with a home of their own: "admission", "metrics", "keys", "store", "files", "batches", "grammars"."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.base.errors import EngineError, InputError, PenstockError, RefusedError
+from penstock.base.errors import EngineError, EngineGoneError, InputError, PenstockError, RefusedError
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -22,12 +22,14 @@ _ANTHROPIC = {
 
 
 class WireError(Exception):
-    """Status, headers and body, ready to send."""
+    """Status, headers and body, ready to send. `extra`: what stands beside "error" in OpenAI's shape."""
 
     def __init__(self, status: int, message: str, *, type: str | None = None, code: str | None = None,
-                 param: str | None = None, retry_after_s: float | None = None) -> None:  # fmt: skip
+                 param: str | None = None, retry_after_s: float | None = None,
+                 extra: dict[str, Any] | None = None) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
+        self.extra = extra or {}
         self.type = type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.retry_after_s = retry_after_s
 
@@ -35,12 +37,14 @@ class WireError(Exception):
         if is_anthropic(path):
             kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error, **self.extra}
 
     def headers(self) -> dict[str, str]:
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+        headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
 
 
 def is_anthropic(path: str) -> bool:
@@ -59,6 +63,8 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(400, str(error), param=error.param)
         case msgspec.ValidationError() | msgspec.DecodeError():
             return WireError(400, f"the request body is not what this path takes: {error}")
+        case EngineGoneError():
+            return WireError(503, str(error), code="engine_unavailable", retry_after_s=5.0)
         case EngineError():
             return WireError(500, str(error), code="engine_error")
         case PenstockError():

@@ -14,6 +14,7 @@ from penstock.engine.link import Link
 from penstock.server.app import make_app
 from penstock.server.build import build, close
 from penstock.server.context import Server
+from penstock.server.protocol import loop_factory, uvicorn_config
 
 
 class LiveServer:
@@ -46,7 +47,10 @@ class LiveServer:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            # uvloop hears of children that end in the main thread only.
+            factory = loop_factory() if self._config.server.engine_in_process else None
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(self._main())
         except BaseException as error:
             self._error = error
         finally:
@@ -58,11 +62,9 @@ class LiveServer:
         try:
             listening = socket.create_server((self._config.server.host, self._config.server.port))
             host, port = listening.getsockname()[:2]
-            self.url = f"http://{host}:{port}"
-            settings = uvicorn.Config(
-                make_app(self.server), log_config=None, lifespan="off", timeout_graceful_shutdown=1
-            )
-            self._uvicorn = uvicorn.Server(settings)
+            scheme = "http" if self.server.parts.get("tls") is None else "https"
+            self.url = f"{scheme}://{host}:{port}"
+            self._uvicorn = uvicorn.Server(uvicorn_config(self.server, make_app(self.server)))
             asyncio.get_running_loop().call_later(0.01, self._up.set)
             await self._uvicorn.serve(sockets=[listening])
         finally:

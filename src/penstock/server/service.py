@@ -9,15 +9,17 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from penstock.base.errors import EngineError, InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
-from penstock.server.context import Call, Prompt
+from penstock.server.context import ANYONE, Call, Prompt
 from penstock.text.offload import Offload
 from penstock.text.template import choose_template, encode_chat
-from penstock.text.validate import build_request
+from penstock.text.validate import build_pooling_request, build_request
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -36,12 +38,19 @@ class Admission(Protocol):
         """What to call when the request has ended. Raises RefusedError (429 or 503, with `retry_after_s`)."""
         ...
 
+    def follow(self, request: Request, stream: Stream) -> None:
+        """The stream of a request that was admitted."""
+        ...
+
 
 class Open:
     """Admits everything. For tests."""
 
     def admit(self, call: Call, request: Request) -> Callable[[], None]:
         return lambda: None
+
+    def follow(self, request: Request, stream: Stream) -> None:
+        pass
 
 
 class Service:
@@ -70,6 +79,8 @@ class Service:
         self.offload = Offload()
         self.prepare: list[Callable[[Call], Any]] = []
         """Each is awaited with the Call before it is validated: compiling grammars, for example. May raise."""
+        self.draining = False
+        """Set when the server shuts down: nothing new is taken on."""
         self._no_tokenizer = no_tokenizer
         self._seed = seed
         self._counter = 0
@@ -126,17 +137,25 @@ class Service:
 
     async def submit(self, call: Call) -> Stream:
         """Validate, admit and hand in. Raises InputError, RefusedError, EngineError. The caller owns the stream."""
+        if self.draining:
+            raise RefusedError(
+                "the server is shutting down", status=503, code="shutting_down",
+                retry_after_s=self.config.shutdown_timeout or 1.0,
+            )  # fmt: skip
         for hook in self.prepare:
             await hook(call)
         request = self._request(call)
+        if call.tenant is not ANYONE:
+            request = msgspec.structs.replace(request, tenant=call.tenant.name, weight=call.tenant.weight)
         release = self.admission.admit(call, request)
         try:
-            params = call.params if isinstance(call.params, SamplingParams) else None
+            params = call.params if isinstance(call.params, SamplingParams) and call.pooling is None else None
             stream = self.client.submit(request, params, call.prompt.text)
         except BaseException:
             release()
             raise
         stream.call = call
+        self.admission.follow(request, stream)
         stream.on_end(release)
         limit_s = call.deadline_s if call.deadline_s is not None else self.config.request_timeout
         if limit_s is not None:
@@ -148,6 +167,11 @@ class Service:
     def _request(self, call: Call) -> Request:
         number = self._counter
         self._counter += 1
+        if call.pooling is not None:
+            return build_pooling_request(
+                call.request_id, call.prompt.ids, call.pooling, limits=self.limits, priority=call.priority,
+                namespace=self._namespace(call), arrival_s=call.arrival_s, param=call.prompt.param,
+            )  # fmt: skip
         params: SamplingParams | BeamSearchParams = call.params
         return build_request(
             call.request_id,

@@ -13,11 +13,13 @@ from typing import Any
 
 from penstock.base.errors import InputError
 from penstock.core.request import Request
-from penstock.core.sampling import BeamSearchParams, SamplingParams, TokenRules
+from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs, TokenRules
+from penstock.text.grammar.source import grammar_of, kind_of
 from penstock.text.tokenizer import Tokenizer
 
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
+POOLINGS = ("last", "mean", "cls")
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 _FLAGS = (
@@ -104,6 +106,11 @@ def validate_sampling(params: SamplingParams, *, limits: Limits) -> None:
         )
     _logit_bias(params.logit_bias, limits)
     _bad_words(params.bad_words, limits)
+    if params.structured_outputs is not None:
+        kind_of(params.structured_outputs)
+        if not params.detokenize:
+            raise InputError("structured_outputs need text: they cannot be used with detokenize false",
+                             param="structured_outputs")  # fmt: skip
 
 
 def validate_beam(params: BeamSearchParams, *, limits: Limits) -> None:
@@ -173,6 +180,7 @@ def make_rules(params: SamplingParams, tokenizer: Tokenizer | None, limits: Limi
         num_logprobs=_num_logprobs(params.logprobs, limits),
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, limits),
         seed=int(seed if params.seed is None else params.seed),
+        grammar=_grammar(params.structured_outputs, tokenizer),
     )
 
 
@@ -208,9 +216,41 @@ def build_request(
     )  # fmt: skip
 
 
+def build_pooling_request(
+    request_id: str, prompt_token_ids: Sequence[int], pooling: str, *, limits: Limits, priority: int = 0,
+    namespace: bytes = b"", arrival_s: float = 0.0, param: str = "prompt",
+) -> Request:  # fmt: skip
+    """Check everything; the request for a pooled hidden state. Nothing is generated, so it may fill the context.
+
+    Raises: InputError.
+    """
+    if pooling not in POOLINGS:
+        raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, not {_show(pooling)}", param="pooling")
+    _sequence(param, prompt_token_ids)
+    room, what = limits.context
+    if not 1 <= len(prompt_token_ids) <= room:
+        raise InputError(f"{param} has {len(prompt_token_ids)} tokens, but {what} 1 to {room}", param=param)
+    _all_ids(param, prompt_token_ids, limits.vocab_size)
+    return Request(
+        request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=TokenRules(), max_tokens=1,
+        pooling=pooling, priority=priority, namespace=namespace, arrival_s=arrival_s,
+    )  # fmt: skip
+
+
 def stop_strings(params: SamplingParams) -> list[str]:
     """`stop` as a list."""
     return [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+
+
+def _grammar(asked: StructuredOutputs | None, tokenizer: Tokenizer | None) -> str | None:
+    if asked is None:
+        return None
+    if tokenizer is None or tokenizer.table is None:
+        raise InputError(
+            "structured_outputs need a tokenizer whose tokens are bytes, and this engine runs without one",
+            param="structured_outputs",
+        )
+    return grammar_of(asked)
 
 
 def _num_logprobs(asked: int | None, limits: Limits) -> int:

@@ -51,6 +51,9 @@ class NoCache:
     def evict(self, num_blocks: int) -> tuple[list[Slabs], list[Slabs]]:
         return [], []
 
+    def sketch(self, num_nodes: int) -> list[tuple[int, int, int]]:
+        return []
+
     def checkpoint(self, entry: None) -> None:
         return None
 

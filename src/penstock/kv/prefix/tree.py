@@ -6,6 +6,7 @@ Source: SGLang, arXiv 2312.07104, section 3 (reference counts along the path, le
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from penstock.core.protocols import EvictionPolicy
 from penstock.kv.prefix.queue import EvictionQueue
@@ -232,6 +233,22 @@ class PrefixTree:
         self._checkpoints.discard(checkpoint)
         checkpoint.node.checkpoint = None
         return checkpoint.slabs
+
+    def sketch(self, num_nodes: int) -> list[tuple[int, int, int]]:
+        """(depth, blocks, holders) of at most `num_nodes` nodes, parents before children, long runs first.
+
+        A node with more than 256 children shows the longest of its 256 oldest: the walk is bounded, however wide the
+        tree is.
+        """
+        found: list[tuple[int, int, int]] = []
+        stack = [(0, root) for root in islice(self._roots.values(), num_nodes)]
+        while stack and len(found) < num_nodes:
+            depth, node = stack.pop()
+            if node.parent is not None:
+                found.append((depth - 1, len(node.slabs), node.locks))
+            children = sorted(islice(node.children.values(), 256), key=lambda n: len(n.slabs))
+            stack += [(depth + 1, child) for child in children[-num_nodes:]]
+        return found
 
     def contents(self) -> tuple[list[Slabs], list[Slabs]]:
         blocks: list[Slabs] = []

@@ -16,6 +16,7 @@ LOGITS_PROCESSORS = Registry("logits processor")
 _IN_ORDER = (
     ("allowed_ids", "penstock.runner.logits.allowed_ids:AllowedIds"),
     ("bad_words", "penstock.runner.logits.bad_words:BadWords"),
+    ("grammar", "penstock.runner.logits.grammar:Grammar"),
     ("min_tokens", "penstock.runner.logits.min_tokens:MinTokens"),
     ("logit_bias", "penstock.runner.logits.logit_bias:LogitBias"),
     ("repetition_penalty", "penstock.runner.logits.repetition_penalty:RepetitionPenalty"),

@@ -86,3 +86,6 @@ class PerRow(Generic[State]):
 
     def remove(self, seq_id: int) -> None:
         self._states.pop(seq_id, None)
+
+    def exhausted(self, seq_id: int) -> str | None:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,12 +12,19 @@ from penstock.core.protocols import LogitsProcessor
 from penstock.runner.logits import LOGITS_PROCESSORS, ORDER
 from penstock.runner.logits.base import F32
 
+if TYPE_CHECKING:
+    from penstock.runner.logits.grammar_cache import GrammarCache
+
 
 class LogitsChain:
     """Feeds row changes to the processors that follow the row, and applies them in `runner.logits.ORDER`."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.processors: tuple[LogitsProcessor, ...] = tuple(LOGITS_PROCESSORS.get(name)(vocab_size) for name in ORDER)
+    def __init__(self, vocab_size: int, grammars: GrammarCache | None = None) -> None:
+        """`grammars`: what rows with a grammar need besides."""
+        needs = {"grammar": (grammars,)}
+        self.processors: tuple[LogitsProcessor, ...] = tuple(
+            LOGITS_PROCESSORS.get(name)(vocab_size, *needs.get(name, ())) for name in ORDER
+        )
         self._followers: dict[int, tuple[LogitsProcessor, ...]] = {}
 
     def follows(self, seq_id: int) -> bool:
@@ -47,6 +55,14 @@ class LogitsChain:
         with np.errstate(over="ignore", invalid="ignore"):
             for processor in self.processors:
                 processor.apply(logits, seq_ids)
+
+    def exhausted(self, seq_id: int) -> str | None:
+        """See the protocol: of the first that knows."""
+        for processor in self._followers.get(seq_id, ()):
+            why = processor.exhausted(seq_id)
+            if why is not None:
+                return why
+        return None
 
     def _add(self, op: AddedRow) -> None:
         prompt, output = op.token_ids[: op.prompt_len], op.token_ids[op.prompt_len :]

@@ -15,6 +15,7 @@ from penstock.core.protocols import SchedulingPolicy
 POLICIES = Registry("scheduling_policy")
 POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
 POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
+POLICIES.add("fair", "penstock.sched.policy.fair:Fair")
 POLICIES.add("fcfs", "penstock.sched.policy.fcfs:Fcfs")
 POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst")
 POLICIES.add("priority", "penstock.sched.policy.priority:Priority")

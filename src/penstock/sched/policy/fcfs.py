@@ -49,6 +49,10 @@ class Fcfs:
                 return seq
         return None
 
+    def claims(self, waiting: Seq[Sequence]) -> Seq[Sequence]:
+        """Who among those waiting may displace others, in the order in which they are asked about."""
+        return waiting
+
     def displaced(self, running: Seq[Sequence], newcomer: Sequence) -> Sequence | None:
         """Whom to preempt so that a waiting `newcomer` can be admitted: nobody, it waits."""
         return None

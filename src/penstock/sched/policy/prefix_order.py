@@ -60,7 +60,7 @@ class NextBlocks:
 
     def follows(self, seq: Sequence, start: int) -> bool:
         """Whether somebody else computes the block from `start` on, and `seq` could take it from the cache then."""
-        if not self._taken or seq.request.rules.num_prompt_logprobs >= 0:  # those read no cache
+        if not self._taken or not seq.request.reads_cache:
             return False
         # At least one known token is left to be computed.
         return start + self._block_size <= _limit(seq, seq.num_known - 1) and self._path(seq, start) in self._taken

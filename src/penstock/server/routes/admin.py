@@ -1,7 +1,85 @@
-"""routes for the admin key."""
+"""Routes for the admin key. Without such a key they do not exist."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-ROUTES: list[BaseRoute] = []
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.core.request import Control
+from penstock.server.context import Server, Tenant
+from penstock.server.errors import WireError
+
+Handler = Callable[[Request, Server], Awaitable[Any]]
+
+
+class AbortRequest(msgspec.Struct):
+    """`request_id`: as `GET /admin/requests` shows it, or the X-Request-Id that the client sent or was given."""
+
+    request_id: str
+
+
+def _for_admin(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def checked(request: Request) -> Response:
+        server: Server = request.app.state.server
+        keys = server.parts.get("keys")
+        if keys is None or not keys.has_admin:
+            raise WireError(404, f"there is nothing at {request.url.path}", code="not_found")
+        tenant: Tenant = request.scope["state"]["tenant"]
+        if not tenant.admin:
+            raise WireError(403, "this needs the admin key", code="permission_denied")
+        return Response(msgspec.json.encode(await handler(request, server)), media_type="application/json")
+
+    return checked
+
+
+async def reset_prefix_cache(request: Request, server: Server) -> Any:
+    server.client.control(Control(kind="reset_prefix_cache"))
+    return {"object": "reset_prefix_cache", "done": True}
+
+
+async def abort(request: Request, server: Server) -> Any:
+    asked = msgspec.json.decode(await request.body(), type=AbortRequest)
+    found = [s for s in server.client.streams if asked.request_id in _names(s)]
+    for stream in found:
+        stream.abort()
+    if not found:
+        raise WireError(404, "no such request is running", code="not_found", param="request_id")
+    return {"object": "abort", "aborted": [stream.request_id for stream in found]}
+
+
+async def requests(request: Request, server: Server) -> Any:
+    now = server.service.clock.now()
+    rows = []
+    for stream in server.client.streams:
+        call = stream.call
+        rows.append(
+            {
+                "id": stream.request_id,
+                "request_id": None if call is None else call.facts.get("http_request_id"),
+                "endpoint": "" if call is None else call.endpoint,
+                "tenant": "" if call is None else call.tenant.name,
+                "age_s": round(now - stream.request.arrival_s, 3),
+                "prompt_tokens": len(stream.request.prompt_token_ids),
+                "max_tokens": stream.request.max_tokens,
+                "n": stream.request.n,
+                "state": "running" if stream.started else "waiting",
+            }
+        )
+    return {"object": "list", "data": rows}
+
+
+def _names(stream: Any) -> tuple[str, ...]:
+    call = stream.call
+    return (stream.request_id, "" if call is None else call.facts.get("http_request_id") or "")
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/admin/requests", _for_admin(requests), methods=["GET"]),
+    Route("/admin/abort", _for_admin(abort), methods=["POST"]),
+    Route("/admin/reset_prefix_cache", _for_admin(reset_prefix_cache), methods=["POST"]),
+]

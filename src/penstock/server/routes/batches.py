@@ -2,6 +2,44 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-ROUTES: list[BaseRoute] = []
+from penstock.server.batch_runner import BatchRunner
+from penstock.server.decode import read
+from penstock.server.routes.files import answer, page
+from penstock.server.schema.batches import BatchList, BatchObject, BatchRequest
+
+
+def _runner(request: Request) -> BatchRunner:
+    runner: BatchRunner = request.app.state.server.parts["batches"]
+    return runner
+
+
+async def create(request: Request) -> Response:
+    wanted = await read(request, BatchRequest, accepted=frozenset({"output_expires_after"}))
+    return answer(await _runner(request).create(request.state.tenant, wanted))
+
+
+async def list_batches(request: Request) -> Response:
+    batches: list[BatchObject] = await _runner(request).list(request.state.tenant)
+    shown, more = page(request, batches, 20)
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return answer(BatchList(data=shown, has_more=more, first_id=first, last_id=last))
+
+
+async def retrieve(request: Request) -> Response:
+    return answer(await _runner(request).get(request.state.tenant, request.path_params["batch_id"]))
+
+
+async def cancel(request: Request) -> Response:
+    return answer(await _runner(request).cancel(request.state.tenant, request.path_params["batch_id"]))
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/batches", create, methods=["POST"]),
+    Route("/v1/batches", list_batches, methods=["GET"]),
+    Route("/v1/batches/{batch_id}", retrieve, methods=["GET"]),
+    Route("/v1/batches/{batch_id}/cancel", cancel, methods=["POST"]),
+]

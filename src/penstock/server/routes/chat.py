@@ -2,6 +2,46 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-ROUTES: list[BaseRoute] = []
+from penstock.server.chat import start
+from penstock.server.decode import read
+from penstock.server.schema.extras import ACCEPTED, REFUSED
+from penstock.server.schema.openai import ChatCompletion, ChatRequest
+from penstock.server.sse import EventStream, encoder, unless_gone
+from penstock.server.turns import Caller, caller_of
+
+_TOOLS = "is OpenAI's old name; write tools and tool_choice"
+REFUSED_FIELDS = {
+    **REFUSED,
+    "functions": (([],), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "audio": ((), "is not supported: this model writes text only"),
+    "modalities": ((["text"],), 'may only be ["text"]: this model writes text only'),
+    "web_search_options": ((), "is not supported: this server searches nothing"),
+    "moderation": ((), "is not supported by this server"),
+    "echo": ((False,), "is not supported in chats; /v1/completions has it"),
+}
+
+
+async def chat(request: Request) -> Response:
+    caller = caller_of(request)
+    body = await read(request, ChatRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
+    if body.stream:
+        return EventStream(await unless_gone(request, start(caller, body)))
+    answer = await unless_gone(request, complete(caller, body))
+    return Response(encoder.encode(answer), media_type="application/json")
+
+
+async def complete(caller: Caller, body: ChatRequest) -> ChatCompletion:
+    """The answer to a checked body, for callers that are no HTTP request too; cancelling aborts.
+
+    Raises InputError, RefusedError, WireError, EngineError.
+    """
+    return await (await start(caller, body)).answer()
+
+
+ROUTES: list[BaseRoute] = [Route("/v1/chat/completions", chat, methods=["POST"])]
+DOCS = {("POST", "/v1/chat/completions"): ("Answer a conversation", ChatRequest, ChatCompletion)}

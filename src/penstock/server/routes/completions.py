@@ -2,6 +2,36 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-ROUTES: list[BaseRoute] = []
+from penstock.server.completion import start
+from penstock.server.decode import read
+from penstock.server.schema.extras import ACCEPTED, REFUSED
+from penstock.server.schema.openai import Completion, CompletionRequest
+from penstock.server.sse import EventStream, encoder, unless_gone
+from penstock.server.turns import Caller, caller_of
+
+REFUSED_FIELDS = {**REFUSED, "suffix": (("",), "is not supported: this model writes on, it does not fill in")}
+
+
+async def completions(request: Request) -> Response:
+    caller = caller_of(request)
+    body = await read(request, CompletionRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
+    if body.stream:
+        return EventStream(await unless_gone(request, start(caller, body)))
+    answer = await unless_gone(request, complete(caller, body))
+    return Response(encoder.encode(answer), media_type="application/json")
+
+
+async def complete(caller: Caller, body: CompletionRequest) -> Completion:
+    """The answer to a checked body, for callers that are no HTTP request too; cancelling aborts.
+
+    Raises InputError, RefusedError, WireError, EngineError.
+    """
+    return await (await start(caller, body)).answer()
+
+
+ROUTES: list[BaseRoute] = [Route("/v1/completions", completions, methods=["POST"])]
+DOCS = {("POST", "/v1/completions"): ("Complete one or more prompts", CompletionRequest, Completion)}

@@ -1,7 +1,124 @@
-"""/v1/embeddings."""
+"""/v1/embeddings: pooled hidden states of the model that is served."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import asyncio
+import base64
 
-ROUTES: list[BaseRoute] = []
+import numpy as np
+import numpy.typing as npt
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.base.errors import EngineError, InputError
+from penstock.core.sampling import SamplingParams
+from penstock.core.vector import check_dimensions, embedding
+from penstock.server.context import Prompt
+from penstock.server.decode import read
+from penstock.server.errors import WireError
+from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
+from penstock.server.schema.extras import ACCEPTED
+from penstock.server.schema.openai import PromptTokensDetails
+from penstock.server.sse import encoder, unless_gone
+from penstock.server.turns import Caller, Options, caller_of, check_model, make_call, new_id
+from penstock.text.validate import build_pooling_request
+
+AT_ONCE = 16
+"""Inputs of one request that are with the engine at a time: a long list must not fill the queue."""
+_REFUSED = {
+    "truncate_prompt_tokens": ((), "is not supported: an input is never cut; shorten it before it is sent"),
+    "messages": ((), "is not supported; send the text as input"),
+}
+Vector = npt.NDArray[np.float32]
+
+
+async def embeddings(request: Request) -> Response:
+    caller = caller_of(request)
+    body = await read(request, EmbeddingRequest, refused=_REFUSED, accepted=ACCEPTED)
+    answer = await unless_gone(request, embed(caller, body))
+    return Response(encoder.encode(answer), media_type="application/json")
+
+
+async def embed(caller: Caller, body: EmbeddingRequest) -> EmbeddingList:
+    """The whole answer. Raises InputError, RefusedError, WireError, EngineError; cancelling aborts."""
+    server = caller.server
+    model = check_model(server, body.model)
+    coded = body.encoding_format or "float"
+    if coded not in ("float", "base64"):
+        raise InputError(f"encoding_format must be float or base64, not {coded[:40]!r}", param="encoding_format")
+    info = server.client.info
+    assert info is not None
+    check_dimensions(body.dimensions, info.embedding_size)
+    pooling = "last" if body.pooling is None else body.pooling
+    prompts = await _prompts(caller, body)
+    for prompt in prompts:  # all of them, before any runs
+        build_pooling_request("", prompt.ids, pooling, limits=server.service.limits, param=prompt.param)
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(i: int, prompt: Prompt) -> Vector:
+        async with places:
+            pooled = await _pooled(caller, body, prompt, pooling, f"{request_id}-{i}")
+            return embedding(pooled, normalize=body.normalize is not False, dimensions=body.dimensions)
+
+    request_id = new_id("embd-")
+    tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    num_tokens = sum(len(prompt.ids) for prompt in prompts)
+    return EmbeddingList(
+        data=[EmbeddingObject(index=i, embedding=_written(v, coded)) for i, v in enumerate(vectors)],
+        model=model,
+        usage=EmbeddingUsage(
+            prompt_tokens=num_tokens, total_tokens=num_tokens, prompt_tokens_details=PromptTokensDetails()
+        ),
+    )
+
+
+def _written(vector: Vector, coded: str) -> list[float] | str:
+    if coded == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    return [float(x) for x in vector]
+
+
+async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, pooling: str, request_id: str) -> bytes:
+    options = Options(priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout)
+    call = make_call(caller, prompt, SamplingParams(max_tokens=1), options, "embeddings", request_id)
+    call.pooling = pooling
+    stream = await caller.server.service.submit(call)
+    try:
+        return await stream.pooled()
+    except EngineError as error:
+        if stream.aborted == "timeout":
+            raise WireError(408, "the request took longer than its time limit", code="timeout") from None
+        if stream.aborted:
+            raise WireError(503, "the request was aborted", code="aborted") from None
+        raise WireError(500, str(error), code="engine_error") from None
+
+
+async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
+    """Raises InputError."""
+    given = body.input
+    if isinstance(given, str) or (given and all(isinstance(x, int) for x in given)):
+        return [await _prompt(caller, body, given, "input")]
+    most = caller.server.config.max_prompts
+    if not 1 <= len(given) <= most:
+        raise InputError(f"input has {len(given)} entries; 1 to {most} are possible", param="input")
+    if any(isinstance(x, int) for x in given):
+        raise InputError("input mixes token ids with texts or lists; give one kind", param="input")
+    return [await _prompt(caller, body, one, f"input[{i}]") for i, one in enumerate(given)]
+
+
+async def _prompt(caller: Caller, body: EmbeddingRequest, one: object, param: str) -> Prompt:
+    if isinstance(one, str):
+        special = body.add_special_tokens is not False
+        return await caller.server.service.encode(one, param=param, add_special_tokens=special)
+    assert isinstance(one, list)
+    return Prompt(one, None, param)
+
+
+ROUTES: list[BaseRoute] = [Route("/v1/embeddings", embeddings, methods=["POST"])]
+DOCS = {("POST", "/v1/embeddings"): ("Vectors of texts", EmbeddingRequest, EmbeddingList)}

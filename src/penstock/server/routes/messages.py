@@ -1,7 +1,195 @@
-"""/v1/messages (Anthropic)."""
+"""/v1/messages: Anthropic's API. Errors have its shape by their path (`server.errors`)."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
-ROUTES: list[BaseRoute] = []
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.core.sampling import SamplingParams
+from penstock.server.anthropic_events import BlockWriter, stop_of
+from penstock.server.anthropic_input import (
+    chat_messages,
+    chat_tool_choice,
+    chat_tools,
+    structured,
+    template_kwargs,
+)
+from penstock.server.completion import told
+from penstock.server.decode import read
+from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
+from penstock.server.sse import EventStream, encoder, frame, unless_gone
+from penstock.server.turns import (
+    Caller,
+    Conversation,
+    Options,
+    Turn,
+    begin,
+    caller_of,
+    check_model,
+    sampling_defaults,
+)
+
+_SERVER_SIDE = "is not supported: this server runs no tools"
+REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "container": ((), _SERVER_SIDE),
+    "mcp_servers": (([],), _SERVER_SIDE),
+    "n": ((1,), "is not supported: a message has one answer"),
+    "stop": ((), "is OpenAI's name; write stop_sequences"),
+    "max_completion_tokens": ((), "is OpenAI's name; write max_tokens"),
+}
+ACCEPTED = frozenset(
+    (
+        "metadata", "service_tier", "context_management", "inference_geo", "speed", "cache_control", "diagnostics",
+        "user_profile_id", "workspace_id", "betas",
+    )
+)  # fmt: skip
+"""Fields that Anthropic's clients send and that have no meaning for one model on one machine."""
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_tokens", "ignore_eos", "stop_token_ids",
+)  # fmt: skip
+
+
+async def messages(request: Request) -> Response:
+    caller = caller_of(request)
+    body = await read(request, MessagesRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
+    run = await unless_gone(request, start(caller, body))
+    if body.stream:
+        return EventStream(run)
+    return Response(encoder.encode(await unless_gone(request, run.answer())), media_type="application/json")
+
+
+async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
+    """Raises InputError, RefusedError, EngineError. The caller must read what it gets, or abort it."""
+    model = check_model(caller.server, body.model)
+    asked = _conversation(body, _params(caller, body))
+    asked.options = Options(
+        stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
+    )
+    turn = await begin(caller, asked, "messages", prefix="msg_")
+    return MessageRun(turn, model, caller.server.config.max_stream_chars)
+
+
+def _params(caller: Caller, body: MessagesRequest) -> SamplingParams:
+    defaults = sampling_defaults(caller.server)
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    given = {name: defaults.get(name) if value is None else value for name, value in given.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        max_tokens=body.max_tokens, stop=body.stop_sequences, structured_outputs=structured(body), **given
+    )
+
+
+def _conversation(body: CountRequest, params: SamplingParams) -> Conversation:
+    """Raises InputError."""
+    listed, prefilled = chat_messages(body)
+    choice, parallel = chat_tool_choice(body.tool_choice)
+    return Conversation(
+        messages=listed,
+        params=params,
+        tools=chat_tools(body.tools),
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs=template_kwargs(body),
+        add_generation_prompt=not prefilled,
+        continue_final_message=prefilled,
+        names={"stop": "stop_sequences"},
+    )
+
+
+class MessageRun:
+    """A message under way. Leaving `frames` early, or cancelling `answer`, aborts it."""
+
+    def __init__(self, turn: Turn, model: str, max_stream_chars: int) -> None:
+        self._turn = turn
+        self._model = model
+        self._max_stream_chars = max_stream_chars
+        self._writer = BlockWriter()
+        self._stop: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def too_slow(self) -> bool:
+        return self._turn.stream.unread_chars > self._max_stream_chars
+
+    def abort(self) -> None:
+        self._turn.abort()
+
+    def _message(self) -> MessageObject:
+        return MessageObject(
+            id=self._turn.id, model=self._model, content=self._writer.blocks, stop_reason=self._stop[0],
+            stop_sequence=self._stop[1], usage=self._usage(),
+        )  # fmt: skip
+
+    def _usage(self) -> MessageUsage:
+        usage = self._turn.usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached, output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )  # fmt: skip
+
+    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Raises WireError."""
+        async with aclosing(self._turn.pieces()) as pieces:
+            async for listed in pieces:
+                for piece in listed:
+                    if piece.finish_reason is not None:
+                        self._stop = stop_of(piece.finish_reason, piece.stop_reason)
+                    for event in self._writer.feed(piece.events):
+                        yield event
+        for event in self._writer.finish():
+            yield event
+
+    async def answer(self) -> MessageObject:
+        """Raises WireError."""
+        async for _ in self._events():
+            pass
+        return self._message()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; an error after the beginning is one of them."""
+        yield _frame({"type": "message_start", "message": self._message()}) + _frame({"type": "ping"})
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    yield _frame(event)
+        except Exception as error:
+            yield _frame(told(error).body("/v1/messages"))
+            return
+        delta = {"stop_reason": self._stop[0], "stop_sequence": self._stop[1]}
+        yield _frame({"type": "message_delta", "delta": delta, "usage": self._usage()})
+        yield _frame({"type": "message_stop"})
+
+
+def _frame(event: dict[str, Any]) -> bytes:
+    return frame(event, event["type"])
+
+
+async def count_tokens(request: Request) -> Response:
+    caller = caller_of(request)
+    body = await read(request, CountRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
+    check_model(caller.server, body.model)
+    asked = _conversation(body, SamplingParams())
+    prompt = await caller.server.service.encode_chat(
+        asked.messages,
+        tools=None if asked.tool_choice == "none" else asked.tools or None,
+        chat_template_kwargs=asked.chat_template_kwargs,
+        add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message,
+    )
+    return Response(encoder.encode(TokenCount(input_tokens=len(prompt.ids))), media_type="application/json")
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+]
+DOCS = {
+    ("POST", "/v1/messages"): ("Answer a conversation (Anthropic's API)", MessagesRequest, MessageObject),
+    ("POST", "/v1/messages/count_tokens"): ("Count the tokens of a conversation", CountRequest, TokenCount),
+}

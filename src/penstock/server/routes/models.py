@@ -2,6 +2,45 @@
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-ROUTES: list[BaseRoute] = []
+from penstock.server.context import Server
+from penstock.server.schema.openai import Model, ModelList
+from penstock.server.sse import encoder
+from penstock.server.turns import check_model, sampling_defaults
+
+
+async def models(request: Request) -> Response:
+    server: Server = request.app.state.server
+    listed = ModelList(data=[_model(server, name) for name in [server.model_name, *server.aliases]])
+    return Response(encoder.encode(listed), media_type="application/json")
+
+
+async def model(request: Request) -> Response:
+    server: Server = request.app.state.server
+    name = check_model(server, request.path_params["model"])
+    return Response(encoder.encode(_model(server, name)), media_type="application/json")
+
+
+def _model(server: Server, name: str) -> Model:
+    limits = server.service.limits
+    return Model(
+        id=name,
+        created=server.created,
+        root=server.model_name,
+        max_model_len=limits.context[0],
+        default_sampling_params=sampling_defaults(server),
+    )
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{model:path}", model, methods=["GET"]),
+]
+DOCS = {
+    ("GET", "/v1/models"): ("The models that are served, with their limits and defaults", None, ModelList),
+    ("GET", "/v1/models/{model}"): ("One of them", None, Model),
+    ("GET", "/version"): ("The version of Penstock", None),
+}

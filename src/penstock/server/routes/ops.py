@@ -1,7 +1,141 @@
-"""/health /ready /metrics /version /load."""
+"""/health /ready /metrics /version /load, and llama-server's /props and /slots."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import time
+from typing import Any
 
-ROUTES: list[BaseRoute] = []
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock import __version__
+from penstock.server.context import Server
+from penstock.server.errors import WireError
+from penstock.server.metrics import draining, load_of
+
+_MIB = 1 << 20
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(value), status, media_type="application/json", headers={"cache-control": "no-store"}
+    )
+
+
+async def health(request: Request) -> Response:
+    """Liveness: this process answers. Whether the engine does, /ready says."""
+    return json_response({"status": "ok"})
+
+
+def unready(server: Server) -> WireError | None:
+    """Why no token can be finished now; None if one can."""
+    client = server.client
+    if draining(server):
+        return WireError(503, "the server is shutting down", code="shutting_down")
+    if client.state == "starting":
+        done, total = client.loading
+        so_far = f" ({done // _MIB} of {total // _MIB} MiB)" if total else ""
+        return WireError(503, f"the model is being loaded{so_far}", code="loading", retry_after_s=1.0)
+    ready, reason = client.ready()
+    if not ready:
+        code = "engine_stalled" if client.state == "ready" else f"engine_{client.state}"
+        return WireError(503, reason, code=code)
+    return None
+
+
+async def ready(request: Request) -> Response:
+    reason = unready(request.app.state.server)
+    if reason is not None:
+        request.scope["state"]["error"] = reason
+        return json_response(reason.body(), reason.status)
+    return json_response({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    server: Server = request.app.state.server
+    return Response(
+        server.parts["metrics"].render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+    )
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def load(request: Request) -> Response:
+    return json_response(load_of(request.app.state.server))
+
+
+async def props(request: Request) -> Response:
+    """llama-server's: what a request gets by default, and what the server can do at once."""
+    server: Server = request.app.state.server
+    info = server.client.info
+    return json_response({
+        "default_generation_settings": {"n_ctx": info.max_model_len if info is not None else 0, "params": {}},
+        "total_slots": info.max_num_seqs if info is not None else 0,
+        "model_alias": server.model_name,
+        "model_path": server.model_name,
+        "chat_template": server.service.chat_template or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"penstock {__version__}",
+        "is_sleeping": False,
+    })  # fmt: skip
+
+
+async def slots(request: Request) -> Response:
+    """llama-server's: one entry per sequence that may run at once. `?fail_on_no_slot=1`: 503 if all are taken."""
+    server: Server = request.app.state.server
+    info = server.client.info
+    total = info.max_num_seqs if info is not None else 0
+    running = min(total, server.client.snapshot.num_running)
+    if request.query_params.get("fail_on_no_slot") and running == total:
+        raise WireError(503, "no slot is free", code="no_slot")
+    n_ctx = info.max_model_len if info is not None else 0
+    return json_response([{"id": i, "n_ctx": n_ctx, "is_processing": i < running} for i in range(min(total, 1024))])
+
+
+async def state(request: Request) -> Response:
+    """All that the page shows of the engine; `?points=N`: seconds of history."""
+    server: Server = request.app.state.server
+    client, stats = server.client, server.parts["stats"]
+    info, snapshot = client.info, client.snapshot
+    asked = request.query_params.get("points", "")
+    points = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 60
+    reason = unready(server)
+    return json_response({
+        "now_s": stats.clock.now(),
+        "unix_s": time.time(),
+        "version": __version__,
+        "model": server.model_name,
+        "chat": server.service.chat_template is not None,
+        "state": client.state,
+        "unready": reason.message if reason is not None else None,
+        "restarts": client.num_restarts,
+        "load": load_of(server),
+        "engine": {} if info is None else {
+            "max_model_len": info.max_model_len, "block_size": info.block_size, "max_num_seqs": info.max_num_seqs,
+            "dtype": info.dtype, "kv_dtype": info.kv_dtype, "num_params": info.num_params,
+        },
+        "kv": {"total": snapshot.kv_total, "used": snapshot.kv_used, "cached": snapshot.kv_evictable},
+        "prefix": {
+            "tree": snapshot.prefix_tree,
+            "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
+        },
+        "preemptions": stats.counter("num_preemptions"),
+        "history": stats.history(points),
+        "recent": list(stats.recent),
+    })  # fmt: skip
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/health", health, methods=["GET"]),
+    Route("/ready", ready, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/version", version, methods=["GET"]),
+    Route("/load", load, methods=["GET"]),
+    Route("/props", props, methods=["GET"]),
+    Route("/slots", slots, methods=["GET"]),
+    Route("/internal/state", state, methods=["GET"]),
+]

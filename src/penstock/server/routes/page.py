@@ -1,7 +1,60 @@
-"""the playground at /."""
+"""The playground at /. Its files hold no secrets and need no key; what they ask for does."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import hashlib
+from functools import cache
+from pathlib import Path
 
-ROUTES: list[BaseRoute] = []
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from penstock.server.errors import WireError
+
+FOLDER = Path(__file__).parent.parent / "page"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+@cache
+def files() -> dict[str, tuple[bytes, str, str]]:
+    """name -> (content, media type, entity tag)."""
+    found = {}
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in TYPES:
+            content = path.read_bytes()
+            tag = '"' + hashlib.blake2b(content, digest_size=12).hexdigest() + '"'
+            found[path.name] = (content, TYPES[path.suffix], tag)
+    return found
+
+
+def _file(request: Request, name: str) -> Response:
+    known = files().get(name)
+    if known is None:
+        raise WireError(404, f"there is nothing at {request.url.path}")
+    content, kind, tag = known
+    headers = HEADERS | {"etag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=kind, headers=headers)
+
+
+async def page(request: Request) -> Response:
+    return _file(request, "index.html")
+
+
+async def asset(request: Request) -> Response:
+    return _file(request, request.path_params["name"])
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/", page, methods=["GET"]),
+    Route("/page/{name}", asset, methods=["GET"]),
+]

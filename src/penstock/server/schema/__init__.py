@@ -1,1 +1,1 @@
-"""What goes over the wire, as msgspec structs: requests are decoded into them, the OpenAPI document is made of them."""
+"""Shapes on the wire, as msgspec structs: what bodies are read into, and what answers are made of."""

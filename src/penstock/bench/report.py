@@ -1,0 +1,102 @@
+"""Results for people and for files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import PenstockError
+from penstock.bench.metrics import METRICS
+
+_ROWS = (
+    ("completed", "Successful requests", "{:d}"),
+    ("failed", "Failed requests", "{:d}"),
+    ("duration", "Duration (s)", "{:.2f}"),
+    ("total_input_tokens", "Input tokens", "{:d}"),
+    ("total_output_tokens", "Generated tokens", "{:d}"),
+    ("request_throughput", "Requests per second", "{:.2f}"),
+    ("request_goodput", "Requests per second within the SLO", "{:.2f}"),
+    ("output_throughput", "Generated tokens per second", "{:.2f}"),
+    ("total_token_throughput", "All tokens per second", "{:.2f}"),
+    ("max_output_tokens_per_s", "Generated tokens in the best second", "{:.0f}"),
+    ("max_concurrent_requests", "Most requests at once", "{:d}"),
+    ("prefix_cache_hit_rate", "Prompt tokens from the prefix cache", "{:.1%}"),
+    ("verified", "Answers asked again, alone", "{:d}"),
+    ("verify_mismatches", "... that were different", "{:d}"),
+)
+LATE_MS = 10.0
+"""From here on the client's own lateness spoils what it measures."""
+
+
+def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
+    """A table on standard output."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Serving benchmark", show_header=False)
+    for name, label, shape in _ROWS:
+        if result.get(name) is not None:
+            table.add_row(label, shape.format(result[name]))
+    for kind, count in result["errors_by_kind"].items():
+        table.add_row(f"Failed: {kind}", str(count))
+    console.print(table)
+    columns = (
+        [k.removesuffix(f"_{metrics[0]}_ms") for k in result if k.endswith(f"_{metrics[0]}_ms")] if metrics else []
+    )
+    spread = Table("ms", *columns)
+    for metric in metrics:
+        cells = [f"{result[f'{column}_{metric}_ms']:.2f}" for column in columns]
+        spread.add_row(f"{metric.upper()} ({METRICS[metric]})", *cells)
+    if metrics:
+        console.print(spread)
+    late_ms = result["p99_send_delay_ms"]
+    if late_ms > LATE_MS:
+        console.print(
+            f"The client was late: 1 % of the requests left more than {late_ms:.0f} ms after they were due. Latencies "
+            "count from when a request left; the server saw a gentler load than was asked for.",
+            style="yellow",
+        )
+
+
+def print_figures(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """As JSON, whole or not at all. Raises PenstockError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise PenstockError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def progress(label: str, total: int, *, show: bool = True) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where a person is looking; the function counts one more."""
+    if not show or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns: list[Any] = [TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,40 @@
+"""`penstock serve [MODEL]`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.config.load import add_arguments as add_engine_arguments
+
+    parser.description = (
+        "Serve a model with OpenAI's and Anthropic's APIs. Without MODEL, the one that comes with Penstock."
+    )
+    parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
+    add_engine_arguments(parser, model_positional=True, server=True)
+
+
+def serve(args: argparse.Namespace) -> int:
+    from penstock.cli.run import with_default_model
+    from penstock.config.load import serve_from_args
+
+    config = serve_from_args(with_default_model(args))
+    if args.explain:
+        explain(config.engine)
+    from penstock.server.main import serve as run
+
+    return run(config)
+
+
+def explain(engine: EngineConfig) -> None:
+    """Print the decisions before anything is loaded; what does not fit is refused here already."""
+    from penstock.launch.build import plan_of
+
+    for d in plan_of(engine).decisions:
+        print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)

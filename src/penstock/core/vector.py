@@ -1,0 +1,32 @@
+"""From a pooled hidden state to an embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.errors import InputError
+
+
+def embedding(pooled: bytes, *, normalize: bool = True, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+    """The first `dimensions` numbers of a pooled hidden state, as a vector of length 1 if `normalize`.
+
+    Shapes: [dimensions]. Cutting a vector and normalising what is left is OpenAI's meaning of `dimensions`; it is
+    useful only with models that were trained for it (Kusupati et al., Matryoshka Representation Learning, 2022).
+    """
+    vector = np.frombuffer(pooled, "<f4").astype(np.float64)[:dimensions]
+    if normalize:
+        # Divided by its largest number first: squares of large ones would overflow, of small ones vanish.
+        peak = float(np.abs(vector).max())
+        if peak > 0:
+            vector = vector / peak
+            vector = vector / float(np.sqrt(np.dot(vector, vector)))
+    return vector.astype(np.float32)
+
+
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """`size`: numbers that the model gives. Raises: InputError."""
+    if dimensions is None:
+        return
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= size:
+        raise InputError(f"dimensions must be an integer from 1 to {size}, the size of this model", param="dimensions")

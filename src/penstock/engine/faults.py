@@ -1,0 +1,95 @@
+"""Faults on purpose, for tests: `site:kind:nth`. Set when a server starts, never by a request.
+
+Sites: `load` (an engine process loads the model), `intake` (it takes a request in), `step` (it begins a step).
+Kinds: `kill` (SIGKILL to itself), `exception`, `hang`; at `step` also `nan` (the logits of one row) and `poison`.
+nth: it happens at the nth time, counted from 1, in the server's first engine process alone; for `load` the nth process.
+With a plus (`step:kill:200+`) it happens every nth time in each. For `poison` it is a token id: a step with a request
+whose prompt has this token kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.base.errors import ConfigError
+from penstock.core.request import Request
+
+SITES = {"load": ("kill", "exception", "hang"), "intake": ("kill", "exception", "hang"),
+         "step": ("kill", "exception", "hang", "nan", "poison")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    site: str
+    kind: str
+    nth: int
+    again: bool = False
+
+
+def parse(text: str) -> Fault:
+    """Raises ConfigError that names what is possible."""
+    parts = text.strip().split(":")
+    if len(parts) != 3 or parts[0] not in SITES or parts[1] not in SITES[parts[0]]:
+        known = ", ".join(f"{site}:{'|'.join(kinds)}" for site, kinds in SITES.items())
+        raise ConfigError(f"fault: {text!r} is not site:kind:nth; known are {known}", field="fault")
+    number = parts[2].removesuffix("+")
+    if not number.isascii() or not number.isdigit() or (parts[1] != "poison" and int(number) < 1):
+        raise ConfigError(f"fault: {parts[2]!r} is not a number from 1 on, with or without a plus", field="fault")
+    return Fault(parts[0], parts[1], int(number), parts[2].endswith("+"))
+
+
+@dataclass
+class Faults:
+    """The faults of one engine process; `epoch` is its number, from 0. `spoil` is given to the rank."""
+
+    faults: list[Fault]
+    epoch: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
+    _nan: bool = False
+
+    @classmethod
+    def of(cls, texts: Iterable[str], epoch: int = 0) -> Faults:
+        return cls([parse(text) for text in texts], epoch)
+
+    def at(self, site: str, requests: Collection[Request] = ()) -> None:
+        """Called at each site. Does what is due: it may not return."""
+        if not self.faults:
+            return
+        self._counts[site] += 1
+        count = self._counts[site] + (self.epoch if site == "load" else 0)
+        for fault in self.faults:
+            if fault.site == site and self._due(fault, count, requests):
+                self._happen(fault)
+
+    def _due(self, fault: Fault, count: int, requests: Collection[Request]) -> bool:
+        if fault.kind == "poison":
+            return any(fault.nth in request.prompt_token_ids for request in requests)
+        if fault.again:
+            return count % fault.nth == 0
+        return count == fault.nth and (self.epoch == 0 or fault.site == "load")
+
+    def _happen(self, fault: Fault) -> None:
+        if fault.kind in ("kill", "poison"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "exception":
+            raise RuntimeError(f"injected fault {fault.site}:{fault.kind}:{fault.nth}")
+        if fault.kind == "nan":
+            self._nan = True
+        while fault.kind in ("hang", "kill", "poison"):  # a signal to oneself may take a moment
+            time.sleep(0.05)
+
+    @property
+    def spoil(self) -> Callable[[Any], None] | None:
+        """What `Runner.spoil` needs; None if no fault touches logits."""
+        return self._spoil if any(fault.kind == "nan" for fault in self.faults) else None
+
+    def _spoil(self, logits: Any) -> None:
+        if self._nan and len(logits):
+            logits[0] = float("nan")
+            self._nan = False

@@ -1,0 +1,153 @@
+"""The loop around `EngineCore.step`, the same for a thread and for a process of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.base.errors import InputError
+from penstock.core.messages import EngineSnapshot, Outputs
+from penstock.core.output import EngineOutput
+from penstock.core.request import Control, Intake, Request
+from penstock.engine.blackbox import BlackBox, handle_of
+from penstock.engine.faults import Faults
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
+
+IDLE_S = 0.25
+"""An idle loop shows a sign of life this often."""
+SNAPSHOT_S = 0.1
+IDLE_SNAPSHOT_S = 1.0
+TREE_NODES = 48
+"""Nodes of the prefix tree in a snapshot: enough to look at, few enough to walk ten times a second."""
+
+
+def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, int] | None = None) -> EngineSnapshot:
+    """How a core is doing now. Cheap enough for ten times a second."""
+    stats = core.kv.stats()
+    scheduler = core.scheduler
+    return EngineSnapshot(
+        time_s=core.clock.now(),
+        step=core.stats.num_steps,
+        step_s=step_s,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        waiting_tokens=sum(seq.num_known for seq in scheduler.waiting),
+        kv_total=sum(g.total for g in stats.groups),
+        kv_used=sum(g.used for g in stats.groups),
+        kv_evictable=sum(g.evictable for g in stats.groups),
+        counters={k: float(v) for k, v in vars(core.stats).items()}
+        | {"num_evicted_blocks": float(stats.num_evicted_blocks)},
+        memory_bytes=memory_bytes or {},
+        prefix_tree=core.kv.cache.sketch(TREE_NODES),
+    )
+
+
+class EngineLoop:
+    """Steps while there is work, waits while there is none. `send` and `stop` may be called from other threads.
+
+    `emit` is called once per step that has news, and with a snapshot at least every second; it may block. `memory`
+    yields bytes by subsystem.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        emit: Callable[[Outputs], None],
+        box: BlackBox,
+        *,
+        epoch: int = 0,
+        memory: Callable[[], dict[str, int]] | None = None,
+        faults: Faults | None = None,
+    ) -> None:
+        self.core = core
+        self._emit = emit
+        self._box = box
+        self._epoch = epoch
+        self._memory = memory
+        self._faults = faults or Faults([])
+        self._wake = threading.Condition()
+        self._intake: deque[Intake] = deque()
+        self._stop = False
+        self._handles: dict[str, int] = {}
+        self._snapshot_s = core.clock.now()
+        core.watch = self._watch
+
+    def send(self, items: Sequence[Intake]) -> None:
+        with self._wake:
+            self._intake.extend(items)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Returns after `stop`. Raises what is not one request's fault: the engine is broken then."""
+        core = self.core
+        self._box.beat(False)
+        while not self._stop:
+            items = self._next()
+            if not items and not core.has_work:
+                self._box.beat(False)
+                self._tell([], 0.0, IDLE_SNAPSHOT_S)
+                continue
+            if items is None:  # there is work, but the policy waits for company
+                self._box.beat(True)
+                continue
+            self._box.beat(True)
+            refused = [error for item in items if (error := self._add(item)) is not None]
+            began = core.clock.now()
+            outputs = refused + core.step()
+            self._box.done()
+            self._box.beat(core.has_work)
+            if not core.groups:
+                self._handles.clear()
+            self._tell(outputs, core.clock.now() - began, SNAPSHOT_S if core.has_work else 0.0)
+
+    def _next(self) -> Collection[Intake] | None:
+        """What has come in. With nothing to do, waits for it a moment; None if only time has passed."""
+        core = self.core
+        with self._wake:
+            if not self._intake and not self._stop:
+                if not core.has_work:
+                    self._wake.wait(IDLE_S)
+                elif core.scheduler.wake_s is not None and (wait_s := core.scheduler.wake_s - core.clock.now()) > 0:
+                    self._wake.wait(min(wait_s, IDLE_S))
+                    if not self._intake and wait_s > IDLE_S:
+                        return None
+            items, self._intake = self._intake, deque()
+            return items
+
+    def _add(self, item: Intake) -> EngineOutput | None:
+        """Hand an item to the core. One that it refuses gets its answer: it must not end the loop."""
+        if isinstance(item, Request):
+            self._handles[item.request_id] = handle_of(item.request_id)
+            self._box.working_on([self._handles[item.request_id]])
+            self._faults.at("intake", [item])
+        try:
+            self.core.add(item)
+        except InputError as error:
+            if isinstance(item, Control):
+                return None
+            return EngineOutput(request_id=item.request_id, index=0, finish_reason="error", error=str(error))
+        return None
+
+    def _watch(self, requests: Collection[Request]) -> None:
+        """A step with these requests is about to run."""
+        known = self._handles
+        self._box.working_on([known.get(r.request_id) or handle_of(r.request_id) for r in requests])
+        self._faults.at("step", requests)
+
+    def _tell(self, outputs: list[EngineOutput], step_s: float, every_s: float) -> None:
+        now = self.core.clock.now()
+        fresh = None
+        if now - self._snapshot_s >= every_s:
+            memory = self._memory() if self._memory is not None else None
+            fresh, self._snapshot_s = snapshot_of(self.core, step_s, memory), now
+        if outputs or fresh is not None:
+            self._emit(Outputs(self._epoch, outputs, fresh))

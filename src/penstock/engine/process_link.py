@@ -1,0 +1,300 @@
+"""ProcessLink: the engine in a child process that is watched, buried and started again.
+
+Messages are frames over an inherited socket pair; what has to be known of an engine that cannot speak any more is in an
+inherited page of memory (`engine.blackbox`). End of file is the death notice, in both directions: no names, no folders,
+nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from penstock.base import errors
+from penstock.base.errors import ConfigError, EngineError, PenstockError
+from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Outputs, Ready, Send
+from penstock.core.request import Intake
+from penstock.engine import wire
+from penstock.engine.blackbox import BlackBox
+from penstock.engine.link import Down, Listener
+
+log = logging.getLogger("penstock.engine")
+
+COMMAND = (sys.executable, "-P", "-m", "penstock.launch.engine_process")
+EXIT_BROKEN = 70
+"""Exit code of an engine whose step raised an exception: its traceback is on stderr."""
+_BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0)
+_MINUTE_S = 60.0
+
+
+class ProcessLink:
+    """One supervised engine process at a time. All methods belong to the event loop's thread, which spawns the child:
+    the child dies with that thread.
+
+    Args:
+        config: `EngineConfig.as_kwargs()`.
+        max_restarts_per_minute: one crash more within a minute, and the engine is given up.
+        stall_s: silence after which the child writes its stacks to stderr.
+        hang_s: silence after which a child that is not merely stopped is killed and replaced.
+        command: starts the engine process; the two descriptors are appended.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        max_restarts_per_minute: int = 3,
+        faults: Sequence[str] = (),
+        stall_s: float = 4.0,
+        hang_s: float = 300.0,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self._config = dict(config)
+        self._max_restarts = max_restarts_per_minute
+        self._faults = list(faults)
+        self._stall_s = stall_s
+        self._hang_s = hang_s
+        self._command = list(command)
+        self._epoch = 0
+        self._crashes: deque[float] = deque()
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.restart_s: list[float] = []
+        """How long each restart took, from the death of one engine until the next was ready."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process; None while there is none."""
+        return self._child.pid if self._child is not None else None
+
+    async def start(self, listener: Listener) -> None:
+        info = await self._launch(listener)
+        listener.on_up(info, self._epoch)
+        self._task = asyncio.create_task(self._supervise(listener))
+
+    def send(self, items: Sequence[Intake]) -> None:
+        if self._child is not None:  # none: it died a moment ago, and all that lives is sent to the next
+            self._child.write(Send(list(items)))
+
+    def progress_age_s(self) -> float:
+        return self._child.box.age_s() if self._child is not None else 0.0
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        await self._bury()
+
+    # -- one child -----------------------------------------------------------------------------------------------
+
+    async def _launch(self, listener: Listener) -> EngineInfo:
+        """Start a child and wait until it is ready. Raises what keeps it from that, with its own class."""
+        child = self._child = Child.spawn(self._command, listener)
+        try:
+            await child.connect()
+            child.write(Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s))
+            return await child.ready
+        except BaseException:
+            await self._bury()
+            raise
+
+    async def _bury(self) -> Down:
+        """Make sure that the child is dead, reap it and free what it had. Returns what is known of its death."""
+        child, self._child = self._child, None
+        return await child.bury() if child is not None else Down("the engine process is gone")
+
+    # -- supervision ---------------------------------------------------------------------------------------------
+
+    async def _supervise(self, listener: Listener) -> None:
+        while True:
+            await self._until_dead()
+            died_s = time.monotonic()
+            down = await self._bury()
+            while self._may_restart(down, listener):
+                await asyncio.sleep(_BACKOFF_S[min(len(self._crashes), len(_BACKOFF_S)) - 1])
+                self._epoch += 1
+                try:
+                    info = await self._launch(listener)
+                    break
+                except (PenstockError, OSError) as error:
+                    log.error("the engine could not be started again: %s", error)
+                    down = Down(f"the engine could not be started again: {error}")
+            else:
+                return
+            self.restart_s.append(time.monotonic() - died_s)
+            log.warning("the engine is back after %.0f ms", self.restart_s[-1] * 1000)
+            listener.on_up(info, self._epoch)
+
+    def _may_restart(self, down: Down, listener: Listener) -> bool:
+        now = time.monotonic()
+        self._crashes.append(now)
+        while self._crashes[0] < now - _MINUTE_S:
+            self._crashes.popleft()
+        fatal = len(self._crashes) > self._max_restarts
+        log.error("%s; %s", down.reason, "it is given up" if fatal else "it is started again")
+        listener.on_down(Down(down.reason, down.suspects, fatal))
+        return not fatal
+
+    async def _until_dead(self) -> None:
+        child = self._child
+        assert child is not None
+        while not child.gone.is_set():
+            try:
+                await asyncio.wait_for(child.gone.wait(), min(1.0, self._hang_s / 4))
+            except TimeoutError:
+                if child.box.age_s() > self._hang_s and not child.is_stopped():
+                    log.error("the engine process has not moved for %.0f s: it is killed", child.box.age_s())
+                    child.kill()
+
+
+class Child(asyncio.Protocol):
+    """An engine process and its two descriptors."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, box: BlackBox, listener: Listener):
+        self.box = box
+        self.gone = asyncio.Event()
+        """Set when its end of the socket is closed, or it said something that makes no sense."""
+        self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._sock: socket.socket | None = sock
+        self._listener = listener
+        self._transport: asyncio.WriteTransport | None = None
+        self._connecting: asyncio.Future[Any] | None = None
+        self._splitter = wire.Splitter()
+
+    @classmethod
+    def spawn(cls, command: Sequence[str], listener: Listener) -> Child:
+        ours, theirs = socket.socketpair()
+        box = BlackBox.create()
+        assert box.fd is not None
+        try:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(box.fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), box.fd),
+            )
+        except BaseException:
+            ours.close()
+            box.close()
+            raise
+        finally:
+            theirs.close()
+        return cls(process, ours, box, listener)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def connect(self) -> None:
+        sock, self._sock = self._sock, None
+        assert sock is not None
+        sock.setblocking(False)
+        connecting = asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
+        self._connecting = asyncio.ensure_future(connecting)
+        # Half a connection cannot be closed: whoever gives up waits for the other half, in `bury`.
+        await asyncio.shield(self._connecting)
+
+    def write(self, message: Any) -> None:
+        """Never blocks; what a dead child is told is lost."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.frame(message))
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def is_stopped(self) -> bool:
+        """Somebody has stopped it (SIGSTOP, a debugger): it will go on when they want."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text("ascii", "replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+    async def bury(self) -> Down:
+        self.kill()
+        self.ready.cancel()  # nobody waits for it any more
+        if self._connecting is not None:
+            await asyncio.wait({self._connecting})
+        if self._transport is not None:
+            self._transport.abort()
+            await self.gone.wait()  # only then its descriptor is closed
+        if self._sock is not None:
+            self._sock.close()
+        pause_s = 0.001
+        while (status := self._process.poll()) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.05, 2 * pause_s)
+        suspects = self.box.suspects()
+        self.box.close()
+        return Down(_obituary(status), suspects)
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one in deed, not by descent
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._splitter.feed(data):
+                self._take(wire.from_engine.decode(frame))
+        except (msgspec.MsgspecError, EngineError) as error:
+            log.error("the engine process does not speak our language: %s", error)
+            self.kill()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+        if not self.ready.done():
+            self.ready.set_exception(
+                EngineError("the engine process ended while it was starting; see its last words above")
+            )
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Outputs():
+                self._listener.on_outputs(message)
+            case Loading():
+                self._listener.on_loading(message.done, message.total)
+            case Ready():
+                if not self.ready.done():
+                    self.ready.set_result(message.info)
+            case Failed():
+                if not self.ready.done():
+                    self.ready.set_exception(_error(message))
+
+
+def _error(failed: Failed) -> PenstockError:
+    """What kept the engine from starting, as the class that it was."""
+    kind = getattr(errors, failed.kind, EngineError)
+    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+        kind = EngineError
+    if issubclass(kind, ConfigError):
+        return kind(failed.message, field=failed.field)
+    try:
+        return kind(failed.message)
+    except TypeError:
+        return EngineError(failed.message)
+
+
+def _obituary(status: int) -> str:
+    if status == EXIT_BROKEN:
+        return "a step of the engine failed (its traceback is on stderr)"
+    if status >= 0:
+        return f"the engine process ended with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"the engine process was ended by {name}"

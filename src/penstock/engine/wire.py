@@ -1,0 +1,79 @@
+"""Frames between a front end and an engine process: four bytes of length, then msgpack. No pickle, ever."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import EngineError
+from penstock.base.hashing import digest
+from penstock.core.messages import FromEngine, ToEngine
+
+MAX_FRAME = 1 << 30
+_HEAD = 4
+_encode = msgspec.msgpack.Encoder().encode
+
+to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+@cache
+def schema() -> str:
+    """Identity of everything that crosses the wire: version and structs. Equal if both sides are of the same build."""
+    version = "0"
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version("penstock")
+    types = msgspec.inspect.multi_type_info([ToEngine, FromEngine])
+    return version + "-" + digest(repr(types).encode()).hex()
+
+
+def frame(message: Any) -> bytes:
+    body = _encode(message)
+    return len(body).to_bytes(_HEAD, "little") + body
+
+
+class Splitter:
+    """Bytes as they come in, as whole frames. Raises EngineError for a length that cannot be."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        buffer = self._buffer
+        buffer += data
+        frames: list[bytes] = []
+        at = 0
+        while len(buffer) - at >= _HEAD:
+            size = int.from_bytes(buffer[at : at + _HEAD], "little")
+            if size > MAX_FRAME:
+                raise EngineError(f"a message of {size} bytes came in: the stream is broken")
+            if len(buffer) - at - _HEAD < size:
+                break
+            frames.append(bytes(buffer[at + _HEAD : at + _HEAD + size]))
+            at += _HEAD + size
+        del buffer[:at]
+        return frames
+
+
+def read_frame(sock: socket.socket) -> bytes | None:
+    """The next frame, blocking; None if the other side has gone."""
+    head = _exactly(sock, _HEAD)
+    return None if head is None else _exactly(sock, int.from_bytes(head, "little"))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            piece = sock.recv(min(size - len(data), 1 << 20))
+        except ConnectionError:
+            return None
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)

@@ -1,0 +1,233 @@
+"""The main of an engine process: `python -m penstock.launch.engine_process SOCKET BOX`, two inherited descriptors.
+
+Started by `engine.process_link`, never by people. It lives exactly as long as the other end of its socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.config import from_kwargs
+from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
+from penstock.engine import wire
+from penstock.engine.blackbox import BlackBox
+from penstock.engine.core import EngineCore
+from penstock.engine.faults import Faults
+from penstock.engine.loop import EngineLoop
+from penstock.engine.process_link import EXIT_BROKEN
+from penstock.launch.build import Engine, start
+from penstock.launch.front import info_of
+
+EXIT_OTHER_BUILD, EXIT_NOT_STARTED = 71, 72
+_PR_SET_PDEATHSIG = 1
+_STUCK = 5
+"""A step that takes this many times `stall_s` is stuck; being stopped shows much sooner."""
+_NODE_BYTES = 600
+"""About what a node of the prefix tree takes in Python, and per block its slab ids and tokens."""
+
+
+def main(argv: list[str]) -> int:
+    # Signals to the whole group (Ctrl-C, a service manager) are the server's affair: it drains through this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    faulthandler.enable()
+    sock = socket.socket(fileno=int(argv[0]))
+    sock.set_inheritable(False)
+    box = BlackBox.attach(int(argv[1]))
+    hello = greet(sock)
+    if hello is None:
+        return EXIT_OTHER_BUILD
+    speaker = Speaker(sock)
+    inbox = Inbox(sock)
+    inbox.start()
+    faults = Faults([])
+    try:
+        faults = Faults.of(hello.faults, hello.epoch)
+        faults.at("load")
+        loaded = load(hello, speaker)
+    except Exception as error:
+        speaker.say(_failed(error))
+        return EXIT_NOT_STARTED
+    core = loaded.core
+    runner = getattr(core.executor, "runner", None)
+    if faults.spoil is not None and runner is not None:
+        runner.spoil = faults.spoil
+    loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
+    inbox.deliver(loop)
+    gc.collect()
+    gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
+    box.beat(False)
+    Watchdog(box, hello.stall_s).start()
+    speaker.say(Ready(hello.epoch, loaded.info))
+    try:
+        loop.run()
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BROKEN
+    return 0
+
+
+def die_with_parent() -> None:
+    """On Linux the kernel kills this process when its parent's thread ends, whatever it is doing then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def greet(sock: socket.socket) -> Hello | None:
+    """The server's greeting; None if it is of another build, which has been told so. Ends if nobody is there."""
+    frame = wire.read_frame(sock)
+    if frame is None:
+        os._exit(0)
+    said = msgspec.msgpack.decode(frame)  # untyped: the structs of another build may have other fields
+    if isinstance(said, list) and said[:2] == ["Hello", wire.schema()]:
+        hello = wire.to_engine.decode(frame)
+        assert isinstance(hello, Hello)
+        return hello
+    other = str(said[1]).partition("-")[0] if isinstance(said, list) and len(said) > 1 else "an unknown one"
+    version = wire.schema().partition("-")[0]
+    Speaker(sock).say(
+        Failed(
+            "EngineError",
+            f"the engine process is another build of Penstock ({version}) than the server ({other}): it was probably "
+            "updated while the server ran; restart the server",
+        )
+    )
+    return None
+
+
+class Speaker:
+    """Sends messages to the front end. If that is gone, so is this process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def say(self, message: Any) -> None:
+        try:
+            self._sock.sendall(wire.frame(message))
+        except OSError:
+            os._exit(0)
+
+
+class Inbox(threading.Thread):
+    """Reads what the front end sends, while steps run. End of file ends the process at once."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(name="penstock-inbox", daemon=True)
+        self._sock = sock
+        self._loop: EngineLoop | None = None
+        self._has_loop = threading.Event()
+
+    def deliver(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._has_loop.set()
+
+    def run(self) -> None:
+        while (frame := wire.read_frame(self._sock)) is not None:
+            try:
+                message = wire.to_engine.decode(frame)
+            except msgspec.MsgspecError:
+                traceback.print_exc()
+                os._exit(EXIT_BROKEN)
+            if isinstance(message, Shutdown):
+                break
+            if isinstance(message, Send):
+                self._has_loop.wait()
+                assert self._loop is not None
+                self._loop.send(message.items)
+        os._exit(0)
+
+
+class Watchdog(threading.Thread):
+    """Writes the stacks of all threads to stderr, once per stall: the process was stopped, or a step is stuck."""
+
+    def __init__(
+        self, box: BlackBox, stall_s: float, dump: Callable[[], None] = lambda: faulthandler.dump_traceback(sys.stderr)
+    ) -> None:
+        super().__init__(name="penstock-watchdog", daemon=True)
+        self._box = box
+        self._stall_s = stall_s
+        self._dump = dump
+
+    def run(self) -> None:
+        last = time.monotonic()
+        told = False
+        while True:
+            time.sleep(min(0.25, self._stall_s / 4))
+            now = time.monotonic()
+            gap_s, age_s, last = now - last, self._box.age_s(), now
+            stopped, stuck = gap_s > self._stall_s, age_s > _STUCK * self._stall_s
+            if (stopped or stuck) and not told:
+                what = "was stopped" if stopped else "has been in one step"
+                sys.stderr.write(f"penstock: the engine process {what} for {max(gap_s, age_s):.1f} s; its stacks:\n")
+                self._dump()
+                sys.stderr.flush()
+            told = stopped or stuck
+
+
+@dataclass
+class Loaded:
+    core: EngineCore
+    info: EngineInfo
+    engine: Engine
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by subsystem. The prefix tree's are an estimate: nobody counts Python's objects."""
+        plan, stats = self.engine.plan, self.core.kv.stats()
+        cached = sum(group.evictable for group in stats.groups)
+        tree = cached * (_NODE_BYTES + 4 * plan.block_size)
+        return {"weights": plan.weight_bytes, "kv": plan.kv_bytes, "prefix_tree": tree, "rss": _rss()}
+
+
+def load(hello: Hello, speaker: Speaker) -> Loaded:
+    """Raises what keeps the engine from starting."""
+    began = time.monotonic()
+    said_s = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said_s
+        now = time.monotonic()
+        if now - said_s >= 0.1 or done >= total:
+            said_s = now
+            speaker.say(Loading(done, total))
+
+    config = from_kwargs(**hello.config)
+    engine = start(config, progress=progress, serving=True)
+    return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine)
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, PenstockError):
+        name = error.field if isinstance(error, ConfigError) else None
+        return Failed(type(error).__name__, str(error), name)
+    traceback.print_exception(error)
+    return Failed("EngineError", f"the engine could not be started ({type(error).__name__}: {error})")
+
+
+def _rss() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)

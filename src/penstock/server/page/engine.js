@@ -1,0 +1,159 @@
+// The live view of the engine, drawn once a second from internal/state.
+
+import { element } from "./play.js";
+
+const $ = (id) => document.getElementById(id);
+const SHOWN = 120; // seconds
+const CELLS = 240;
+
+function shape(name, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+const time = (s) => (s == null ? "–" : s < 0.0995 ? (s * 1000).toFixed(1) + " ms" : s < 1 ? (s * 1000).toFixed(0) + " ms" : s.toFixed(2) + " s");
+
+export class EngineView {
+  constructor() {
+    this.points = [];
+  }
+
+  // Seconds of history to ask for: all at first, then what is new.
+  get wanted() {
+    return this.points.length ? 5 : SHOWN;
+  }
+
+  show(state) {
+    $("model").textContent = state.model;
+    document.title = state.model + " · Penstock";
+    this.badge(state.unready ?? "ready", state.unready ? "bad" : "ready");
+    const { load, engine } = state;
+    $("running").replaceChildren(String(load.running), element("small", "", " of " + engine.max_num_seqs));
+    $("waiting").textContent = load.waiting;
+    $("saturation").textContent = Math.round(load.saturation * 100) + " %";
+    $("restarts").textContent = state.restarts;
+    this.blocks(state.kv, engine.block_size);
+    this.tree(state.prefix);
+    this.remember(state.history);
+    this.charts(state.now_s);
+    this.recent(state);
+  }
+
+  badge(text, kind) {
+    const badge = $("state");
+    if (badge.textContent !== text) badge.textContent = text;
+    badge.className = "state " + kind;
+  }
+
+  blocks(kv, blockSize) {
+    const per = Math.max(1, Math.ceil(kv.total / CELLS)), cells = Math.ceil(kv.total / per);
+    const columns = 40, rows = Math.max(1, Math.ceil(cells / columns)), svg = $("kv");
+    svg.setAttribute("viewBox", `0 0 ${columns * 10} ${rows * 10}`);
+    svg.setAttribute("preserveAspectRatio", "none");
+    const used = Math.ceil(kv.used / per), cached = Math.ceil((kv.used + kv.cached) / per);
+    if (svg.childElementCount !== cells) {
+      svg.replaceChildren(...Array.from({ length: cells }, (_, i) =>
+        shape("rect", { x: (i % columns) * 10 + 0.8, y: Math.floor(i / columns) * 10 + 0.8, width: 8.4, height: 8.4, rx: 1.5 })));
+    }
+    [...svg.children].forEach((cell, i) => {
+      const kind = i < used ? "used" : i < cached ? "cached" : "free";
+      if (cell.getAttribute("class") !== kind) cell.setAttribute("class", kind);
+    });
+    const note = `${kv.used} of ${kv.total} blocks in use, ${kv.cached} cached`;
+    $("kv-cell").textContent = `; a cell is ${per * blockSize} tokens`;
+    $("kv-note").textContent = note;
+    svg.setAttribute("aria-label", note);
+  }
+
+  // Nodes come parents first: every leaf has a row, a node spans the rows of its leaves, its width is its length.
+  tree(prefix) {
+    const nodes = prefix.tree.map(([depth, blocks, holders]) => ({ depth, blocks, holders, row: 0, rows: 0 }));
+    let row = 0, longest = 1;
+    const path = [];
+    nodes.forEach((node, i) => {
+      path.length = node.depth;
+      const parent = path[node.depth - 1];
+      node.x = parent ? parent.x + parent.blocks : 0;
+      node.row = row;
+      path.push(node);
+      longest = Math.max(longest, node.x + node.blocks);
+      const leaf = !(nodes[i + 1]?.depth > node.depth);
+      if (leaf) {
+        row += 1;
+        for (const each of path) each.rows = row - each.row;
+      }
+    });
+    const svg = $("tree"), height = Math.max(8, row);
+    svg.setAttribute("viewBox", `0 0 400 ${height * 10}`);
+    svg.setAttribute("preserveAspectRatio", "none");
+    const unit = 400 / Math.max(longest, 8);
+    svg.replaceChildren(...nodes.map((n) => shape("rect", {
+      x: n.x * unit + 0.5, y: n.row * 10 + 0.5, width: Math.max(1, n.blocks * unit - 1), height: n.rows * 10 - 1, rx: 1,
+      class: n.holders ? "used" : "cached",
+    })));
+    const rate = prefix.queries ? Math.round((100 * prefix.hits) / prefix.queries) + " % of prompt tokens found" : "";
+    $("tree-note").textContent = nodes.length ? rate : "empty";
+    svg.classList.toggle("empty", !nodes.length);
+    svg.toggleAttribute("hidden", !nodes.length);
+    $("tree-legend").hidden = !nodes.length;
+  }
+
+  remember(history) {
+    const last = this.points.at(-1)?.time_s ?? -Infinity;
+    if (history.length && history.at(-1).time_s < last) this.points = []; // another server
+    this.points.push(...history.filter((p) => p.time_s > last));
+    this.points.splice(0, Math.max(0, this.points.length - SHOWN));
+  }
+
+  charts(now) {
+    const last = this.points.at(-1);
+    const known = (name) => this.points.findLast((p) => p[name] != null)?.[name];
+    this.chart("tokens", now, ["generation_tokens_s"], (v) => v.toFixed(0));
+    this.chart("requests", now, ["num_running", "num_waiting"], (v) => v.toFixed(0));
+    this.chart("ttft", now, ["ttft_s"], time);
+    this.chart("tpot", now, ["tpot_s"], time);
+    $("now-tokens").textContent = last ? last.generation_tokens_s.toFixed(0) + " tokens/s" : "";
+    $("now-requests").textContent = last ? `${last.num_running}, ${last.num_waiting}` : "";
+    $("now-ttft").textContent = time(known("ttft_s"));
+    $("now-tpot").textContent = time(known("tpot_s"));
+  }
+
+  // Lines join neighbouring seconds; latencies are dots too, since most seconds have none.
+  chart(id, now, names, format) {
+    const svg = $("chart-" + id), width = 200, height = 48;
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.setAttribute("preserveAspectRatio", "none");
+    const largest = Math.max(0, ...this.points.flatMap((p) => names.map((n) => p[n] ?? 0)));
+    const top = (largest || 1) * 1.15;
+    const x = (p) => width - 3 - ((now - p.time_s) / SHOWN) * (width - 6), y = (v) => height - 4 - (v / top) * (height - 8);
+    const paths = names.map((name, i) => {
+      let line = "", dots = "", pen = false;
+      for (const p of this.points) {
+        if (p[name] == null) { pen = false; continue; }
+        const at = `${x(p).toFixed(1)} ${y(p[name]).toFixed(1)}`;
+        line += (pen ? "L" : "M") + at;
+        if (name.endsWith("_s") && name !== "generation_tokens_s") dots += `M${at}h0.01`;
+        pen = true;
+      }
+      const kind = i ? "line second" : "line";
+      return [shape("path", { d: line, class: kind }), shape("path", { d: dots, class: kind + " dots" })];
+    });
+    svg.replaceChildren(...paths.flat());
+    $("top-" + id).textContent = largest ? "max " + format(largest) : "";
+  }
+
+  recent(state) {
+    $("no-recent").hidden = state.recent.length > 0;
+    const rows = state.recent.toReversed().map((r) => {
+      const row = element("tr");
+      const at = new Date((state.unix_s - (state.now_s - r.time_s)) * 1000);
+      const cells = [at.toLocaleTimeString([], { hour12: false }), r.endpoint.replace(/\.?completions/, "") || "text", r.prompt_tokens, r.cached_tokens,
+        r.generated_tokens, time(r.ttft_s), time(r.tpot_s)];
+      row.append(...cells.map((c) => element("td", "", String(c))));
+      row.append(element("td", ["stop", "length"].includes(r.ending) ? "" : "odd", r.ending.replace("_", " ")));
+      return row;
+    });
+    $("recent").replaceChildren(...rows);
+  }
+}

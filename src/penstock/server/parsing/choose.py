@@ -1,0 +1,187 @@
+"""Which parser a request's output needs, and what its tool_choice asks of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.base.errors import InputError
+from penstock.core.sampling import StructuredOutputs
+from penstock.server.parsing.engine import OutputParser
+from penstock.server.parsing.formats import ALIASES, FORMATS, THOUGHTS
+from penstock.server.parsing.json_wire import NONE, json_arguments
+from penstock.server.parsing.reader import Format, Reader, Thoughts
+from penstock.server.parsing.tape import Steps
+from penstock.server.parsing.template_format import find_format, find_thoughts, reads_tools, thought_state
+from penstock.server.parsing.tools import calls_schema, read_choice, schemas, text_or_calls
+from penstock.text.grammar.schema import json_schema_check
+
+if TYPE_CHECKING:
+    from penstock.core.sampling import SamplingParams
+    from penstock.server.context import Server
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+def parser_for(
+    server: Server, tools: Tools, tool_choice: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
+    *, prompt_text: str = "", parallel: bool = True,
+) -> OutputParser | None:  # fmt: skip
+    """A parser for one sample; None: all output is plain content.
+
+    `tools` are those of `check_tools`; `parallel` is parallel_tool_calls. `prompt_text`: the end of the prompt as text,
+    if known; it shows whether the prompt has opened or closed a thought. Raises InputError if this model cannot call
+    tools: its template does not show them to it, or writes calls in no known way.
+    """
+    choice = read_choice(tools, tool_choice)
+    needs = _tool_format(server) if choice.kind != "none" else None
+    arguments = schemas(tools or (), choice.names)
+    if choice.kind == "named":
+        return OutputParser(_arguments_of(choice.names[0]), None, arguments)
+    if choice.kind == "required":
+        return OutputParser(FORMATS["openai"], None, arguments, parallel=parallel, bound=True)
+    thoughts = _thoughts(server)
+    needs = needs or _framed(server)
+    if needs is None and thoughts is None:
+        return None
+    template = server.service.chat_template or ""
+    state = thought_state(template, thoughts, chat_template_kwargs or {}, prompt_text) if thoughts else ""
+    hidden = _turn_ends(server) if _special(server, needs, thoughts) else ()
+    return OutputParser(
+        needs, thoughts, arguments, opened=state == "opened", closed=state == "closed", parallel=parallel, hidden=hidden
+    )
+
+
+def params_for(
+    server: Server, tools: Tools, tool_choice: Any, params: SamplingParams, *, parallel: bool = True
+) -> SamplingParams:
+    """`params` with what `tool_choice` asks of decoding.
+
+    `required` and a named function bind the output to the tools' schemas; thoughts are then left out, since the first
+    character already belongs to the calls. With `auto`, a `strict` tool binds the arguments once a call has begun, in
+    formats and vocabularies that allow it; elsewhere strict is refused. Markers that are special tokens are made
+    visible for the parser.
+    Raises InputError if the request binds its output to something else as well, has no such tool, or a schema with
+    what cannot be enforced.
+    """
+    choice = read_choice(tools, tool_choice)
+    arguments = schemas(tools or (), choice.names)
+    needs = _tool_format(server) if choice.kind == "auto" else _framed(server)
+    special = _special(server, needs, _thoughts(server))
+    asked: StructuredOutputs | None = None
+    if choice.kind == "named":
+        _check_schemas(tools, choice.names)
+        asked = StructuredOutputs(json=arguments[choice.names[0]])
+    elif choice.kind == "required":
+        _check_schemas(tools, choice.names)
+        asked = StructuredOutputs(json=calls_schema(arguments, parallel=parallel))
+    elif choice.kind == "auto" and (strict := _strict(tools, choice.names)):
+        if needs is None or needs.shape is None or special:
+            where = f"tools[{next(iter(strict.values()))}].function.strict"
+            raise InputError(
+                f"{where} is only possible for this model where tool_choice is required or names a function; "
+                "leave strict out",
+                param=where,
+            )
+        _check_schemas(tools, tuple(strict))
+        free = {name: schema if name in strict else {"type": "object"} for name, schema in arguments.items()}
+        asked = StructuredOutputs(grammar=text_or_calls(needs.opens[0], needs.shape, free))
+    if asked is None:
+        return msgspec.structs.replace(params, skip_special_tokens=False) if special else params
+    if params.structured_outputs is not None:
+        raise InputError(
+            "the output cannot be bound to tool calls and to something else: leave out response_format or the tools",
+            param="tool_choice",
+        )
+    return msgspec.structs.replace(params, structured_outputs=asked)
+
+
+def _strict(tools: Tools, names: Sequence[str]) -> dict[str, int]:
+    """The tools, with their places, whose arguments must always be as their schema says."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {f["name"]: n for n, f in enumerate(functions) if f["name"] in names and f.get("strict")}
+
+
+def _check_schemas(tools: Tools, names: Sequence[str]) -> None:
+    """Raises InputError for what cannot be enforced, with its path."""
+    for n, tool in enumerate(tools or ()):
+        function = tool["function"]
+        if function["name"] in names and function.get("parameters"):
+            json_schema_check(function["parameters"], f"tools[{n}].function.parameters")
+
+
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raises InputError for a setting that names no parser."""
+    for what, name, known in (
+        ("tool_call_parser", tool_call_parser, {**FORMATS, **ALIASES}),
+        ("reasoning_parser", reasoning_parser, THOUGHTS),
+    ):
+        if name is not None and name not in known and name != "none":
+            raise InputError(f"{what} is {name!r}; there are none, {', '.join(sorted(known))}", param=what)
+
+
+def _tool_format(server: Server) -> Format:
+    """How this model writes calls. Raises InputError if it writes none."""
+    config, template = server.config, server.service.chat_template or ""
+    if not config.enable_auto_tool_choice:
+        raise InputError("this server does not take tools (it was started without auto tool choice)", param="tools")
+    name = config.tool_call_parser
+    if name is not None and name != "none":
+        check_parsers(name, None)
+        return FORMATS[ALIASES.get(name, name)]
+    if name == "none" or not reads_tools(template):
+        raise InputError("this model's chat template does not show tools to the model; leave tools out", param="tools")
+    found = find_format(template)
+    if found is None:
+        raise InputError(
+            "this model's chat template does not show how the model writes tool calls; start the server with "
+            "--tool-call-parser, or leave tools out",
+            param="tools",
+        )
+    return found
+
+
+def _framed(server: Server) -> Format | None:
+    """The format of a model that frames everything it writes, calls or not."""
+    found = find_format(server.service.chat_template or "") if server.config.tool_call_parser is None else None
+    return found if found is not None and found.whole else None
+
+
+def _thoughts(server: Server) -> Thoughts | None:
+    name = server.config.reasoning_parser
+    if name is None:
+        return find_thoughts(server.service.chat_template or "")
+    check_parsers(None, name)
+    return THOUGHTS.get(name)
+
+
+def _arguments_of(name: str) -> Format:
+    """The whole output is the arguments of a call of `name`."""
+
+    def read(r: Reader, opener: str) -> Steps[None]:
+        yield from r.space()
+        yield from r.need()
+        r.begin(name)
+        yield from json_arguments(r, NONE, r.write)
+        r.end()
+
+    return Format("named", read, whole=True)
+
+
+def _special(server: Server, format: Format | None, thoughts: Thoughts | None) -> bool:
+    """Whether a marker is a token that is left out of the text by default."""
+    tokenizer = server.service.tokenizer
+    if tokenizer is None:
+        return False
+    special = tokenizer.special_literals
+    words = [*(format.opens if format else ()), *((thoughts.open, thoughts.close) if thoughts else ())]
+    whole = format is not None and format.whole
+    return whole or any(literal in word for word in words for literal in special)
+
+
+def _turn_ends(server: Server) -> tuple[str, ...]:
+    tokenizer = server.service.tokenizer
+    assert tokenizer is not None
+    return tuple(filter(None, (tokenizer.id_to_piece(i) for i in server.service.limits.eos_token_ids)))

@@ -1,0 +1,68 @@
+"""Wire shapes of Anthropic's /v1/messages, with our sampling parameters beside them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """What a prompt is made of. `system`: a text or a list of text blocks."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """`output_config`: {"format": {"type": "json_schema", "schema": ...}} and {"effort": ...}."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    """`input_tokens` are those that were computed; `cache_read_input_tokens` came from the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageObject(msgspec.Struct, kw_only=True):
+    """`stop_reason`: end_turn, max_tokens, stop_sequence or tool_use."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]] = []
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    input_tokens: int
