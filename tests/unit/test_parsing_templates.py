@@ -138,6 +138,11 @@ def test_calls_come_back_through_a_template(format):
     comes_back(MADE[format], format, several=format != "llama3_json")
 
 
+def test_what_a_template_writes_counts_not_how_it_spells_it():
+    assert find_format(HERMES.replace("<tool_call>", "{{ '<tool' + '_call>' }}")).name == "hermes"
+    assert find_format("{{ tools }}{{ messages[0].content }}") is None
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_show_their_format(name):
     template = read(name)

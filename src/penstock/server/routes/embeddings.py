@@ -91,12 +91,12 @@ async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, poolin
     stream = await caller.server.service.submit(call)
     try:
         return await stream.pooled()
-    except EngineError as error:
+    except EngineError:
         if stream.aborted == "timeout":
             raise WireError(408, "the request took longer than its time limit", code="timeout") from None
         if stream.aborted:
             raise WireError(503, "the request was aborted", code="aborted") from None
-        raise WireError(500, str(error), code="engine_error") from None
+        raise
 
 
 async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
