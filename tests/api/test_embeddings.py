@@ -21,7 +21,7 @@ TEXTS = ["Once upon a time there was a fox.", "The fox", "A completely different
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(bundled(), ops="blas", max_model_len=512, num_gpu_blocks_override=64)
+    return LLM(bundled(), ops="ref", max_model_len=512, num_gpu_blocks_override=64)
 
 
 @pytest.fixture

@@ -235,7 +235,8 @@ def test_a_killed_engine_is_counted_and_nothing_falls(caplog: pytest.LogCaptureF
     assert after["penstock:request_replays_total"] == 1
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 60
     assert after["vllm:time_to_first_token_seconds_count"] == 2
-    assert [name for name in before if "_total" in name and after[name] < before[name]] == []
+    fallen = [name for name in before if "_total" in name and after[name] < before[name]]
+    assert set(fallen) <= {"penstock_engine_process_cpu_seconds_total"}  # that is another process now
     assert after["penstock:engine_steps_total"] > before["penstock:engine_steps_total"]
     line = json.loads([r.getMessage() for r in caplog.records if r.name == "penstock.request"][-1])
     assert (line["replays"], line["generated_tokens"], line["status"]) == (1, 60, 200)

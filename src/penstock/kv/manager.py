@@ -103,8 +103,8 @@ class KVManager:
         """Longest reusable prefix of what is known of `seq`, in whole blocks. Mutates only the memo `seq.block_keys`.
 
         At least one known token stays to be computed; a lossy tail (`taint_start`) is never taken from the cache; a
-        request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a checkpoint; of window groups
-        all that the next token can see must still be there.
+        request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a
+        checkpoint; of window groups all that the next token can see must still be there.
         """
         request = seq.request
         namespace = digest(request.namespace, request.taint.encode())

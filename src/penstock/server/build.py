@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from penstock.base.clock import MonotonicClock
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
 from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
@@ -18,6 +18,7 @@ from penstock.launch.front import Front, limits_from, local_engine, open_front
 from penstock.server import admission, batch_runner, file_store, grammars, keys, metrics, request_log, store
 from penstock.server.context import Server
 from penstock.server.keys import fair_share
+from penstock.server.parsing.choose import check_parsers
 from penstock.server.service import Service
 from penstock.server.tls import Watching, open_tls
 
@@ -32,6 +33,10 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
     `link`: an engine that is reached in another way than `engine_in_process` says (tests).
     """
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
+    try:
+        check_parsers(config.server.tool_call_parser, config.server.reasoning_parser)
+    except InputError as error:
+        raise ConfigError(str(error), field=error.param) from None
     config = fair_share(config)
     front = open_front(config.engine)
     clock = MonotonicClock()
@@ -89,9 +94,8 @@ def make_link(config: ServeConfig) -> Link:
 
 
 def model_name(path: str) -> str:
-    """How clients call a model that was given as a path: as it was written, or the name of the bundled one."""
-    bundled = Path(__file__).parent.parent / "bundled"
-    return Path(path).name if Path(path).parent == bundled else path
+    """How clients call a model: a Hub id as it is; of a folder or file its name, which tells nothing of this machine."""
+    return Path(path).resolve().name if Path(path).exists() else path
 
 
 def chat_template(config: ServeConfig, front: Front) -> str | None:

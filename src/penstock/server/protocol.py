@@ -44,6 +44,7 @@ class HttpLimits:
 
     `write_s`: how long a reader may leave more than the transport's high-water mark unread. `linger_s`: how long a
     refused connection may still send into the void. `pending_bytes`: bodies of all unfinished requests together.
+    `upload_bytes`, `upload_s`: for POST /v1/files, whose body is written to disk as it comes.
     """
 
     header_bytes: int = 64 << 10
@@ -55,6 +56,8 @@ class HttpLimits:
     write_s: float = 60.0
     linger_s: float = 1.0
     pending_bytes: int = 256 << 20
+    upload_bytes: int = 0
+    upload_s: float = 3600.0
     pending_now: int = 0
     refused: dict[int, int] = field(default_factory=dict)
     """Refusals so far, by status."""
@@ -68,6 +71,8 @@ class HttpLimits:
             body_s=config.body_timeout,
             connections=config.max_connections,
             pending_bytes=max(256 << 20, 4 * config.max_body_bytes),
+            # The form around the file takes some bytes too.
+            upload_bytes=config.max_files_bytes + (1 << 20),
         )
 
 
@@ -239,7 +244,21 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._phase, self._own = "body", self.cycle
         self._open.append(self.cycle)
-        self._arm(self._limits.body_s, self._body_late)
+        self._arm(self._body_s, self._body_late)
+
+    @property
+    def _uploads(self) -> bool:
+        return self.url.split(b"?")[0].endswith(b"/v1/files") and self.parser.get_method() == b"POST"
+
+    @property
+    def _body_limit(self) -> int:
+        limits = self._limits
+        return max(limits.body_bytes, limits.upload_bytes) if self._uploads else limits.body_bytes
+
+    @property
+    def _body_s(self) -> float:
+        limits = self._limits
+        return max(limits.body_s, limits.upload_s) if self._uploads else limits.body_s
 
     def _wrong_header(self) -> WireError | None:
         lengths = [value for name, value in self.headers if name == b"content-length"]
@@ -250,7 +269,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return WireError(501, "the only Transfer-Encoding is chunked")
         if sum(name == b"host" for name, _ in self.headers) > 1:
             return WireError(400, "the header names the host more than once")
-        if lengths and int(lengths[0]) > self._limits.body_bytes:
+        if lengths and int(lengths[0]) > self._body_limit:
             return self._too_large()
         for name, value in self.headers:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
@@ -259,9 +278,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        if self._body_bytes > self._limits.body_bytes:
+        if self._body_bytes > self._body_limit:
             self._stop(self._too_large())
-        if not self.cycle.response_complete:
+        if not (self.cycle.response_complete or self._uploads):
             self._held_bytes += len(body)
             self._limits.pending_now += len(body)
             if self._limits.pending_now > self._limits.pending_bytes:
@@ -294,7 +313,7 @@ class LimitedProtocol(HttpToolsProtocol):
     # -- refusals ------------------------------------------------------------------------------------------------
 
     def _too_large(self) -> WireError:
-        return WireError(413, f"the body has more than {self._limits.body_bytes} bytes", code="request_too_large")
+        return WireError(413, f"the body has more than {self._body_limit} bytes", code="request_too_large")
 
     def _stop(self, error: WireError) -> None:
         """Refuse from within the parser."""
@@ -386,9 +405,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def _body_late(self) -> None:
         self._timer = None
         if self.flow.read_paused or self.pipeline:
-            self._arm(self._limits.body_s, self._body_late)  # it is we who do not read
+            self._arm(self._body_s, self._body_late)  # it is we who do not read
             return
-        self._refuse(WireError(408, f"the body was not there after {self._limits.body_s:g} s"))
+        self._refuse(WireError(408, f"the body was not there after {self._body_s:g} s"))
 
     def pause_writing(self) -> None:
         super().pause_writing()

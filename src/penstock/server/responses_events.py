@@ -76,6 +76,7 @@ class ResponseWriter:
         out: list[Item] = []
         if self._open is None or self._open["type"] != kind:
             part: Item
+            item: Item
             if kind == "message":
                 part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
                 item = {"id": self._make_id("msg_"), "type": kind, "status": "in_progress", "role": "assistant"}
@@ -87,7 +88,7 @@ class ResponseWriter:
         item = self.items[-1]
         item["content"][0]["text"] += text
         if text:
-            more = {"logprobs": []} if kind == "message" else {}
+            more: Item = {"logprobs": []} if kind == "message" else {}
             name = "output_text.delta" if kind == "message" else "reasoning_text.delta"
             out.append(self._on(item, name, content_index=0, delta=text, **more))
         return out
@@ -102,7 +103,9 @@ class ResponseWriter:
             out.append(self._on(item, "function_call_arguments.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = dict(item["content"][0])
-            kind, more = ("output_text", {"logprobs": []}) if item["type"] == "message" else ("reasoning_text", {})
+            message = item["type"] == "message"
+            kind = "output_text" if message else "reasoning_text"
+            more: Item = {"logprobs": []} if message else {}
             out.append(self._on(item, kind + ".done", content_index=0, text=part["text"], **more))
             out.append(self._on(item, "content_part.done", content_index=0, part=part))
         shown = {**item, "content": [dict(p) for p in item["content"]]} if "content" in item else dict(item)
