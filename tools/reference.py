@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
-from penstock.config import SECTIONS, SETTINGS, Setting
-from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.config import SECTIONS, SERVER_SETTINGS, SETTINGS, ServerConfig, Setting
+from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
@@ -59,6 +59,11 @@ that is left open (*decided*) is chosen by [plan/resolve.py](../src/penstock/pla
 choice and its reason. Sizes on the command line may have a suffix: `4k` is 4,000, `4K` or `4KiB` is 4,096.
 """
 
+_SERVER = """\
+For `penstock serve` alone ([serving](guides/serve.md)); a file with this table may be given to `penstock run`, which
+leaves it unread.
+"""
+
 _SAMPLING = """\
 ## Sampling parameters
 
@@ -71,6 +76,12 @@ _BEAM = """\
 ## Beam search parameters
 
 Fields of `BeamSearchParams`, for `LLM.beam_search`; see [copy-on-write and fork](concepts/copy-on-write-and-fork.md).
+"""
+
+_STRUCTURED = """\
+## Structured outputs
+
+Fields of `StructuredOutputs`, of which one may be set; see [structured output](concepts/structured-output.md).
 """
 
 _BOUNDS = """\
@@ -88,10 +99,16 @@ def render() -> str:
         doc = (section.__doc__ or "").strip()
         rows = [_setting_row(item) for item in SETTINGS.values() if item.section == title]
         parts.append(f"### [{title}]\n\n{doc}\n\n" + _table(("name", "flag", "default", "what it does"), rows))
+    doc = inspect.cleandoc(ServerConfig.__doc__ or "")
+    rows = [_setting_row(item) for item in SERVER_SETTINGS.values()]
+    parts.append(f"### [server]\n\n{_SERVER}\n{doc}\n\n" + _table(("name", "flag", "default", "what it does"), rows))
     wrong = {name: object() for name in SamplingParams.__struct_fields__}
     parts.append(_SAMPLING + "\n" + _params(SamplingParams, wrong, _ask_sampling))
     wrong = {name: object() for name in BeamSearchParams.__struct_fields__}
     parts.append(_BEAM + "\n" + _params(BeamSearchParams, wrong, _ask_beam))
+    meanings = _meanings(StructuredOutputs)
+    rows = [(f"`{name}`", meanings.get(name, "")) for name in StructuredOutputs.__struct_fields__]
+    parts.append(_STRUCTURED + "\n" + _table(("field", "meaning"), rows))
     meanings = _meanings(Limits)
     rows = [(f"`{f.name}`", _shown(f.default), meanings.get(f.name, "")) for f in dataclasses.fields(Limits)]
     parts.append(_BOUNDS + "\n" + _table(("limit", "default", "meaning"), rows))

@@ -142,9 +142,11 @@ def test_a_reader_that_leaves_ends_its_response(live: LiveServer) -> None:
     assert live.server is not None
     store = live.server.parts["store"]
     with httpx.Client(base_url=live.url, timeout=60) as client:
-        with client.stream("POST", "/v1/responses", json=body) as stream:
-            response_id = json.loads(next(line for line in stream.iter_lines() if line.startswith("data: "))[6:])
-            run = store.running[response_id["response"]["id"]]
+        run = None
+        while run is None:  # a stalled machine may let it run to its end before we look
+            with client.stream("POST", "/v1/responses", json=body) as stream:
+                first = json.loads(next(line for line in stream.iter_lines() if line.startswith("data: "))[6:])
+                run = store.running.get(first["response"]["id"])
         assert live.loop is not None
         asyncio.run_coroutine_threadsafe(run.done.wait(), live.loop).result(10)
     assert run.response.status == "cancelled"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.base.errors import InputError
 from penstock.core.sampling import BeamSearchParams, TokenRules
 
 
@@ -18,6 +19,15 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     samples: list[tuple[int, list[int]]]
     num_prompt_logprobs: int = 0
+
+    def check(self, request: Request) -> None:
+        """Raises InputError unless `request` can have come so far."""
+        lengths = {index: len(ids) for index, ids in self.samples}
+        known = 0 < len(lengths) == len(self.samples) and min(lengths) >= 0 and max(lengths) < request.n
+        if request.whole or not known:
+            raise InputError("resume names samples that the request does not have", param="resume")
+        if len({length > 0 for length in lengths.values()}) > 1 or max(lengths.values()) >= request.max_tokens:
+            raise InputError("resume names samples that cannot have come so far", param="resume")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):

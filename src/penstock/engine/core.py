@@ -89,14 +89,8 @@ class EngineCore:
         name = request.request_id
         if (name in self.groups or name in self._pending_ids) and name not in self._leaving_ids:
             raise InputError(f"request id {name!r} is already in use", param="request_id")
-        if request.resume is None:
-            return
-        lengths = {index: len(ids) for index, ids in request.resume.samples}
-        known = 0 < len(lengths) == len(request.resume.samples) and min(lengths) >= 0 and max(lengths) < request.n
-        if request.whole or not known:
-            raise InputError("resume names samples that the request does not have", param="resume")
-        if len({length > 0 for length in lengths.values()}) > 1 or max(lengths.values()) >= request.max_tokens:
-            raise InputError("resume names samples that cannot have come so far", param="resume")
+        if request.resume is not None:
+            request.resume.check(request)
 
     @property
     def has_work(self) -> bool:

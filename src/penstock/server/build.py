@@ -94,7 +94,7 @@ def make_link(config: ServeConfig) -> Link:
 
 
 def model_name(path: str) -> str:
-    """How clients call a model: a Hub id as it is; of a folder or file its name, which tells nothing of this machine."""
+    """How clients call a model: a Hub id as it is, a folder or file by its last name (where it is stays private)."""
     return Path(path).resolve().name if Path(path).exists() else path
 
 
