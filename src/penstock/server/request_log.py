@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ class RequestLog:
             return
         if not log.isEnabledFor(logging.INFO):
             return
+        received_s = state.get("received_s")  # unset if the answer came before the body did
         line = {
             "event": "refused",
             "request_id": request_id,
@@ -99,6 +101,7 @@ class RequestLog:
             "status": status,
             "reason": (error.code or error.type) if error is not None else None,
             "param": error.param[:64] if error is not None and error.param else None,
+            "took_ms": 0.0 if received_s is None else _ms(time.perf_counter() - received_s),
         }
         log.info(json.dumps(line, separators=(",", ":")))
 
