@@ -147,3 +147,41 @@ def test_service_is_charged_once_and_cached_tokens_are_free() -> None:
         assert abs(policy.counter("t") - expected / 2) <= 1
     with pytest.raises(ConfigError, match="output_cost"):
         make_policy("fair:output_cost=0")
+
+
+def test_J30_two_backlogged_tenants_stay_within_the_bound_of_the_paper() -> None:
+    """The paper's bound: while both wait, their services differ by at most 2 max(w_p L, w_q M); M tokens run at once.
+
+    Service is counted here from what each step does, not by the policy.
+    """
+    rng = random.Random(6)
+    num_blocks, block_size, longest = 60, 4, 60
+    core, _ = fake_engine(Knobs(policy="fair", num_blocks=num_blocks, block_size=block_size, budget=32, max_num_seqs=8))
+    names, seen = ("a", "b"), {"a": 0.0, "b": 0.0}
+    done: dict[int, int] = {}
+
+    def add(name: str) -> None:
+        num_in = rng.randrange(1, longest) if name == "a" else rng.randrange(1, 8)
+        own = [rng.randrange(3, VOCAB) for _ in range(num_in)]
+        core.add(request(own, max_tokens=rng.randrange(1, 40), tenant=name, eos=()))
+
+    for name in names * 30:
+        add(name)
+    bound = 2 * max(longest, 2 * num_blocks * block_size)
+    worst = 0.0
+    for _ in range(1500):
+        core.step()
+        for seq in list(core.scheduler.running):
+            charged = done.get(seq.seq_id, seq.num_cached)
+            for at in range(charged, seq.num_computed):
+                seen[seq.request.tenant] += 1.0 if at < seq.prompt_len else 2.0
+            done[seq.seq_id] = max(charged, seq.num_computed)
+        waiting = {s.request.tenant for s in core.scheduler.waiting}
+        for name in names:
+            if sum(s.request.tenant == name for s in core.scheduler.waiting) < 10:
+                add(name)
+        if waiting == set(names):
+            worst = max(worst, abs(seen["a"] - seen["b"]))
+    print(f"services {seen}, largest difference {worst:.0f}, bound {bound}")
+    assert min(seen.values()) > 20 * longest, "they were served"
+    assert worst <= bound
