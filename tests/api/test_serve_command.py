@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,10 +41,8 @@ class Running:
 
 
 @contextmanager
-def serving(*args: str, **environment: str) -> Iterator[Running]:
-    process = subprocess.Popen(
-        command(*args, *SMALL), stdout=subprocess.PIPE, text=True, env=os.environ | environment
-    )  # fmt: skip
+def serving(*args: str, stderr: Any = None) -> Iterator[Running]:
+    process = subprocess.Popen(command(*args, *SMALL), stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         assert process.stdout is not None
         said = ""
@@ -131,7 +130,7 @@ def test_a_unix_socket_is_served_privately_and_taken_away(tmp_path: Path) -> Non
     assert not path.exists()
 
 
-def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
+def test_sigterm_lets_fifty_streams_end_and_takes_nothing_new() -> None:
     with serving("--port", "0") as server, server.client() as client:
         asked = {"prompt": "Once upon a time", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
         whole = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
@@ -148,7 +147,7 @@ def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
                         text += "".join(c["text"] for c in httpx.Response(200, content=line[6:]).json()["choices"])
                 texts.append(text)
 
-        readers = [threading.Thread(target=read) for _ in range(4)]
+        readers = [threading.Thread(target=read) for _ in range(50)]
         for reader in readers:
             reader.start()
         for _ in readers:
@@ -164,7 +163,7 @@ def test_sigterm_lets_streams_end_and_takes_nothing_new() -> None:
         assert int(refusal.headers["retry-after"]) > 0
         for reader in readers:
             reader.join(60)
-        assert texts == [whole] * 4
+        assert texts == [whole] * 50
         assert server.process.wait(20) == 0
 
 
@@ -179,6 +178,59 @@ def test_a_second_signal_ends_it_at_once_and_nothing_stays_behind() -> None:
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(10) == 0
         assert_gone(before)
+
+
+def test_an_engine_that_is_stopped_is_not_ready_and_goes_on_unchanged(tmp_path: Path) -> None:
+    """FEATURES row 56: stopped for ten seconds; 503 within five, stacks on resume, the stream unchanged."""
+    log = tmp_path / "log"
+    with log.open("w") as stderr, serving("--port", "0", stderr=stderr) as server, server.client() as client:
+        asked = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        whole = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        (engine,) = [p for p in descendants(server.process.pid) if b"engine_process" in command_line(p)]
+        with client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            read = [next(lines)]
+            os.kill(engine, signal.SIGSTOP)
+            stopped = time.monotonic()
+            try:
+                with server.client() as other:
+                    while other.get("/ready").status_code == 200:
+                        assert time.monotonic() - stopped < 5
+                        time.sleep(0.1)
+                    assert other.get("/health").status_code == 200
+                time.sleep(max(0.0, stopped + 10 - time.monotonic()))
+            finally:
+                os.kill(engine, signal.SIGCONT)
+            read += list(lines)
+        chunks = [httpx.Response(200, content=line[6:]).json() for line in read if line.startswith("data: {")]
+        assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole
+        assert client.get("/ready").status_code == 200
+        assert [p for p in descendants(server.process.pid) if b"engine_process" in command_line(p)] == [engine]
+    assert "Thread 0x" in log.read_text()
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_disk_that_is_full_is_told_and_survived(tmp_path: Path) -> None:
+    """FEATURES row 63. No file of the server may grow beyond a few KB, as if there were no more room."""
+    limited = ["bash", "-c", 'ulimit -f 16; exec "$@"', "bash", *command("--port", "0", *SMALL)]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            url = re.findall(r"on (http://\S+)", process.stdout.readline())[0]
+            with httpx.Client(base_url=url, timeout=30) as client:
+                form = {"file": ("batch.jsonl", b"x" * 100_000)}
+                answer = client.post("/v1/files", files=form, data={"purpose": "batch"})
+                assert answer.status_code in (500, 503, 507)
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                assert str(tmp_path) not in answer.text
+                assert client.get("/v1/files").json()["data"] == []
+                assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        finally:
+            process.kill()
 
 
 def test_the_engine_dies_with_a_server_that_is_killed() -> None:

@@ -10,12 +10,14 @@ class PenstockError(Exception):
 class InputError(PenstockError, ValueError):
     """A request that cannot be served as written (HTTP: 400).
 
-    `param` names the field, as the client wrote it, that has to change.
+    `param` names the field, as the client wrote it, that has to change; `code` is OpenAI's word for the mistake, if it
+    has one.
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class ModelError(PenstockError):

@@ -33,6 +33,13 @@ class ServerConfig(Section):
     tool_call_parser: str | None = setting(None, "How this model writes tool calls; by default found by its template.")
     reasoning_parser: str | None = setting(None, "How this model marks its thoughts; by default by its template.")
     enable_auto_tool_choice: bool = setting(True, "Let the model decide about tools (tool_choice auto).")
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults of requests that name none. auto: those of the model's generation_config.json, as in vLLM; "
+        "vllm: OpenAI's neutral ones.",
+        choices=("auto", "vllm"),
+    )
+    max_logprobs: int = setting(20, "Largest logprobs of a request; -1: the whole vocabulary.", minimum=-1)
     strict: bool = setting(False, "Refuse unknown fields in requests; otherwise they are ignored with a warning.")
     max_num_queued_reqs: int = setting(
         256, "Requests that may wait; more are refused with 429. 0: as many as come.", minimum=0

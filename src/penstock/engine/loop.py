@@ -13,6 +13,7 @@ from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Intake, Request
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
+from penstock.engine.prepare import Preparation
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
@@ -64,6 +65,7 @@ class EngineLoop:
         faults: Faults | None = None,
     ) -> None:
         self.core = core
+        self._preparation = Preparation.of(core)
         self._emit = emit
         self._box = box
         self._epoch = epoch
@@ -77,6 +79,9 @@ class EngineLoop:
         core.watch = self._watch
 
     def send(self, items: Sequence[Intake]) -> None:
+        self._enqueue(items if self._preparation is None else self._preparation.sift(items, self._enqueue))
+
+    def _enqueue(self, items: Sequence[Intake]) -> None:
         with self._wake:
             self._intake.extend(items)
             self._wake.notify()

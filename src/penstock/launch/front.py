@@ -72,7 +72,7 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
     )
 
 
-def limits_from(info: EngineInfo, *, max_n: int = 16384) -> Limits:
+def limits_from(info: EngineInfo, *, max_n: int = 16384, max_logprobs: int = 20) -> Limits:
     """The validator's limits in a front end."""
     return Limits(
         vocab_size=info.vocab_size,
@@ -80,6 +80,7 @@ def limits_from(info: EngineInfo, *, max_n: int = 16384) -> Limits:
         kv_capacity_tokens=info.kv_capacity_tokens,
         eos_token_ids=tuple(info.eos_token_ids),
         max_n=max_n,
+        max_logprobs=max_logprobs,
     )
 
 

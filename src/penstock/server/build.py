@@ -47,7 +47,7 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
             client,
             front.tokenizer,
             chat_template(config, front),
-            limits_from(info, max_n=config.server.max_n),
+            limits_from(info, max_n=config.server.max_n, max_logprobs=config.server.max_logprobs),
             config.server,
             clock,
             no_tokenizer=front.no_tokenizer,

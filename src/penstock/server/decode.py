@@ -198,7 +198,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         for ours, theirs in names.items():
             if error.param == ours:
                 said = re.sub(rf"\b{re.escape(ours)}\b", theirs, str(error))
-                raise InputError(said, param=theirs) from None
+                raise InputError(said, param=theirs, code=error.code) from None
         raise
 
 

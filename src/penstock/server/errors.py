@@ -60,7 +60,7 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(error.status, str(error), type=error.type, code=error.code, param=error.param,
                              retry_after_s=error.retry_after_s)  # fmt: skip
         case InputError():
-            return WireError(400, str(error), param=error.param)
+            return WireError(400, str(error), param=error.param, code=error.code)
         case msgspec.ValidationError() | msgspec.DecodeError():
             return WireError(400, f"the request body is not what this path takes: {error}")
         case EngineGoneError():

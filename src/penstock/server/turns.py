@@ -336,4 +336,6 @@ def check_model(server: Server, name: str | None) -> str:
 def sampling_defaults(server: Server) -> dict[str, Any]:
     """The model's own defaults of sampling parameters, where a request gives none."""
     front = server.parts.get("front")
-    return {} if front is None else model_defaults(front.generation_config)
+    if front is None or server.config.generation_config == "vllm":
+        return {}
+    return model_defaults(front.generation_config)

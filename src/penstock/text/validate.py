@@ -20,6 +20,8 @@ from penstock.text.tokenizer import Tokenizer
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
 POOLINGS = ("last", "mean", "cls")
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code, which clients look for to shorten and try again."""
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 _FLAGS = (
@@ -144,6 +146,7 @@ def validate_prompt_ids(
             f"{param} has {len(ids)} tokens, but {what} {room}, of which at least 1 must be left to generate: "
             f"at most {room - 1} are possible",
             param=param,
+            code=TOO_LONG,
         )
     _all_ids(param, ids, limits.vocab_size)
     left = room - len(ids)
@@ -152,6 +155,7 @@ def validate_prompt_ids(
             f"{param} has {len(ids)} tokens and max_tokens is {max_tokens}, together {len(ids) + max_tokens}, but "
             f"{what} {room}: max_tokens may be at most {left}",
             param="max_tokens",
+            code=TOO_LONG,
         )
     if min_tokens > (left if max_tokens is None else max_tokens):
         raise InputError(

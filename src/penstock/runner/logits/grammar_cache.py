@@ -53,6 +53,11 @@ class GrammarCache:
         """Hits, misses and bytes; None if nothing was ever asked."""
         return (self.num_hits, self.num_misses, self.num_bytes) if self.num_hits or self.num_misses else None
 
+    def holds(self, grammar: str) -> bool:
+        """Whether a matcher can be had without compiling."""
+        with self._lock:
+            return grammar in self._held
+
     def check(self, grammar: str, param: str = "structured_outputs") -> None:
         """Compile ahead of a request, which calls it `param`. Raises: InputError if that cannot be done."""
         with self._lock:

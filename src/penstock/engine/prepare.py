@@ -1,0 +1,97 @@
+"""Requests that need something slow before their first step (a grammar to compile) wait aside, so that steps do not."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.base.errors import InputError
+from penstock.core.request import Abort, Intake, Request
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
+
+NUM_THREADS = 2
+
+
+@dataclass
+class _Waiting:
+    request: Request
+    aborts: list[Intake] = field(default_factory=list)
+    """Of single samples, which go in behind it."""
+
+
+class Preparation:
+    """`needed` says whether a request has to wait for `work`, which runs in threads of this object.
+
+    A request whose work fails goes on: whoever needs the result says so in its own words. All methods may be called
+    from any thread.
+    """
+
+    def __init__(self, needed: Callable[[Request], bool], work: Callable[[Request], Any]) -> None:
+        self._needed = needed
+        self._work = work
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+        self._queue: queue.SimpleQueue[tuple[_Waiting, Callable[[Sequence[Intake]], None]]] = queue.SimpleQueue()
+        self._started = False
+
+    @classmethod
+    def of(cls, core: EngineCore) -> Preparation | None:
+        """Compiling grammars for the rank of `core`, if it is in this process and takes any."""
+        grammars = getattr(getattr(core.executor, "runner", None), "grammars", None)
+        if grammars is None:
+            return None
+
+        def needed(request: Request) -> bool:
+            return request.rules.grammar is not None and not grammars.holds(request.rules.grammar)
+
+        return cls(needed, lambda request: grammars.check(request.rules.grammar))
+
+    def sift(self, items: Sequence[Intake], later: Callable[[Sequence[Intake]], None]) -> list[Intake]:
+        """The items that can go in now; the others go to `later` when they are prepared, aborted ones never."""
+        out: list[Intake] = []
+        for item in items:
+            if isinstance(item, Request) and self._needed(item):
+                self._begin(_Waiting(item), later)
+            elif not (isinstance(item, Abort) and self._aborted(item)):
+                out.append(item)
+        return out
+
+    def _begin(self, waiting: _Waiting, later: Callable[[Sequence[Intake]], None]) -> None:
+        with self._lock:
+            self._waiting[waiting.request.request_id] = waiting
+            if not self._started:
+                self._started = True
+                for _ in range(NUM_THREADS):
+                    threading.Thread(target=self._run, name="penstock-prepare", daemon=True).start()
+        self._queue.put((waiting, later))
+
+    def _aborted(self, abort: Abort) -> bool:
+        """Whether an abort concerns a request that waits here; then it has taken effect."""
+        with self._lock:
+            found = self._waiting.get(abort.request_id)
+            if found is not None:
+                if abort.index is None:
+                    del self._waiting[abort.request_id]
+                else:
+                    found.aborts.append(abort)
+            return found is not None
+
+    def _run(self) -> None:
+        while True:
+            waiting, later = self._queue.get()
+            name = waiting.request.request_id
+            if self._waiting.get(name) is not waiting:
+                continue
+            with contextlib.suppress(InputError):
+                self._work(waiting.request)
+            with self._lock:
+                # Handed on under the lock, so that an abort comes either before it or behind it.
+                if self._waiting.get(name) is waiting:
+                    del self._waiting[name]
+                    later([waiting.request, *waiting.aborts])
