@@ -118,6 +118,7 @@ class Result:
 
 def build(allocator: str, block_size: int) -> EngineCore:
     config = from_kwargs(
+        schedule_conservativeness=0,  # as in the papers: whoever fits enters
         model="(benchmark)", kv_allocator=allocator, block_size=block_size, enable_prefix_caching=False,
         num_gpu_blocks_override=POOL_SLOTS // block_size, max_num_seqs=256, max_num_batched_tokens=8192,
     )  # fmt: skip

@@ -48,6 +48,7 @@ class Knobs:
     preemption: str = "auto"
     kv_allocator: str = "paged"
     max_model_len: int | None = None
+    conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
 def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
@@ -87,6 +88,7 @@ def config_for(k: Knobs) -> Any:
         slot_checkpoint_tokens=k.checkpoint_tokens,
         preemption_mode=k.preemption,
         kv_allocator=k.kv_allocator,
+        schedule_conservativeness=k.conservativeness,
     )
 
 

@@ -56,6 +56,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
+        "schedule_conservativeness": 1.0,
     }  # fmt: skip
 
 

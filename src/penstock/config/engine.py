@@ -93,6 +93,12 @@ class SchedulerConfig(Section):
         "How a preempted sequence gets its KV back. auto: whichever the cost table says is cheaper.",
         choices=("auto", "recompute", "swap"),
     )
+    schedule_conservativeness: float = setting(
+        1.0,
+        "How much of what running requests may still generate is kept free when another one enters (SGLang's name). "
+        "0: nothing: more run at once, and more are thrown out and computed again.",
+        minimum=0,
+    )
     enable_chunked_prefill: bool = setting(
         True, "Let a prompt span several steps. Off: a step must be able to hold the longest sequence."
     )

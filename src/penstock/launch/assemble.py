@@ -150,5 +150,6 @@ def engine_core(
         timer=timer,
         seconds_budget=seconds_budget,
         preemption_mode=config.scheduler.preemption_mode,
+        conservativeness=config.scheduler.schedule_conservativeness,
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

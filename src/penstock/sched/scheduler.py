@@ -15,6 +15,7 @@ from penstock.core.events import EngineStats
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import EMPTY
 from penstock.sched.budget import SecondsBudget
+from penstock.sched.reserve import Reserve
 
 if TYPE_CHECKING:
     from penstock.core.protocols import SchedulingPolicy, StepTimer
@@ -48,6 +49,7 @@ class Scheduler:
         timer: StepTimer | None = None,
         seconds_budget: bool = True,
         preemption_mode: str = "auto",
+        conservativeness: float = 1.0,
         decode_step_s: float = 0.1,
         prefill_step_s: float = 1.0,
         stats: EngineStats | None = None,
@@ -64,11 +66,14 @@ class Scheduler:
         self.prefill_step_s = prefill_step_s
         self.preemption_mode = preemption_mode
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
+        self.reserve = Reserve(conservativeness)
         self.stats = stats or EngineStats()
         self.wake_s: float | None = None
         """Set while somebody waits and nothing runs because the policy wants nothing to start before this time."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._claimed: set[int] = set()
+        """Waiting sequences that have more right to memory than somebody who runs; found anew in every step."""
         self._on_rank: set[int] = set()
         self._forked: list[Fork] = []
         self._removed: list[int] = []
@@ -165,6 +170,7 @@ class Scheduler:
         if self.wake_s is not None and now_s < self.wake_s:
             return None
         self.wake_s = None
+        self._claimed.clear()
         if self.policy.displaces and self.waiting:
             self._displace()
         if self._clockwork is not None:
@@ -242,6 +248,8 @@ class Scheduler:
             if self._stuck():
                 raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
             return None
+        if not preempted:
+            self.reserve.step()
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
 
     def _yields_soon(self, seq: Sequence) -> bool:
@@ -256,7 +264,9 @@ class Scheduler:
                 victim = self.policy.displaced(self.running, seq)
                 if victim is None:
                     return
-                self.preempt(victim)
+                if seq.seq_id in self._claimed:
+                    self.preempt(victim)
+                self._claimed.add(seq.seq_id)  # from now on it does not count what others have set aside
 
     def _is_short(self, seq: Sequence, ahead: int) -> bool:
         """Whether a waiting sequence, with `ahead` others before it, lacks a place or memory."""
@@ -267,12 +277,16 @@ class Scheduler:
     def _tokens_to_admit(self, seq: Sequence) -> int:
         """Tokens' worth of memory that must be there before a waiting sequence enters.
 
-        Beyond what is known of it, the worst case of what its samples will not share: one tail block each. Only a
-        sequence that would run alone enters without that margin (it fits by validation, if need be one sample after
-        the other).
+        Beyond what is known of it, the worst case of what its samples will not share (one tail block each), or what
+        everybody is expected to add if that is more. Only a sequence that would run alone enters without that margin
+        (it fits by validation, if need be one sample after the other). Who may make others leave does not wait for
+        what they have set aside.
         """
         width = max(seq.request.n, seq.request.beam.beam_width if seq.request.beam else 1)
-        return seq.num_known + (width * self.block_size if self.running else 0)
+        if not self.running:
+            return seq.num_known
+        aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
+        return seq.num_known + max(width * self.block_size, aside)
 
     def _step_limit_s(self) -> float:
         return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
@@ -321,6 +335,7 @@ class Scheduler:
     def _preempt_in_step(self, victim: Sequence, rows: dict[int, tuple[Sequence, ScheduledRow]]) -> int:
         """Preempt, taking back what this step had given the victim. Returns the tokens won back for the budget."""
         taken = rows.pop(victim.seq_id, None)
+        self.reserve.forced_out(self.running)
         self.preempt(victim)
         return taken[1].num_tokens if taken else 0
 
