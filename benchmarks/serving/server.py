@@ -196,6 +196,32 @@ async def flood(url: str, seconds: float) -> dict[str, Any]:
     }
 
 
+async def probe_timing(url: str, trials: int) -> dict[str, Any]:
+    """Row 41: can one tenant tell from times what another has asked? Prompts the other sent, and fresh ones."""
+    other = httpx.AsyncClient(base_url=url, timeout=300, headers={"authorization": "Bearer alpha"})
+    mine = httpx.AsyncClient(base_url=url, timeout=300, headers={"authorization": "Bearer beta"})
+    times: dict[str, list[float]] = {"asked by the other": [], "asked by nobody": [], "asked by oneself": []}
+    cached = 0
+    async with other, mine:
+        for i in range(trials):
+            known = [3 + (i * 7919 + j * 31) % 4000 for j in range(192)]
+            fresh = [3 + (i * 104729 + j * 37 + 11) % 4000 for j in range(192)]
+            asked = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
+            await other.post("/v1/completions", json=asked | {"prompt": known})
+            pairs = [("asked by the other", known), ("asked by nobody", fresh)]
+            for kind, prompt in pairs if i % 2 else pairs[::-1]:
+                began = time.perf_counter()
+                answer = (await mine.post("/v1/completions", json=asked | {"prompt": prompt})).json()
+                times[kind].append((time.perf_counter() - began) * 1e3)
+                cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            began = time.perf_counter()
+            await mine.post("/v1/completions", json=asked | {"prompt": known})
+            times["asked by oneself"].append((time.perf_counter() - began) * 1e3)
+    a, b = times["asked by the other"], times["asked by nobody"]
+    wins = sum((x < y) + 0.5 * (x == y) for x in a for y in b) / (len(a) * len(b))
+    return {"ms": {k: spread(v) for k, v in times.items()}, "guessed_right": wins, "cached_tokens": cached}
+
+
 async def steps(client: httpx.AsyncClient) -> float:
     """Steps of the engine so far."""
     text = (await client.get("/metrics")).text
@@ -205,6 +231,7 @@ async def steps(client: httpx.AsyncClient) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trials", type=int, default=200, help="of the timing probe")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     console = Console()
@@ -223,6 +250,8 @@ def main() -> None:
     threading.Event().wait(0.5)
     with serving(*small, "--api-key", "alpha,beta") as (url, _, _):
         result["flood"] = asyncio.run(flood(url, 12.0))
+    with serving(*small, "--ops", "blas", "--api-key", "alpha,beta") as (url, _, _):
+        result["timing_probe"] = asyncio.run(probe_timing(url, args.trials))
     table = Table("figure", "value")
     for name, value in flat(result):
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
-from penstock.engine.frontend import Delta
+from penstock.engine.stream import Delta
 from penstock.server.context import Call, Prompt
 from penstock.server.errors import WireError
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning

@@ -11,8 +11,9 @@ from penstock.core.request import Intake, Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.blackbox import handle_of
 from penstock.engine.core import EngineCore
-from penstock.engine.frontend import EngineClient, Stream
+from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Down
+from penstock.engine.stream import Stream
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits, build_request
 from tests.engine.fake_model import VOCAB

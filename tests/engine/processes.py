@@ -18,8 +18,9 @@ from penstock.base.clock import MonotonicClock
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.output import RequestOutput
 from penstock.core.sampling import SamplingParams
-from penstock.engine.frontend import EngineClient, Stream
+from penstock.engine.frontend import EngineClient
 from penstock.engine.process_link import ProcessLink
+from penstock.engine.stream import Stream
 from penstock.launch.bundled import bundled_model
 from penstock.launch.front import Front, limits_from, open_front
 from penstock.text.validate import build_request

@@ -76,6 +76,7 @@ def draw_knobs(rng: random.Random) -> Knobs:
         checkpoint_tokens=rng.choice([4, 8, 512]),
         host_blocks=rng.choice([0, 8, 64]),
         preemption=rng.choice(["swap", "recompute"]),
+        conservativeness=rng.choice([0.0, 0.0, 1.0]),
     )
 
 

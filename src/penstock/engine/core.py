@@ -37,15 +37,9 @@ class EngineCore:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        kv: KVManager,
-        executor: Executor,
-        clock: Clock,
-        *,
-        check_invariants: bool = False,
-        recorder: Recorder | None = None,
-    ) -> None:
+        self, scheduler: Scheduler, kv: KVManager, executor: Executor, clock: Clock, *,
+        check_invariants: bool = False, recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
         self.scheduler = scheduler
         self.kv = kv
         self.executor = executor

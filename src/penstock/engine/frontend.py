@@ -7,19 +7,16 @@ text state. So a dead engine costs its clients a pause: the next one is given th
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from penstock.base.errors import EngineError, EngineGoneError, InputError
+from penstock.base.errors import EngineGoneError, InputError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.core.output import (
     BeamSearchOutput,
     CompletionOutput,
     EngineOutput,
-    Logprob,
     RequestMetrics,
     RequestOutput,
 )
@@ -28,6 +25,7 @@ from penstock.engine.blackbox import handle_of
 from penstock.engine.client import OutputProcessor, Tally
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
+from penstock.engine.stream import Delta, Stream
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -42,147 +40,6 @@ GUILTY = (
     "the engine failed twice while it worked on this request, the second time on nothing else; it will not be tried "
     "a third time"
 )
-
-
-@dataclass
-class Delta:
-    """What is new of one sample since the last look. `logprobs` has one entry per token of `token_ids`."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Stream:
-    """One request's way back. Iterate `deltas()` or await `result()`; `abort()` may be called at any time.
-
-    Nothing is queued here: what a slow reader has not seen stays in the request's own output, which is bounded by its
-    max_tokens, and comes in one piece. `unread_chars` tells how far it is behind.
-    """
-
-    def __init__(self, client: EngineClient, request: Request) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self._client = client
-        self._news = asyncio.Event()
-        self._seen: dict[int, _Cursor] = {i: _Cursor() for i in range(request.n)}
-        self.final: RequestOutput | None = None
-        self.call: Any = None
-        """What the server knows about it."""
-        self.num_replays = 0
-        """Engines that died under it."""
-        self.ended = False
-        self.rest: list[Delta] = []
-        """The last deltas, if it ended while nobody looked."""
-        self._endings: list[Callable[[], None]] = []
-        self.error: str | None = None
-        """Why it ended without the model's doing; None if it did not. Set with the last delta."""
-        self.engine_gone = False
-        """It ended because the engine did: the same request may succeed elsewhere, or later."""
-        self.aborted = ""
-        """Why a request whose result comes in one piece was given up."""
-
-    def notify(self) -> None:
-        self._news.set()
-
-    def on_end(self, f: Callable[[], None]) -> None:
-        """Call `f` once when the request has ended, however it does; at once if it has."""
-        if self.ended:
-            f()
-        else:
-            self._endings.append(f)
-
-    def end(self) -> None:
-        """The client forgets this stream."""
-        self.ended = True
-        for f in self._endings:
-            f()
-        self._endings.clear()
-        self._news.set()
-
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yields what is new of any sample, until all have ended. Leaving it early aborts the request.
-
-        Raises EngineError if the engine failed for good, or if this request ended with an error.
-        """
-        try:
-            while self.final is None:
-                await self._news.wait()
-                self._news.clear()
-                fresh = self._client.take(self)
-                if fresh:
-                    yield fresh
-            if self.error is not None:
-                raise self.failure(self.error)
-        finally:
-            if self.final is None:
-                self.abort()
-
-    async def result(self) -> RequestOutput:
-        """The whole output. Cancelling aborts the request. Raises EngineError."""
-        async for _ in self.deltas():
-            pass
-        assert self.final is not None
-        return self.final
-
-    async def beams(self) -> BeamSearchOutput:
-        """The hypotheses of a beam search. Raises EngineError."""
-        try:
-            while not self.ended:
-                await self._news.wait()
-                self._news.clear()
-                found = self._client.take_beams(self)
-                if found is not None:
-                    return found
-            raise self.failure(self.error or "the beam search was aborted")
-        finally:
-            self.abort()
-
-    async def pooled(self) -> bytes:
-        """The pooled hidden state, float32. Cancelling aborts the request. Raises EngineError."""
-        try:
-            while not self.ended:
-                await self._news.wait()
-                self._news.clear()
-                found = self._client.take_pooled(self)
-                if found is not None:
-                    if found.error is not None:
-                        raise EngineError(found.error)
-                    return found.pooled
-            raise self.failure(self.error or "the request was aborted")
-        finally:
-            self.abort()
-
-    def failure(self, message: str) -> EngineError:
-        return EngineGoneError(message) if self.engine_gone else EngineError(message)
-
-    def abort(self, reason: str = "abort") -> None:
-        """Give it up; KV memory is free one step later. Nothing happens if it has ended."""
-        self._client.abort(self.request_id, reason)
-
-    @property
-    def output(self) -> RequestOutput:
-        """Everything so far."""
-        return self.final if self.final is not None else self._client.output(self.request_id)
-
-    @property
-    def started(self) -> bool:
-        """Whether it has got a token, or has ended."""
-        return self.ended or self._client.started(self)
-
-    @property
-    def unread_chars(self) -> int:
-        return 0 if self.final is not None else self._client.unread_chars(self)
-
-
-@dataclass
-class _Cursor:
-    pieces: int = 0
-    tokens: int = 0
-    ended: bool = False
 
 
 FinishListener = Callable[[Stream, RequestOutput], None]
@@ -364,7 +221,7 @@ class EngineClient:
     def _collect(self, stream: Stream) -> list[Delta]:
         live = self._processor.live(stream.request_id)
         fresh = []
-        for index, cursor in stream._seen.items():
+        for index, cursor in stream.seen.items():
             sample = live.samples[index]
             tokens = sample.token_ids[cursor.tokens :]
             text = "".join(sample.text[cursor.pieces :])
@@ -400,7 +257,7 @@ class EngineClient:
 
     def unread_chars(self, stream: Stream) -> int:
         live = self._processor.live(stream.request_id)
-        return sum(sum(map(len, live.samples[i].text[c.pieces :])) for i, c in stream._seen.items())
+        return sum(sum(map(len, live.samples[i].text[c.pieces :])) for i, c in stream.seen.items())
 
     # -- endings -------------------------------------------------------------------------------------------------
 

@@ -135,9 +135,8 @@ class Scheduler:
             return self.preemption_mode == "swap"
         if self.timer is None:
             return False
-        return 2 * self.timer.copy_s(self.kv.host.num_bytes(num_computed)) < self.timer.step_s(
-            EMPTY.plus(0, num_computed)
-        )
+        copies_s = 2 * self.timer.copy_s(self.kv.host.num_bytes(num_computed))
+        return copies_s < self.timer.step_s(EMPTY.plus(0, num_computed))
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)

@@ -20,7 +20,8 @@ from penstock.base.clock import Clock
 from penstock.base.errors import RefusedError
 from penstock.config.server import ServerConfig
 from penstock.core.request import Request
-from penstock.engine.frontend import EngineClient, Stream
+from penstock.engine.frontend import EngineClient
+from penstock.engine.stream import Stream
 from penstock.server.context import Call, Server, Tenant
 from penstock.server.errors import WireError
 from penstock.server.pace import Pace

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
-from penstock.engine.frontend import Delta, Stream
+from penstock.engine.stream import Delta, Stream
 from penstock.server.context import Prompt, Server
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import LogprobWriter, prompt_logprobs

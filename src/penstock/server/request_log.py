@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
     from penstock.core.output import RequestOutput
-    from penstock.engine.frontend import Stream
+    from penstock.engine.stream import Stream
     from penstock.server.context import Call
 
 log = logging.getLogger("penstock.request")

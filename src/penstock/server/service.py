@@ -24,7 +24,8 @@ from penstock.text.validate import build_pooling_request, build_request
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.config.server import ServerConfig
-    from penstock.engine.frontend import EngineClient, Stream
+    from penstock.engine.frontend import EngineClient
+    from penstock.engine.stream import Stream
     from penstock.text.tokenizer import Tokenizer
     from penstock.text.validate import Limits
 

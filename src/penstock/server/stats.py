@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from penstock.core.messages import Outputs
     from penstock.core.output import RequestOutput
     from penstock.engine.client import Tally
-    from penstock.engine.frontend import EngineClient, Stream
+    from penstock.engine.frontend import EngineClient
+    from penstock.engine.stream import Stream
     from penstock.server.context import Call
 
 POINTS = 300

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from penstock.base.errors import EngineError, InputError, RefusedError
 from penstock.core.output import Logprob
 from penstock.core.sampling import SamplingParams
-from penstock.engine.frontend import Delta, Stream
+from penstock.engine.stream import Delta, Stream
 from penstock.server.context import ANYONE, Call, Prompt, Server, Tenant
 from penstock.server.decode import renamed
 from penstock.server.errors import WireError, wire_error
