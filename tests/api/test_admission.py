@@ -337,8 +337,8 @@ def test_an_overload_is_refused_at_once_and_the_rest_is_served(monkeypatch: pyte
         assert len(served) >= 100
         assert len(refused_s) == 1000 - len(served) > 100
         assert set(served) == {alone}
-        # What the server itself does between a body and its refusal; the wall also counts whoever shares the machine (here
-        # the client and the engine share its interpreter). benchmarks/serving/server.py measures the wall.
+        # What the server itself does between a body and its refusal; the wall also counts whoever shares the machine
+        # (here client and engine share its interpreter). benchmarks/serving/server.py measures the wall.
         assert sorted(worked_s)[-len(worked_s) // 10] < 0.05
         assert gate.num_waiting == 0
         assert httpx.post(live.url + "/v1/completions", json=ask, timeout=30).status_code == 200
