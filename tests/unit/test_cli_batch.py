@@ -61,7 +61,11 @@ def test_after_a_kill_every_line_is_there_exactly_once(tmp_path: Path, number: s
     source.write_text("\n".join(line(f"q{i}", max_tokens=16) for i in range(400)))
     command = [sys.executable, "-m", "penstock.cli.main", "batch", str(source), "-o", str(out), *FLAGS]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # two threads wait for each other on a busy machine
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    # A shell's background job ignores Ctrl-C, and so do its children: as if a person had started it.
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not out.exists() or out.read_bytes().count(b"\n") < 5:
         assert time.monotonic() < deadline
