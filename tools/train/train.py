@@ -194,7 +194,8 @@ def main() -> None:
         plant(model, args.seed)
     kept = token_dims(spec) if planted else spec.hidden_size
     model.to(args.device)
-    run = torch.compile(model) if args.compile else model
+    # The loss is compiled with the model: on a CPU most of the time is in what stands between the products.
+    descend = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     optims = optimisers(model, args.lr, planted)
     base = [group["lr"] for o in optims for group in o.param_groups]
@@ -217,7 +218,7 @@ def main() -> None:
             for group, lr in zip((g for o in optims for g in o.param_groups), base, strict=True):
                 slow = patience(done, args.protect) if group["planted"] else 1.0
                 group["lr"] = lr * rate(done, args.cooldown) * slow
-            loss, counted = loss_of(run, x, y, w, args.exits)
+            loss, counted = descend(model, x, y, w, tuple(args.exits))
             loss.backward()
             slow = patience(done, args.protect)
             reserved = embed[:, kept:].detach().clone() if slow < 1 else None
