@@ -1,0 +1,213 @@
+/* Penstock's native kernels: the C ABI.
+ *
+ * A library like this exists once per instruction set; all have these entries. A caller packs weights into matrices,
+ * describes a model as a flat list of operations over registers, and runs the list once per step with all threads of
+ * a pool: between two steps nothing of a model is looked at again, and nothing is allocated inside one.
+ *
+ * Numbers: registers hold float32 rows; sums are float32 or exact int32. A row's result does not depend, bit for bit,
+ * on the other rows of a step, on how a text is cut into steps, on pages or on the number of threads.
+ *
+ * Letters: T tokens of a step, B sequences, R selected rows (those whose logits are wanted), N outputs and K inputs of
+ * a matrix, H query heads, G kv heads, D head dim.
+ */
+#ifndef PENSTOCK_H
+#define PENSTOCK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define PST_API __attribute__((visibility("default")))
+#else
+#define PST_API
+#endif
+
+#define PST_ABI 1
+
+/* ---- the library --------------------------------------------------------------------------------------------- */
+
+PST_API int32_t pst_abi(void);          /* PST_ABI of this library */
+PST_API const char *pst_isa_name(void); /* "base", "avx2", "avx512", "avx512bf16" */
+/* 0: this processor cannot run the library. Otherwise the larger, the better. Safe on every x86-64. */
+PST_API int32_t pst_score(void);
+
+/* ---- threads ------------------------------------------------------------------------------------------------- */
+
+typedef struct pst_pool pst_pool;
+/* `threads` in all, the caller of a run among them. A waiting thread spins `spin_us` at most, then sleeps.
+ * `pin`: thread i runs on the i-th processor that this process may use. NULL if a thread cannot be started. */
+PST_API pst_pool *pst_pool_new(int32_t threads, int32_t spin_us, int32_t pin);
+PST_API void pst_pool_free(pst_pool *pool);
+PST_API int32_t pst_pool_threads(const pst_pool *pool);
+
+/* ---- numbers ------------------------------------------------------------------------------------------------- */
+
+enum pst_dtype { PST_F32 = 0, PST_F16 = 1, PST_BF16 = 2, PST_I8 = 3 };
+
+/* ---- matrices ------------------------------------------------------------------------------------------------
+ * y = x W^T. W [N, K] is kept in panels of 64 outputs, the inputs of one panel one after the other:
+ *
+ *   PST_M_F32   [N/64][K][64] float
+ *   PST_M_F16   [N/64][K][64] half
+ *   PST_M_BF16  [N/64][K/2][64][2] bfloat16; K is padded to an even number with zeros
+ *   PST_M_I8    [N/64][K/4][64][4] byte = value + 128, value in -127 ... 127; one float scale per output, [N/64][64].
+ *               K is padded to a multiple of 4 with the value 0 (byte 128)
+ *   PST_M_I4    [N/64][K/8][64][4] byte: low nibbles are inputs k ... k+3, high nibbles k+4 ... k+7; nibble = value + 8,
+ *               value in -8 ... 7; one half scale per `group` inputs of an output, [N/64][K/group][64].
+ *               K is padded to a multiple of the group (itself a multiple of 8) with the value 0
+ *
+ * N is padded to a multiple of 64; outputs in the padding are never written.
+ */
+enum pst_format { PST_M_F32 = 0, PST_M_F16 = 1, PST_M_BF16 = 2, PST_M_I8 = 3, PST_M_I4 = 4 };
+
+/* What the rows x become before the product: float32; bfloat16; or 8 bits with one scale per row (max |x| / 127,
+ * rounded to the nearest, ties to even). Possible pairs: F32, F16: A_F32. BF16: A_F32 or A_BF16.
+ * I8 and I4: A_I8 (integer products, exact), or A_F32 and A_BF16 (weight-only). */
+enum pst_act { PST_A_F32 = 0, PST_A_BF16 = 1, PST_A_I8 = 2 };
+
+typedef struct pst_matrix {
+    int32_t format; /* enum pst_format */
+    int32_t act;    /* enum pst_act */
+    int32_t rows;   /* N, without padding */
+    int32_t cols;   /* K, without padding */
+    int32_t group;  /* PST_M_I4: inputs that share a scale: 32, 64 or 128; else 0 */
+    int32_t pair;   /* 1: every panel holds 32 outputs of a gate, then the same 32 of an `up`; rows counts both */
+    const void *data;   /* 64-byte aligned */
+    const void *scales; /* 64-byte aligned; NULL if the format has none */
+    const float *bias;  /* [padded N] in the order of the panels, or NULL */
+} pst_matrix;
+
+/* Bytes of `data` and of `scales` of one panel. -1 for arguments that no format has. */
+PST_API int64_t pst_panel_bytes(int32_t format, int32_t cols, int32_t group);
+PST_API int64_t pst_panel_scale_bytes(int32_t format, int32_t cols, int32_t group);
+
+/* Pack panels first ... last-1. `row_of[64 * p + j]` is the source of output j of panel p: the address of `cols`
+ * numbers of `dtype` (PST_F32, PST_F16, PST_BF16), or NULL for padding. `data` and `scales` are those of panel 0.
+ * Uses the calling thread alone; panels may be packed by several at once. 0, or -1 for what no format has. */
+PST_API int32_t pst_pack(int32_t format, int32_t cols, int32_t group, int32_t dtype, const void *const *row_of,
+                         int32_t first, int32_t last, void *data, void *scales);
+
+/* The values that panel `panel` of `m` stands for, as float [64][cols]: for tests and for measuring losses. */
+PST_API int32_t pst_unpack(const pst_matrix *m, int32_t panel, float *out);
+
+/* ---- registers ----------------------------------------------------------------------------------------------- */
+
+enum { PST_ROWS_TOKENS = 0, PST_ROWS_SELECTED = 1 };
+
+typedef struct pst_register {
+    float *data;    /* first number of row 0; rows may be parts of longer ones */
+    int64_t stride; /* floats from one row to the next */
+    int32_t width;  /* numbers in a row */
+    int32_t rows;   /* how many a step fills: PST_ROWS_TOKENS or PST_ROWS_SELECTED */
+} pst_register;
+
+/* ---- operations ----------------------------------------------------------------------------------------------
+ * `in` and `out` are register numbers (-1: none), `n`, `f` and `p` what is fixed. Outputs may be inputs where "in
+ * place" is said; otherwise they must not overlap. "?" marks what may be absent (-1, NULL).
+ *
+ * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions
+ * PST_SELECT     out[r] = in0[rows[r]]
+ * PST_NORM       every stretch of n0 numbers of a row by itself: in place
+ *                n1: 1 rms, x / sqrt(mean(x^2) + f0) * w; 2 layer, (x - mean) / sqrt(var + f0) * w + b
+ *                p0? w, p1? b; n2: 0 one w [n0] for all stretches, 1 w [width]
+ * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix. Norm before it: n0 kind as in PST_NORM (0: none), p1? w,
+ *                p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
+ *                n2 activation, f2 limit (PST_SWIGLU_CLAMPED). Last: out = in1? + f1 * y (f1 is 1 for plain y).
+ *                out may be in1.
+ * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
+ *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
+ * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1
+ * PST_ATTEND     out [T, H * n5] = softmax attention of in0 [T, H, D] over layer n1 of group n0; n2 H, n3 G, n4 D,
+ *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none);
+ *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
+ *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on
+ * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
+ * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
+ * PST_ACT        n0 activation of in0: in place
+ * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
+ * PST_GATE_ROWS  in0 * sigmoid(in1), in1 of width 1 or as in0: in place on in0
+ * PST_SCALE_QUERIES  in0 * (1 + f0 * log(1 + floor((position + f2) / f1))): in place
+ * PST_ARGMAX     of rows of in0: p0 int32 [R] the first largest, p1 float [R] its value, p2 uint8 [R] 1 if all of the
+ *                row is finite
+ */
+enum pst_kind {
+    PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
+    PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX
+};
+
+/* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped (gated only): as
+ * penstock.core.model_spec.FeedForward says */
+enum pst_activation {
+    PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU
+};
+
+typedef struct pst_op {
+    int32_t kind;
+    int32_t in[4];
+    int32_t out;
+    int32_t n[12];
+    float f[4];
+    const void *p[4];
+} pst_op;
+
+/* ---- programs ------------------------------------------------------------------------------------------------ */
+
+/* Where a step's sequences keep one cache group: see penstock.ops.plan.GroupPlan. */
+typedef struct pst_group {
+    int32_t num_layers;
+    int32_t block_size;
+    const int32_t *const *tables; /* [B] -> int32 [lanes[b]][blocks[b]] */
+    const int32_t *lanes;         /* [B] 1: ids are slabs, the page of layer i is id * num_layers + i; else pages */
+    const int32_t *blocks;        /* [B] */
+} pst_group;
+
+/* Where the numbers of a plane are: element (page, offset, head, i) lies at
+ * page * page_stride + offset * token_stride + head * head_stride + i, in numbers of `dtype`. */
+typedef struct pst_plane {
+    void *data;
+    int32_t dtype;
+    int32_t heads;
+    int32_t dim;
+    int32_t unused;
+    int64_t page_stride, token_stride, head_stride;
+} pst_plane;
+
+typedef struct pst_step {
+    int32_t num_tokens, num_seqs, num_rows, num_groups;
+    const int32_t *token_ids;       /* [T] */
+    const int32_t *positions;       /* [T] */
+    const int32_t *query_start_loc; /* [B+1] */
+    const int32_t *rows;            /* [R] ascending */
+    const pst_group *groups;        /* [num_groups] */
+    /* For trees of guesses; NULL: a token sees the tokens of its sequence before it. Otherwise token t of the step sees,
+     * of this step's tokens of its own sequence, those whose bit is set in mask[t]: bit i is the i-th of them. */
+    const uint64_t *mask;
+} pst_step;
+
+typedef struct pst_program pst_program;
+/* `planes[planes_of[g] ...]` are the planes of group g, planes_of has num_groups + 1 entries. Everything pointed to
+ * by ops, registers and planes must outlive the program. NULL, and a sentence in `error`, if something does not fit. */
+PST_API pst_program *pst_program_new(const pst_op *ops, int32_t num_ops, const pst_register *registers,
+                                     int32_t num_registers, const pst_plane *planes, const int32_t *planes_of,
+                                     int32_t num_groups, int32_t max_tokens, int32_t max_rows, int32_t threads,
+                                     char *error, int32_t error_size);
+PST_API void pst_program_free(pst_program *program);
+/* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for. */
+PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_step *step, int32_t first, int32_t last);
+/* Nanoseconds that each operation took in the runs so far, on thread 0, barrier included: [num_ops]. Counting begins
+ * with the first call and costs two clock reads per operation. */
+PST_API void pst_program_profile(pst_program *program, int64_t *nanoseconds);
+
+/* ---- bandwidth ----------------------------------------------------------------------------------------------- */
+
+/* Read `bytes` from `data` with all threads of the pool; the sum keeps the reads alive. */
+PST_API uint64_t pst_read(pst_pool *pool, const void *data, int64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

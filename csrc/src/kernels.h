@@ -1,0 +1,71 @@
+// The inner kernels of products, by format of the matrix and of the rows: one per pair and instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "penstock.h"
+
+namespace pst {
+
+constexpr int PANEL = 64;           // outputs of a panel
+constexpr int MAX_TILE_ROWS = 16;   // no kernel takes more rows at once
+
+// Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs.
+struct Rows {
+    const uint8_t* data;
+    int64_t stride;        // bytes from row to row
+    const float* scale;    // A_I8: [count] what a unit stands for
+    const int32_t* sums;   // A_I8: [count][groups] sums of each group's s8 values (one group: the whole row)
+    int32_t groups;        // of `sums`
+    int32_t count;
+};
+
+struct Panel {
+    const uint8_t* data;
+    const uint8_t* scales;
+    int32_t cols;   // K, without padding
+    int32_t group;  // 0, or inputs that share a scale
+};
+
+// Rows first ... first+count-1 times a panel: tile[i * 64 + j], all scales applied. One chain of additions per output,
+// over the inputs in order, whatever `count` is: 1 ... tile_rows.
+using Kernel = void (*)(const Rows& rows, int first, int count, const Panel& panel, float* tile);
+
+// A row of float32 [cols] made ready at `data` (and scale, sums, if the format has them).
+using Prepare = void (*)(const float* x, int cols, int group, uint8_t* data, float* scale, int32_t* sums);
+
+// How rows of one kind meet matrices of one format.
+struct Product {
+    int32_t format, act;
+    int32_t tile_rows;                           // rows that `kernel` takes at most
+    int64_t (*row_bytes)(int cols, int group);   // of a prepared row: a multiple of 64
+    int32_t (*row_groups)(int cols, int group);  // of `sums` of a prepared row; 0 if there are none
+    Prepare prepare;
+    Kernel kernel;
+    // For many rows: the panel is turned once into `unpacked_bytes` of scratch (64-byte aligned), which `many` reads in
+    // place of it. Null: `kernel` does it all. Bits are those of `kernel`.
+    int64_t (*unpacked_bytes)(int cols, int group);
+    void (*unpack)(const Panel& panel, uint8_t* scratch);
+    Kernel many;
+    int32_t many_rows;  // rows from which this pays
+};
+
+// Null for a pair that is none.
+const Product* find_product(int32_t format, int32_t act);
+
+// gemm_float.cpp and gemm_int.cpp have these for their formats; null if the pair is not theirs.
+const Product* float_product(int32_t format, int32_t act);
+const Product* int_product(int32_t format, int32_t act);
+
+// A panel in its format: `row_of` as in pst_pack, of this panel's 64 outputs. False if the format is not theirs.
+bool pack_float(int32_t format, int cols, int32_t dtype, const void* const* row_of, uint8_t* data);
+bool pack_int(int32_t format, int cols, int group, int32_t dtype, const void* const* row_of, uint8_t* data,
+              uint8_t* scales);
+bool unpack_float(int32_t format, int cols, const uint8_t* data, float* out);
+bool unpack_int(int32_t format, int cols, int group, const uint8_t* data, const uint8_t* scales, float* out);
+
+// `n` numbers of `dtype` (PST_F32, PST_F16, PST_BF16) as float32.
+void widen(const void* x, int32_t dtype, int64_t n, float* out);
+
+}  // namespace pst

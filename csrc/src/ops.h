@@ -1,0 +1,74 @@
+// What an operation of a program is to the interpreter.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "penstock.h"
+#include "pool.h"
+
+namespace pst {
+
+// Something of an operation does not fit; the sentence reaches the caller of pst_program_new.
+struct Misfit : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+inline void check(bool fits, const char* sentence) {
+    if (!fits) throw Misfit(sentence);
+}
+
+// What a program knows when its operations are made.
+struct Maker {
+    const std::vector<pst_register>& registers;
+    const std::vector<std::vector<pst_plane>>& planes;  // [group][plane]
+    int32_t max_tokens, max_rows, threads;
+
+    const pst_register& reg(int32_t number) const {
+        check(number >= 0 && size_t(number) < registers.size(), "no such register");
+        return registers[size_t(number)];
+    }
+    int32_t capacity(const pst_register& r) const { return r.rows == PST_ROWS_TOKENS ? max_tokens : max_rows; }
+    const pst_plane& plane(int32_t group, int32_t number) const {
+        check(group >= 0 && size_t(group) < planes.size(), "no such cache group");
+        check(number >= 0 && size_t(number) < planes[size_t(group)].size(), "no such plane");
+        return planes[size_t(group)][size_t(number)];
+    }
+};
+
+// What an operation may look at while it runs. Scratch is 64-byte aligned, as large as it asked for, and holds nothing
+// when it begins.
+struct Context {
+    const pst_step& step;
+    uint8_t* shared_scratch;  // one for all threads
+    uint8_t* own_scratch;     // this thread's
+
+    int32_t rows(const pst_register& r) const { return r.rows == PST_ROWS_TOKENS ? step.num_tokens : step.num_rows; }
+};
+
+// Every thread of a team calls `run`. It is entered behind a barrier and need not end with one. It never allocates,
+// throws or looks at anything a step did not bring.
+struct Op {
+    virtual ~Op() = default;
+    virtual void run(Team& team, const Context& context) const = 0;
+    int64_t shared_bytes = 0;
+    int64_t own_bytes = 0;
+};
+
+using OpPtr = std::unique_ptr<Op>;
+
+// pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
+// norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE, PST_ATTEND.
+// Each throws Misfit.
+OpPtr make_pointwise(const pst_op& op, const Maker& maker);
+OpPtr make_norm(const pst_op& op, const Maker& maker);
+OpPtr make_linear(const pst_op& op, const Maker& maker);
+OpPtr make_rope(const pst_op& op, const Maker& maker);
+OpPtr make_cache(const pst_op& op, const Maker& maker);
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace pst

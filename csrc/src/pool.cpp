@@ -1,0 +1,168 @@
+#include "pool.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <ctime>
+#include <new>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pst {
+
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
+}
+
+// Until `word` is no longer `value`: spin for `spin_ns`, then sleep. Whoever changes the word looks at `sleepers`
+// after it; whoever sleeps counts itself before the kernel compares. So no wake-up is lost.
+void wait_while(std::atomic<uint32_t>& word, uint32_t value, std::atomic<int32_t>& sleepers, int64_t spin_ns) {
+    // A look at the clock costs as much as some twenty pauses.
+    int64_t until = 0;
+    for (int round = 0;; round++) {
+        for (int i = 0; i < 32; i++) {
+            if (word.load(std::memory_order_acquire) != value) return;
+            relax();
+        }
+        int64_t now = now_ns();
+        if (!until) until = now + spin_ns;
+        if (now >= until) break;
+    }
+    sleepers.fetch_add(1);
+    while (word.load() == value) futex_wait(word, value);
+    sleepers.fetch_sub(1);
+}
+
+void change(std::atomic<uint32_t>& word, std::atomic<int32_t>& sleepers) {
+    word.fetch_add(1);
+    if (sleepers.load()) futex_wake_all(word);
+}
+
+struct Start {
+    pst_pool* pool;
+    int id;
+};
+
+void pin_to(int index) {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed) || index--) continue;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        pthread_setaffinity_np(pthread_self(), sizeof one, &one);
+        return;
+    }
+}
+
+void* worker(void* p) {
+    Start start = *static_cast<Start*>(p);
+    delete static_cast<Start*>(p);
+    pst_pool* pool = start.pool;
+    if (pool->pin) pin_to(start.id);
+    uint32_t seen = 0;
+    for (;;) {
+        wait_while(pool->jobs, seen, pool->waiting, pool->shared.spin_ns);
+        seen++;
+        if (!pool->work) return nullptr;
+        Team team{start.id, pool->threads, &pool->shared};
+        pool->work(team, pool->argument);
+        team.barrier();
+    }
+}
+
+}  // namespace
+
+void Team::barrier() {
+    if (size == 1) {
+        shared->counter.store(0, std::memory_order_relaxed);
+        return;
+    }
+    uint32_t generation = shared->generation.load(std::memory_order_relaxed);
+    if (shared->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+        shared->arrived.store(0, std::memory_order_relaxed);
+        shared->counter.store(0, std::memory_order_relaxed);
+        change(shared->generation, shared->sleepers);
+        return;
+    }
+    wait_while(shared->generation, generation, shared->sleepers, shared->spin_ns);
+}
+
+}  // namespace pst
+
+void pst_pool::run(pst::Work todo, void* with) {
+    bool alone = threads == 1 || getpid() != owner;
+    pst::Team team{0, alone ? 1 : threads, &shared};
+    team.shared->counter.store(0, std::memory_order_relaxed);
+    if (alone) {
+        todo(team, with);
+        return;
+    }
+    work = todo;
+    argument = with;
+    pst::change(jobs, waiting);
+    todo(team, with);
+    team.barrier();
+}
+
+extern "C" {
+
+pst_pool* pst_pool_new(int32_t threads, int32_t spin_us, int32_t pin) {
+    if (threads < 1 || threads > 1024) return nullptr;
+    pst_pool* pool = new (std::nothrow) pst_pool;
+    if (!pool) return nullptr;
+    pool->threads = threads;
+    pool->pin = pin != 0;
+    pool->owner = getpid();
+    pool->shared.size = threads;
+    pool->shared.spin_ns = int64_t(spin_us) * 1000;
+    if (pool->pin) pst::pin_to(0);
+    for (int i = 1; i < threads; i++) {
+        pthread_t thread;
+        auto* start = new pst::Start{pool, i};
+        if (pthread_create(&thread, nullptr, pst::worker, start)) {
+            delete start;
+            pst_pool_free(pool);
+            return nullptr;
+        }
+        pool->workers.push_back(thread);
+    }
+    return pool;
+}
+
+void pst_pool_free(pst_pool* pool) {
+    if (!pool) return;
+    if (getpid() == pool->owner) {
+        pool->work = nullptr;
+        pst::change(pool->jobs, pool->waiting);
+        for (pthread_t thread : pool->workers) pthread_join(thread, nullptr);
+    }
+    delete pool;
+}
+
+int32_t pst_pool_threads(const pst_pool* pool) { return pool->threads; }
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+// A flat list of operations, run by all threads of a pool in step.
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+#include "ops.h"
+
+namespace pst {
+
+namespace {
+
+OpPtr make(const pst_op& op, const Maker& maker) {
+    switch (op.kind) {
+        case PST_NORM: return make_norm(op, maker);
+        case PST_LINEAR: return make_linear(op, maker);
+        case PST_ROPE: return make_rope(op, maker);
+        case PST_WRITE:
+        case PST_ATTEND: return make_cache(op, maker);
+        default: return make_pointwise(op, maker);
+    }
+}
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return int64_t(t.tv_sec) * 1000000000 + t.tv_nsec;
+}
+
+}  // namespace
+
+}  // namespace pst
+
+struct pst_program {
+    std::vector<pst_register> registers;
+    std::vector<std::vector<pst_plane>> planes;
+    std::vector<pst::OpPtr> ops;
+    int32_t max_tokens = 0, max_rows = 0, threads = 1;
+    int64_t shared_bytes = 0, own_bytes = 0;
+    uint8_t* scratch = nullptr;
+    size_t scratch_size = 0;
+    bool profiling = false;
+    std::vector<int64_t> nanoseconds;
+
+    ~pst_program() {
+        if (scratch) munmap(scratch, scratch_size);
+    }
+};
+
+namespace {
+
+struct Job {
+    pst_program* program;
+    const pst_step* step;
+    int32_t first, last;
+};
+
+void run_job(pst::Team& team, void* argument) {
+    Job& job = *static_cast<Job*>(argument);
+    pst_program& program = *job.program;
+    pst::Context context{
+        *job.step, program.scratch, program.scratch + program.shared_bytes + team.id * program.own_bytes};
+    bool timed = program.profiling && team.id == 0;
+    int64_t since = timed ? pst::now_ns() : 0;
+    for (int32_t i = job.first; i < job.last; i++) {
+        program.ops[size_t(i)]->run(team, context);
+        team.barrier();
+        if (!timed) continue;
+        int64_t now = pst::now_ns();
+        program.nanoseconds[size_t(i)] += now - since;
+        since = now;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+pst_program* pst_program_new(const pst_op* ops, int32_t num_ops, const pst_register* registers, int32_t num_registers,
+                             const pst_plane* planes, const int32_t* planes_of, int32_t num_groups, int32_t max_tokens,
+                             int32_t max_rows, int32_t threads, char* error, int32_t error_size) {
+    auto program = std::make_unique<pst_program>();
+    int32_t at = 0;
+    try {
+        pst::check(max_tokens > 0 && max_rows > 0 && threads > 0, "a program needs room for a token and a row");
+        program->registers.assign(registers, registers + num_registers);
+        for (int32_t g = 0; g < num_groups; g++)
+            program->planes.emplace_back(planes + planes_of[g], planes + planes_of[g + 1]);
+        program->max_tokens = max_tokens;
+        program->max_rows = max_rows;
+        program->threads = threads;
+        pst::Maker maker{program->registers, program->planes, max_tokens, max_rows, threads};
+        for (at = 0; at < num_ops; at++) {
+            program->ops.push_back(pst::make(ops[at], maker));
+            program->shared_bytes = std::max(program->shared_bytes, pst::aligned(program->ops.back()->shared_bytes));
+            program->own_bytes = std::max(program->own_bytes, pst::aligned(program->ops.back()->own_bytes));
+        }
+        // Half a page between the threads' scratch, so that equal offsets do not fall into the same cache sets.
+        program->own_bytes += 2048 + 64;
+        program->scratch_size = size_t(program->shared_bytes + program->own_bytes * threads + 64);
+        void* memory = mmap(nullptr, program->scratch_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        pst::check(memory != MAP_FAILED, "no memory for scratch");
+        program->scratch = static_cast<uint8_t*>(memory);
+        madvise(memory, program->scratch_size, MADV_HUGEPAGE);
+        program->nanoseconds.assign(size_t(num_ops), 0);
+        return program.release();
+    } catch (const std::exception& problem) {
+        if (error && error_size > 0)
+            std::snprintf(error, size_t(error_size), "operation %d (kind %d): %s", at, at < num_ops ? ops[at].kind : 0,
+                          problem.what());
+        return nullptr;
+    }
+}
+
+void pst_program_free(pst_program* program) { delete program; }
+
+int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* step, int32_t first, int32_t last) {
+    if (step->num_tokens > program->max_tokens || step->num_rows > program->max_rows) return -1;
+    if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
+    Job job{program, step, first, last};
+    pool->run(run_job, &job);
+    return 0;
+}
+
+void pst_program_profile(pst_program* program, int64_t* nanoseconds) {
+    program->profiling = true;
+    std::memcpy(nanoseconds, program->nanoseconds.data(), program->nanoseconds.size() * sizeof(int64_t));
+}
+
+}  // extern "C"

@@ -1,0 +1,1 @@
+"""Native kernels through their C ABI (`csrc/include/penstock.h`): libraries, matrices, programs."""

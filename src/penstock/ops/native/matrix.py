@@ -1,0 +1,118 @@
+"""Weights packed for the native products."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32
+from penstock.ops.native.abi import PANEL, Act, DType, Format, Matrix
+
+Array = npt.NDArray[Any]
+DTYPES = {np.dtype(np.float32): DType.F32, np.dtype(np.float16): DType.F16, np.dtype(np.uint16): DType.BF16}
+ALIGNMENT = 64
+
+
+def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that begins on a cache line. Not touched yet."""
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + num_bytes]
+
+
+class Packed:
+    """One matrix [N, K] in panels, and the struct that describes it to the library.
+
+    Attributes:
+        struct: `pst_matrix`; its address is `address`. It points into `data`, `scales` and `bias`.
+        num_rows: N without padding; of a pair, gate and up together.
+    """
+
+    def __init__(
+        self, format: Format, act: Act, num_rows: int, num_cols: int, group: int, pair: bool, data: Array,
+        scales: Array | None, bias: F32 | None,
+    ) -> None:  # fmt: skip
+        self.num_rows, self.num_cols = num_rows, num_cols
+        self.data, self.scales, self.bias = data, scales, bias
+        self.struct = Matrix(
+            format, act, num_rows, num_cols, group, int(pair), data.ctypes.data,
+            None if scales is None else scales.ctypes.data, None if bias is None else bias.ctypes.data,
+        )  # fmt: skip
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def values(self, library: Any) -> F32:
+        """What the panels stand for, [padded N, K], in the order of the panels."""
+        panels = -(-self.num_rows // PANEL) if not self.struct.pair else self.data.nbytes // panel_bytes(library, self)
+        out = np.empty((panels, PANEL, self.num_cols), np.float32)
+        for p in range(panels):
+            assert library.pst_unpack(self.struct, p, out[p].ctypes.data) == 0
+        return out.reshape(-1, self.num_cols)
+
+
+def panel_bytes(library: Any, m: Packed) -> int:
+    return int(library.pst_panel_bytes(m.struct.format, m.num_cols, m.struct.group))
+
+
+def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
+    """Which row of the stacked parts each output of the panels is, -1 for padding: [panels * 64].
+
+    Parts lie one after the other; of a pair, each panel takes 32 rows of the first part, then the same of the second.
+    """
+    if not pair:
+        total = sum(num_rows)
+        out = np.full(-(-total // PANEL) * PANEL, -1, np.int64)
+        out[:total] = np.arange(total)
+        return out
+    half = PANEL // 2
+    (width, other) = num_rows
+    assert width == other, "gate and up are equally wide"
+    own = np.full(-(-width // half) * half, -1, np.int64)
+    own[:width] = np.arange(width)
+    blocks = own.reshape(-1, half)
+    return np.concatenate([blocks, np.where(blocks < 0, -1, blocks + width)], axis=1).reshape(-1)
+
+
+def pack(
+    library: Any, parts: Sequence[Array], format: Format, act: Act, *, group: int = 0, pair: bool = False,
+    biases: Sequence[Array | None] | None = None,
+) -> Packed:  # fmt: skip
+    """Pack matrices [N_i, K] of float32, float16 or bfloat16 bits, one below the other, or as a pair.
+
+    `biases`: one float32 vector [N_i] or None per part.
+    """
+    cols, dtype = parts[0].shape[1], parts[0].dtype
+    assert all(p.shape[1] == cols and p.dtype == dtype and p.strides[1] == dtype.itemsize for p in parts)
+    where = order([len(p) for p in parts], pair)
+    addresses = np.concatenate(
+        [p.ctypes.data + np.arange(len(p), dtype=np.uint64) * np.uint64(p.strides[0]) for p in parts]
+    )
+    sources = np.where(where < 0, np.uint64(0), addresses[where])
+    num_panels = len(where) // PANEL
+    data_bytes = library.pst_panel_bytes(format, cols, group)
+    scale_bytes = library.pst_panel_scale_bytes(format, cols, group)
+    assert data_bytes > 0, f"{format!r} with groups of {group} does not exist"
+    data = aligned(num_panels * data_bytes)
+    scales = aligned(num_panels * scale_bytes) if scale_bytes else None
+    failed = library.pst_pack(
+        format, cols, group, DTYPES[dtype], sources.ctypes.data, 0, num_panels, data.ctypes.data,
+        None if scales is None else scales.ctypes.data,
+    )  # fmt: skip
+    assert failed == 0, "the library can pack this"
+    bias = None
+    if biases is not None and any(b is not None for b in biases):
+        whole = np.concatenate(
+            [np.zeros(len(p), np.float32) if b is None else b for p, b in zip(parts, biases, strict=True)]
+        )
+        bias = np.where(where < 0, np.float32(0), whole[where]).astype(np.float32)
+    return Packed(format, act, sum(len(p) for p in parts), cols, group, pair, data, scales, bias)

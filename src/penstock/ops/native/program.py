@@ -1,0 +1,210 @@
+"""A list of native operations over registers, run by one call per step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32
+from penstock.base.errors import EngineError
+from penstock.ops.native.abi import SELECTED, TOKENS, Group, Kind, Plane, Register, StepArgs
+from penstock.ops.native.abi import Op as OpStruct
+from penstock.ops.native.matrix import DTYPES
+from penstock.ops.plan import GroupPlan, Planes, StepPlan
+
+_ERROR_BYTES = 400
+
+
+class Pool:
+    """Threads of one library. `num_threads` counts the caller's."""
+
+    def __init__(self, library: Any, num_threads: int, *, spin_us: int = 20, pin: bool = False) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self.handle = library.pst_pool_new(num_threads, spin_us, int(pin))
+        if not self.handle:
+            raise EngineError(f"{num_threads} compute threads could not be started")
+
+    def close(self) -> None:
+        """End the threads. Nothing may run."""
+        if self.handle:
+            self.library.pst_pool_free(self.handle)
+            self.handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class NativeOp:
+    """One operation: `pst_op` with names. `keep` are the objects that `pointers` point into."""
+
+    kind: Kind
+    inputs: tuple[int, ...] = ()
+    out: int = -1
+    n: tuple[int, ...] = ()
+    f: tuple[float, ...] = ()
+    pointers: tuple[Any, ...] = ()
+    """Arrays, objects with an `address`, or None."""
+
+
+def _address(x: Any) -> int | None:
+    if x is None:
+        return None
+    if isinstance(x, np.ndarray):
+        assert x.flags.c_contiguous
+        return int(x.ctypes.data)
+    return int(x.address)
+
+
+def _struct(op: NativeOp) -> OpStruct:
+    def filled(values: Sequence[Any], size: int, rest: Any) -> list[Any]:
+        assert len(values) <= size
+        return [*values, *[rest] * (size - len(values))]
+
+    return OpStruct(
+        int(op.kind), (ctypes.c_int32 * 4)(*filled(op.inputs, 4, -1)), op.out,
+        (ctypes.c_int32 * 12)(*filled(op.n, 12, 0)), (ctypes.c_float * 4)(*filled(op.f, 4, 0.0)),
+        (ctypes.c_void_p * 4)(*filled([_address(p) for p in op.pointers], 4, None)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """A register: columns start ... start+width of a buffer [rows, its width]."""
+
+    buffer: int
+    start: int
+    width: int
+
+
+@dataclass
+class Layout:
+    """Buffers and the registers that look at them."""
+
+    buffers: list[tuple[int, int]] = field(default_factory=list)
+    """Width, and TOKENS or SELECTED."""
+    registers: list[View] = field(default_factory=list)
+
+    def buffer(self, width: int, rows: int = TOKENS) -> int:
+        self.buffers.append((width, rows))
+        return len(self.buffers) - 1
+
+    def view(self, buffer: int, start: int = 0, width: int | None = None) -> int:
+        whole, _ = self.buffers[buffer]
+        self.registers.append(View(buffer, start, whole - start if width is None else width))
+        return len(self.registers) - 1
+
+    def register(self, width: int, rows: int = TOKENS) -> int:
+        """A buffer and a register for all of it."""
+        return self.view(self.buffer(width, rows))
+
+
+class NativeProgram:
+    """The C program, its arena and its planes.
+
+    `planes[g]` maps plane name -> storage, as `runner.storage` holds it; operations name planes by their place in that
+    mapping. Raises: EngineError, with the library's sentence, for operations that do not fit.
+    """
+
+    def __init__(
+        self, pool: Pool, ops: Sequence[NativeOp], layout: Layout, planes: Sequence[Planes], *, max_tokens: int,
+        max_rows: int,
+    ) -> None:  # fmt: skip
+        self._pool, self._library = pool, pool.library
+        self.num_ops = len(ops)
+        self._keep = (list(ops), list(planes))
+        self.arena: list[F32] = [
+            np.zeros((max_tokens if rows == TOKENS else max_rows, width), np.float32) for width, rows in layout.buffers
+        ]
+        self._layout = layout
+        registers = (Register * len(layout.registers))()
+        for i, v in enumerate(layout.registers):
+            base, (width, rows) = self.arena[v.buffer], layout.buffers[v.buffer]
+            registers[i] = Register(base.ctypes.data + 4 * v.start, width, v.width, rows)
+        structs = (OpStruct * len(ops))(*[_struct(op) for op in ops])
+        flat = [_plane(array) for group in planes for array in group.values()]
+        starts = np.cumsum([0, *(len(group) for group in planes)]).astype(np.int32)
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self.handle = self._library.pst_program_new(
+            structs, len(ops), registers, len(layout.registers), (Plane * len(flat))(*flat), starts.ctypes.data,
+            len(planes), max_tokens, max_rows, pool.num_threads, error, _ERROR_BYTES,
+        )  # fmt: skip
+        if not self.handle:
+            raise EngineError(f"the native program could not be made: {error.value.decode()}")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._library.pst_program_free(self.handle)
+            self.handle = None
+
+    def values(self, register: int, num_rows: int) -> F32:
+        """What a register holds: a view [num_rows, width] of the arena."""
+        v = self._layout.registers[register]
+        return self.arena[v.buffer][:num_rows, v.start : v.start + v.width]
+
+    def run(self, args: StepArgs, first: int = 0, last: int | None = None) -> None:
+        """Operations first ... last-1 of a step that `step_args` made."""
+        end = self.num_ops if last is None else last
+        failed = self._library.pst_program_run(self.handle, self._pool.handle, args, first, end)
+        assert failed == 0, "the step fits the program"
+
+    def profile(self) -> npt.NDArray[np.int64]:
+        """Nanoseconds of each operation in the runs since the first call of this: [num_ops]."""
+        out = np.zeros(self.num_ops, np.int64)
+        self._library.pst_program_profile(self.handle, out.ctypes.data)
+        return out
+
+
+def _plane(array: npt.NDArray[Any]) -> Plane:
+    """Paged [num_pages, S, heads, dim]; bfloat16 as uint16."""
+    item = array.dtype.itemsize
+    page, token, head, _ = (s // item for s in array.strides)
+    return Plane(array.ctypes.data, DTYPES[array.dtype], array.shape[2], array.shape[3], 0, page, token, head)
+
+
+class StepMemory:
+    """Turns plans into `pst_step`, in memory that the next step uses again."""
+
+    def __init__(self, num_groups: int, max_seqs: int = 256) -> None:
+        self._groups = (Group * max(1, num_groups))()
+        self._num_groups = num_groups
+        self._reserve(max_seqs)
+
+    def _reserve(self, num_seqs: int) -> None:
+        shape = (self._num_groups, num_seqs)
+        self._size = num_seqs
+        self._tables = np.zeros(shape, np.uint64)
+        self._lanes = np.zeros(shape, np.int32)
+        self._blocks = np.zeros(shape, np.int32)
+
+    def args(self, plan: StepPlan, rows: npt.NDArray[np.int32]) -> StepArgs:
+        """The plan's arrays must outlive the run; `rows` int32 [R]."""
+        num_seqs = len(plan.query_start_loc) - 1
+        if num_seqs > self._size:
+            self._reserve(2 * num_seqs)
+        for g, group in enumerate(plan.groups):
+            self._fill(g, group)
+        return StepArgs(
+            len(plan.token_ids), num_seqs, len(rows), self._num_groups, plan.token_ids.ctypes.data,
+            plan.positions.ctypes.data, plan.query_start_loc.ctypes.data, rows.ctypes.data,
+            ctypes.addressof(self._groups), None,
+        )  # fmt: skip
+
+    def _fill(self, g: int, group: GroupPlan) -> None:
+        tables, lanes, blocks = self._tables[g], self._lanes[g], self._blocks[g]
+        for b, table in enumerate(group.tables):
+            assert table.flags.c_contiguous or table.shape[0] == 1
+            tables[b] = table.__array_interface__["data"][0]
+            lanes[b], blocks[b] = table.shape
+        self._groups[g] = Group(
+            group.num_layers, group.block_size, tables.ctypes.data, lanes.ctypes.data, blocks.ctypes.data
+        )
+
+
+__all__ = ["SELECTED", "TOKENS", "Layout", "NativeOp", "NativeProgram", "Pool", "StepMemory", "View"]
