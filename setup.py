@@ -3,7 +3,8 @@
 What a compiler cannot do is left out, and without a C++17 compiler the package works on its reference operations, which
 are slow; it says so. The build never looks at the machine it runs on: which library fits is decided at run time.
 
-By hand, beside an editable install: `python setup.py build_ext --inplace`.
+By hand, beside an editable install: `python setup.py build_ext --inplace`; PENSTOCK_BUILD_ISAS=base,avx2 builds only
+those.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ LEVELS = {
     "avx512bf16": f"{AVX512} -mavx512bf16 -mavx512vnni",
 }
 # Contraction off: what is fused is written so. No fast-math: NaN and infinity are told to people by name.
-FLAGS = "-std=c++17 -O3 -g0 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
+FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
 UNGUARDED = "score.cpp"  # has to run everywhere: never compiled with an instruction set's flags
 
 
@@ -48,7 +49,12 @@ class BuildNative(build_ext):
         target.mkdir(parents=True, exist_ok=True)
         objects = Path(self.build_temp) / "native"
         levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"base": ""}
-        built = [name for i, name in enumerate(levels) if build(compiler, objects, target, name, i, levels[name])]
+        only = os.environ.get("PENSTOCK_BUILD_ISAS", ",".join(levels)).split(",")
+        built = [
+            name
+            for number, name in enumerate(levels)
+            if name in only and build(compiler, objects, target, name, number, levels[name])
+        ]
         if not built:
             skip(f"{compiler} could not build them")
 
@@ -90,11 +96,9 @@ def build(compiler: str, objects: Path, target: Path, level: str, number: int, f
         return False
     library = target / f"penstock-{level}.so"
     fresh = library.with_suffix(".new")  # a running process has the old one mapped
-    linked = subprocess.run(
-        [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *(str(folder / (s.stem + ".o")) for s in sources)],
-        capture_output=True,
-        text=True,
-    )
+    parts = [str(folder / (source.stem + ".o")) for source in sources]
+    command = [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *parts]
+    linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         print(linked.stderr, file=sys.stderr)
         return False
