@@ -78,10 +78,19 @@ def print_figures(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 def save(path: Path, result: dict[str, Any]) -> None:
     """As JSON, whole or not at all. Raises PenstockError."""
+    _write(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Whole or not at all. Raises PenstockError."""
+    _write(path, text.encode())
+
+
+def _write(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except OSError as error:
         raise PenstockError(f"{path}: cannot be written: {error.strerror}") from None

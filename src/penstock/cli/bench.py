@@ -1,4 +1,4 @@
-"""`penstock bench {serve,latency,throughput}`: figures of a server, or of a model on this machine."""
+"""`penstock bench {serve,latency,throughput,roofline}`: figures of a server, or of a model on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_OK, EXIT_FAILED = 0, 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from penstock.config.load import add_arguments as add_engine_arguments
 
-    kinds = parser.add_subparsers(dest="bench", metavar="{serve,latency,throughput}", required=True)
+    kinds = parser.add_subparsers(dest="bench", metavar="{serve,latency,throughput,roofline}", required=True)
     serve = kinds.add_parser("serve", allow_abbrev=False, help="requests against a server, sent when they are due")
     _add_serve(serve)
     latency = kinds.add_parser("latency", allow_abbrev=False, help="how long one batch takes, in this process")
@@ -37,6 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: 1)")
     throughput.add_argument("--output-json", metavar="FILE", help="write the figures here")
     add_engine_arguments(throughput, model_positional=True)
+    roofline = kinds.add_parser("roofline", allow_abbrev=False, help="the engine beside what this machine could do")
+    for name, points, text in (
+        ("--contexts", "1024,2048", "tokens of context to decode one sequence at"),
+        ("--sequences", "1,4,16", "sequences to decode at once"), ("--prompts", "128,512", "prompts to prefill"),
+    ):  # fmt: skip
+        roofline.add_argument(name, default=points, metavar="LIST", help=f"{text} (default: {points}; '': none)")
+    roofline.add_argument("--tokens", type=int, default=16, metavar="N", help="decoded per point (default: 16)")
+    roofline.add_argument("--repeats", type=int, default=3, metavar="N", help="of every point (default: 3)")
+    roofline.add_argument("--probe-mib", type=int, default=1024, metavar="N", help="memory read per probe (1024)")
+    roofline.add_argument("--json", metavar="FILE", help="write the points here")
+    roofline.add_argument("--html", metavar="FILE", help="write a page with charts here")
+    add_engine_arguments(roofline, model_positional=True)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +128,7 @@ def bench(args: argparse.Namespace) -> int:
     """Raises PenstockError."""
     if args.bench == "serve":
         return asyncio.run(_serve(args))
-    return _latency(args) if args.bench == "latency" else _throughput(args)
+    return {"latency": _latency, "throughput": _throughput, "roofline": _roofline}[args.bench](args)
 
 
 # -- serve -------------------------------------------------------------------------------------------------------
@@ -311,3 +323,34 @@ def _throughput(args: argparse.Namespace) -> int:
     if args.output_json:
         report.save(Path(args.output_json), result)
     return EXIT_FAILED if result["failed"] else EXIT_OK
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from penstock.bench import report, roofline
+    from penstock.bench.bandwidth import ReadProbe
+    from penstock.cli.roofline import html_page, print_tables
+
+    points = {name: _whole_numbers(name, getattr(args, name)) for name in ("contexts", "sequences", "prompts")}
+    llm = _llm(args)
+    with (
+        ReadProbe(args.probe_mib << 20) as probe,
+        report.progress("points", sum(map(len, points.values()))) as advance,
+    ):
+        found = roofline.measure(llm, **points, tokens=args.tokens, repeats=args.repeats, probe=probe, on_point=advance)
+    print_tables(found, Console())
+    if args.json:
+        report.save(Path(args.json), found.as_json())
+    if args.html:
+        report.save_text(Path(args.html), html_page(found))
+    return EXIT_OK if found.points else EXIT_FAILED
+
+
+def _whole_numbers(name: str, given: str) -> list[int]:
+    from penstock.base.errors import ConfigError
+
+    try:
+        return [int(part) for part in given.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--{name}: {given!r} is not like 1024,4096", field=name) from None

@@ -87,6 +87,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_bench_arguments(bench)
 
+    quantize = commands.add_parser(
+        "quantize", allow_abbrev=False, help="what every scheme of quantisation costs and saves, on a text"
+    )
+    from penstock.cli.quantize import add_arguments as add_quantize_arguments
+
+    add_quantize_arguments(quantize)
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -136,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.bench import bench
 
             return bench(args)
+        if args.command == "quantize":
+            from penstock.cli.quantize import quantize
+
+            return quantize(args)
         from penstock.cli.doctor import doctor
 
         return doctor(args)

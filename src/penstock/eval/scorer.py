@@ -1,0 +1,184 @@
+"""The seam between what is measured and who computes it: a model that reads a text and says what it expected.
+
+`make_scorer` is the only place that knows how a scheme is carried out; today by numpy, with weights and rows rounded as
+the packed formats round them (`quant.reference`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32
+from penstock.config import EngineConfig
+from penstock.core.cache_spec import group_layers
+from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.families.checkpoint import Checkpoint
+from penstock.families.registry import open_model
+from penstock.launch.build import check_names
+from penstock.launch.hub import local_path
+from penstock.launch.progress import loading
+from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.model.builder import build
+from penstock.model.weights import load_weights
+from penstock.ops.blas import BLAS
+from penstock.ops.plan import GroupPlan, StepPlan
+from penstock.ops.table import OpTable
+from penstock.plan.probe import probe
+from penstock.plan.resolve import resolve
+from penstock.quant.reference import KEPT, QuantisedLinear, Scheme, packed_bytes
+from penstock.runner.storage import Storage
+from penstock.text.tokenizer import Tokenizer
+
+Weights = Mapping[str, npt.NDArray[Any]]
+_BLOCK = 32
+_STEP_TOKENS = 512
+
+
+class Scorer(Protocol):
+    """A model that reads texts of at most `max_len` tokens, one at a time, each from its beginning."""
+
+    vocab_size: int
+    max_len: int
+
+    def logits(self, token_ids: Sequence[int]) -> F32:
+        """[T, V]: row t is what is expected behind tokens 0 ... t."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as the engine would hold it. `dtype` and `kv_dtype` as decided by `plan.resolve`."""
+
+    name: str
+    spec: ModelSpec
+    weights: Weights
+    dtype: str
+    kv_dtype: str
+    max_len: int
+    tokenizer: Tokenizer | None = None
+    attention: str = "ref"
+    files: tuple[Path, ...] = ()
+    """Of its weights."""
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """`matrix_bytes` of the `matrix_params` numbers that a scheme packs; `total_bytes` of all weights."""
+
+    matrix_bytes: int
+    matrix_params: int
+    total_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.matrix_bytes / self.matrix_params
+
+
+class ProgramScorer:
+    """Runs a model's list of calls on a cache of its own, a text at a time, in steps of at most 512 tokens.
+
+    Attributes:
+        seconds, num_tokens: spent and read so far.
+    """
+
+    def __init__(self, model: LoadedModel, ops: OpTable) -> None:
+        spec = model.spec
+        self.vocab_size, self.max_len = spec.vocab_size, model.max_len
+        self.seconds, self.num_tokens = 0.0, 0
+        groups = group_layers([cache_spec(layer, model.kv_dtype) for layer in spec.layers])
+        self._program = build(
+            spec, dict(model.weights), groups, max_model_len=model.max_len, ops=ops, attention=model.attention
+        )
+        blocks = -(-model.max_len // _BLOCK)
+        self._sizes = [blocks if g.spec.per_token else 1 for g in groups]
+        self._groups = tuple(
+            GroupPlan(len(g.layers), _BLOCK, (np.arange(n, dtype=np.int32)[None],))
+            for g, n in zip(groups, self._sizes, strict=True)
+        )
+        self._storage = Storage(groups, self._sizes, _BLOCK)
+
+    def logits(self, token_ids: Sequence[int]) -> F32:
+        assert 0 < len(token_ids) <= self.max_len, "a text within the model's length"
+        started = time.perf_counter()
+        out = np.empty((len(token_ids), self.vocab_size), np.float32)
+        for start in range(0, len(token_ids), _STEP_TOKENS):
+            part = np.asarray(token_ids[start : start + _STEP_TOKENS], np.int32)
+            out[start : start + len(part)] = self._step(part, start)
+        self.seconds += time.perf_counter() - started
+        self.num_tokens += len(token_ids)
+        return out
+
+    def _step(self, ids: npt.NDArray[np.int32], start: int) -> F32:
+        rows = np.arange(len(ids), dtype=np.int32)
+        bounds, lens = np.array([0, len(ids)], np.int32), np.array([start + len(ids)], np.int32)
+        plan = StepPlan(ids, rows + np.int32(start), bounds, lens, rows, self._groups)
+        return self._program.run(plan, self._storage.planes)
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """The model that `config` names. Raises as `launch.build.start`."""
+    check_names(config)
+    with loading("downloading") as download:
+        path = local_path(config.model.model, config.model.revision, download)
+    checkpoint = open_model(path)
+    plan = resolve(config, checkpoint.spec, probe())
+    files = checkpoint.tokenizer
+    if config.model.tokenizer is not None:
+        files = named_tokenizer(config.model.tokenizer, checkpoint)
+    with loading() as progress:
+        weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
+    return LoadedModel(
+        name=config.model.model,
+        spec=checkpoint.spec,
+        weights=weights,
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        max_len=plan.max_model_len,
+        tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
+        attention=config.execution.attention_backend,
+        files=tuple(sorted(_files(checkpoint))),
+    )
+
+
+def _files(checkpoint: Checkpoint) -> set[Path]:
+    refs = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales)]
+    return {ref.path for ref in refs if ref is not None}
+
+
+def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
+    """The model under a scheme. One product for all rows of a step: what is measured does not need exact batches."""
+    if not scheme.weight_bits:
+        return ProgramScorer(model, BLAS)
+    linear = QuantisedLinear(scheme, [w for name, w in model.weights.items() if name.endswith(KEPT)])
+    return ProgramScorer(model, BLAS.replaced(scheme.name, {"linear": linear}, batch_invariant=False))
+
+
+def weight_sizes(model: LoadedModel, scheme: Scheme) -> WeightSizes:
+    """What the weights take. A table of embeddings that is the output matrix, too, is kept in both forms."""
+    names = _packed_names(model)
+    matrices = [model.weights[name] for name in names]
+    matrix_bytes = sum(packed_bytes(w.shape, scheme, model.dtype) for w in matrices)
+    only_packed = set(names) - {"embed"}
+    other = sum(w.nbytes for name, w in model.weights.items() if name not in only_packed)
+    return WeightSizes(matrix_bytes, sum(w.size for w in matrices), matrix_bytes + other)
+
+
+def _packed_names(model: LoadedModel) -> list[str]:
+    """Names of the matrices that `linear` multiplies by, or that a token may come to as an expert's."""
+    weights = model.weights
+    met: dict[int, npt.NDArray[Any]] = {}
+
+    def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+        met[id(weight)] = weight
+        return np.zeros((len(x), len(weight)), np.float32)
+
+    ProgramScorer(model, BLAS.replaced("names", {"linear": linear}, batch_invariant=False)).logits([0])
+    matrices = [name for name, w in weights.items() if w.ndim == 2 and not name.endswith(KEPT)]
+    return [name for name in matrices if id(weights[name]) in met or ".experts." in name]

@@ -1,0 +1,191 @@
+"""Packed weights on disk: made once, mapped (or read into huge pages) at every later start.
+
+One file per key, in a folder that only this user can change. Whatever is wrong with a file means that it is absent,
+with a warning: the caller packs again. Nothing here raises for the state of the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from penstock.ops.native.matrix import Packed
+from penstock.ops.native.packed_format import PAGE, U8, Index, PageSums, UnsoundError, decoded, encoded, matrices_of
+from penstock.ops.native.private_folder import PrivateFolder, cache_folder
+
+SUFFIX = ".pst"
+MAX_BYTES = 20 << 30
+_KEY = re.compile(r"[0-9a-f]{64}")
+_SPARE_BYTES = 256 << 20  # a disk is never filled to the last
+_PART_BYTES = 8 << 20  # read, then summed while it is still in the cache
+_HUGE = 2 << 20
+_log = logging.getLogger(__name__)
+
+
+class PackedStore:
+    """A folder of packed models.
+
+    Args:
+        folder: by default `cache_folder()`. It is made, mode 0700, when something is saved.
+        max_bytes: of all files together; what was used longest ago makes room.
+    """
+
+    def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self.folder = cache_folder() if folder is None else folder
+        self.max_bytes = max_bytes
+
+    def load(self, key: str, *, copy: bool = True) -> dict[str, Packed] | None:
+        """Name -> matrix, read-only; None if there is none of this key, or none that can be trusted.
+
+        `copy`: into memory for which huge pages are asked (products then read it about 17 % faster); else mapped, which
+        shares memory with other processes, and asks that nobody shortens the file while it is in use.
+        """
+        _check_key(key)
+        with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
+            fd = None if folder is None else folder.open_file(key + SUFFIX)
+            if fd is None:
+                return None
+            try:
+                found = _read(fd, key, copy)
+                _touch(fd)
+                return found
+            except UnsoundError as error:
+                _log.warning("%s is not used: it %s; the weights are packed again", self.folder / (key + SUFFIX), error)
+            except (OSError, MemoryError, ValueError) as error:
+                _log.warning("%s cannot be read: %s", self.folder / (key + SUFFIX), error or type(error).__name__)
+            finally:
+                os.close(fd)
+        return None
+
+    def save(self, key: str, matrices: Mapping[str, Packed]) -> bool:
+        """Whether it is on the disk now; if not, a warning says why. Replaces what was there under this key.
+
+        Raises ValueError for a matrix whose arrays do not fit its format.
+        """
+        _check_key(key)
+        num_bytes, parts = encoded(key, matrices)
+        if num_bytes > self.max_bytes:
+            _log.warning("packed weights of %d bytes are not kept: the cache holds %d", num_bytes, self.max_bytes)
+            return False
+        with _Closing(PrivateFolder.open(self.folder, create=True)) as folder:
+            if folder is None:
+                return False
+            try:
+                self._make_room(folder, key, num_bytes)
+                if folder.free_bytes() < num_bytes + _SPARE_BYTES:
+                    _log.warning("packed weights are not kept: %s has too little room on its disk", self.folder)
+                    return False
+                folder.write(key + SUFFIX, parts)
+            except OSError as error:
+                _log.warning("packed weights are not kept: %s: %s", self.folder, error.strerror or error)
+                return False
+        return True
+
+    def _make_room(self, folder: PrivateFolder, key: str, num_bytes: int) -> None:
+        files = [(name, info) for name, info in folder.files(SUFFIX) if name != key + SUFFIX]
+        total = num_bytes + sum(info.st_size for _, info in files)
+        for name, info in files:
+            if total <= self.max_bytes:
+                return
+            # Whoever has it mapped keeps it: only the name goes.
+            folder.remove(name)
+            total -= info.st_size
+
+
+class _Closing:
+    """A folder that may be None as a context."""
+
+    def __init__(self, folder: PrivateFolder | None) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> PrivateFolder | None:
+        return self._folder
+
+    def __exit__(self, *error: object) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+
+def _check_key(key: str) -> None:
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"a key is 64 hexadecimal digits, not {key!r}")
+
+
+def _touch(fd: int) -> None:
+    """Remember that it was used: now is its time of change, which nothing else depends on."""
+    try:
+        os.utime(fd)
+    except OSError as error:
+        _log.debug("a cached file keeps its old time: %s", error)
+
+
+def _read(fd: int, key: str, copy: bool) -> dict[str, Packed]:
+    """Raises UnsoundError, OSError, MemoryError."""
+    file_bytes = os.fstat(fd).st_size
+
+    def exactly(offset: int, num_bytes: int) -> bytes:
+        data = os.pread(fd, num_bytes, offset)
+        if len(data) != num_bytes:
+            raise UnsoundError("became shorter")
+        return data
+
+    index, start = decoded(os.pread(fd, PAGE, 0), exactly, key, file_bytes)
+    num_bytes = file_bytes - start
+    arrays = _copied(fd, start, num_bytes, index) if copy else _mapped(fd, start, num_bytes, index)
+    arrays.flags.writeable = False
+    return matrices_of(index, arrays, start)
+
+
+def huge_pages(num_bytes: int) -> U8:
+    """Fresh memory that begins at a multiple of 2 MiB and may be backed by huge pages. Not touched yet."""
+    # Private: huge pages of shared anonymous memory are another setting of the kernel, and usually off.
+    region = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        _log.debug("this kernel has no transparent huge pages")
+    raw = np.frombuffer(region, np.uint8)
+    first = -raw.ctypes.data % _HUGE
+    return raw[first : first + num_bytes]
+
+
+def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
+    out = huge_pages(num_bytes)
+    sums = PageSums()
+    for at in range(0, num_bytes, _PART_BYTES):
+        part = out[at : at + _PART_BYTES]
+        _fill(fd, start + at, part)
+        sums.add(part)
+    _compare(sums, index)
+    return out
+
+
+def _fill(fd: int, offset: int, part: U8) -> None:
+    view, done = part.data, 0
+    while done < len(view):
+        num_read = os.preadv(fd, [view[done:]], offset + done)
+        if num_read == 0:
+            raise UnsoundError("became shorter")
+        done += num_read
+
+
+def _mapped(fd: int, start: int, num_bytes: int, index: Index) -> U8:
+    # The whole file: a mapping cannot be empty, and its offset would have to suit the system's pages.
+    whole = np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
+    arrays = whole[start : start + num_bytes]
+    sums = PageSums()
+    for at in range(0, num_bytes, _PART_BYTES):
+        sums.add(arrays[at : at + _PART_BYTES])
+    _compare(sums, index)
+    return arrays
+
+
+def _compare(sums: PageSums, index: Index) -> None:
+    if sums.hex() != index.digest:
+        raise UnsoundError("has damaged content")

@@ -1,0 +1,202 @@
+"""Rounding weights and rows to few bits, in numpy: what the native formats stand for.
+
+This is the oracle of the packed formats (`csrc/include/penstock.h`) and the way to measure what a scheme costs without
+them. Shape letters: T rows, N outputs and K inputs of a matrix, G groups of inputs.
+
+Rules. int8, one scale per output: scale = max |w| / 127 as float32, code = w / scale rounded to the nearest, ties to
+even, cut to -127 ... 127. int4, one half scale per `group` inputs: see `int4_groups`. Rows, 8 bits: scale = max |x| /
+127 per token. A scale of zero gives zeros. Source of per-row and per-output 8 bits: Dettmers et al., LLM.int8(), arXiv
+2208.07339, section 2.1; groups: Frantar et al., GPTQ, arXiv 2210.17323, section 5 ("grouping").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.bf16 import F32
+from penstock.base.errors import ConfigError
+from penstock.ops.native.abi import Format
+from penstock.ops.native.packed_format import array_sizes
+from penstock.ops.ref.product import as_float32
+
+I8 = npt.NDArray[np.int8]
+GROUPS = (32, 64, 128)
+_GROUP = 64
+_NAMES = ("none", "int8-w8a8", "int4-w4a8", "int8-wo", "int4-wo")
+SCHEMES = ", ".join(_NAMES)
+KEPT = ("router", "shared_gate")
+"""Ends of the names of matrices that stay as they are: tiny, and a wrong choice of expert costs more than bits."""
+_CHUNK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How matrices, and the rows they meet, are held.
+
+    `weight_bits` 0: as the model has them. `group`: inputs that share a scale, 0 for one scale per output.
+    `row_bits` 0: rows stay float32.
+    """
+
+    name: str
+    weight_bits: int = 0
+    group: int = 0
+    row_bits: int = 0
+
+
+NONE = Scheme("none")
+
+
+def parse_scheme(text: str) -> Scheme:
+    """`none`, `int8-w8a8`, `int8-wo`, `int4-w4a8`, `int4-wo`; the last two may say a group: `int4-wo:32`.
+
+    Raises ConfigError naming the choices.
+    """
+    match = re.fullmatch(r"([a-z0-9-]+)(?::([0-9]{1,4}))?", text)
+    base, group = (match[1], match[2]) if match is not None else ("", None)
+    if base not in _NAMES:
+        raise ConfigError(f"quantization: {text!r} is none of {SCHEMES}", field="quantization")
+    if group is not None and (not base.startswith("int4") or int(group) not in GROUPS):
+        sizes = "|".join(map(str, GROUPS))
+        raise ConfigError(f"quantization: {text!r} does not exist; groups: int4-w4a8:{sizes}", field="quantization")
+    if base == "none":
+        return NONE
+    row_bits = 8 if base.endswith("a8") else 0
+    if base.startswith("int8"):
+        return Scheme(base, 8, 0, row_bits)
+    size = int(group or _GROUP)
+    return Scheme(base if size == _GROUP else f"{base}:{size}", 4, size, row_bits)
+
+
+def int8_outputs(w: F32) -> tuple[I8, F32]:
+    """w [N, K] -> codes [N, K] in -127 ... 127 and scales [N]."""
+    scale: F32 = np.abs(w).max(axis=1) / np.float32(127)
+    codes = np.clip(np.rint(_divided(w, scale[:, None])), -127, 127)
+    return codes.astype(np.int8), scale
+
+
+def int4_groups(w: F32, group: int) -> tuple[I8, npt.NDArray[np.float16]]:
+    """w [N, K] -> codes [N, K] in -8 ... 7 and scales [N, G]; the last group may be short.
+
+    The number of largest magnitude (the first of equals) becomes -8: scale = -w / 8, rounded to a half, so it may be
+    negative, and all sixteen codes are used. Codes are divided by the rounded scale, nearest, ties to even.
+    """
+    n, k = w.shape
+    num_groups = -(-k // group)
+    padded = np.zeros((n, num_groups * group), np.float32)
+    padded[:, :k] = w
+    grouped = padded.reshape(n, num_groups, group)
+    largest: F32 = np.take_along_axis(grouped, np.argmax(np.abs(grouped), axis=2)[:, :, None], axis=2)
+    scale = _half(largest / np.float32(-8))
+    codes = np.clip(np.rint(_divided(grouped, scale.astype(np.float32))), -8, 7)
+    return codes.astype(np.int8).reshape(n, -1)[:, :k], scale[:, :, 0]
+
+
+def _half(x: F32) -> npt.NDArray[np.float16]:
+    """The nearest half; what is too large becomes the largest one, not infinity."""
+    most = np.float32(np.finfo(np.float16).max)
+    return np.clip(x, -most, most).astype(np.float16)
+
+
+def _divided(w: F32, scale: F32) -> F32:
+    """w / scale, and zero where the scale is zero."""
+    out: F32 = np.divide(w, scale, out=np.zeros_like(w), where=np.broadcast_to(scale != 0, w.shape))
+    return out
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [N, K] in few bits: codes [N, K], scales [N] or [N, G]."""
+
+    codes: I8
+    scales: npt.NDArray[Any]
+    group: int
+
+    def values(self, first: int = 0, last: int | None = None) -> F32:
+        """What rows `first` to `last` stand for, float32."""
+        codes = self.codes[first:last].astype(np.float32)
+        scales = self.scales[first:last].astype(np.float32)
+        wide = np.repeat(scales, self.group, axis=1)[:, : codes.shape[1]] if self.group else scales[:, None]
+        out: F32 = codes * wide
+        return out
+
+
+def quantised(weight: npt.NDArray[Any], scheme: Scheme) -> Codes:
+    """A matrix [N, K] of float32, float16 or bfloat16 bits in the codes of a scheme other than `none`."""
+    n, k = weight.shape
+    codes = np.empty((n, k), np.int8)
+    scales = np.empty((n, -(-k // scheme.group)), np.float16) if scheme.group else np.empty(n, np.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(1, k))
+    for lo in range(0, n, step):
+        part = as_float32(weight[lo : lo + step])
+        found = int4_groups(part, scheme.group) if scheme.group else int8_outputs(part)
+        codes[lo : lo + step], scales[lo : lo + step] = found
+    return Codes(codes, scales, scheme.group)
+
+
+def rounded_rows(x: F32) -> F32:
+    """x [T, K] with each row rounded to 8 bits and back. NaN and infinity spoil their own row, whole."""
+    scale: F32 = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    rounded: F32 = np.rint(_divided(x, scale)) * scale
+    out: F32 = np.where(np.isfinite(scale), rounded, np.float32(np.nan))
+    return out
+
+
+class QuantisedLinear:
+    """An entry for `linear` of an op table: the same product with weights, and rows, of few bits.
+
+    One matrix product for all rows, so it is not batch-invariant: it measures. Each matrix is rounded when it is first
+    met, and kept as codes (one byte each).
+
+    Args:
+        kept: matrices that stay as they are (`KEPT` says by which names).
+    """
+
+    def __init__(self, scheme: Scheme, kept: Collection[npt.NDArray[Any]] = ()) -> None:
+        assert scheme.weight_bits, "none is no quantisation"
+        self.scheme = scheme
+        # The arrays are kept beside their ids: an id alone may be another array's by now.
+        self._kept = {id(w): w for w in kept}
+        self._codes: dict[int, tuple[npt.NDArray[Any], Codes]] = {}
+
+    def met(self, weight: npt.NDArray[Any]) -> bool:
+        """Whether this very array has been rounded."""
+        return id(weight) in self._codes
+
+    def __call__(self, x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+        """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
+        if id(weight) in self._kept:
+            out: F32 = x @ as_float32(weight).T
+        else:
+            rows = rounded_rows(x) if self.scheme.row_bits else x
+            out = self._product(rows, self._of(weight))
+        return out if bias is None else out + bias
+
+    def _of(self, weight: npt.NDArray[Any]) -> Codes:
+        if id(weight) not in self._codes:
+            self._codes[id(weight)] = weight, quantised(weight, self.scheme)
+        return self._codes[id(weight)][1]
+
+    @staticmethod
+    def _product(x: F32, weight: Codes) -> F32:
+        n, k = weight.codes.shape
+        out = np.empty((len(x), n), np.float32)
+        step = max(1, _CHUNK_ELEMENTS // max(1, k))
+        for lo in range(0, n, step):
+            np.matmul(x, weight.values(lo, lo + step).T, out=out[:, lo : lo + step])
+        return out
+
+
+_AS_STORED = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
+
+
+def packed_bytes(shape: tuple[int, int], scheme: Scheme, dtype: str) -> int:
+    """Bytes of a matrix in panels, scales included; `dtype` is the model's, for the scheme `none`."""
+    format = {0: _AS_STORED[dtype], 8: Format.I8, 4: Format.I4}[scheme.weight_bits]
+    data, scales, _ = array_sizes(format, *shape, scheme.group, False)
+    return data + scales
