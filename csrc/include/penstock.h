@@ -34,6 +34,9 @@ PST_API int32_t pst_abi(void);          /* PST_ABI of this library */
 PST_API const char *pst_isa_name(void); /* "base", "avx2", "avx512", "avx512bf16" */
 /* 0: this processor cannot run the library. Otherwise the larger, the better. Safe on every x86-64. */
 PST_API int32_t pst_score(void);
+/* Small cases of each operation against double precision, in a few milliseconds. 0, or 1 and a sentence that names what
+ * is wrong in `message`. Only where pst_score() is not 0. */
+PST_API int32_t pst_self_test(char *message, int32_t size);
 
 /* ---- threads ------------------------------------------------------------------------------------------------- */
 
@@ -160,9 +163,9 @@ typedef struct pst_op {
 typedef struct pst_group {
     int32_t num_layers;
     int32_t block_size;
-    const int32_t *const *tables; /* [B] -> int32 [lanes[b]][blocks[b]] */
+    const int32_t *const *tables; /* [B] -> the ids of the blocks of layer 0; of layer i i * strides[b] further */
     const int32_t *lanes;         /* [B] 1: ids are slabs, the page of layer i is id * num_layers + i; else pages */
-    const int32_t *blocks;        /* [B] */
+    const int32_t *strides;       /* [B] */
 } pst_group;
 
 /* Where the numbers of a plane are: element (page, offset, head, i) lies at
@@ -183,8 +186,8 @@ typedef struct pst_step {
     const int32_t *query_start_loc; /* [B+1] */
     const int32_t *rows;            /* [R] ascending */
     const pst_group *groups;        /* [num_groups] */
-    /* For trees of guesses; NULL: a token sees the tokens of its sequence before it. Otherwise token t of the step sees,
-     * of this step's tokens of its own sequence, those whose bit is set in mask[t]: bit i is the i-th of them. */
+    /* Kept for trees of guesses, where token t will see those of this step's tokens of its own sequence whose bit is set
+     * in mask[t]. Must be NULL: a token sees the tokens of its sequence before it. */
     const uint64_t *mask;
 } pst_step;
 

@@ -1,7 +1,342 @@
-#include "ops.h"
+// PST_ATTEND: who computes which part of a step, and how parts of long contexts come together.
+//
+// A sequence's tokens are cut into blocks; a block and some kv heads are a task, whose rows are the block's tokens
+// times the query heads of these kv heads. Tokens of a page lie head beside head, so a task of one token takes as many
+// kv heads as leave enough tasks for all threads: memory is read from end to end. Where a task would keep one thread
+// busy long after the others are done, its spans become tasks of their own, some waves of them, whose states are folded
+// in order of the spans after each wave: the same operations in the same order as one thread does them in.
+//
+// `step.mask` must be null: trees of guesses repeat positions, and nothing here gathers a branch.
+#include "attention.h"
+
+#include <utility>
 
 namespace pst {
 
-OpPtr make_cache(const pst_op&, const Maker&) { throw Misfit("not built yet"); }
+namespace {
+
+// Split tasks are fewer than this per thread, and a wave runs so many spans per thread.
+constexpr int PAIRS_PER_THREAD = 4, SLOTS_PER_THREAD = 8;
+
+// Tokens of one sequence, neighbours in the step. They stand at positions `position` ... position + count - 1.
+struct Block {
+    int32_t sequence, first, count, position;
+    int32_t reach;  // earliest position that the first token sees
+    bool split;
+
+    int end() const { return position + count; }
+    int first_span() const { return reach / SPAN; }
+    int spans() const { return (end() - 1) / SPAN + 1 - first_span(); }
+    // For one kv head.
+    int64_t work() const { return int64_t(end() - reach) * count; }
+};
+
+struct Attend final : Op {
+    pst_register queries, out;
+    Rule rule;
+    int group, layer, heads, kv_heads, per, dim;
+    const float *slopes, *sinks;
+    int block_tokens, block_rows;
+    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots;
+
+    // ---- a thread's memory ----
+
+    struct Own {
+        Block* blocks;
+        int32_t* splits;  // numbers of split blocks
+        uint8_t *keys, *values, *queries, *part, *whole;
+        float* scratch;
+    };
+
+    void lay_out(const Maker& maker) {
+        block_tokens = std::max(1, BLOCK_ROWS / per);
+        block_rows = block_tokens * per;
+        query_bytes = int64_t(rule.keys.padded) * (rule.keys.pairs ? 2 : 4);
+        state_bytes = State::bytes(block_rows, rule.values.padded);
+        pairs_max = int64_t(PAIRS_PER_THREAD) * maker.threads;
+        slots = int64_t(SLOTS_PER_THREAD) * maker.threads;
+        plan_bytes = aligned(int64_t(maker.max_tokens) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
+        own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
+                    aligned(query_bytes * block_rows) + 2 * state_bytes + group_bytes();
+        // A program for one thread never splits.
+        shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
+    }
+
+    Own own_memory(uint8_t* at, int max_tokens) const {
+        Own own;
+        own.blocks = reinterpret_cast<Block*>(at);
+        own.splits = reinterpret_cast<int32_t*>(at + aligned(int64_t(max_tokens) * int64_t(sizeof(Block))));
+        own.keys = at + plan_bytes;
+        own.values = own.keys + rule.keys.chunk_bytes();
+        own.queries = own.values + rule.values.chunk_bytes();
+        own.part = own.queries + aligned(query_bytes * block_rows);
+        own.whole = own.part + state_bytes;
+        own.scratch = reinterpret_cast<float*>(own.whole + state_bytes);
+        return own;
+    }
+
+    // ---- planning: every thread by itself, all with the same result ----
+
+    struct Plan {
+        int blocks = 0, splits = 0, spans = 0;  // spans of the longest split block
+        int together = 1;                       // kv heads of a task, a divisor of all
+    };
+
+    Plan plan(const pst_step& step, int threads, const Own& own) const {
+        Plan made;
+        int64_t total = 0, spans = 0;
+        int longest = 1;
+        for (int b = 0; b < step.num_seqs; b++) {
+            int end = step.query_start_loc[b + 1];
+            for (int t = step.query_start_loc[b]; t < end; t += block_tokens) {
+                Block& block = own.blocks[made.blocks++];
+                int position = step.positions[t];
+                block = {b, t, std::min(block_tokens, end - t), position, rule.first_key(position), false};
+                total += block.work() * kv_heads;
+                spans += block.spans();
+                longest = std::max(longest, block.count);
+            }
+        }
+        made.together = heads_together(spans, longest, threads);
+        for (int i = 0; i < made.blocks && threads > 1; i++) {
+            Block& block = own.blocks[i];
+            // Fewer than PAIRS_PER_THREAD * threads tasks can be so large a part of the whole.
+            int64_t work = block.work() * made.together;
+            block.split = block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
+            if (!block.split) continue;
+            own.splits[made.splits++] = i;
+            made.spans = std::max(made.spans, block.spans());
+        }
+        return made;
+    }
+
+    // kv heads of a task in a step with so many spans in all blocks, the largest block with `tokens` of them.
+    int heads_together(int64_t spans, int tokens, int threads) const {
+        int n = std::min(kv_heads, block_rows / (tokens * per));
+        auto too_few = [&] { return threads > 1 && spans * (kv_heads / n) < PAIRS_PER_THREAD * threads; };
+        while (n > 1 && (kv_heads % n || too_few())) n--;
+        return std::max(n, 1);
+    }
+
+    // ---- a block, some kv heads, a span ----
+
+    // kv heads first ... first + count - 1. Their rows follow each other, head by head, in queries and states.
+    struct Heads {
+        int first, count;
+    };
+
+    int row_of(const Block& block, int row) const { return block.first + row / per; }
+
+    // Tokens of the block that see any of keys first ... last-1: from t0 on, before the result.
+    int active(const Block& block, int first, int last, int& t0) const {
+        t0 = std::max(0, first - block.position);
+        int t1 = block.count;
+        while (t1 > t0 && rule.first_key(block.position + t1 - 1) >= last) t1--;
+        return t1;
+    }
+
+    void take_queries(const Block& block, Heads some, const Own& own) const {
+        uint8_t* to = own.queries;
+        for (int g = some.first; g < some.first + some.count; g++)
+            for (int r = 0; r < block.count * per; r++, to += query_bytes) {
+                const float* token = queries.data + row_of(block, r) * queries.stride;
+                gather_query(rule.keys, token + (int64_t(g) * per + r % per) * dim, to);
+            }
+    }
+
+    static const uint8_t* number(const Side& side, int64_t page, int offset, int head) {
+        const pst_plane& p = side.plane;
+        int64_t at = page * p.page_stride + offset * p.token_stride + head * p.head_stride;
+        return static_cast<const uint8_t*>(p.data) + at * item_bytes(p.dtype);
+    }
+
+    // What the block's tokens see of the chunk that begins at `start`. Pages of other keys are not looked up.
+    void find(const Pages& pages, const Block& block, int head, int start, Places& places) const {
+        places.t1 = active(block, start, start + CHUNK, places.t0);
+        int p = std::max(start, rule.first_key(block.position + places.t0));
+        int end = std::min(start + CHUNK, block.position + places.t1);
+        places.first = p - start;
+        places.last = end - start;
+        for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = nullptr;
+        int number_of_page = p / pages.block_size, offset = p % pages.block_size;
+        for (; p < end; number_of_page++, offset = 0) {
+            int64_t page = pages.page(number_of_page);
+            const uint8_t* key = number(rule.keys, page, offset, head);
+            const uint8_t* value = number(rule.values, page, offset, head);
+            for (; offset < pages.block_size && p < end; offset++, p++) {
+                places.keys[p - start] = key;
+                places.values[p - start] = value;
+                key += rule.keys.plane.token_stride * item_bytes(rule.keys.plane.dtype);
+                value += rule.values.plane.token_stride * item_bytes(rule.values.plane.dtype);
+            }
+        }
+    }
+
+    Reach reach(const Block& block, int row, int head, int start) const {
+        int position = block.position + row / per;
+        Reach out;
+        out.first = std::max(rule.first_key(position) - start, 0);
+        out.last = std::min(position + 1 - start, CHUNK);
+        out.slope = slopes ? slopes[head * per + row % per] : 0.0f;
+        out.distance = float(position - start);
+        return out;
+    }
+
+    // The states of the block's rows after the keys of one span alone.
+    void attend_span(const Context& context, const Block& block, Heads some, int span, const Own& own,
+                     const State& state) const {
+        Pages pages(context.step.groups[group], block.sequence, layer);
+        int t0, t1 = active(block, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
+        int end = std::min(block.end(), (span + 1) * SPAN);
+        int begin = std::max(block.reach / CHUNK * CHUNK, span * SPAN);
+        Places head_places, both[2], *now = &both[0], *next = &both[1];
+        find(pages, block, some.first, begin, *now);
+        for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
+            int key_bytes = rule.keys.row_bytes(), value_bytes = rule.values.row_bytes();
+            Ahead ahead{next, some.count * key_bytes, some.count * value_bytes, some.count};
+            if (start + CHUNK < end) {
+                find(pages, block, some.first, start + CHUNK, *next);
+                ahead.end = 2 * (next->last - next->first);
+            }
+            for (int i = 0; i < some.count; i++) {
+                if (i) find(pages, block, some.first + i, start, head_places);
+                const Places& places = i ? head_places : *now;
+                gather_keys(rule.keys, places, ahead, own.keys);
+                gather_values(rule.values, places, ahead, own.values);
+                attend_chunk(block, some.first + i, start, places, own.queries + i * rows * query_bytes, own,
+                             state.from(i * rows), ahead);
+            }
+        }
+    }
+
+    void attend_chunk(const Block& block, int head, int start, const Places& places, const uint8_t* of_head,
+                      const Own& own, const State& state, Ahead& ahead) const {
+        int end = places.t1 * per;
+        for (int row = places.t0 * per; row < end; row += ROW_GROUP) {
+            int count = std::min(ROW_GROUP, end - row);
+            Reach reaches[ROW_GROUP];
+            for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, head, start);
+            attend_rows(rule, count, of_head + row * query_bytes, query_bytes, reaches, own.keys, own.values, state,
+                        row, own.scratch, ahead);
+        }
+    }
+
+    void fold(const Block& block, Heads some, int span, const State& whole, const State& part) const {
+        int t0, t1 = active(block, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        for (int first = 0; first < some.count * rows; first += rows)
+            for (int r = t0 * per; r < t1 * per; r++)
+                whole.fold(part, first + r, rule.first_key(block.position + r / per) / SPAN == span);
+    }
+
+    void put_out(const Block& block, Heads some, const State& whole) const {
+        int row = 0;
+        for (int g = some.first; g < some.first + some.count; g++)
+            for (int r = 0; r < block.count * per; r++, row++) {
+                int h = g * per + r % per;
+                finish(rule, whole, row, sinks ? sinks + h : nullptr,
+                       out.data + row_of(block, r) * out.stride + int64_t(h) * rule.values.dim);
+            }
+    }
+
+    State state_at(uint8_t* memory) const { return State(memory, block_rows, rule.values.padded); }
+
+    void attend_alone(const Context& context, const Block& block, Heads some, const Own& own) const {
+        State part = state_at(own.part), whole = state_at(own.whole);
+        take_queries(block, some, own);
+        int first = block.first_span(), last = first + block.spans();
+        for (int span = first; span < last; span++) {
+            attend_span(context, block, some, span, own, part);
+            if (last - first > 1) fold(block, some, span, whole, part);
+        }
+        put_out(block, some, last - first > 1 ? whole : part);
+    }
+
+    // ---- long tasks, by all threads ----
+
+    // Shared scratch is the states of the split tasks, then those of a wave's spans.
+    void attend_split(Team& team, const Context& context, const Plan& plan, const Own& own) const {
+        int64_t parts_of_block = kv_heads / plan.together, pairs = plan.splits * parts_of_block;
+        int64_t wave = std::min<int64_t>(slots / pairs, plan.spans);
+        uint8_t* parts = context.shared_scratch + pairs_max * state_bytes;
+        auto block_of = [&](int64_t pair) -> const Block& { return own.blocks[own.splits[pair / parts_of_block]]; };
+        auto heads_of = [&](int64_t pair) { return Heads{int(pair % parts_of_block) * plan.together, plan.together}; };
+        for (int64_t span = 0; span < plan.spans; span += wave) {
+            for (int64_t i, end; team.next(1, pairs * wave, i, end);)
+                for (; i < end; i++) {
+                    const Block& block = block_of(i % pairs);
+                    int64_t nth = span + i / pairs;
+                    if (nth >= block.spans()) continue;
+                    Heads some = heads_of(i % pairs);
+                    take_queries(block, some, own);
+                    attend_span(context, block, some, int(block.first_span() + nth), own,
+                                state_at(parts + i * state_bytes));
+                }
+            team.barrier();
+            for (int64_t pair, end; team.next(1, pairs, pair, end);)
+                for (; pair < end; pair++) {
+                    const Block& block = block_of(pair);
+                    State whole = state_at(context.shared_scratch + pair * state_bytes);
+                    for (int64_t nth = span; nth < std::min<int64_t>(span + wave, block.spans()); nth++)
+                        fold(block, heads_of(pair), int(block.first_span() + nth), whole,
+                             state_at(parts + ((nth - span) * pairs + pair) * state_bytes));
+                    if (block.spans() > span && block.spans() <= span + wave)
+                        put_out(block, heads_of(pair), whole);
+                }
+            team.barrier();
+        }
+    }
+
+    void run(Team& team, const Context& context) const override {
+        Own own = own_memory(context.own_scratch, max_tokens);
+        Plan made = plan(context.step, team.size, own);
+        if (made.splits) attend_split(team, context, made, own);
+        int parts = kv_heads / made.together;
+        int64_t tasks = int64_t(made.blocks) * parts;
+        for (int64_t i, end; team.next(1, tasks, i, end);)
+            for (; i < end; i++) {
+                // Later blocks of a sequence see more: they go first, so that what is left last is short.
+                const Block& block = own.blocks[made.blocks - 1 - i / parts];
+                Heads some{int(i % parts) * made.together, made.together};
+                if (!block.split) attend_alone(context, block, some, own);
+            }
+    }
+
+    int max_tokens;
+};
+
+}  // namespace
+
+OpPtr make_attention(const pst_op& op, const Maker& maker) {
+    auto made = std::make_unique<Attend>();
+    made->queries = maker.reg(op.in[0]);
+    made->out = maker.reg(op.out);
+    made->group = op.n[0];
+    made->layer = op.n[1];
+    made->heads = op.n[2];
+    made->kv_heads = op.n[3];
+    made->dim = op.n[4];
+    int width = op.n[5];
+    check(made->layer >= 0 && op.n[8] >= 0 && op.n[9] >= 0, "a layer, window or chunk is negative");
+    check(made->kv_heads > 0 && made->heads > 0 && made->heads % made->kv_heads == 0, "kv heads do not divide heads");
+    const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
+    check_plane(keys, made->kv_heads, made->dim);
+    check_plane(values, made->kv_heads, width);
+    check(made->queries.rows == PST_ROWS_TOKENS && made->out.rows == PST_ROWS_TOKENS, "attention is by tokens");
+    check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
+    check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
+    made->per = made->heads / made->kv_heads;
+    made->max_tokens = maker.max_tokens;
+    made->rule.keys = Side(keys, made->dim, 2 * LANES);
+    made->rule.values = Side(values, width, LANES);
+    made->rule.scale = op.f[0];
+    made->rule.soft_cap = op.f[1];
+    made->rule.window = op.n[8];
+    made->rule.chunk = op.n[9];
+    made->slopes = static_cast<const float*>(op.p[0]);
+    made->sinks = static_cast<const float*>(op.p[1]);
+    made->lay_out(maker);
+    return made;
+}
 
 }  // namespace pst

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstring>
 #include <ctime>
 #include <new>
@@ -139,17 +140,25 @@ pst_pool* pst_pool_new(int32_t threads, int32_t spin_us, int32_t pin) {
     pool->owner = getpid();
     pool->shared.size = threads;
     pool->shared.spin_ns = int64_t(spin_us) * 1000;
-    if (pool->pin) pst::pin_to(0);
-    for (int i = 1; i < threads; i++) {
+    // Signals are the business of the process's main thread.
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    bool complete = true;
+    for (int i = 1; i < threads && complete; i++) {
         pthread_t thread;
         auto* start = new pst::Start{pool, i};
-        if (pthread_create(&thread, nullptr, pst::worker, start)) {
-            delete start;
-            pst_pool_free(pool);
-            return nullptr;
-        }
-        pool->workers.push_back(thread);
+        complete = pthread_create(&thread, nullptr, pst::worker, start) == 0;
+        if (complete) pool->workers.push_back(thread);
+        else delete start;
     }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!complete) {
+        pst_pool_free(pool);
+        return nullptr;
+    }
+    // Last: a new thread inherits what its maker is pinned to, and would see no other processor.
+    if (pool->pin) pst::pin_to(0);
     return pool;
 }
 

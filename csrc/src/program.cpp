@@ -6,6 +6,10 @@
 #include <cstring>
 #include <ctime>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "ops.h"
 
 namespace pst {
@@ -57,7 +61,21 @@ struct Job {
     int32_t first, last;
 };
 
+// How a thread rounds, and what it does with the smallest numbers, must not depend on who called: some libraries switch
+// subnormal numbers off for whole threads. Set for a run, and put back.
+class PlainRounding {
+  public:
+#if defined(__x86_64__)
+    PlainRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~PlainRounding() { _mm_setcsr(before_); }
+
+  private:
+    unsigned before_;
+#endif
+};
+
 void run_job(pst::Team& team, void* argument) {
+    PlainRounding rounding;
     Job& job = *static_cast<Job*>(argument);
     pst_program& program = *job.program;
     pst::Context context{
@@ -118,6 +136,7 @@ void pst_program_free(pst_program* program) { delete program; }
 
 int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* step, int32_t first, int32_t last) {
     if (step->num_tokens > program->max_tokens || step->num_rows > program->max_rows) return -1;
+    if (size_t(step->num_groups) != program->planes.size() || step->mask) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
     Job job{program, step, first, last};
     pool->run(run_job, &job);

@@ -1,7 +1,80 @@
+// Rotary positions, in place.
 #include "ops.h"
+#include "simd.h"
 
 namespace pst {
 
-OpPtr make_rope(const pst_op&, const Maker&) { throw Misfit("not built yet"); }
+namespace {
+
+// Pairs lie `half` apart: (a, b) -> (a cos - b sin, b cos + a sin). Products and sums are rounded one by one, as the
+// reference does it, so bits are those of the reference on every instruction set.
+void turn_halves(float* a, float* b, const float* cosines, const float* sines, int half) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        F x = load(a + i), y = load(b + i), c = load(cosines + i), s = load(sines + i);
+        store(a + i, x * c - y * s);
+        store(b + i, y * c + x * s);
+    }
+    for (; i < half; i++) {
+        float x = a[i], y = b[i];
+        a[i] = x * cosines[i] - y * sines[i];
+        b[i] = y * cosines[i] + x * sines[i];
+    }
+}
+
+// Pairs are neighbours.
+void turn_neighbours(float* __restrict x, const float* __restrict cosines, const float* __restrict sines, int half) {
+    for (int i = 0; i < half; i++) {
+        float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cosines[i] - b * sines[i];
+        x[2 * i + 1] = b * cosines[i] + a * sines[i];
+    }
+}
+
+struct Rope final : Op {
+    pst_register x;
+    int heads, dim, first, half, num_positions;
+    bool interleaved;
+    const float* table;  // [2, num_positions, half]
+
+    void run(Team& team, const Context& context) const override {
+        // Four pieces a thread: a turned row is short work, so a token at a time would be mostly counting.
+        int64_t count = context.rows(x), grain = std::max<int64_t>(1, count / (4 * team.size));
+        for (int64_t t, end; team.next(grain, count, t, end);)
+            for (; t < end; t++) turn(x.data + t * x.stride, context.step.positions[t]);
+    }
+
+    void turn(float* row, int64_t position) const {
+        const float* cosines = table + position * half;
+        const float* sines = cosines + int64_t(num_positions) * half;
+        for (int h = 0; h < heads; h++) {
+            float* head = row + int64_t(h) * dim + first;
+            if (interleaved) turn_neighbours(head, cosines, sines, half);
+            else turn_halves(head, head + half, cosines, sines, half);
+        }
+    }
+};
+
+}  // namespace
+
+OpPtr make_rope(const pst_op& op, const Maker& maker) {
+    auto made = std::make_unique<Rope>();
+    made->x = maker.reg(op.in[0]);
+    made->heads = op.n[0];
+    made->dim = op.n[1];
+    made->first = op.n[2];
+    made->half = op.n[3];
+    made->interleaved = op.n[4] != 0;
+    made->num_positions = op.n[5];
+    made->table = static_cast<const float*>(op.p[0]);
+    check(op.out == op.in[0] || op.out == -1, "a rotation works in place");
+    check(made->x.rows == PST_ROWS_TOKENS, "only rows of tokens have positions");
+    check(made->heads > 0 && made->dim > 0 && int64_t(made->heads) * made->dim == made->x.width,
+          "heads do not fill the register");
+    check(made->first >= 0 && made->half > 0 && made->first + 2 * made->half <= made->dim,
+          "a head is smaller than what turns");
+    check(made->num_positions > 0 && made->table, "a rotation needs its table");
+    return made;
+}
 
 }  // namespace pst

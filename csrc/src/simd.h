@@ -139,7 +139,8 @@ inline __m256 widen_bf16(const uint16_t* p) {
 }
 inline F load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
 inline F load_f16(const uint16_t* p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+    const auto* half = (const __m128i*)p;
+    return {_mm256_cvtph_ps(_mm_loadu_si128(half)), _mm256_cvtph_ps(_mm_loadu_si128(half + 1))};
 }
 inline void store_bf16(uint16_t* p, F x) {
     alignas(32) float t[16];
@@ -169,7 +170,7 @@ inline F max(F a, F b) { PST_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }  // as m
 inline F min(F a, F b) { PST_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F abs(F a) { PST_EACH(std::fabs(a.v[i])); }
 inline F round(F a) { PST_EACH(std::nearbyint(a.v[i])); }
-inline F scale2(F a, F n) { PST_EACH(std::ldexp(a.v[i], int(n.v[i]))); }
+inline F scale2(F a, F n) { PST_EACH(n.v[i] == n.v[i] ? std::ldexp(a.v[i], int(n.v[i])) : n.v[i]); }
 inline F load_bf16(const uint16_t* p) { PST_EACH(bf16_to_f32(p[i])); }
 inline F load_f16(const uint16_t* p) { PST_EACH(f16_to_f32(p[i])); }
 inline void store_bf16(uint16_t* p, F x) { for (int i = 0; i < 16; i++) p[i] = f32_to_bf16(x.v[i]); }
@@ -195,11 +196,10 @@ inline float largest(F x) {
     return m;
 }
 
-// e^x within 2 units of the last place for x <= 88.7, zero far below, exactly 0 at -infinity. NaN in, NaN out is not
-// promised: callers that care look at their inputs.
+// e^x within 2 units of the last place for x <= 88.7, zero far below, exactly 0 at -infinity; NaN stays NaN.
 inline F exp(F x) {
     const F low = all(-104.0f), high = all(88.72283f);
-    x = min(max(x, low), high);
+    x = min(high, max(low, x));  // in this order a NaN stays one
     F n = round(x * all(1.44269504f));
     F r = fma(n, all(-0.693145752f), x);
     r = fma(n, all(-1.42860677e-6f), r);

@@ -80,9 +80,9 @@ def test_A06_mixed_batches_equal_one_by_one(name: str, attention: str) -> None:
         np.testing.assert_array_equal(np.concatenate(got[s]), alone[s])
     assert mixed > 5
     # embed and lm_head apart, every product of the model ran once per step, whatever the batch.
-    per_step = sum(c.op == "linear" for c in paged.program._code)
+    per_step = sum(c.op == "linear" for c in paged.program.code)
     assert paged.program.calls["linear"] == per_step * steps
-    assert paged.program.calls["attention"] == sum(c.op == "attention" for c in paged.program._code) * steps
+    assert paged.program.calls["attention"] == sum(c.op == "attention" for c in paged.program.code) * steps
     assert paged.program.calls["embed"] == steps
 
 

@@ -195,6 +195,8 @@ def main() -> None:
     kept = token_dims(spec) if planted else spec.hidden_size
     model.to(args.device)
     # The loss is compiled with the model: on a CPU most of the time is in what stands between the products.
+    # It is compiled once per layer and length, which is more than torch does before it gives up.
+    torch._dynamo.config.recompile_limit = 128
     descend = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
     optims = optimisers(model, args.lr, planted)

@@ -30,6 +30,12 @@ class ModelConfig(Section):
         "widened weights take at most half of the available memory; otherwise the checkpoint's own.",
         choices=DTYPES,
     )
+    quantization: str = setting(
+        "none",
+        "How weights are held, by native kernels. none: in dtype. int8-w8a8, int4-w4a8: integer products, activations "
+        "rounded to 8 bits per token. int8-wo, int4-wo: only the weights are rounded. int4 takes a group size: "
+        "int4-w4a8:128 (32, 64 or 128; by default 64).",
+    )
     max_model_len: int | None = setting(
         None,
         "Longest sequence, prompt and output together, in tokens; by default what the model was made for.",
@@ -112,9 +118,16 @@ class ExecutionConfig(Section):
     """What computes a step."""
 
     ops: str = setting(
-        "ref",
-        "Which implementation of the operations. ref: numpy, row by row, the same tokens in every batch. blas: one "
-        "product for all rows of a step; faster, but the last bits of logits depend on the batch.",
+        "auto",
+        "Which implementation of the operations. native: the compiled kernels, the same tokens in every batch. ref: "
+        "numpy, row by row, the same tokens in every batch, slow. blas: ref with one product for all rows of a step; "
+        "the last bits of logits depend on the batch. auto: native where there are kernels for the model, else ref.",
+    )
+    threads: int | None = setting(
+        None,
+        "Threads that compute, with native kernels; by default one for each core this process may use.",
+        minimum=1,
+        maximum=1024,
     )
     attention_backend: str = setting("ref", "Which implementation of attention.")
     executor: str = setting("inproc", "Where the model runs.")

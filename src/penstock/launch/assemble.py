@@ -14,6 +14,7 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
+from penstock.launch.native import native_forward
 from penstock.model.builder import build
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
@@ -52,14 +53,7 @@ def assemble(
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
     """
-    program = build(
-        spec,
-        dict(weights),
-        plan.groups,
-        max_model_len=plan.max_model_len,
-        attention=config.execution.attention_backend,
-        ops=OP_TABLES.get(config.execution.ops),
-    )
+    program: Forward = forward_of(config, spec, weights, plan)
     return connect(
         config,
         plan,
@@ -73,6 +67,22 @@ def assemble(
         seconds_budget=seconds_budget,
         grammars=grammars,
     )
+
+
+def forward_of(
+    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
+) -> Forward:
+    """The model as the runner calls it. `ops="auto"` is the reference here: `launch.native` decides before."""
+    ops = config.execution.ops
+    program = build(
+        spec,
+        dict(weights),
+        plan.groups,
+        max_model_len=plan.max_model_len,
+        attention=config.execution.attention_backend,
+        ops=OP_TABLES.get("ref" if ops == "auto" else ops),
+    )
+    return native_forward(config, program, plan) if ops == "native" else program
 
 
 def connect(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
@@ -19,8 +21,10 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
 from penstock.launch.hub import local_path
+from penstock.launch.native import choose_ops
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.model.native.schemes import scheme_of
 from penstock.model.weights import load_weights
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
@@ -76,15 +80,18 @@ def start(
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
     checkpoint = open_model(path)
+    config, chosen = choose_ops(config, checkpoint.spec)
     plan = resolve(config, checkpoint.spec, machine or probe())
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
+    plan = msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
-    timer = RooflineTimer(checkpoint.spec, device_preset("cpu-ref"), dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+    device = device_preset("cpu-2core" if config.execution.ops == "native" else "cpu-ref")
+    timer = RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     limits = limits_of(checkpoint, plan)
     grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)
     if serving and grammars is not None:
@@ -121,7 +128,9 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
     spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
-    return resolve(config, spec, machine or probe())
+    config, chosen = choose_ops(config, spec)
+    plan = resolve(config, spec, machine or probe())
+    return msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
 
 
 def check_names(config: EngineConfig) -> None:
@@ -130,7 +139,9 @@ def check_names(config: EngineConfig) -> None:
     EVICTION_POLICIES.get(config.cache.eviction)
     KV_MANAGERS.get(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
-    OP_TABLES.get(config.execution.ops)
+    if config.execution.ops != "auto":
+        OP_TABLES.get(config.execution.ops)
+    scheme_of(config.model.quantization)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)
 

@@ -50,7 +50,7 @@ class Emitter:
         label = [f"{name} {list(self.weights[name].shape)}" for name in weights]
         label += [str(value) for value in bound if value is None or isinstance(value, str | int | float | tuple)]
         label += [f"{key}={value}" for key, value in named.items() if not isinstance(value, np.ndarray)]
-        self.code.append(Call(op, self.op(op), inputs, output, (*arrays, *bound), named, ", ".join(label)))
+        self.code.append(Call(op, self.op(op), inputs, output, (*arrays, *bound), named, ", ".join(label), weights))
 
     def weight(self, name: str) -> npt.NDArray[Any]:
         """Matrices stay in their own format, because the op widens them as it goes; vectors are small."""

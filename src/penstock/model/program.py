@@ -22,7 +22,8 @@ INPUTS = ("step", "token_ids", "positions", "rows")
 class Call:
     """`registers[output] = fn(*registers[inputs], *bound, **named)`.
 
-    `output` is "" for a call that only writes a cache. `label` says to people what is bound.
+    `output` is "" for a call that only writes a cache. `label` says to people what is bound; `weights` are the names of
+    the first of `bound`.
     """
 
     op: str
@@ -32,21 +33,22 @@ class Call:
     bound: tuple[Any, ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
     label: str = ""
+    weights: tuple[str, ...] = ()
 
 
 class Program:
     """Runs its calls in order, once per step, for the whole mixed batch of prefill chunks and decodes.
 
     Attributes:
+        code: the calls. The last `num_head` of them turn the hidden state "x" into logits.
         calls: number of calls so far, per op name.
         rows: rows (tokens) given to each op so far: the first axis of its first array. Nothing is padded, so an op that
             runs on every token grows by T per call.
     """
 
     def __init__(self, code: Sequence[Call], *, vocab_size: int, max_model_len: int, num_head: int = 0) -> None:
-        """`num_head`: how many of the last calls turn the hidden state "x" into logits."""
-        self._code = tuple(code)
-        self._body, self._head = self._code[: len(code) - num_head], self._code[len(code) - num_head :]
+        self.code, self.num_head = tuple(code), num_head
+        self._body, self._head = self.code[: len(code) - num_head], self.code[len(code) - num_head :]
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.calls: Counter[str] = Counter()
@@ -100,7 +102,7 @@ class Program:
     def describe(self) -> list[str]:
         """The program for people, a line per call: `q = linear(h, layers.0.q [64, 32])`."""
         lines = []
-        for call in self._code:
+        for call in self.code:
             arguments = [*call.inputs, call.label] if call.label else call.inputs
             target = f"{call.output} = " if call.output else ""
             lines.append(f"{target}{call.op}({', '.join(arguments)})")

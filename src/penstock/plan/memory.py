@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import prod
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import CacheConfig
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec
+from penstock.core.model_spec import ModelSpec, weight_shapes
 
 MIB = 1024**2
 MIN_RESERVE_BYTES = 512 * MIB
@@ -129,6 +130,24 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def weights_as_held(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
+    """Bytes of all weights in memory. Quantised are the matrices that rows are multiplied with."""
+    if not quantization.startswith(("int8", "int4")):
+        return spec.num_params * DTYPE_BYTES[dtype]
+    name, _, group = quantization.partition(":")
+    bits = 8.0 if name.startswith("int8") else 4.0 + 16 / int(group or 64)
+    tied = {"embed"} if spec.tie_embeddings else set()
+    total = 0.0
+    for name, shape in weight_shapes(spec).items():
+        is_table = name in ("embed", "positions")
+        count = prod(shape)
+        if len(shape) == 2 and (not is_table or name in tied):
+            total += count * bits / 8 + 4 * shape[0]
+        if len(shape) != 2 or is_table:  # rows of a table are looked up in its own type
+            total += count * DTYPE_BYTES[dtype]
+    return int(total)
 
 
 def check_weights(weight_bytes: int, dtype: str, spec: ModelSpec, machine: Machine) -> None:

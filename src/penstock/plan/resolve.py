@@ -12,7 +12,7 @@ from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers, with
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec, cache_spec
-from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory
+from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
 
 DEFAULT_NUM_SEQS = 64
 DEFAULT_BATCHED_TOKENS = 512
@@ -59,7 +59,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
     decisions = _Decisions()
     dtype = _dtype(config, spec, machine, decisions)
     kv_dtype = _kv_dtype(config, dtype, decisions)
-    weight_bytes = spec.num_params * DTYPE_BYTES[dtype]
+    weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
     check_weights(weight_bytes, dtype, spec, machine)
     max_model_len = _max_model_len(config, spec, decisions)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
@@ -146,6 +146,9 @@ def _host_slabs(
 def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _Decisions) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
+    if config.execution.ops == "native":
+        decisions.add("dtype", spec.dtype, "the checkpoint's own type, which the native kernels read as it is")
+        return spec.dtype
     if spec.dtype == "float32":
         decisions.add("dtype", "float32", "the checkpoint's own type")
         return "float32"

@@ -83,7 +83,7 @@ class Op(c.Structure):
 class Group(c.Structure):
     _fields_ = (
         ("num_layers", c.c_int32), ("block_size", c.c_int32), ("tables", c.c_void_p), ("lanes", c.c_void_p),
-        ("blocks", c.c_void_p),
+        ("strides", c.c_void_p),
     )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_abi": (c.c_int32, []),
     "pst_isa_name": (c.c_char_p, []),
     "pst_score": (c.c_int32, []),
+    "pst_self_test": (c.c_int32, [c.c_char_p, c.c_int32]),
     "pst_pool_new": (c.c_void_p, [c.c_int32, c.c_int32, c.c_int32]),
     "pst_pool_free": (None, [c.c_void_p]),
     "pst_pool_threads": (c.c_int32, [c.c_void_p]),

@@ -181,10 +181,10 @@ class StepMemory:
         self._size = num_seqs
         self._tables = np.zeros(shape, np.uint64)
         self._lanes = np.zeros(shape, np.int32)
-        self._blocks = np.zeros(shape, np.int32)
+        self._strides = np.zeros(shape, np.int32)
 
     def args(self, plan: StepPlan, rows: npt.NDArray[np.int32]) -> StepArgs:
-        """The plan's arrays must outlive the run; `rows` int32 [R]."""
+        """The plan's arrays, and this object, must outlive the run; `rows` int32 [R]."""
         num_seqs = len(plan.query_start_loc) - 1
         if num_seqs > self._size:
             self._reserve(2 * num_seqs)
@@ -197,13 +197,12 @@ class StepMemory:
         )  # fmt: skip
 
     def _fill(self, g: int, group: GroupPlan) -> None:
-        tables, lanes, blocks = self._tables[g], self._lanes[g], self._blocks[g]
+        tables, lanes, strides = self._tables[g], self._lanes[g], self._strides[g]
         for b, table in enumerate(group.tables):
-            assert table.flags.c_contiguous or table.shape[0] == 1
             tables[b] = table.__array_interface__["data"][0]
-            lanes[b], blocks[b] = table.shape
+            lanes[b], strides[b] = table.shape[0], table.strides[0] // table.itemsize
         self._groups[g] = Group(
-            group.num_layers, group.block_size, tables.ctypes.data, lanes.ctypes.data, blocks.ctypes.data
+            group.num_layers, group.block_size, tables.ctypes.data, lanes.ctypes.data, strides.ctypes.data
         )
 
 

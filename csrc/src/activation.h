@@ -1,0 +1,96 @@
+// The activations of enum pst_activation, sixteen numbers at a time.
+//
+// NaN gives NaN. An infinity gives the limit of the function (silu of -infinity is 0 to within 1e-32), so no finite
+// result is lost to a quotient of infinities. max(c, x) and min(c, x) with the constant first keep a NaN: as maxps,
+// they give their second argument if one is NaN.
+#pragma once
+
+#include "penstock.h"
+#include "simd.h"
+
+namespace pst {
+
+inline F cut(F x, float low, float high) { return min(all(high), max(all(low), x)); }
+
+// 1 / (1 + e^-x); no error is larger than 2 units of the last place of 1.
+inline F sigmoid(F x) {
+    F c = cut(x, -100.0f, 100.0f);
+    // exp does not promise to keep a NaN; c - c is 0 for every other number.
+    return all(1.0f) / (all(1.0f) + exp(all(0.0f) - c)) + (c - c);
+}
+
+// x * sigmoid(scale): the factor x stops where the sigmoid is 0 to every digit, or infinity times 0 would follow.
+inline F gated_by_sigmoid(F x, F scale) { return max(all(-1e6f), x) / (all(1.0f) + exp(all(0.0f) - scale)); }
+
+// tanh by e^2x - 1, whose relative error stays small around 0, where 1 - 2 / (e^2x + 1) has none left of it.
+inline F tanh(F x) {
+    F twice = cut(x, -10.0f, 10.0f) * all(2.0f);
+    F n = round(twice * all(1.44269504f));
+    F r = fma(n, all(-0.693145752f), twice);
+    r = fma(n, all(-1.42860677e-6f), r);
+    // e^r - 1 by Taylor: |r| < 0.35, and 0.35^8 / 8! is 5.6e-9.
+    F p = all(1.0f / 5040);
+    p = fma(p, r, all(1.0f / 720));
+    p = fma(p, r, all(1.0f / 120));
+    p = fma(p, r, all(1.0f / 24));
+    p = fma(p, r, all(1.0f / 6));
+    p = fma(p, r, all(0.5f));
+    p = fma(p, r * r, r);
+    F power = scale2(all(1.0f), n);
+    F less_one = fma(power, p, power - all(1.0f));
+    return less_one / (less_one + all(2.0f));
+}
+
+// x times the probability that a normal number is below x, as max(x, 0) - |x| Q(|x|). Q, the probability above, is
+// e^(-a^2 / 2) t P(t) with t = 1 / (1 + 0.27 a); P is the polynomial of smallest relative error (2.4e-8) over 0 ... 15.
+inline F gelu(F x) {
+    F a = min(all(15.0f), abs(x));
+    F t = all(1.0f) / fma(a, all(0.27f), all(1.0f));
+    F p = all(0.0289955232f);
+    p = fma(p, t, all(-0.126658678f));
+    p = fma(p, t, all(0.170155987f));
+    p = fma(p, t, all(-0.0696503073f));
+    p = fma(p, t, all(0.108142152f));
+    p = fma(p, t, all(0.0719085783f));
+    p = fma(p, t, all(0.101848476f));
+    p = fma(p, t, all(0.107537284f));
+    p = fma(p, t, all(0.107721001f));
+    F above = exp(a * a * all(-0.5f)) * (t * p);
+    return max(all(0.0f), x) - a * above;
+}
+
+inline F gelu_tanh(F x) {
+    // 0.5 (1 + tanh u) is sigmoid(2u). Cut before the cube: beyond 1e4 the sigmoid is 0 or 1.
+    F c = cut(x, -1e4f, 1e4f);
+    F twice = fma(c * c * c, all(0.044715f), c) * all(1.59576912f);
+    return gated_by_sigmoid(x, twice);
+}
+
+inline F relu(F x) { return max(all(0.0f), x); }
+
+// `activation` is one of enum pst_activation but PST_SWIGLU_CLAMPED, which is only gated.
+inline F activate(F x, int activation) {
+    switch (activation) {
+        case PST_SILU: return gated_by_sigmoid(x, x);
+        case PST_GELU: return gelu(x);
+        case PST_GELU_TANH: return gelu_tanh(x);
+        case PST_RELU: return relu(x);
+        case PST_RELU2: return relu(x) * relu(x);
+        case PST_SIGMOID: return sigmoid(x);
+        case PST_TANH: return tanh(x);
+        case PST_QUICK_GELU: return gated_by_sigmoid(x, x * all(1.702f));
+    }
+    return x;
+}
+
+// act(gate) * up. `limit` is PST_SWIGLU_CLAMPED's; 0 or below: none.
+inline F activate_gated(F gate, F up, int activation, float limit) {
+    if (activation != PST_SWIGLU_CLAMPED) return activate(gate, activation) * up;
+    if (limit > 0.0f) {
+        gate = min(all(limit), gate);
+        up = cut(up, -limit, limit);
+    }
+    return gated_by_sigmoid(gate, gate * all(1.702f)) * (up + all(1.0f));
+}
+
+}  // namespace pst

@@ -1,0 +1,144 @@
+// Softmax attention: what its parts share.
+//
+// The law that every bit follows from. Keys stand in chunks of 256 and spans of 16 chunks, cut at absolute positions. A
+// row (one query head of one token) goes through the chunks of a span in order:
+//
+//   s_j = scale q.k_j        one chain over the components, then soft cap and slope
+//   m'  = max(m, s_j)        over the keys of the chunk that the row sees
+//   l   = l e^(m - m') + e^(s_j - m')            lane j mod 16, one chain per lane
+//   o   = o e^(m - m') + sum of e^(s_j - m') v_j one chain per component, keys in order
+//
+// and the spans' (m, l, o) are combined in order. What a row does not see is skipped, or weighs an exact zero of keys
+// and values that are not looked at: so only the row's own position decides about its bits, not who computes it, with
+// which rows beside it, or where pages lie.
+#pragma once
+
+#include "cache.h"
+#include "simd.h"
+
+namespace pst {
+
+constexpr int CHUNK = 256;
+constexpr int SPAN = 16 * CHUNK;
+constexpr int TILE = LANES;         // keys side by side in a vector
+constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at once
+constexpr int BLOCK_ROWS = 128;     // rows that share a chunk made ready
+constexpr float NOTHING = -HUGE_VALF;  // the largest of no scores
+
+// Products of bfloat16 with bfloat16 planes: two components (of keys) or two keys (of values) per instruction. Queries
+// and weights are rounded to bfloat16 for them. 2^-9 of a query changes a score by 2^-9 |q||k| scale at most, some 1e-2
+// for scores around 5; 2^-9 of a weight moves the output by 2^-8 max|v| at most, and l is the sum of rounded weights.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Keys or values of a chunk as the inner kernels read them.
+struct Side {
+    pst_plane plane;
+    bool pairs;   // bfloat16 products
+    int dim;      // numbers of a key or a value
+    int padded;   // multiple of 16 (keys in pairs: of 32)
+
+    Side() = default;
+    Side(const pst_plane& plane, int dim, int multiple)
+        : plane(plane), pairs(HAS_PAIRS && plane.dtype == PST_BF16), dim(dim),
+          padded(int(round_up(dim, pairs ? multiple : LANES))) {}
+    int row_bytes() const { return dim * item_bytes(plane.dtype); }  // as stored
+    int64_t chunk_bytes() const { return int64_t(CHUNK) * padded * (pairs ? 2 : 4); }
+};
+
+// Where the keys and values of a chunk lie, as far as they are looked at: null elsewhere.
+struct Places {
+    const uint8_t *keys[CHUNK], *values[CHUNK];
+    int first, last;  // first ... last-1 are not null
+    int t0, t1;       // the block's tokens that see some of them
+};
+
+// Fetches what the next chunk reads, a little at a time between the work on this one: a page is too short for the
+// processor to see it coming, and alone the work on a chunk would leave the memory idle. Rows are those of all kv heads
+// of the task, from end to end, so that the processor's own prefetching helps.
+struct Ahead {
+    const Places* next;
+    int key_bytes, value_bytes;  // of a row
+    int slowness;                // a pull in so many counts
+    int at = 0, end = 0;
+    int pulls = 0;
+
+    void pull(int rows) {
+        for (pulls += rows; pulls >= slowness && at < end; pulls -= slowness, at++) {
+            int count = end / 2, j = next->first + (at < count ? at : at - count);
+            const uint8_t* row = at < count ? next->keys[j] : next->values[j];
+            for (int i = 0; i < (at < count ? key_bytes : value_bytes); i += 64) __builtin_prefetch(row + i, 0, 3);
+        }
+    }
+};
+
+// ---- attention_gather.cpp: from planes to chunks ----
+
+// Keys become tiles [16][steps][16] of floats, or of pairs of bfloat16, steps being padded (/ 2). Whole tiles are
+// filled: zeros where no key lies.
+void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
+// Values become [256][padded] floats, or [128][padded][2] bfloat16.
+void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
+// Queries become `padded` floats or bfloat16 of keys' side.
+void gather_query(const Side& side, const float* query, uint8_t* out);
+
+// ---- attention_rows.cpp: rows against a chunk ----
+
+// Where rows have got to. One of a span: m, and in `sums` 16 lanes of l, then o.
+struct State {
+    float* m;
+    float* sums;
+    int stride;  // of sums
+
+    static int row_floats(int width_padded) { return LANES + width_padded; }
+    static int64_t bytes(int rows, int width_padded) {
+        return aligned(int64_t(rows) * 4) + aligned(int64_t(rows) * row_floats(width_padded) * 4);
+    }
+    State(float* m, float* sums, int stride) : m(m), sums(sums), stride(stride) {}
+    State(uint8_t* memory, int rows, int width_padded)
+        : m(reinterpret_cast<float*>(memory)), sums(reinterpret_cast<float*>(memory + aligned(int64_t(rows) * 4))),
+          stride(row_floats(width_padded)) {}
+    float* row(int r) const { return sums + int64_t(r) * stride; }
+    // The states behind the first `rows`.
+    State from(int rows) const { return State(m + rows, row(rows), stride); }
+    void clear(int first, int last) const;
+    // Row `r` of a later span onto this one. Onto nothing (`fresh`) it is a copy.
+    void fold(const State& part, int r, bool fresh) const;
+};
+
+// How a layer scores, and what it reads.
+struct Rule {
+    Side keys, values;
+    float scale, soft_cap;
+    int window, chunk;
+
+    // The earliest position that the token at `position` sees.
+    int first_key(int position) const {
+        int first = window ? std::max(0, position + 1 - window) : 0;
+        return chunk ? std::max(first, position / chunk * chunk) : first;
+    }
+};
+
+// A row against a chunk: it sees keys first ... last-1 of it, at least one.
+struct Reach {
+    int first, last;
+    float slope;    // 0: none
+    float distance; // of the chunk's key 0
+};
+
+// `count` rows (1 ... 8), whose queries lie `query_bytes` apart, against a chunk made ready; their states are rows
+// `row` ... of `state`. `scratch` is of group_bytes().
+void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
+                 const uint8_t* keys, const uint8_t* values, const State& state, int row, float* scratch,
+                 Ahead& ahead);
+constexpr int64_t group_bytes() { return int64_t(ROW_GROUP) * (CHUNK + LANES) * 4; }
+
+// The output of a row [width] of its state. `sink`: null, or the score of a key without a value.
+void finish(const Rule& rule, const State& state, int row, const float* sink, float* out);
+
+}  // namespace pst

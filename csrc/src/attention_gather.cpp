@@ -1,0 +1,167 @@
+// Keys, values and queries made ready for the inner kernels.
+#include "attention.h"
+
+namespace pst {
+
+namespace {
+
+// Numbers at .. of a stored row of n as float32, zeros behind its end.
+F load_row(const uint8_t* row, int32_t dtype, int at, int n) {
+    int rest = n - at;
+    const uint8_t* p = row + int64_t(at) * item_bytes(dtype);
+    alignas(64) uint8_t tail[64] = {};
+    if (rest < LANES) {
+        std::memcpy(tail, p, size_t(rest) * size_t(item_bytes(dtype)));
+        p = tail;
+    }
+    if (dtype == PST_F32) return load(reinterpret_cast<const float*>(p));
+    auto* half = reinterpret_cast<const uint16_t*>(p);
+    return dtype == PST_F16 ? load_f16(half) : load_bf16(half);
+}
+
+// Sixteen rows of 32 bits each become columns: out[i][j] = rows[j][i].
+#if defined(__AVX512F__)
+inline void transpose(__m512 r[16], float* out) {
+    __m512 t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    auto pd = [](__m512 x) { return _mm512_castps_pd(x); };
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
+            r[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
+        }
+    // r[4 a + c] has, in quarter q, column 4 q + c of rows 4 a ... 4 a + 3.
+    for (int c = 0; c < 4; c++) {
+        __m512 low = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x44), high = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xee);
+        __m512 low2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x44);
+        __m512 high2 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xee);
+        _mm512_store_ps(out + 16 * c, _mm512_shuffle_f32x4(low, low2, 0x88));
+        _mm512_store_ps(out + 16 * (4 + c), _mm512_shuffle_f32x4(low, low2, 0xdd));
+        _mm512_store_ps(out + 16 * (8 + c), _mm512_shuffle_f32x4(high, high2, 0x88));
+        _mm512_store_ps(out + 16 * (12 + c), _mm512_shuffle_f32x4(high, high2, 0xdd));
+    }
+}
+#elif defined(__AVX2__)
+inline void transpose8(const __m256* r, float* out) {
+    __m256 t[8], u[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    auto pd = [](__m256 x) { return _mm256_castps_pd(x); };
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(pd(t[i + j]), pd(t[i + j + 2])));
+            u[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(pd(t[i + j]), pd(t[i + j + 2])));
+        }
+    for (int c = 0; c < 4; c++) {
+        _mm256_storeu_ps(out + 16 * c, _mm256_permute2f128_ps(u[c], u[c + 4], 0x20));
+        _mm256_storeu_ps(out + 16 * (c + 4), _mm256_permute2f128_ps(u[c], u[c + 4], 0x31));
+    }
+}
+#endif
+
+void transpose(const F* r, float* out) {
+#if defined(__AVX512F__)
+    __m512 x[16];
+    for (int i = 0; i < 16; i++) x[i] = r[i].v;
+    transpose(x, out);
+#elif defined(__AVX2__)
+    __m256 x[8];
+    for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < 8; i++) x[i] = r[8 * half + i].lo;
+        transpose8(x, out + 8 * half);
+        for (int i = 0; i < 8; i++) x[i] = r[8 * half + i].hi;
+        transpose8(x, out + 8 * 16 + 8 * half);
+    }
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) out[16 * i + j] = r[j].v[i];
+#endif
+}
+
+void gather_tile(const Side& side, const uint8_t* const* rows, float* out) {
+    for (int at = 0; at < side.padded; at += LANES, out += LANES * TILE) {
+        F r[TILE];
+        for (int j = 0; j < TILE; j++) r[j] = rows[j] ? load_row(rows[j], side.plane.dtype, at, side.dim) : all(0.0f);
+        transpose(r, out);
+    }
+}
+
+#if defined(__AVX512BF16__)
+void gather_tile_pairs(const Side& side, const uint8_t* const* rows, float* out) {
+    for (int at = 0; at < side.padded; at += 2 * LANES, out += LANES * TILE) {
+        int rest = side.dim - at;
+        __mmask32 mask = rest >= 32 ? ~__mmask32(0) : (__mmask32(1) << rest) - 1;
+        __m512 r[TILE];
+        for (int j = 0; j < TILE; j++) {
+            __m512i row = rows[j] ? _mm512_maskz_loadu_epi16(mask, rows[j] + 2 * at) : _mm512_setzero_si512();
+            r[j] = _mm512_castsi512_ps(row);
+        }
+        transpose(r, out);
+    }
+}
+
+// Two values become pairs: number by number, the earlier key first.
+void zip(const uint8_t* a, const uint8_t* b, int dim, int padded, uint16_t* out) {
+    auto part = [](const uint8_t* row, int at, __mmask16 mask) {
+        return row ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + 2 * at)) : _mm512_setzero_si512();
+    };
+    for (int at = 0; at < padded; at += LANES) {
+        __mmask16 mask = dim - at >= LANES ? __mmask16(-1) : first_lanes(dim - at);
+        __m512i both = _mm512_or_si512(part(a, at, mask), _mm512_slli_epi32(part(b, at, mask), 16));
+        _mm512_store_si512(out + 2 * at, both);
+    }
+}
+#endif
+
+}  // namespace
+
+void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* out) {
+    int64_t tile_floats = int64_t(TILE) * side.padded / (side.pairs ? 2 : 1);
+    for (int tile = places.first / TILE; tile * TILE < places.last; tile++) {
+        ahead.pull(TILE / 2);
+        const uint8_t* const* rows = places.keys + tile * TILE;
+        float* to = reinterpret_cast<float*>(out) + tile * tile_floats;
+#if defined(__AVX512BF16__)
+        if (side.pairs) {
+            gather_tile_pairs(side, rows, to);
+            continue;
+        }
+#endif
+        gather_tile(side, rows, to);
+    }
+}
+
+void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out) {
+    const uint8_t* const* rows = places.values;
+#if defined(__AVX512BF16__)
+    if (side.pairs) {
+        auto* to = reinterpret_cast<uint16_t*>(out);
+        for (int j = places.first / 2 * 2; j < places.last; j += 2) {
+            ahead.pull(1);
+            zip(rows[j], rows[j + 1], side.dim, side.padded, to + int64_t(j) * side.padded);
+        }
+        return;
+    }
+#endif
+    auto* to = reinterpret_cast<float*>(out);
+    for (int j = places.first; j < places.last; j++) {
+        ahead.pull(j % 2);
+        for (int at = 0; at < side.padded; at += LANES)
+            store(to + int64_t(j) * side.padded + at, load_row(rows[j], side.plane.dtype, at, side.dim));
+    }
+}
+
+void gather_query(const Side& side, const float* query, uint8_t* out) {
+    for (int i = 0; i < side.padded; i++) {
+        float x = i < side.dim ? query[i] : 0.0f;
+        if (side.pairs) reinterpret_cast<uint16_t*>(out)[i] = f32_to_bf16(x);
+        else reinterpret_cast<float*>(out)[i] = x;
+    }
+}
+
+}  // namespace pst

@@ -1,0 +1,320 @@
+// Rows against a chunk of keys and values: scores, weights, weighted values.
+#include "attention.h"
+#include "attention_math.h"
+
+namespace pst {
+
+namespace {
+
+// Rows and vectors that a kernel keeps in registers. They change no bit: every number has its own chain.
+#if defined(__AVX512F__)
+constexpr int SCORE_ROWS = 8, SCORE_TILES = 2, VALUE_ROWS = 4, VALUE_VECTORS = 4;
+#else
+constexpr int SCORE_ROWS = 4, SCORE_TILES = 1, VALUE_ROWS = 2, VALUE_VECTORS = 2;
+#endif
+
+// ---- scores ----
+
+struct Products {
+    const uint8_t* queries;
+    int64_t query_bytes;
+    const uint8_t* keys;
+    int steps;    // numbers, or pairs of them, of a query
+    float scale;
+    Ahead& ahead;
+};
+
+#if defined(__AVX512BF16__)
+inline __m512bh pair_for_all(const void* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+#endif
+
+template <bool PAIRS>
+inline F step(const uint8_t* query, int d, F keys, F sum) {
+#if defined(__AVX512BF16__)
+    if constexpr (PAIRS) return {_mm512_dpbf16_ps(sum.v, pair_for_all(query + 4 * d), (__m512bh)keys.v)};
+#endif
+    return fma(all(reinterpret_cast<const float*>(query)[d]), keys, sum);
+}
+
+// scale q.k of ROWS rows and TILES tiles of keys.
+template <bool PAIRS, int ROWS, int TILES>
+void score_block(const Products& p, int row, int tile, float* scores) {
+    F sums[ROWS][TILES];
+    for (auto& of_row : sums)
+        for (F& sum : of_row) sum = all(0.0f);
+    const float* keys = reinterpret_cast<const float*>(p.keys) + int64_t(tile) * p.steps * TILE;
+    const uint8_t* query = p.queries + row * p.query_bytes;
+    for (int d = 0; d < p.steps; d++, keys += TILE) {
+        F k[TILES];
+        for (int i = 0; i < TILES; i++) k[i] = load(keys + int64_t(i) * p.steps * TILE);
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < TILES; i++) sums[r][i] = step<PAIRS>(query + r * p.query_bytes, d, k[i], sums[r][i]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < TILES; i++)
+            store(scores + int64_t(row + r) * CHUNK + (tile + i) * TILE, sums[r][i] * all(p.scale));
+}
+
+template <bool PAIRS, int ROWS>
+void score_rows(const Products& p, int row, int first, int last, float* scores) {
+    constexpr int WIDE = ROWS * 2 <= SCORE_ROWS ? 2 * SCORE_TILES : SCORE_TILES;
+    int tile = first;
+    for (; tile + WIDE <= last; tile += WIDE) {
+        p.ahead.pull(8 * WIDE);
+        score_block<PAIRS, ROWS, WIDE>(p, row, tile, scores);
+    }
+    for (; tile < last; tile++) score_block<PAIRS, ROWS, 1>(p, row, tile, scores);
+}
+
+template <bool PAIRS>
+void score(const Products& p, int count, int first, int last, float* scores) {
+    for (int row = 0, rows; row < count; row += rows) {
+        rows = std::min(count - row, SCORE_ROWS);
+        switch (rows) {
+            case 1: score_rows<PAIRS, 1>(p, row, first, last, scores); break;
+            case 2: score_rows<PAIRS, 2>(p, row, first, last, scores); break;
+            case 3: score_rows<PAIRS, 3>(p, row, first, last, scores); break;
+            case 4: score_rows<PAIRS, 4>(p, row, first, last, scores); break;
+#if defined(__AVX512F__)
+            case 5: score_rows<PAIRS, 5>(p, row, first, last, scores); break;
+            case 6: score_rows<PAIRS, 6>(p, row, first, last, scores); break;
+            case 7: score_rows<PAIRS, 7>(p, row, first, last, scores); break;
+            case 8: score_rows<PAIRS, 8>(p, row, first, last, scores); break;
+#endif
+        }
+    }
+}
+
+// ---- weights ----
+
+// A weight as the product with values takes it: in place of the score, or as bfloat16 in the row's first half.
+// Returns what the product will see.
+template <bool PAIRS>
+inline F put_weight(float* row, int at, F weight) {
+#if defined(__AVX512BF16__)
+    if constexpr (PAIRS) {
+        __m256i narrow = (__m256i)_mm512_cvtneps_pbh(weight.v);
+        // Weight j stands in half j: at or before the scores that are read already.
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at / 2), narrow);
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
+    }
+#endif
+    store(row + at, weight);
+    return weight;
+}
+
+void bend(const Rule& rule, const Reach& reach, int from, int to, float* scores) {
+    if (rule.soft_cap != 0.0f)
+        for (int at = from; at < to; at += TILE) store(scores + at, soft_cap(load(scores + at), rule.soft_cap));
+    if (reach.slope == 0.0f) return;
+    alignas(64) static const float numbers[TILE] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F slope = all(reach.slope), lanes = load(numbers);
+    for (int at = from; at < to; at += TILE)
+        store(scores + at, load(scores + at) - slope * (all(reach.distance - float(at)) - lanes));
+}
+
+// A row's scores become weights against its new maximum, to which its state is brought.
+template <bool PAIRS>
+void weigh(const Rule& rule, const Reach& reach, float* scores, float& m, float* sums) {
+    int from = reach.first / TILE * TILE, to = int(round_up(reach.last, TILE));
+    bend(rule, reach, from, to, scores);
+    // Whatever stands in the memory of keys that the row does not see ends here.
+    for (int j = from; j < reach.first; j++) scores[j] = NOTHING;
+    for (int j = reach.last; j < to; j++) scores[j] = NOTHING;
+    F best = load(scores + from);
+    for (int at = from + TILE; at < to; at += TILE) best = max(best, load(scores + at));
+    float now = top(best);
+    now = now > m ? now : m;
+    // With nothing but -infinity so far every weight is 0; -infinity minus itself would be NaN.
+    float level = now == NOTHING ? 0.0f : now;
+    if (now != m) {
+        F shrink = exp_down(all(m - level));
+        for (int i = 0; i < LANES + rule.values.padded; i += LANES) store(sums + i, load(sums + i) * shrink);
+    }
+    m = now;
+    F total = load(sums);
+    for (int at = from; at < to; at += TILE)
+        total = total + put_weight<PAIRS>(scores, at, exp_down(load(scores + at) - all(level)));
+    store(sums, total);
+}
+
+// ---- weighted values ----
+
+// What of a pair of keys counts.
+enum Part { BOTH, EARLIER, LATER };
+
+struct Weighing {
+    const float* weights;  // [rows][CHUNK]: floats, or pairs of bfloat16
+    const float* values;   // [..][padded] of floats or pairs
+    int padded;
+    float* out;
+    int stride;  // of out
+    Part part;
+};
+
+template <bool PAIRS>
+inline F value_step(const float* weight, F value, F sum) {
+#if defined(__AVX512BF16__)
+    if constexpr (PAIRS) return {_mm512_dpbf16_ps(sum.v, pair_for_all(weight), (__m512bh)value.v)};
+#endif
+    return fma(all(*weight), value, sum);
+}
+
+inline F keep(F pair, Part part) {
+#if defined(__AVX512BF16__)
+    if (part != BOTH) {
+        __m512i mask = _mm512_set1_epi32(part == EARLIER ? 0x0000ffff : int(0xffff0000));
+        return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pair.v), mask))};
+    }
+#else
+    (void)part;
+#endif
+    return pair;
+}
+
+// Steps (keys, or pairs of them) first ... last-1, onto what is in `out`.
+template <bool PAIRS, int ROWS, int VECTORS>
+void value_block(const Weighing& w, int row, int column, int first, int last) {
+    F sums[ROWS][VECTORS];
+    float* out = w.out + int64_t(row) * w.stride + column;
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < VECTORS; i++) sums[r][i] = load(out + int64_t(r) * w.stride + i * LANES);
+    const float* weights = w.weights + int64_t(row) * CHUNK;
+    for (int j = first; j < last; j++) {
+        const float* values = w.values + int64_t(j) * w.padded + column;
+        F v[VECTORS];
+        for (int i = 0; i < VECTORS; i++) v[i] = load(values + i * LANES);
+        if constexpr (PAIRS && ROWS == 1)
+            for (F& x : v) x = keep(x, w.part);
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < VECTORS; i++) sums[r][i] = value_step<PAIRS>(weights + r * CHUNK + j, v[i], sums[r][i]);
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < VECTORS; i++) store(out + int64_t(r) * w.stride + i * LANES, sums[r][i]);
+}
+
+template <bool PAIRS, int ROWS>
+void value_rows(const Weighing& w, int row, int first, int last) {
+    int column = 0;
+    for (; column + VALUE_VECTORS * LANES <= w.padded; column += VALUE_VECTORS * LANES)
+        value_block<PAIRS, ROWS, VALUE_VECTORS>(w, row, column, first, last);
+    for (; column < w.padded; column += LANES) value_block<PAIRS, ROWS, 1>(w, row, column, first, last);
+}
+
+// Keys first ... last-1 of one row; ends may fall between the keys of a pair.
+template <bool PAIRS>
+void add_alone(const Weighing& w, int row, int first, int last) {
+    if (first >= last) return;
+    if constexpr (!PAIRS) {
+        value_rows<false, 1>(w, row, first, last);
+        return;
+    }
+    Weighing part = w;
+    auto half = [&](Part which, int pair) {
+        part.part = which;
+        value_rows<PAIRS, 1>(part, row, pair, pair + 1);
+    };
+    if (first % 2) half(LATER, first / 2);
+    if (int from = (first + 1) / 2; from < last / 2) value_rows<PAIRS, 1>(w, row, from, last / 2);
+    if (last % 2) half(EARLIER, last / 2);
+}
+
+// Rows' weighted values onto `out`: what all of them see in one go, what lies before and behind row by row, so that
+// every row takes its keys in order and no others.
+template <bool PAIRS>
+void add_values(const Weighing& w, int count, const Reach* reaches) {
+    constexpr int KEYS = PAIRS ? 2 : 1;
+    int first = 0, last = CHUNK;
+    for (int r = 0; r < count; r++) {
+        first = std::max(first, reaches[r].first);
+        last = std::min(last, reaches[r].last);
+    }
+    first = (first + KEYS - 1) / KEYS * KEYS;
+    last = last / KEYS * KEYS;
+    if (first >= last) {
+        for (int r = 0; r < count; r++) add_alone<PAIRS>(w, r, reaches[r].first, reaches[r].last);
+        return;
+    }
+    for (int r = 0; r < count; r++) add_alone<PAIRS>(w, r, reaches[r].first, first);
+    for (int r = 0, rows; r < count; r += rows) {
+        rows = std::min(count - r, VALUE_ROWS);
+        switch (rows) {
+            case 1: value_rows<PAIRS, 1>(w, r, first / KEYS, last / KEYS); break;
+            case 2: value_rows<PAIRS, 2>(w, r, first / KEYS, last / KEYS); break;
+#if defined(__AVX512F__)
+            case 3: value_rows<PAIRS, 3>(w, r, first / KEYS, last / KEYS); break;
+            case 4: value_rows<PAIRS, 4>(w, r, first / KEYS, last / KEYS); break;
+#endif
+        }
+    }
+    for (int r = 0; r < count; r++) add_alone<PAIRS>(w, r, last, reaches[r].last);
+}
+
+}  // namespace
+
+void State::clear(int first, int last) const {
+    for (int r = first; r < last; r++) {
+        m[r] = NOTHING;
+        std::memset(row(r), 0, size_t(stride) * 4);
+    }
+}
+
+void State::fold(const State& part, int r, bool fresh) const {
+    float *own = row(r), *other = part.row(r);
+    if (fresh) {
+        m[r] = part.m[r];
+        std::memcpy(own, other, size_t(stride) * 4);
+        return;
+    }
+    float now = part.m[r] > m[r] ? part.m[r] : m[r], level = now == NOTHING ? 0.0f : now;
+    F a = exp_down(all(m[r] - level)), b = exp_down(all(part.m[r] - level));
+    for (int i = 0; i < stride; i += LANES) store(own + i, load(own + i) * a + load(other + i) * b);
+    m[r] = now;
+}
+
+void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
+                 const uint8_t* keys, const uint8_t* values, const State& state, int row, float* scratch,
+                 Ahead& ahead) {
+    int first = CHUNK, last = 0;
+    for (int r = 0; r < count; r++) {
+        first = std::min(first, reaches[r].first / TILE);
+        last = std::max(last, (reaches[r].last + TILE - 1) / TILE);
+    }
+    Products products{queries, query_bytes, keys, rule.keys.padded / (rule.keys.pairs ? 2 : 1), rule.scale, ahead};
+    if (rule.keys.pairs) score<HAS_PAIRS>(products, count, first, last, scratch);
+    else score<false>(products, count, first, last, scratch);
+    auto weighing = rule.values.pairs ? weigh<HAS_PAIRS> : weigh<false>;
+    for (int r = 0; r < count; r++) {
+        ahead.pull(16);
+        weighing(rule, reaches[r], scratch + r * CHUNK, state.m[row + r], state.row(row + r));
+    }
+    const auto* of_keys = reinterpret_cast<const float*>(values);
+    Weighing w{scratch, of_keys, rule.values.padded, state.row(row) + LANES, state.stride, BOTH};
+    if (rule.values.pairs) add_values<HAS_PAIRS>(w, count, reaches);
+    else add_values<false>(w, count, reaches);
+}
+
+void finish(const Rule& rule, const State& state, int r, const float* sink, float* out) {
+    const float* sums = state.row(r);
+    float total = sum(load(sums));
+    F shrink = all(1.0f);
+    if (sink) {
+        float now = *sink > state.m[r] ? *sink : state.m[r], level = now == NOTHING ? 0.0f : now;
+        float both[LANES], own[LANES];
+        shrink = exp_down(all(state.m[r] - level));
+        store(own, shrink);
+        store(both, exp_down(all(*sink - level)));
+        total = total * own[0] + both[0];
+    }
+    for (int i = 0; i < rule.values.dim; i += LANES) {
+        F y = load(sums + LANES + i) * shrink / all(total);
+        if (i + LANES <= rule.values.dim) store(out + i, y);
+        else store(out + i, y, rule.values.dim - i);
+    }
+}
+
+}  // namespace pst

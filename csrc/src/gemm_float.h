@@ -1,0 +1,163 @@
+// Products of rows of float32 or bfloat16 with panels of floating-point weights.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#if defined(__clang__)
+#define PST_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define PST_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+namespace pst {
+
+inline int64_t float_row_bytes(int cols, int) { return (int64_t(cols) * 4 + 63) / 64 * 64; }
+
+// Weights as the tile meets them. A step takes STEP inputs of all 64 outputs, in PARTS one after the other: `weights`
+// is one vector of 16 outputs, `input` the input that they share, in all lanes, `multiply` acc + input * weights.
+struct Float32Weights {
+    static constexpr int STEP = 1, PARTS = 1, VECTOR_BYTES = 64;
+    static F weights(const uint8_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
+    static F input(const uint8_t* row, int64_t step, int) { return all(reinterpret_cast<const float*>(row)[step]); }
+    static F multiply(F acc, F input, F weights) { return fma(input, weights, acc); }
+};
+
+struct Float16Weights : Float32Weights {
+    static constexpr int VECTOR_BYTES = 32;
+    static F weights(const uint8_t* p, int) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+};
+
+// Pairs of bfloat16 widened in place: the even input of a pair first, then the odd one. Rows are float32.
+struct WidenedWeights : Float32Weights {
+    static constexpr int STEP = 2, PARTS = 2;
+    static F weights(const uint8_t* p, int part) {
+#if defined(__AVX512F__)
+        __m512i pairs = _mm512_loadu_si512(p);
+        return {_mm512_castsi512_ps(part ? _mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000)))
+                                         : _mm512_slli_epi32(pairs, 16))};
+#elif defined(__AVX2__)
+        __m256i lo = _mm256_loadu_si256((const __m256i*)p), hi = _mm256_loadu_si256((const __m256i*)(p + 32));
+        __m256i odd = _mm256_set1_epi32(int(0xffff0000));
+        lo = part ? _mm256_and_si256(lo, odd) : _mm256_slli_epi32(lo, 16);
+        hi = part ? _mm256_and_si256(hi, odd) : _mm256_slli_epi32(hi, 16);
+        return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)};
+#else
+        uint32_t pairs[LANES];
+        std::memcpy(pairs, p, sizeof pairs);
+        for (uint32_t& x : pairs) x = part ? x & 0xffff0000u : x << 16;
+        F out;
+        std::memcpy(out.v, pairs, sizeof pairs);
+        return out;
+#endif
+    }
+    static F input(const uint8_t* row, int64_t step, int part) {
+        return all(reinterpret_cast<const float*>(row)[2 * step + part]);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Rows are bfloat16 too: vdpbf16ps adds the odd inputs' products, rounds, adds the even ones', rounds. Products are
+// exact; subnormal operands and results count as zero.
+struct PairedWeights {
+    static constexpr int STEP = 2, PARTS = 1, VECTOR_BYTES = 64;
+    static F weights(const uint8_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
+    static F input(const uint8_t* row, int64_t step, int) { return all(reinterpret_cast<const float*>(row)[step]); }
+    static F multiply(F acc, F input, F weights) {
+        return {_mm512_dpbf16_ps(acc.v, (__m512bh)input.v, (__m512bh)weights.v)};
+    }
+};
+#endif
+
+// Vectors of outputs that R rows meet at a time: as many accumulators as there are registers for.
+template <int R>
+constexpr int tile_vectors() {
+#if defined(__AVX512F__)
+    return 4;
+#elif defined(__AVX2__)
+    return R == 1 ? 4 : R == 2 ? 2 : 1;
+#else
+    return 1;
+#endif
+}
+
+// Steps begin ... end-1 of R rows and C vectors of outputs. `sums` [R][64] are where these begin (unless the first step
+// is 0) and what comes out: kept in memory between two stretches of steps, a chain of additions is the same chain.
+template <class W, int R, int C>
+inline void stretch(const uint8_t* const* rows, const uint8_t* panel, int64_t begin, int64_t end, int64_t ahead,
+                    float* sums) {
+    constexpr int STEP_BYTES = 4 * W::VECTOR_BYTES;
+    F acc[R][C];
+    // Unrolled by name: the compiler finds registers for the sums only if no loop indexes them.
+    PST_UNROLL
+    for (int r = 0; r < R; r++)
+        PST_UNROLL
+        for (int c = 0; c < C; c++) acc[r][c] = begin ? load(sums + r * PANEL + c * LANES) : all(0.0f);
+    const uint8_t* p = panel + begin * STEP_BYTES;
+    for (int64_t s = begin; s < end; s++, p += STEP_BYTES) {
+        for (int c = 0; c < C * W::VECTOR_BYTES; c += 64) __builtin_prefetch(p + ahead + c);
+        PST_UNROLL
+        for (int part = 0; part < W::PARTS; part++) {
+            F w[C];
+            PST_UNROLL
+            for (int c = 0; c < C; c++) w[c] = W::weights(p + c * W::VECTOR_BYTES, part);
+            PST_UNROLL
+            for (int r = 0; r < R; r++) {
+                F x = W::input(rows[r], s, part);
+                PST_UNROLL
+                for (int c = 0; c < C; c++) acc[r][c] = W::multiply(acc[r][c], x, w[c]);
+            }
+        }
+    }
+    PST_UNROLL
+    for (int r = 0; r < R; r++)
+        PST_UNROLL
+        for (int c = 0; c < C; c++) store(sums + r * PANEL + c * LANES, acc[r][c]);
+}
+
+// All 64 outputs of R rows.
+template <class W, int R>
+void stretch_rows(const uint8_t* data, int64_t stride, const uint8_t* panel, int64_t begin, int64_t end, int64_t ahead,
+                  float* sums) {
+    constexpr int C = tile_vectors<R>();
+    const uint8_t* rows[R];
+    for (int r = 0; r < R; r++) rows[r] = data + r * stride;
+    for (int c = 0; c < PANEL / LANES; c += C)
+        stretch<W, R, C>(rows, panel + c * W::VECTOR_BYTES, begin, end, ahead, sums + c * LANES);
+}
+
+constexpr int REGISTER_ROWS = 6;              // rows whose sums fit the registers
+constexpr int TILE_ROWS = 2 * REGISTER_ROWS;  // two such groups may share what the first one brings into L1
+constexpr int64_t STRETCH_BYTES = 24 * 1024;  // of a panel: half of an L1
+constexpr int64_t AHEAD_BYTES = 4096;         // prefetch: far enough for memory, and over the end of a page
+constexpr int64_t LARGE_PANEL = 768 * 1024;   // does not stay in a small L2 between two groups
+
+template <class W>
+void float_kernel(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
+    using Stretch = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, float*);
+    static constexpr Stretch BY_ROWS[] = {
+        nullptr,
+        stretch_rows<W, 1>, stretch_rows<W, 2>, stretch_rows<W, 3>,
+        stretch_rows<W, 4>, stretch_rows<W, 5>, stretch_rows<W, 6>,
+    };
+    const int64_t steps = (panel.cols + W::STEP - 1) / W::STEP;
+    const uint8_t* data = rows.data + first * rows.stride;
+    const int upper = count <= REGISTER_ROWS ? count : (count + 1) / 2, lower = count - upper;
+    // Where the panel comes from memory for these rows alone, or does not stay near, both groups meet it stretch by
+    // stretch. Otherwise each in one go: sums that stay in registers are worth more than weights in L1.
+    const bool together = lower && (rows.count <= TILE_ROWS || steps * (4 * W::VECTOR_BYTES) > LARGE_PANEL);
+    const bool narrow = count > 1 && tile_vectors<REGISTER_ROWS>() < PANEL / LANES;  // several passes over the panel
+    const int64_t length = together || narrow ? STRETCH_BYTES / (4 * W::VECTOR_BYTES) : steps;
+    for (int64_t begin = 0; begin < steps; begin += length) {
+        int64_t end = begin + length < steps ? begin + length : steps;
+        BY_ROWS[upper](data, rows.stride, panel.data, begin, end, AHEAD_BYTES, tile);
+        // The lower rows find the stretch in L1, and fetch the next one.
+        if (lower)
+            BY_ROWS[lower](data + upper * rows.stride, rows.stride, panel.data, begin, end,
+                           together ? STRETCH_BYTES : AHEAD_BYTES, tile + upper * PANEL);
+    }
+}
+
+}  // namespace pst
+
+#undef PST_UNROLL

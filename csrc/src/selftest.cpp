@@ -1,0 +1,347 @@
+// What a library has to get right before it is used: every product, a norm, every activation, attention over two pages,
+// against the same in double precision. Wrong results of a miscompiled or misdetected instruction set look like a bad
+// model; here they have a name. A few milliseconds.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "kernels.h"
+#include "ops.h"
+#include "simd.h"
+
+namespace pst {
+
+namespace {
+
+using Numbers = std::vector<float>;
+
+// Numbers without order, the same on every machine.
+struct Dice {
+    uint32_t state;
+    int whole(int low, int high) {
+        state = state * 1664525u + 1013904223u;
+        return low + int((state >> 8) % uint32_t(high - low + 1));
+    }
+    float real() { return float(whole(-1000000, 1000000)) * 1e-6f; }
+    Numbers reals(size_t n) {
+        Numbers out(n);
+        for (float& x : out) x = real();
+        return out;
+    }
+};
+
+// Memory that begins on a cache line, and ends where it is said to: sanitizers see a byte too far.
+struct Bytes {
+    uint8_t* data;
+    explicit Bytes(int64_t n) : data(static_cast<uint8_t*>(::operator new(size_t(n), std::align_val_t(64)))) {
+        std::memset(data, 0xa5, size_t(n));  // who reads what nobody wrote is found out
+    }
+    ~Bytes() { ::operator delete(data, std::align_val_t(64)); }
+    Bytes(const Bytes&) = delete;
+    float* floats() { return reinterpret_cast<float*>(data); }
+};
+
+// "" if |actual - expected| <= bound, else a sentence.
+std::string off(const std::string& what, double actual, double expected, double bound) {
+    if (std::fabs(actual - expected) <= bound) return "";
+    char text[200];
+    std::snprintf(text, sizeof text, "%s: %.9g, not %.9g", what.c_str(), actual, expected);
+    return text;
+}
+
+const char* const FORMATS[] = {"float32", "float16", "bfloat16", "8-bit", "4-bit"};
+const char* const ACTS[] = {"float32", "bfloat16", "8-bit"};
+
+std::string product_name(int32_t format, int32_t act) {
+    return std::string("product of ") + FORMATS[format] + " weights and " + ACTS[act] + " rows";
+}
+
+// What packing into a format may change in a number of rows that reach `top`: nothing, half a last place, half a step.
+double packing_loss(int32_t format, double x, double top) {
+    switch (format) {
+        case PST_M_F32: return 0;
+        case PST_M_F16: return std::fabs(x) / 2048 + 1e-7;
+        case PST_M_BF16: return std::fabs(x) / 256;
+        case PST_M_I8: return top / 127;
+        default: return top / 4;  // two steps: how scales of 4 bits are chosen is not this test's business
+    }
+}
+
+// 64 outputs of 100 inputs, not a multiple of anything, times three rows.
+struct ProductTest {
+    static constexpr int COLS = 100, ROWS = 3;
+    const Product& product;
+    const int group;
+    const std::string name;
+    Dice dice{12345};
+    Numbers weights = dice.reals(PANEL * COLS), values = Numbers(PANEL * COLS), x = Numbers(ROWS * COLS);
+    Bytes data, scales;
+    Bytes tile{ROWS * PANEL * 4}, other{ROWS * PANEL * 4};
+
+    explicit ProductTest(const Product& p)
+        : product(p), group(p.format == PST_M_I4 ? 32 : 0),
+          name(product_name(p.format, p.act)),
+          data(pst_panel_bytes(p.format, COLS, group)),
+          scales(std::max<int64_t>(64, pst_panel_scale_bytes(p.format, COLS, group))) {
+        // Whole numbers up to 127 of which one is reached: bfloat16 and 8 bits hold them without loss.
+        for (int i = 0; i < ROWS * COLS; i++) x[size_t(i)] = float(i % COLS ? dice.whole(-127, 127) : 127) / 64;
+    }
+
+    std::string packing() {
+        const void* row_of[PANEL];
+        for (int j = 0; j < PANEL; j++) row_of[j] = weights.data() + j * COLS;
+        if (pst_pack(product.format, COLS, group, PST_F32, row_of, 0, 1, data.data, scales.data))
+            return name + ": packing";
+        pst_matrix m{product.format, product.act, PANEL, COLS, group, 0, data.data, scales.data, nullptr};
+        if (pst_unpack(&m, 0, values.data())) return name + ": unpacking";
+        std::string fault;
+        for (size_t i = 0; i < values.size() && fault.empty(); i++)
+            fault = off(name + ": packed weight", values[i], weights[i], packing_loss(product.format, weights[i], 1.0));
+        return fault;
+    }
+
+    std::string products() {
+        int64_t bytes = product.row_bytes(COLS, group);
+        int32_t groups = product.row_groups(COLS, group);
+        Bytes rows(bytes * ROWS);
+        float row_scales[ROWS] = {};
+        std::vector<int32_t> sums(size_t(std::max(1, groups) * ROWS));
+        for (int i = 0; i < ROWS; i++)
+            product.prepare(x.data() + i * COLS, COLS, group, rows.data + i * bytes, row_scales + i,
+                            sums.data() + groups * i);
+        Rows ready{rows.data, bytes, row_scales, sums.data(), groups, ROWS};
+        Panel panel{data.data, scales.data, COLS, group};
+        for (int i = 0; i < ROWS; i++) product.kernel(ready, i, 1, panel, tile.floats() + i * PANEL);
+        std::string fault = check_tile();
+        if (fault.empty() && product.tile_rows >= ROWS) {
+            product.kernel(ready, 0, ROWS, panel, other.floats());
+            fault = same("a row among others");
+        }
+        if (fault.empty() && product.many) {
+            Bytes scratch(product.unpacked_bytes(COLS, group));
+            product.unpack(panel, scratch.data);
+            Panel turned{scratch.data, scales.data, COLS, group};
+            product.many(ready, 0, ROWS, turned, other.floats());
+            fault = same("a row among many");
+        }
+        return fault;
+    }
+
+    std::string check_tile() {
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < PANEL; j++) {
+                double expected = 0, size = 0;
+                for (int k = 0; k < COLS; k++) {
+                    double part = double(x[size_t(i * COLS + k)]) * double(values[size_t(j * COLS + k)]);
+                    expected += part;
+                    size += std::fabs(part);
+                }
+                std::string fault = off(name, tile.floats()[i * PANEL + j], expected, size * COLS * 6e-8 + 1e-9);
+                if (!fault.empty()) return fault;
+            }
+        return "";
+    }
+    std::string same(const char* what) {
+        bool equal = !std::memcmp(tile.data, other.data, ROWS * PANEL * sizeof(float));
+        return equal ? "" : name + ": " + what + " is not bit for bit what it is alone";
+    }
+};
+
+std::string products_fault() {
+    struct Pair {
+        int32_t format, act;
+    };
+    constexpr Pair PAIRS[] = {{PST_M_F32, PST_A_F32},   {PST_M_F16, PST_A_F32}, {PST_M_BF16, PST_A_F32},
+                              {PST_M_BF16, PST_A_BF16}, {PST_M_I8, PST_A_I8},   {PST_M_I8, PST_A_F32},
+                              {PST_M_I8, PST_A_BF16},   {PST_M_I4, PST_A_I8},   {PST_M_I4, PST_A_F32},
+                              {PST_M_I4, PST_A_BF16}};
+    for (Pair pair : PAIRS) {
+        const Product* product = find_product(pair.format, pair.act);
+        if (!product) return "no " + product_name(pair.format, pair.act);
+        ProductTest test(*product);
+        std::string fault = test.packing();
+        if (fault.empty()) fault = test.products();
+        if (!fault.empty()) return fault;
+    }
+    return "";
+}
+
+// Registers and operations, run once by the calling thread.
+struct Tiny {
+    std::vector<Numbers> buffers;
+    std::vector<pst_register> registers;
+    std::vector<pst_op> ops;
+    std::vector<pst_plane> planes;
+    int32_t rows;
+
+    explicit Tiny(int32_t rows) : rows(rows) {}
+    int32_t add(Numbers values) {
+        buffers.push_back(std::move(values));
+        int32_t width = int32_t(buffers.back().size()) / rows;
+        registers.push_back({buffers.back().data(), width, width, PST_ROWS_TOKENS});
+        return int32_t(registers.size()) - 1;
+    }
+    pst_op& op(int32_t kind, int32_t in0, int32_t in1, int32_t out) {
+        pst_op made{};
+        made.kind = kind;
+        made.in[0] = in0, made.in[1] = in1, made.in[2] = made.in[3] = -1;
+        made.out = out;
+        ops.push_back(made);
+        return ops.back();
+    }
+    std::string run(const std::string& name, const pst_group* group = nullptr) {
+        char error[200] = "";
+        int32_t planes_of[] = {0, int32_t(planes.size())}, loc[] = {0, rows};
+        pst_program* program =
+            pst_program_new(ops.data(), int32_t(ops.size()), registers.data(), int32_t(registers.size()), planes.data(),
+                            planes_of, group ? 1 : 0, rows, 1, 1, error, sizeof error);
+        if (!program) return name + ": " + error;
+        std::vector<int32_t> ids(size_t(rows), 0), positions(size_t(rows), 0);
+        for (int32_t i = 0; i < rows; i++) positions[size_t(i)] = i;
+        pst_step step{rows, 1, 0, group ? 1 : 0, ids.data(), positions.data(), loc, loc, group, nullptr};
+        pst_pool alone;  // of the calling thread: none is started
+        bool failed = pst_program_run(program, &alone, &step, 0, int32_t(ops.size()));
+        pst_program_free(program);
+        return failed ? name + ": it did not run" : "";
+    }
+};
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+double activated(int a, double x) {
+    switch (a) {
+        case PST_SILU: return x * sigmoid(x);
+        case PST_GELU: return 0.5 * x * (1 + std::erf(x * std::sqrt(0.5)));
+        case PST_GELU_TANH: return 0.5 * x * (1 + std::tanh(std::sqrt(8 / M_PI) / 2 * (x + 0.044715 * x * x * x)));
+        case PST_RELU: return std::max(x, 0.0);
+        case PST_RELU2: return std::max(x, 0.0) * std::max(x, 0.0);
+        case PST_SIGMOID: return sigmoid(x);
+        case PST_TANH: return std::tanh(x);
+        default: return x * sigmoid(1.702 * x);  // PST_QUICK_GELU
+    }
+}
+
+std::string activations_fault() {
+    constexpr int N = 101;
+    constexpr float LIMIT = 7;
+    const char* names[] = {"silu",    "gelu", "gelu_tanh",      "relu",      "relu2",
+                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu"};
+    for (int a = PST_SILU; a <= PST_QUICK_GELU; a++) {
+        bool clamped = a == PST_SWIGLU_CLAMPED;
+        Tiny tiny(1);
+        Numbers x(N), up(N);
+        for (int i = 0; i < N; i++) x[size_t(i)] = float(i - N / 2) * 0.25f, up[size_t(i)] = float(N / 3 - i) * 0.25f;
+        int32_t in = tiny.add(x), other = tiny.add(up), out = tiny.add(Numbers(N));
+        pst_op& op = tiny.op(clamped ? PST_GATED : PST_ACT, in, other, out);
+        op.n[0] = a;
+        op.f[0] = LIMIT;
+        std::string name = std::string("activation ") + names[a], fault = tiny.run(name);
+        for (size_t i = 0; i < N && fault.empty(); i++) {
+            double gate = x[i], expected = activated(a, gate);
+            if (clamped) {
+                gate = std::min<double>(gate, LIMIT);
+                expected = gate * sigmoid(1.702 * gate) * (std::clamp<double>(up[i], -LIMIT, LIMIT) + 1);
+            }
+            fault = off(name, tiny.buffers[size_t(out)][i], expected, 2e-6 * (1 + std::fabs(expected)));
+        }
+        if (!fault.empty()) return fault;
+    }
+    return "";
+}
+
+std::string norm_fault() {
+    constexpr int N = 101;
+    Dice dice{7};
+    Tiny tiny(1);
+    Numbers x = dice.reals(N), w = dice.reals(N);
+    int32_t in = tiny.add(x), out = tiny.add(Numbers(N));
+    pst_op& op = tiny.op(PST_NORM, in, -1, out);
+    op.n[0] = N, op.n[1] = 1, op.f[0] = 1e-5f, op.p[0] = w.data();
+    std::string fault = tiny.run("norm");
+    double squares = 0;
+    for (float v : x) squares += double(v) * double(v);
+    for (size_t i = 0; i < N && fault.empty(); i++)
+        fault = off("norm", tiny.buffers[size_t(out)][i], x[i] / std::sqrt(squares / N + 1e-5) * w[i], 1e-5);
+    return fault;
+}
+
+// 20 tokens of one sequence, written to two pages of 16 and attended to, causally: 2 query heads share one of keys.
+struct AttentionTest {
+    static constexpr int T = 20, S = 16, HEADS = 2, D = 32;
+    Dice dice{99};
+    Numbers q = dice.reals(T * HEADS * D), k = dice.reals(T * D), v = dice.reals(T * D);
+
+    std::string fault(int32_t dtype, const std::string& name, double bound) {
+        Tiny tiny(T);
+        Bytes keys(2 * S * D * 4), values(2 * S * D * 4);
+        for (Bytes* plane : {&keys, &values})
+            tiny.planes.push_back({plane->data, dtype, 1, D, 0, S * D, D, D});
+        int32_t rq = tiny.add(q), rk = tiny.add(k), rv = tiny.add(v), out = tiny.add(Numbers(T * HEADS * D));
+        const int32_t write[] = {0, 0, 1, D, 1, D, 0, 1}, attend[] = {0, 0, HEADS, 1, D, D, 0, 1};
+        std::copy(std::begin(write), std::end(write), tiny.op(PST_WRITE, rk, rv, -1).n);
+        pst_op& op = tiny.op(PST_ATTEND, rq, -1, out);
+        std::copy(std::begin(attend), std::end(attend), op.n);
+        op.f[0] = SCALE;
+        int32_t table[] = {1, 0}, lanes = 1, blocks = 2;
+        const int32_t* tables[] = {table};
+        pst_group group{1, S, tables, &lanes, &blocks};
+        std::string fault = tiny.run(name, &group);
+        for (int i = 0; i < T * HEADS * D && fault.empty(); i++)
+            fault = off(name, tiny.buffers[size_t(out)][size_t(i)], expected(i / (HEADS * D), i / D % HEADS, i % D),
+                        bound);
+        return fault;
+    }
+    double expected(int t, int head, int component) const {
+        double total = 0, out = 0;
+        for (int s = 0; s <= t; s++) {
+            double dot = 0;
+            for (int d = 0; d < D; d++)
+                dot += double(q[size_t((t * HEADS + head) * D + d)]) * double(k[size_t(s * D + d)]);
+            double weight = std::exp(dot * SCALE);
+            total += weight;
+            out += weight * double(v[size_t(s * D + component)]);
+        }
+        return out / total;
+    }
+    static constexpr float SCALE = 0.25f;
+};
+
+std::string attention_fault() {
+    AttentionTest test;
+    std::string fault = test.fault(PST_F32, "attention over a float32 cache", 1e-5);
+    if (fault.empty()) fault = test.fault(PST_F16, "attention over a float16 cache", 3e-3);
+    return fault.empty() ? test.fault(PST_BF16, "attention over a bfloat16 cache", 2e-2) : fault;
+}
+
+std::string exp_fault() {
+    for (float x = -87.0f; x < 88.7f; x += 0.8125f) {
+        float in[LANES], out[LANES];
+        for (int i = 0; i < LANES; i++) in[i] = std::min(x + float(i) * 0.0507f, 88.7f);
+        store(out, exp(load(in)));
+        for (int i = 0; i < LANES; i++) {
+            double expected = std::exp(double(in[i]));
+            std::string fault = off("exp", out[i], expected, expected * 4e-7);
+            if (!fault.empty()) return fault;
+        }
+    }
+    return "";
+}
+
+}  // namespace
+
+}  // namespace pst
+
+extern "C" int32_t pst_self_test(char* message, int32_t size) {
+    std::string fault;
+    try {
+        for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
+                          pst::attention_fault})
+            if (fault.empty()) fault = test();
+    } catch (const std::exception& problem) {
+        fault = problem.what();
+    }
+    if (message && size > 0) std::snprintf(message, size_t(size), "%s", fault.c_str());
+    return fault.empty() ? 0 : 1;
+}

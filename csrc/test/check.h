@@ -1,0 +1,67 @@
+// What the tests of the native library share. They are plain programs, so that a sanitizer or an emulator can run them.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "penstock.h"
+
+extern int failures;
+extern int shown;  // of the test that runs
+// Emulators and sanitizers are slow: fewer rounds of the same.
+extern bool brief;
+
+#define EXPECT(condition, ...)                                                  \
+    do {                                                                        \
+        if (!(condition) && ++failures && ++shown <= 20) {                      \
+            std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition);         \
+            std::printf(__VA_ARGS__);                                           \
+            std::printf("\n");                                                  \
+        }                                                                       \
+    } while (0)
+
+void test_pool();
+void test_packing();
+void test_rows();
+void test_model();
+
+using Numbers = std::vector<float>;
+
+struct Dice {
+    uint32_t state;
+    uint32_t next() {
+        state = state * 1664525u + 1013904223u;
+        return state >> 8;
+    }
+    float real() { return float(int(next() % 2000001) - 1000000) * 1e-6f; }
+    Numbers reals(size_t n) {
+        Numbers out(n);
+        for (float& x : out) x = real();
+        return out;
+    }
+};
+
+// Memory of exactly so many bytes that begins on a cache line and holds `fill`.
+struct Bytes {
+    uint8_t* data;
+    size_t size;
+    explicit Bytes(int64_t n, int fill = 0xa5)
+        : data(static_cast<uint8_t*>(::operator new(size_t(n), std::align_val_t(64)))), size(size_t(n)) {
+        std::memset(data, fill, size);
+    }
+    Bytes(Bytes&& other) noexcept : data(other.data), size(other.size) { other.data = nullptr; }
+    ~Bytes() { ::operator delete(data, std::align_val_t(64)); }
+    float* floats() const { return reinterpret_cast<float*>(data); }
+};
+
+struct Pair {
+    int32_t format, act, group;
+};
+// Every pair of weights and rows that products have.
+constexpr Pair PAIRS[] = {{PST_M_F32, PST_A_F32, 0},  {PST_M_F16, PST_A_F32, 0},  {PST_M_BF16, PST_A_F32, 0},
+                          {PST_M_BF16, PST_A_BF16, 0}, {PST_M_I8, PST_A_I8, 0},    {PST_M_I8, PST_A_F32, 0},
+                          {PST_M_I8, PST_A_BF16, 0},   {PST_M_I4, PST_A_I8, 32},   {PST_M_I4, PST_A_I8, 64},
+                          {PST_M_I4, PST_A_F32, 32},   {PST_M_I4, PST_A_BF16, 128}};

@@ -1,0 +1,49 @@
+// The native library's own tests: `tests [brief]`. 0 if all is well.
+#include <sys/time.h>
+
+#include <ctime>
+
+#include "check.h"
+
+int failures = 0, shown = 0;
+bool brief = false;
+
+namespace {
+
+void run(const char* name, void (*test)()) {
+    int before = failures;
+    shown = 0;
+    timespec start, end;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    test();
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    double seconds = double(end.tv_sec - start.tv_sec) + double(end.tv_nsec - start.tv_nsec) * 1e-9;
+    std::printf("%-10s %s  %.2f s\n", name, failures == before ? "ok" : "FAILED", seconds);
+    std::fflush(stdout);
+}
+
+void test_self() {
+    char sentence[300] = "";
+    int32_t failed = pst_self_test(sentence, sizeof sentence);
+    EXPECT(!failed, "%s", sentence);
+    EXPECT(failed || !sentence[0], "no fault, no sentence");
+    EXPECT(pst_self_test(nullptr, 0) == failed, "nobody has to listen");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    brief = argc > 1 && !std::strcmp(argv[1], "brief");
+    std::printf("%s, ABI %d, score %d\n", pst_isa_name(), pst_abi(), pst_score());
+    if (pst_abi() != PST_ABI || !pst_score()) {
+        std::printf("this processor cannot run the library\n");
+        return 1;
+    }
+    run("self-test", test_self);
+    run("packing", test_packing);
+    run("pool", test_pool);
+    run("rows", test_rows);
+    run("model", test_model);
+    std::printf(failures ? "%d FAILED\n" : "all well\n", failures);
+    return failures != 0;
+}

@@ -1,0 +1,285 @@
+"""Nodes -> native operations, with the memory they work in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.model.native.fuse import inputs_of
+from penstock.model.native.trace import Node, NotNativeError, Trace, Value
+from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
+from penstock.ops.native.matrix import DTYPES, Packed
+from penstock.ops.native.program import Layout, NativeOp
+
+Home = tuple[int, int]
+"""A buffer of the layout, and the column in it where a node's result begins."""
+
+
+@dataclass
+class Emitted:
+    """`ops[:head]` fill register `hidden`, the others turn it into register `logits`."""
+
+    ops: list[NativeOp]
+    labels: list[str]
+    layout: Layout
+    head: int
+    hidden: int
+    logits: int
+
+
+def matrix_name(node: Node) -> str:
+    """What a fused product's matrix is called: the names of its weights."""
+    return " ".join(part.name for part in node.more["parts"])
+
+
+def emit(trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed]) -> Emitted:
+    """Raises: NotNativeError for what has no native form."""
+    e = _Emitter(trace, groups, matrices)
+    head = 0
+    for i, node in enumerate(trace.nodes):
+        if i == trace.head:
+            head = len(e.ops)
+        e.node(i, node)
+    return Emitted(e.ops, e.labels, e.layout, head, e.register(trace.hidden), e.register(trace.logits))
+
+
+class _Emitter:
+    def __init__(self, trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed]) -> None:
+        self.ops: list[NativeOp] = []
+        self.labels: list[str] = []
+        self.layout = Layout()
+        self._groups, self._matrices = groups, matrices
+        self._homes: dict[int, Home] = {}
+        self._free: list[int] = []
+        self._last_read = _last_reads(trace)
+        self._readers = _later_readers(trace)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def register(self, value: Value) -> int:
+        buffer, start = self._homes[id(value.maker)]
+        wanted = (buffer, start + value.start, value.width)
+        for number, v in enumerate(self.layout.registers):
+            if (v.buffer, v.start, v.width) == wanted:
+                return number
+        return self.layout.view(*wanted)
+
+    def _new_home(self, node: Node) -> int:
+        """A place for the node's result that nobody is using. Returns its register."""
+        assert node.out is not None
+        shape = (node.out.width, node.out.rows)
+        free = next((b for b in self._free if self.layout.buffers[b] == shape), None)
+        if free is None:
+            free = self.layout.buffer(*shape)
+        else:
+            self._free.remove(free)
+        self._homes[id(node)] = (free, 0)
+        return self.register(node.out)
+
+    def _in_place(self, node: Node, value: Value) -> int:
+        """The result of `node` lies where `value` lay."""
+        buffer, start = self._homes[id(value.maker)]
+        self._homes[id(node)] = (buffer, start + value.start)
+        assert node.out is not None
+        return self.register(node.out)
+
+    def _is_dead(self, i: int, value: Value) -> bool:
+        """No node after the i-th reads any of these numbers."""
+        return not any(
+            j > i and v.start < value.start + value.width and value.start < v.start + v.width
+            for j, v in self._readers.get(id(value.maker), [])
+        )
+
+    def _release(self, i: int) -> None:
+        """Buffers whose every tenant has been read for the last time are free."""
+        busy = {self._homes[m][0] for m, last in self._last_read.items() if m in self._homes and last > i}
+        held = {buffer for buffer, _ in self._homes.values()}
+        for buffer in held - busy:
+            if buffer not in self._free:
+                self._free.append(buffer)
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def node(self, i: int, node: Node) -> None:
+        method = getattr(self, "_" + node.op, None)
+        if method is None:
+            raise NotNativeError(f"operation {node.op}")
+        method(i, node)
+        self._release(i)
+
+    def _add_op(self, kind: Kind, label: str, inputs: tuple[int, ...], out: int, **more: Any) -> None:
+        self.ops.append(NativeOp(kind, inputs, out, **more))
+        self.labels.append(f"{kind.name.lower()} {label}".strip())
+
+    def _out(self, i: int, node: Node, *candidates: Value) -> int:
+        """In place on the first candidate that nobody reads afterwards, else in memory of its own."""
+        assert node.out is not None
+        for value in candidates:
+            if value.maker is not None and value.width == node.out.width and self._is_dead(i, value):
+                return self._in_place(node, value)
+        return self._new_home(node)
+
+    def _elementwise(self, i: int, node: Node, kind: Kind, **more: Any) -> None:
+        inputs = tuple(self.register(v) for v in node.inputs)
+        self._add_op(kind, "", inputs, self._out(i, node, *node.inputs[:2]), **more)
+
+    def _embed(self, i: int, node: Node) -> None:
+        table = np.ascontiguousarray(node.bound[0])
+        n = (int(DTYPES[table.dtype]), int(node.source == "positions"))
+        self._add_op(Kind.EMBED, node.weights[0], (), self._new_home(node), n=n, f=(1.0,), pointers=(table,))
+
+    def _select(self, i: int, node: Node) -> None:
+        self._add_op(Kind.SELECT, "", (self.register(node.inputs[0]),), self._new_home(node))
+
+    def _rms_norm(self, i: int, node: Node) -> None:
+        weight, eps = node.bound
+        self._norm(i, node, "rms", weight, None, eps)
+
+    def _layer_norm(self, i: int, node: Node) -> None:
+        self._norm(i, node, "layer", *node.bound)
+
+    def _norm(self, i: int, node: Node, kind: str, weight: Any, bias: Any, eps: float) -> None:
+        x = node.inputs[0]
+        stretch = x.width // (x.heads or 1)
+        each = weight is not None and weight.size != stretch
+        if weight is not None and weight.size not in (stretch, x.width):
+            raise NotNativeError("a norm whose weights are shared by some heads")
+        if bias is not None and (weight is None or bias.size != weight.size):
+            raise NotNativeError("a norm whose bias is not shaped like its weights")
+        pointers = tuple(None if w is None else np.ascontiguousarray(w, np.float32) for w in (weight, bias))
+        inputs = (self.register(x),)
+        out = self._out(i, node, x)
+        self._add_op(Kind.NORM, kind, inputs, out, n=(stretch, NORMS[kind], int(each)), f=(eps,), pointers=pointers)
+
+    def _linear(self, i: int, node: Node) -> None:
+        more = node.more
+        name = matrix_name(node)
+        x, residual, norm = node.inputs[0], more.get("residual"), more.get("norm")
+        inputs = [self.register(x)]
+        if residual is not None:
+            inputs.append(self.register(residual))
+        kind, weight, bias, eps = "none", None, None, 0.0
+        if norm is not None and norm.op == "rms_norm":
+            kind, (weight, eps) = "rms", norm.bound
+        elif norm is not None:
+            kind, (weight, bias, eps) = "layer", norm.bound
+        activation = more.get("activation")
+        then = 0 if activation is None else 2 if more["pair"] else 1
+        limit = more.get("limit")
+        # Rows are read again for every stretch of outputs: the result must not lie on them.
+        in_place = [] if residual is None or residual.maker is x.maker else [residual]
+        out = self._out(i, node, *in_place)
+        self._add_op(
+            Kind.LINEAR, name, tuple(inputs), out,
+            n=(NORMS[kind], then, 0 if activation is None else ACTIVATIONS[activation]),
+            f=(eps, more["factor"], 0.0 if limit is None else limit),
+            pointers=(self._matrices[name], weight, bias),
+        )  # fmt: skip
+
+    def _rope(self, i: int, node: Node) -> None:
+        x, angles = node.inputs
+        interleaved, first = (*node.bound, 0)[:2]
+        table = np.ascontiguousarray(angles.constant)
+        assert x.heads is not None
+        if not self._is_dead(i, x):
+            raise NotNativeError("a rotation of something that is read unrotated too")
+        _, num_positions, half = table.shape
+        n = (x.heads, x.width // x.heads, first, half, int(interleaved), num_positions)
+        register = self.register(x)
+        self._add_op(Kind.ROPE, "", (register,), self._in_place(node, x), n=n, pointers=(table,))
+
+    def _write_kv(self, i: int, node: Node) -> None:
+        a, b = node.inputs
+        group, layer, names = node.bound
+        planes = [p.name for p in self._groups[group].spec.planes]
+        assert a.heads
+        assert b.heads
+        n = (
+            group, layer, a.heads, a.width // a.heads, b.heads, b.width // b.heads,
+            planes.index(names[0]), planes.index(names[1]),
+        )  # fmt: skip
+        self._add_op(Kind.WRITE, f"group {group} layer {layer}", (self.register(a), self.register(b)), -1, n=n)
+
+    def _attention(self, i: int, node: Node) -> None:
+        group, layer = node.bound
+        x, named, q = node.out, node.named, node.inputs[0]
+        assert x is not None
+        assert q.heads is not None
+        planes = self._groups[group].spec.planes
+        names = [p.name for p in planes]
+        keys, value = names.index(named["keys"][0]), names.index(named["value"])
+        n = (
+            group, layer, q.heads, planes[keys].heads, q.width // q.heads, planes[value].dim, keys, value,
+            named["window"] or 0, named["chunk"] or 0,
+        )  # fmt: skip
+        pointers = tuple(
+            None if w is None else np.ascontiguousarray(w, np.float32).reshape(-1)
+            for w in (named["slopes"], named["sinks"])
+        )
+        inputs = (self.register(q),)
+        f = (named["scale"], named["soft_cap"] or 0.0)
+        self._add_op(
+            Kind.ATTEND, f"group {group} layer {layer}", inputs, self._new_home(node), n=n, f=f, pointers=pointers
+        )
+
+    def _add(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.ADD)
+
+    def _multiply(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.MUL)
+
+    def _scale(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.SCALE, f=(float(node.bound[0]),))
+
+    def _clip(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.CLIP, f=(float(node.bound[0]),))
+
+    def _soft_cap(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.SOFT_CAP, f=(float(node.bound[0]),))
+
+    def _activate(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.ACT, n=(ACTIVATIONS[node.bound[0]],))
+
+    def _activate_gated(self, i: int, node: Node) -> None:
+        activation, limit = node.bound
+        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(limit or 0.0,))
+
+    def _gate_rows(self, i: int, node: Node) -> None:
+        inputs = tuple(self.register(v) for v in node.inputs)
+        self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, node.inputs[0]))
+
+    def _scale_queries(self, i: int, node: Node) -> None:
+        beta, floor, shift = node.bound
+        self._elementwise(i, node, Kind.SCALE_QUERIES, f=(float(beta), float(floor), float(shift)))
+
+
+def _last_reads(trace: Trace) -> dict[int, int]:
+    """Node -> place of the last node that reads its result; what leaves the program is read at the very end.
+
+    A result that lies in place keeps its buffer busy by itself: its own readers count for it.
+    """
+    last: dict[int, int] = {}
+    for i, node in enumerate(trace.nodes):
+        last[id(node)] = max(i, last.get(id(node), i))
+        for v in inputs_of(node):
+            if v.maker is not None:
+                last[id(v.maker)] = i
+    for v in (trace.hidden, trace.logits):
+        last[id(v.maker)] = len(trace.nodes)
+    return last
+
+
+def _later_readers(trace: Trace) -> dict[int, list[tuple[int, Value]]]:
+    """Node -> (place, value) of everything that reads its result."""
+    out: dict[int, list[tuple[int, Value]]] = {}
+    for i, node in enumerate(trace.nodes):
+        for v in inputs_of(node):
+            if v.maker is not None:
+                out.setdefault(id(v.maker), []).append((i, v))
+    for v in (trace.hidden, trace.logits):
+        out.setdefault(id(v.maker), []).append((len(trace.nodes), v))
+    return out

@@ -1,0 +1,110 @@
+"""A compiled model: what the runner calls once per step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.base.bf16 import F32
+from penstock.core.cache_spec import CacheGroup
+from penstock.model.native.emit import Emitted, emit, matrix_name
+from penstock.model.native.fuse import check_order, fuse
+from penstock.model.native.schemes import Scheme
+from penstock.model.native.trace import Node, trace
+from penstock.model.program import Program
+from penstock.ops.native.matrix import Packed, pack
+from penstock.ops.native.program import NativeProgram, Pool, StepMemory
+from penstock.ops.plan import Planes, StepPlan
+
+
+class NativeForward:
+    """A `Program`'s calls as one native program. See `runner.forward.PoolingForward`.
+
+    The arena has room for `max_tokens` tokens in a step and grows if one brings more; what the planes are is learnt
+    from the first step. Results live in the arena: they are read before the next call.
+
+    Raises (when made): NotNativeError, if the model has a part that no native operation does.
+    """
+
+    def __init__(
+        self, program: Program, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
+        matrices: dict[str, Packed] | None = None,
+    ) -> None:  # fmt: skip
+        """`matrices`: packed before, by `matrix_name`; else they are packed here."""
+        self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len
+        traced = trace(program, groups)
+        fuse(traced)
+        check_order(traced)
+        linears = [node for node in traced.nodes if node.op == "linear"]
+        if matrices is None:
+            isa = pool.library.pst_isa_name().decode()
+            matrices = {matrix_name(node): _pack(node, pool.library, scheme, isa) for node in linears}
+        self.matrices = matrices
+        self._code: Emitted = emit(traced, groups, matrices)
+        self._pool = pool
+        self._max_tokens = max_tokens
+        self._planes: tuple[Planes, ...] | None = None
+        self._native: NativeProgram | None = None
+        self._memory = StepMemory(len(groups))
+        self.calls = Counter[str]()
+        """Operations so far, by kind."""
+        self._per_step = Counter(op.kind.name.lower() for op in self._code.ops)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed matrices."""
+        return sum(m.num_bytes for m in self.matrices.values())
+
+    def describe(self) -> list[str]:
+        """The program for people, a line per operation."""
+        return list(self._code.labels)
+
+    def run(self, plan: StepPlan, planes: Sequence[Planes]) -> F32:
+        """Logits [R, V] of `plan.logits_indices`, as float32. Mutates: the planes, at this step's tokens."""
+        num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
+        native = self._ready(num_tokens, planes)
+        native.run(self._memory.args(plan, plan.logits_indices))
+        self.calls.update(self._per_step)
+        return native.values(self._code.logits, num_logits)
+
+    def run_pooling(self, plan: StepPlan, planes: Sequence[Planes]) -> tuple[F32, F32]:
+        """`run`, and the hidden states [P, E] of `plan.hidden_indices`."""
+        num_logits, num_hidden = len(plan.logits_indices), len(plan.hidden_indices)
+        if not num_hidden:
+            logits = self.run(plan, planes)
+            return logits, np.zeros((0, 0), np.float32)
+        # A row may be wanted twice, so there can be more rows than tokens.
+        rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
+        native = self._ready(max(len(plan.token_ids), len(rows)), planes)
+        native.run(self._memory.args(plan, rows), 0, self._code.head)
+        hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
+        if num_logits:
+            native.run(self._memory.args(plan, plan.logits_indices), self._code.head)
+        self.calls.update(self._per_step)
+        return native.values(self._code.logits, num_logits), hidden
+
+    def profile(self) -> list[tuple[str, int]]:
+        """(operation, nanoseconds so far) since the first call of this."""
+        assert self._native is not None, "nothing has run"
+        return list(zip(self._code.labels, self._native.profile().tolist(), strict=True))
+
+    def _ready(self, num_tokens: int, planes: Sequence[Planes]) -> NativeProgram:
+        same = self._planes is not None and all(a is b for a, b in zip(self._planes, planes, strict=True))
+        if self._native is None or not same or num_tokens > self._max_tokens:
+            self._max_tokens = max(self._max_tokens, num_tokens)
+            self._planes = tuple(planes)
+            self._native = NativeProgram(
+                self._pool, self._code.ops, self._code.layout, planes, max_tokens=self._max_tokens,
+                max_rows=self._max_tokens,
+            )  # fmt: skip
+        return self._native
+
+
+def _pack(node: Node, library: Any, scheme: Scheme, isa: str) -> Packed:
+    parts, pair = node.more["parts"], node.more["pair"]
+    format, act, group = scheme.of(parts[0].weight.dtype, isa)
+    biases = [part.bias for part in parts]
+    return pack(library, [part.weight for part in parts], format, act, group=group, pair=pair, biases=biases)

@@ -1,0 +1,212 @@
+"""Nodes that one native operation can do become one.
+
+A fused `linear` keeps in `more`: `parts`, the (weight names, weight, bias) it is stacked of; `pair`, whether they are
+gate and up; `activation` and `limit`, what follows the product; `residual` (a Value) and `factor`: out = residual +
+factor * y; `norm`: the node whose norm comes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from penstock.model.native.trace import Node, Trace, Value
+
+
+class Part(NamedTuple):
+    """One weight matrix [N, K] and its bias [N] or None."""
+
+    name: str
+    weight: Any
+    bias: Any
+
+
+def fuse(trace: Trace) -> None:
+    """Mutates: `trace`. The order of what is left stays."""
+    for node in trace.nodes:
+        if node.op == "linear":
+            bias = node.bound[1] if len(node.bound) > 1 else None
+            node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
+    _gates(trace)
+    _activations(trace)
+    _siblings(trace)
+    _residuals(trace)
+    _norms(trace)
+
+
+def readers(trace: Trace) -> Counter[int]:
+    """How many inputs of nodes are (views of) what each node, by its id, made. What leaves the program counts too."""
+    counts = Counter(id(v.maker) for node in trace.nodes for v in inputs_of(node) if v.maker is not None)
+    counts.update(id(v.maker) for v in (trace.hidden, trace.logits))
+    return counts
+
+
+def inputs_of(node: Node) -> list[Value]:
+    residual = node.more.get("residual")
+    return node.inputs if residual is None else [*node.inputs, residual]
+
+
+def _remove(trace: Trace, gone: list[Node]) -> None:
+    ids = {id(node) for node in gone}
+    trace.head -= sum(id(node) in ids for node in trace.nodes[: trace.head])
+    trace.nodes = [node for node in trace.nodes if id(node) not in ids]
+
+
+def _take_over(node: Node, by: Node) -> None:
+    """`by` makes from now on what `node` made: views of it stay as they are."""
+    assert node.out is not None
+    node.out.maker = by
+    by.out = node.out
+
+
+def _rebind(trace: Trace, old: Node, new: Node, offset: int = 0) -> None:
+    """Every view of what `old` made is one of what `new` makes, `offset` columns further."""
+    seen: set[int] = set()
+    values = [v for node in trace.nodes for v in (*inputs_of(node), node.out) if v is not None]
+    for v in [*values, trace.hidden, trace.logits]:
+        if v.maker is old and id(v) not in seen:
+            seen.add(id(v))
+            v.maker, v.start = new, v.start + offset
+
+
+def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
+    """Nobody else reads anything of the `op` that made this, and this is all of it."""
+    maker = value.maker
+    whole = maker is not None and maker.out is not None and maker.out.width == value.width
+    return maker is not None and whole and maker.op == op and counts[id(maker)] == 1
+
+
+def _gates(trace: Trace) -> None:
+    """act(gate) * up of one input: both products at once, so that a tile has what it needs."""
+    counts = readers(trace)
+    for node in trace.nodes:
+        if node.op != "activate_gated":
+            continue
+        gate, up = node.inputs
+        if not (_is_alone(gate, counts, "linear") and _is_alone(up, counts, "linear")):
+            continue
+        first, second = gate.maker, up.maker
+        assert first is not None
+        assert second is not None
+        if not first.inputs[0].same(second.inputs[0]) or not _alike(first, second):
+            continue
+        activation, limit = node.bound
+        node.op, node.inputs = "linear", [first.inputs[0]]
+        node.more = {
+            "parts": [*first.more["parts"], *second.more["parts"]], "pair": True, "factor": 1.0,
+            "activation": activation, "limit": limit,
+        }  # fmt: skip
+        _remove(trace, [first, second])
+
+
+def _alike(a: Node, b: Node) -> bool:
+    return bool(a.more["parts"][0].weight.dtype == b.more["parts"][0].weight.dtype)
+
+
+def _activations(trace: Trace) -> None:
+    counts = readers(trace)
+    for node in list(trace.nodes):
+        if node.op == "activate" and _is_alone(node.inputs[0], counts, "linear"):
+            linear = node.inputs[0].maker
+            assert linear is not None
+            if linear.more["pair"]:
+                continue
+            linear.more["activation"] = node.bound[0]
+            _rebind(trace, node, linear)
+            linear.out = node.out
+            _remove(trace, [node])
+
+
+def _siblings(trace: Trace) -> None:
+    """Products of one input, as q, k and v, become one with their outputs side by side."""
+    plain = [n for n in trace.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
+    families: list[list[Node]] = []
+    for node in plain:
+        for family in families:
+            first = family[0]
+            if first.inputs[0].same(node.inputs[0]) and _alike(first, node):
+                family.append(node)
+                break
+        else:
+            families.append([node])
+    for family in families:
+        if len(family) < 2:
+            continue
+        first, *others = family
+        assert first.out is not None
+        width = first.out.width
+        for other in others:
+            assert other.out is not None
+            first.more["parts"] += other.more["parts"]
+            _rebind(trace, other, first, width)
+            width += other.out.width
+        # The node's own value is all of it; those who read the first part keep a view of their own.
+        first.out = Value(first, width, first.out.rows)
+        _remove(trace, others)
+
+
+def _residuals(trace: Trace) -> None:
+    """x + f * (y W^T), written over nothing that is still wanted: emit.py decides where."""
+    counts = readers(trace)
+    for node in list(trace.nodes):
+        if node.op != "add":
+            continue
+        for y, x in (node.inputs[::-1], node.inputs):
+            factor, scaled = 1.0, None
+            if _is_alone(y, counts, "scale"):
+                scaled = y.maker
+                assert scaled is not None
+                factor, y = scaled.bound[0], scaled.inputs[0]
+            if not _is_alone(y, counts, "linear"):
+                continue
+            linear = y.maker
+            assert linear is not None
+            if linear.more.get("residual") is not None or linear.more["pair"] or x.maker is linear:
+                continue
+            if _comes_later(trace, x, linear):
+                # The product waits for what it is added to.
+                trace.nodes.remove(linear)
+                trace.nodes.insert(trace.nodes.index(node), linear)
+            linear.more |= {"residual": x, "factor": factor}
+            _rebind(trace, node, linear)
+            linear.out = node.out
+            _remove(trace, [node] if scaled is None else [node, scaled])
+            break
+
+
+def _comes_later(trace: Trace, value: Value, node: Node) -> bool:
+    return value.maker is not None and trace.nodes.index(value.maker) > trace.nodes.index(node)
+
+
+def _norms(trace: Trace) -> None:
+    """A norm that one product alone reads is done by it. Not across the border of head and body: hidden states are
+    asked for there."""
+    counts = readers(trace)
+    body = trace.nodes[: trace.head]
+    gone = []
+    for part in (body, trace.nodes[trace.head :]):
+        ids = {id(node) for node in part}
+        for node in part:
+            if node.op != "linear":
+                continue
+            x = node.inputs[0]
+            if not (_is_alone(x, counts, "rms_norm") or _is_alone(x, counts, "layer_norm")) or id(x.maker) not in ids:
+                continue
+            norm = x.maker
+            assert norm is not None
+            if norm.inputs[0].heads is not None:
+                continue
+            node.more["norm"] = norm
+            node.inputs = [norm.inputs[0]]
+            gone.append(norm)
+    _remove(trace, gone)
+
+
+def check_order(trace: Trace) -> None:
+    """Every value is made before it is read."""
+    made: set[int] = set()
+    for node in trace.nodes:
+        assert all(v.maker is None or id(v.maker) in made for v in inputs_of(node)), f"{node.op} reads what is to come"
+        made.add(id(node))
+    assert all(a is not b for a, b in pairwise(trace.nodes))

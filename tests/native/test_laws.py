@@ -1,0 +1,68 @@
+"""The metamorphic laws on native kernels: tokens depend on nothing but the request.
+
+As tests/engine/test_laws_models.py, with the native program of the same weights, run on whole texts, as the oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from penstock.core.request import Control
+from tests import specs
+from tests.engine.harness import Collector, assert_idle, real_engine
+from tests.engine.naive import beam_search, generate
+from tests.engine.test_laws_models import draw_knobs, reach_of, workload
+from tests.native.running import ISAS, pytestmark_native
+from tests.native.test_model import NATIVE, logits_alone, weights_as
+
+pytestmark = pytestmark_native
+CASES = [(name, "float32", "float32") for name in NATIVE]
+CASES += [("llama_gqa", "bfloat16", "bfloat16"), ("scores", "float16", "float16"), ("windowed", "bfloat16", "float32")]
+
+
+@cache
+def expected(name: str, dtype: str, kv_dtype: str) -> tuple[dict[str, Any], Any]:
+    logits = logits_alone(name, ISAS[-1], dtype=dtype, kv_dtype=kv_dtype, max_tokens=64)
+    requests = workload(specs.make(name)[0].vocab_size)
+    tokens = {r.request_id: [generate(logits, r, i) for i in range(r.n)] for r in requests if r.beam is None}
+    return tokens, beam_search(logits, next(r for r in requests if r.beam is not None))
+
+
+@pytest.mark.parametrize(("name", "dtype", "kv_dtype"), CASES)
+def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtype: str) -> None:
+    spec, weights = weights_as(name, dtype)
+    tokens, beams = expected(name, dtype, kv_dtype)
+    rng = random.Random(f"native-{name}-{dtype}")
+    for draw in range(5):
+        knobs = draw_knobs(rng)
+        knobs.ops, knobs.kv_dtype = "native", kv_dtype
+        knobs.num_blocks = max(knobs.num_blocks, 64 // knobs.block_size + 1)
+        if knobs.window_blocks:
+            before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
+            most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
+            knobs.window_blocks = min(knobs.num_blocks, most)
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        todo = workload(spec.vocab_size)
+        rng.shuffle(todo)
+        steps, disturbances = 0, 25
+        while todo or core.has_work:
+            while todo and rng.random() < 0.5:
+                core.add(todo.pop())
+            if core.groups and disturbances and rng.random() < 0.2:
+                disturbances -= 1
+                kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
+                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
+            collector.take(core.step())
+            steps += 1
+            assert steps < 5000, f"starved with {knobs}"
+        assert_idle(core)
+        for request_id, samples in tokens.items():
+            got = collector.requests[request_id]
+            assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)
+        found = collector.requests["beam"].beams
+        assert [(b[0], b[2]) for b in found] == [(b[0], b[2]) for b in beams], (draw, knobs)

@@ -1,0 +1,258 @@
+"""The native library's own tests (`csrc/test`), under sanitizers and on processors that this machine is not.
+
+    python tools/native_checks.py plain   as the library is built, on every instruction set that this processor has
+    python tools/native_checks.py asan    the same with address and undefined-behaviour checks
+    python tools/native_checks.py tsan    the same with data-race checks
+    python tools/native_checks.py isa     under emulators of older processors: the base set on the oldest x86-64, AVX2
+                                          where there is no AVX512; and no library takes a processor for what it is not
+
+`--isas base,avx2` builds only those. 0: all is well; 1: something failed; 2: a tool is missing, and a sentence says
+which. Objects are kept in build/native-checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "native-checks"
+EMULATOR = "qemu-x86_64"
+OLDEST = "qemu64"
+"""A model with SSE3 and nothing later: what every x86-64 has, nearly."""
+NO_AVX512 = "Haswell-noTSX"
+NOT_EMULATED = ",-pcid,-x2apic,-tsc-deadline,-invpcid"
+"""Features of that model that no program sees and no emulator has: it would say so for every thread."""
+TIMEOUT_S = 1800
+SANITIZERS = {
+    "plain": "",
+    "asan": "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all",
+    "tsan": "-O1 -g -fno-omit-frame-pointer -fsanitize=thread",
+}
+# What makes a sanitizer's finding fatal, and its report readable.
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "abort_on_error=0:detect_leaks=1:detect_stack_use_after_return=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+}
+
+
+class Missing(Exception):
+    """A tool is not here; the sentence says which, and how to get it."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the package's build compiles: `setup.py` is the only place that knows."""
+
+    compiler: list[str]
+    flags: list[str]
+    levels: dict[str, str]
+    unguarded: str
+
+    def options(self, isa: str, source: Path, extra: str) -> list[str]:
+        own = [] if source.name == self.unguarded else self.levels[isa].split()
+        number = list(self.levels).index(isa)
+        return [*self.compiler, *self.flags, f"-I{CSRC / 'include'}", f"-DPST_ISA_LEVEL={number}", *own, *extra.split()]
+
+
+def recipe() -> Recipe:
+    # Read, not run: the call at the end of setup.py must not build anything.
+    setuptools = importlib.import_module("setuptools")
+    real = setuptools.setup
+    setuptools.setup = lambda **_: None  # type: ignore[attr-defined]
+    try:
+        build: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"), run_name="recipe")
+    finally:
+        setuptools.setup = real  # type: ignore[attr-defined]
+    compiler = build["find_compiler"]()
+    if compiler is None:
+        raise Missing("no C++17 compiler was found: install one (Debian: apt install g++) or set CXX to name it")
+    levels = build["LEVELS"] if platform.machine() in ("x86_64", "AMD64") else {"base": ""}
+    return Recipe(shlex.split(compiler), build["FLAGS"].split(), levels, build["UNGUARDED"])
+
+
+def command(words: list[str], what: str) -> None:
+    """Run a compiler. Raises SystemExit with what it says if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(f"{what} does not compile")
+
+
+def compile_all(how: Recipe, isa: str, kind: str, sources: list[Path], extra: str) -> list[str]:
+    """Objects of the sources; those younger than their sources and all headers are taken as they are."""
+    folder = BUILD / f"{kind}-{isa}"
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = [*CSRC.rglob("*.h"), ROOT / "setup.py", Path(__file__)]
+    newest = max(p.stat().st_mtime for p in shared)
+
+    def one(source: Path) -> str:
+        # Tests see the sources' headers. They are compiled with the flags of the sources: an inline function must not
+        # exist twice in one program, once for each instruction set.
+        options = [*how.options(isa, source, extra), f"-I{CSRC / 'src'}"]
+        out = folder / f"{source.parent.name}-{source.stem}.o"
+        if not out.exists() or out.stat().st_mtime < max(newest, source.stat().st_mtime):
+            command([*options, "-c", str(source), "-o", str(out)], source.name)
+        return str(out)
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        return list(pool.map(one, sources))
+
+
+def build_tests(how: Recipe, isa: str, kind: str) -> Path:
+    """The test program of one instruction set."""
+    extra = SANITIZERS[kind]
+    sources = [*sorted((CSRC / "src").glob("*.cpp")), *sorted((CSRC / "test").glob("*.cpp"))]
+    objects = compile_all(how, isa, kind, sources, extra)
+    program = BUILD / f"{kind}-{isa}" / "tests"
+    command([*how.compiler, *extra.split(), "-pthread", "-o", str(program), *objects], f"{program.name} for {isa}")
+    return program
+
+
+def build_libraries(how: Recipe, isas: list[str], *, whole: bool) -> list[Path]:
+    """The libraries as the package has them; not `whole`: with nothing in them but the score."""
+    sources = sorted((CSRC / "src").glob("*.cpp" if whole else how.unguarded))
+    libraries = []
+    for isa in isas:
+        objects = compile_all(how, isa, "plain", sources, "")
+        library = BUILD / ("whole" if whole else "scores") / f"penstock-{isa}.so"
+        library.parent.mkdir(exist_ok=True)
+        command([*how.compiler, "-shared", "-pthread", "-o", str(library), *objects], library.name)
+        libraries.append(library)
+    return libraries
+
+
+def build_prober(how: Recipe) -> Path:
+    source, out = CSRC / "test" / "probe" / "score.cpp", BUILD / "score"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    command([*how.compiler, *how.flags, str(source), "-o", str(out), "-ldl"], source.name)
+    return out
+
+
+def scores(runner: list[str], prober: Path, libraries: list[Path]) -> dict[str, int]:
+    """Instruction set -> pst_score() of its library. Raises SystemExit if asking one fails."""
+    words = [*runner, str(prober), *map(str, libraries)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(f"asking the libraries for their scores ended with {ending(done.returncode)}")
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return {Path(path).stem.removeprefix("penstock-"): int(score) for score, path in lines}
+
+
+def ending(code: int) -> str:
+    # An emulator reports the signal of its guest as 128 + the signal, or dies of it.
+    number = -code if code < 0 else code - 128
+    return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"
+
+
+def run_tests(program: Path, title: str, runner: list[str], *, brief: bool) -> bool:
+    print(f"==> {title}", flush=True)
+    words = [*runner, str(program), *(["brief"] if brief else [])]
+    done = subprocess.run(words, check=False, timeout=TIMEOUT_S, env=os.environ | ENVIRONMENT)
+    if done.returncode:
+        print(f"FAILED: {title}: {ending(done.returncode)}", flush=True)
+    return done.returncode == 0
+
+
+def steady(kind: str) -> list[str]:
+    """What a program has to be started with. Race checks need memory where they expect it."""
+    return [shutil.which("setarch") or "setarch", "-R"] if kind == "tsan" and shutil.which("setarch") else []
+
+
+def check_here(how: Recipe, kind: str, isas: list[str]) -> bool:
+    """The tests of each instruction set that this processor has."""
+    if kind != "plain":
+        test_compiler(how, kind)
+    here = scores([], build_prober(how), build_libraries(how, isas, whole=False))
+    good = True
+    for isa in isas:
+        if not here[isa]:
+            print(f"==> {isa}: left out, this processor does not have it")
+            continue
+        program = build_tests(how, isa, kind)
+        good &= run_tests(program, f"{kind}: {isa}", steady(kind), brief=kind != "plain")
+    return good
+
+
+def test_compiler(how: Recipe, kind: str) -> None:
+    """Raises Missing if the compiler comes without this sanitizer."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    words = [*how.compiler, *SANITIZERS[kind].split(), "-x", "c++", "-", "-o", str(BUILD / f"has-{kind}")]
+    done = subprocess.run(words, input="int main() {}", capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Missing(f"{how.compiler[0]} comes without {kind}: install its sanitizer libraries, or set CXX")
+
+
+def expect(condition: bool, sentence: str) -> bool:
+    print(f"{'ok' if condition else 'FAILED'}: {sentence}", flush=True)
+    return condition
+
+
+def check_emulated(how: Recipe, isas: list[str]) -> bool:
+    """The libraries on processors that have less than this one, or than the compiler's."""
+    emulator = shutil.which(EMULATOR)
+    if emulator is None:
+        raise Missing(f"{EMULATOR} was not found: install it (Debian: apt install qemu-user)")
+    oldest, no_avx512 = [emulator, "-cpu", OLDEST], [emulator, "-cpu", NO_AVX512 + NOT_EMULATED]
+    prober, libraries = build_prober(how), build_libraries(how, isas, whole=True)
+    good = True
+    for runner, title, fitting in ((oldest, OLDEST, ["base"]), (no_avx512, NO_AVX512, ["base", "avx2"])):
+        found = {isa for isa, score in scores(runner, prober, libraries).items() if score > 0}
+        wanted = {isa for isa in isas if isa in fitting}
+        good &= expect(found == wanted, f"on {title} the usable libraries are {sorted(wanted)} (found {sorted(found)})")
+    good &= emulator_forbids(how, oldest, OLDEST, "vpabsd %ymm0, %ymm0")
+    good &= emulator_forbids(how, no_avx512, NO_AVX512, "vpord %zmm0, %zmm0, %zmm0")
+    if "base" in isas:
+        good &= run_tests(build_tests(how, "base", "plain"), f"base on {OLDEST}", oldest, brief=True)
+    if "avx2" in isas:
+        program = build_tests(how, "avx2", "plain")
+        good &= run_tests(program, f"avx2 on {NO_AVX512}", no_avx512, brief=True)
+    return good
+
+
+def emulator_forbids(how: Recipe, runner: list[str], title: str, instruction: str) -> bool:
+    """That an emulated processor ends a program with an instruction it does not have; else the rest proves nothing."""
+    out = BUILD / "forbidden"
+    # In assembler: of intrinsics, a compiler may make something else.
+    text = f'int main() {{ __asm__ volatile("{instruction}"); }}'
+    subprocess.run([*how.compiler, "-x", "c++", "-", "-o", str(out)], input=text, text=True, check=True)
+    done = subprocess.run([*runner, str(out)], capture_output=True, check=False, timeout=TIMEOUT_S)
+    return expect(ending(done.returncode) == "SIGILL", f"{title} refuses {instruction} ({ending(done.returncode)})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("check", choices=[*SANITIZERS, "isa"])
+    parser.add_argument("--isas", default="", help="instruction sets, separated by commas (default: all)")
+    options = parser.parse_args()
+    try:
+        how = recipe()
+        isas = options.isas.split(",") if options.isas else list(how.levels)
+        if unknown := [isa for isa in isas if isa not in how.levels]:
+            raise Missing(f"there is no instruction set {unknown[0]!r} here; there are {', '.join(how.levels)}")
+        if options.check == "isa" and "avx2" not in how.levels:
+            raise Missing("emulated processors are for x86-64 machines")
+        good = check_emulated(how, isas) if options.check == "isa" else check_here(how, options.check, isas)
+    except Missing as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
