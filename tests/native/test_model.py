@@ -14,7 +14,7 @@ from penstock.base.bf16 import F32, narrow
 from penstock.core.model_spec import ModelSpec
 from penstock.model.native.forward import NativeForward
 from penstock.model.native.obstacle import native_obstacle
-from penstock.model.native.schemes import scheme_of
+from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.paged import Paged
@@ -39,7 +39,7 @@ def native(
     spec, weights = weights_as(name, dtype)
     paged = Paged(spec, weights, kv_dtype=kv_dtype, block_size=block_size, seed=seed, num_slabs=900)
     program: Any = NativeForward(
-        paged.program, paged.groups, pool(isa, threads), scheme_of(scheme), max_tokens=max_tokens
+        paged.program, paged.groups, pool(isa, threads), parse_scheme(scheme), max_tokens=max_tokens
     )
     paged.program = program
     return paged
@@ -156,7 +156,7 @@ def test_the_arena_grows_and_hidden_states_are_given() -> None:
 
     spec, weights = specs.make("llama_gqa")
     reference, paged = (Paged(spec, weights, num_slabs=200) for _ in range(2))
-    program: Any = NativeForward(paged.program, paged.groups, pool(ISAS[-1], 2), scheme_of("none"), max_tokens=2)
+    program: Any = NativeForward(paged.program, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
     ids = np.array(text(spec.vocab_size, 12), np.int32)
     tables = tuple(np.arange(3, dtype=np.int32)[None] for _ in reference.groups)
     groups = tuple(GroupPlan(len(g.layers), 4, (t,)) for g, t in zip(reference.groups, tables, strict=True))

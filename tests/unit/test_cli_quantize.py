@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.base.errors import UnsupportedError
 from penstock.cli.main import main
 from penstock.config import from_kwargs
 from penstock.eval import prepare as preparing
-from penstock.eval.prepare import key_of, packer, prepare
+from penstock.eval.prepare import key_of, prepare
 from penstock.eval.scorer import LoadedModel, load
 from penstock.launch.bundled import bundled_model
 from penstock.ops.native.abi import Act, Format
@@ -79,7 +78,7 @@ def test_a_text_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--window", "64", "--stride", "64"], "stride"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--skip-tokenizer-init"], "--tokenizer"),
-        (["--prepare"], "nothing to prepare"),
+        (["--prepare", "--ops", "ref"], "nothing to prepare"),
         (["--max-model-len", "5000"], "1024"),
     ],
 )
@@ -153,8 +152,3 @@ def test_the_command_says_where(
     (tmp_path / "file").write_text("")
     assert quantize(*args, "--out", str(tmp_path / "file")) == 1
     assert "could not be kept" in capsys.readouterr().out
-
-
-def test_today_nothing_can_be_prepared() -> None:
-    with pytest.raises(UnsupportedError, match="nothing to prepare"):
-        packer()

@@ -54,7 +54,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
         "kv_cache_dtype": "auto", "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
-        "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "ref",
+        "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "auto",
+        "threads": None, "quantization": "none",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "schedule_conservativeness": 1.0,
     }  # fmt: skip
@@ -154,7 +155,7 @@ def test_two_sizes_of_kv_memory_contradict() -> None:
 
 HARMFUL: dict[str, Any] = {
     "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
-    "data_parallel_size": 2, "trust_remote_code": True, "quantization": "awq",
+    "data_parallel_size": 2, "trust_remote_code": True,
     "speculative_config": {"method": "ngram"}, "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
 }  # fmt: skip
 
@@ -277,7 +278,6 @@ def test_the_model_may_be_positional() -> None:
         (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
         (["--dtype", "fp8"], "--dtype: must be one of"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: running one model on several devices"),
-        (["-q", "awq"], "--quantization: a checkpoint says itself"),
         (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
         (["--context-length", "5"], "--context-length: is another engine's name; here it is max_model_len"),
         (

@@ -32,9 +32,9 @@ class ModelConfig(Section):
     )
     quantization: str = setting(
         "none",
-        "How weights are held, by native kernels. none: in dtype. int8-w8a8, int4-w4a8: integer products, activations "
-        "rounded to 8 bits per token. int8-wo, int4-wo: only the weights are rounded. int4 takes a group size: "
-        "int4-w4a8:128 (32, 64 or 128; by default 64).",
+        "How native kernels hold weights. none: in dtype. int8-w8a8, int4-w4a8: integer products, activations rounded "
+        "to 8 bits per token. int8-wo, int4-wo: only weights are rounded. int4 takes a group size, as int4-w4a8:128 "
+        "(by default 64).",
     )
     max_model_len: int | None = setting(
         None,
@@ -119,9 +119,9 @@ class ExecutionConfig(Section):
 
     ops: str = setting(
         "auto",
-        "Which implementation of the operations. native: the compiled kernels, the same tokens in every batch. ref: "
-        "numpy, row by row, the same tokens in every batch, slow. blas: ref with one product for all rows of a step; "
-        "the last bits of logits depend on the batch. auto: native where there are kernels for the model, else ref.",
+        "What computes. native: compiled kernels, the same tokens in every batch. ref: numpy, row by row, the same "
+        "tokens in every batch, slow. blas: one product for all rows; logits depend on the batch. auto: native "
+        "if it can run the model, else ref.",
     )
     threads: int | None = setting(
         None,

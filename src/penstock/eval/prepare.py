@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.base.errors import UnsupportedError
-from penstock.eval.scorer import LoadedModel
-from penstock.ops.native.content_key import content_key
+from penstock.eval.scorer import LoadedModel, ProgramScorer
+from penstock.launch.native import weights_key
+from penstock.ops.blas import BLAS
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 from penstock.quant.reference import Scheme
@@ -17,13 +18,20 @@ Packer = Callable[[LoadedModel, Scheme], Mapping[str, Packed]]
 
 
 def packer() -> Packer:
-    """Who packs. Raises UnsupportedError: no program of this version runs on packed weights yet."""
-    raise UnsupportedError("this version runs no model on packed weights: there is nothing to prepare")
+    """Who packs."""
+    return packed
+
+
+def packed(model: LoadedModel, scheme: Scheme) -> Mapping[str, Packed]:
+    """As the engine packs at its first start. Raises UnsupportedError where no native kernels run the model."""
+    if not model.threads:
+        raise UnsupportedError("native kernels do not run this model here (--explain says why): nothing to prepare")
+    return ProgramScorer(model, BLAS, scheme).packed
 
 
 def key_of(model: LoadedModel, scheme: Scheme, folder: Path | None = None) -> str:
-    """What the packed weights of a model are kept under: its files, its shape, its dtype, the scheme."""
-    return content_key(model.files, scheme.name, f"{model.dtype} {model.spec!r}", folder=folder)
+    """What the packed weights of a model are kept under."""
+    return weights_key(model.files, scheme, model.dtype, model.spec, folder)
 
 
 def prepare(model: LoadedModel, scheme: Scheme, store: PackedStore, pack: Packer) -> tuple[str, bool]:

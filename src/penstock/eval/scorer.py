@@ -1,7 +1,7 @@
 """The seam between what is measured and who computes it: a model that reads a text and says what it expected.
 
-`make_scorer` is the only place that knows how a scheme is carried out; today by numpy, with weights and rows rounded as
-the packed formats round them (`quant.reference`).
+`make_scorer` is the only place that knows how a scheme is carried out: by the native kernels, or by numpy, with weights
+and rows rounded as the packed formats round them (`quant.reference`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.launch.build import check_names
 from penstock.launch.hub import local_path
+from penstock.launch.native import choose_ops
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.builder import build
+from penstock.model.native.forward import NativeForward
 from penstock.model.weights import load_weights
 from penstock.ops.blas import BLAS
+from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import Packed
+from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.ops.table import OpTable
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
 from penstock.quant.reference import KEPT, QuantisedLinear, Scheme, packed_bytes
+from penstock.runner.forward import Forward
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
 
@@ -66,6 +72,8 @@ class LoadedModel:
     attention: str = "ref"
     files: tuple[Path, ...] = ()
     """Of its weights."""
+    threads: int = 0
+    """With native kernels, how many; 0: the reference operations."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +96,21 @@ class ProgramScorer:
         seconds, num_tokens: spent and read so far.
     """
 
-    def __init__(self, model: LoadedModel, ops: OpTable) -> None:
+    def __init__(self, model: LoadedModel, ops: OpTable, scheme: Scheme | None = None) -> None:
+        """`scheme`: on native kernels, with weights packed like this; None: with `ops`."""
         spec = model.spec
         self.vocab_size, self.max_len = spec.vocab_size, model.max_len
         self.seconds, self.num_tokens = 0.0, 0
         groups = group_layers([cache_spec(layer, model.kv_dtype) for layer in spec.layers])
-        self._program = build(
+        program = build(
             spec, dict(model.weights), groups, max_model_len=model.max_len, ops=ops, attention=model.attention
         )
+        self._program: Forward = program
+        self.packed: dict[str, Packed] = {}
+        if scheme is not None:
+            pool = Pool(best_library(), model.threads)
+            native = NativeForward(program, groups, pool, scheme, max_tokens=_STEP_TOKENS)
+            self._program, self.packed = native, native.matrices
         blocks = -(-model.max_len // _BLOCK)
         self._sizes = [blocks if g.spec.per_token else 1 for g in groups]
         self._groups = tuple(
@@ -128,6 +143,7 @@ def load(config: EngineConfig) -> LoadedModel:
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
     checkpoint = open_model(path)
+    config, _ = choose_ops(config, checkpoint.spec)
     plan = resolve(config, checkpoint.spec, probe())
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
@@ -144,6 +160,7 @@ def load(config: EngineConfig) -> LoadedModel:
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
         attention=config.execution.attention_backend,
         files=tuple(sorted(_files(checkpoint))),
+        threads=(config.execution.threads or probe().num_cores) if config.execution.ops == "native" else 0,
     )
 
 
@@ -154,6 +171,8 @@ def _files(checkpoint: Checkpoint) -> set[Path]:
 
 def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
     """The model under a scheme. One product for all rows of a step: what is measured does not need exact batches."""
+    if model.threads:
+        return ProgramScorer(model, BLAS, scheme)
     if not scheme.weight_bits:
         return ProgramScorer(model, BLAS)
     linear = QuantisedLinear(scheme, [w for name, w in model.weights.items() if name.endswith(KEPT)])

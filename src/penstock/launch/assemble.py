@@ -14,7 +14,7 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
-from penstock.launch.native import native_forward
+from penstock.launch.native import PackedWeights, native_forward
 from penstock.model.builder import build
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
@@ -45,15 +45,17 @@ def assemble(
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
     grammars: GrammarCache | None = None,
+    packed: PackedWeights | None = None,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
-    `grammars`: what structured outputs need; without it no request may ask for them.
+    `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
+    kernels find their weights at the second start.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
     """
-    program: Forward = forward_of(config, spec, weights, plan)
+    program: Forward = forward_of(config, spec, weights, plan, packed)
     return connect(
         config,
         plan,
@@ -70,7 +72,11 @@ def assemble(
 
 
 def forward_of(
-    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
+    config: EngineConfig,
+    spec: ModelSpec,
+    weights: Mapping[str, npt.NDArray[np.generic]],
+    plan: Plan,
+    packed: PackedWeights | None = None,
 ) -> Forward:
     """The model as the runner calls it. `ops="auto"` is the reference here: `launch.native` decides before."""
     ops = config.execution.ops
@@ -82,7 +88,7 @@ def forward_of(
         attention=config.execution.attention_backend,
         ops=OP_TABLES.get("ref" if ops == "auto" else ops),
     )
-    return native_forward(config, program, plan) if ops == "native" else program
+    return native_forward(config, program, plan, packed) if ops == "native" else program
 
 
 def connect(

@@ -21,10 +21,9 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
 from penstock.launch.hub import local_path
-from penstock.launch.native import choose_ops
+from penstock.launch.native import choose_ops, packed_weights
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-from penstock.model.native.schemes import scheme_of
 from penstock.model.weights import load_weights
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
@@ -32,6 +31,7 @@ from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import device_preset
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
+from penstock.quant.reference import parse_scheme
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.sched.policy import make_policy
 from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
@@ -97,7 +97,15 @@ def start(
     if serving and grammars is not None:
         grammars.compiler()  # nobody's first token shall wait for it
     core = assemble(
-        config, checkpoint.spec, weights, plan, clock=clock, timer=timer, seconds_budget=serving, grammars=grammars
+        config,
+        checkpoint.spec,
+        weights,
+        plan,
+        clock=clock,
+        timer=timer,
+        seconds_budget=serving,
+        grammars=grammars,
+        packed=packed_weights(config, checkpoint, plan),
     )
     return Engine(
         core=core,
@@ -141,7 +149,7 @@ def check_names(config: EngineConfig) -> None:
     make_policy(config.scheduler.scheduling_policy)
     if config.execution.ops != "auto":
         OP_TABLES.get(config.execution.ops)
-    scheme_of(config.model.quantization)
+    parse_scheme(config.model.quantization)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)
 

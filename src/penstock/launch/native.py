@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.model_spec import ModelSpec
+from penstock.families.checkpoint import Checkpoint
 from penstock.model.native.forward import NativeForward
 from penstock.model.native.obstacle import native_obstacle
-from penstock.model.native.schemes import scheme_of
 from penstock.model.program import Program
+from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import Packed
+from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
+from penstock.quant.reference import Scheme, parse_scheme
 
+SMALL_BYTES = 64 << 20
 NOT_BUILT = "no native kernels were built: install Penstock again where a C++17 compiler is found"
 
 
@@ -53,10 +60,47 @@ def _problem(config: EngineConfig, spec: ModelSpec) -> str | None:
     return None if obstacle is None else f"there are no kernels yet for {obstacle}"
 
 
-def native_forward(config: EngineConfig, program: Program, plan: Plan) -> NativeForward:
-    """`program` compiled for this machine, its weights packed."""
+class PackedWeights:
+    """The packed weights of one model, kept on disk from the first start to the next under a `weights_key`."""
+
+    def __init__(self, store: PackedStore, key: str) -> None:
+        self._store, self._key = store, key
+
+    def load(self) -> dict[str, Packed] | None:
+        return self._store.load(self._key)
+
+    def save(self, matrices: Mapping[str, Packed]) -> bool:
+        """False, with a warning in the log, if the disk does not take it."""
+        return self._store.save(self._key, matrices)
+
+
+def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> PackedWeights | None:
+    """None where packing anew is quicker than looking for it."""
+    if config.execution.ops != "native" or plan.weight_bytes < SMALL_BYTES:
+        return None
+    tensors = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales) if t is not None]
+    store, scheme = PackedStore(), parse_scheme(config.model.quantization)
+    files = sorted({t.path for t in tensors})
+    return PackedWeights(store, weights_key(files, scheme, plan.dtype, checkpoint.spec, store.folder))
+
+
+def weights_key(files: Sequence[Path], scheme: Scheme, dtype: str, spec: ModelSpec, folder: Path | None = None) -> str:
+    """What packed weights are kept under: the files they come from and what else decides their bytes."""
+    library = best_library()
+    assert library is not None, "choose_ops has looked"
+    return content_key(files, scheme.name, f"{dtype} {library.pst_isa_name().decode()} {spec!r}", folder=folder)
+
+
+def native_forward(
+    config: EngineConfig, program: Program, plan: Plan, packed: PackedWeights | None = None
+) -> NativeForward:
+    """`program` compiled for this machine, its weights packed, or taken from where they were packed before."""
     library = best_library()
     assert library is not None, "choose_ops has looked"
     pool = Pool(library, config.execution.threads or probe().num_cores)
-    scheme = scheme_of(config.model.quantization)
-    return NativeForward(program, plan.groups, pool, scheme, max_tokens=plan.max_num_batched_tokens)
+    scheme = parse_scheme(config.model.quantization)
+    found = None if packed is None else packed.load()
+    made = NativeForward(program, plan.groups, pool, scheme, max_tokens=plan.max_num_batched_tokens, matrices=found)
+    if packed is not None and found is None:
+        packed.save(made.matrices)
+    return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,12 +11,13 @@ from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.native.emit import Emitted, emit, matrix_name
 from penstock.model.native.fuse import check_order, fuse
-from penstock.model.native.schemes import Scheme
+from penstock.model.native.schemes import packing
 from penstock.model.native.trace import Node, trace
 from penstock.model.program import Program
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
+from penstock.quant.reference import Scheme
 
 
 class NativeForward:
@@ -41,7 +41,7 @@ class NativeForward:
         linears = [node for node in traced.nodes if node.op == "linear"]
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
-            matrices = {matrix_name(node): _pack(node, pool.library, scheme, isa) for node in linears}
+            matrices = {matrix_name(node): _pack(node, pool, scheme, isa) for node in linears}
         self.matrices = matrices
         self._code: Emitted = emit(traced, groups, matrices)
         self._pool = pool
@@ -103,8 +103,9 @@ class NativeForward:
         return self._native
 
 
-def _pack(node: Node, library: Any, scheme: Scheme, isa: str) -> Packed:
+def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:
     parts, pair = node.more["parts"], node.more["pair"]
-    format, act, group = scheme.of(parts[0].weight.dtype, isa)
+    format, act, group = packing(scheme, parts[0].weight.dtype, isa)
     biases = [part.bias for part in parts]
-    return pack(library, [part.weight for part in parts], format, act, group=group, pair=pair, biases=biases)
+    weights = [part.weight for part in parts]
+    return pack(pool.library, weights, format, act, group=group, pair=pair, biases=biases, num_threads=pool.num_threads)

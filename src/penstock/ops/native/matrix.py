@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -85,11 +86,11 @@ def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
 
 def pack(
     library: Any, parts: Sequence[Array], format: Format, act: Act, *, group: int = 0, pair: bool = False,
-    biases: Sequence[Array | None] | None = None,
+    biases: Sequence[Array | None] | None = None, num_threads: int = 1,
 ) -> Packed:  # fmt: skip
     """Pack matrices [N_i, K] of float32, float16 or bfloat16 bits, one below the other, or as a pair.
 
-    `biases`: one float32 vector [N_i] or None per part.
+    `biases`: one float32 vector [N_i] or None per part. Panels are shared out over `num_threads` threads.
     """
     cols, dtype = parts[0].shape[1], parts[0].dtype
     assert all(p.shape[1] == cols and p.dtype == dtype and p.strides[1] == dtype.itemsize for p in parts)
@@ -104,11 +105,21 @@ def pack(
     assert data_bytes > 0, f"{format!r} with groups of {group} does not exist"
     data = aligned(num_panels * data_bytes)
     scales = aligned(num_panels * scale_bytes) if scale_bytes else None
-    failed = library.pst_pack(
-        format, cols, group, DTYPES[dtype], sources.ctypes.data, 0, num_panels, data.ctypes.data,
-        None if scales is None else scales.ctypes.data,
-    )  # fmt: skip
-    assert failed == 0, "the library can pack this"
+    scales_at = None if scales is None else scales.ctypes.data
+    num_threads = min(num_threads, num_panels)
+
+    def some(i: int) -> int:
+        first, last = num_panels * i // num_threads, num_panels * (i + 1) // num_threads
+        failed: int = library.pst_pack(
+            format, cols, group, DTYPES[dtype], sources.ctypes.data, first, last, data.ctypes.data, scales_at
+        )
+        return failed
+
+    if num_threads == 1:
+        assert some(0) == 0, "the library can pack this"
+    else:
+        with ThreadPoolExecutor(num_threads) as threads:  # the library works without Python's lock
+            assert not any(threads.map(some, range(num_threads))), "the library can pack this"
     bias = None
     if biases is not None and any(b is not None for b in biases):
         whole = np.concatenate(
