@@ -5,6 +5,8 @@
 #   make lint        ruff: rules and format                                  make clean      remove caches, keep .venv
 #   make types       mypy --strict                                           make distclean  remove .venv too
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
+#   make native      build the kernels again after a change in csrc          make test-sanitize  their C++ tests, sanitized
+#   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
 #
 # Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
 # JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
@@ -29,7 +31,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts check clean distclean constraints install
+.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-sanitize
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,20 +52,30 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
+native: | $(BIN)/python
+	$(BIN)/python setup.py -q build_ext --inplace
+
+test-isa: native
+	$(BIN)/python tools/native_checks.py isa
+
+test-sanitize: native
+	$(BIN)/python tools/native_checks.py asan
+	$(BIN)/python tools/native_checks.py tsan
+
 check: test lint types contracts
 
 install: $(STAMP)
 
 # Serving needs a dozen small packages and no torch; who has installed the tests has them too.
-$(SERVING): pyproject.toml constraints.txt | $(BIN)/python
+$(SERVING): pyproject.toml constraints.txt setup.py $(wildcard csrc/src/* csrc/include/*) | $(BIN)/python
 	@if [ -f $(STAMP) ] && [ $(STAMP) -nt pyproject.toml ] && [ $(STAMP) -nt constraints.txt ]; then :; else \
 		echo "==> installing into $(VENV)"; \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP) -c constraints.txt -e .; \
 	fi
 	@touch $@
 
-# The stamp is newer than both files exactly if what they ask for has been installed.
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+# The stamp is newer than these files exactly if what they ask for has been installed, and the kernels are theirs.
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/src/* csrc/include/*) | $(BIN)/python
 	@echo "==> installing into $(VENV) (a few minutes the first time: the tests compare with torch)"
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP) -c constraints.txt -e '.[test]'
 	@touch $@
