@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for acceptance.json and acceptance.md")
     args = parser.parse_args()
     console = Console(stderr=True)
-    target, drafter = (LLM(path, ops="blas") for path in (args.target, args.drafter))
+    target, drafter = (LLM(path) for path in (args.target, args.drafter))
     found: dict[str, Acceptance] = {}
     for kind, prompts in prompts_of(Reader(target), held_out_prose(args.corpus), args.n).items():
         with console.status(kind):

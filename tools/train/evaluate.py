@@ -262,7 +262,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(stderr=True)
     prose = held_out_prose(args.corpus)
-    found = evaluate(LLM(args.model, ops="blas"), prose, args.n, prose_chars=args.prose_chars, console=console)
+    found = evaluate(LLM(args.model), prose, args.n, prose_chars=args.prose_chars, console=console)
     if args.prepared is not None:
         console.print("baseline")
         found["prose"]["kneser_ney"] = baseline(args.prepared, prose[: args.prose_chars or None])

@@ -87,7 +87,9 @@ def start(
         files = named_tokenizer(config.model.tokenizer, checkpoint)
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
     plan = msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
-    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
+    packed = packed_weights(config, checkpoint, plan)
+    skip = packed.names() if packed is not None else ()
+    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_preset("cpu-2core" if config.execution.ops == "native" else "cpu-ref")
@@ -105,7 +107,7 @@ def start(
         timer=timer,
         seconds_budget=serving,
         grammars=grammars,
-        packed=packed_weights(config, checkpoint, plan),
+        packed=packed,
     )
     return Engine(
         core=core,

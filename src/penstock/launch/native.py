@@ -65,13 +65,17 @@ class PackedWeights:
 
     def __init__(self, store: PackedStore, key: str) -> None:
         self._store, self._key = store, key
+        self.matrices: Mapping[str, Packed] | None = store.load(key)
+        """What an earlier start has left; None if there is nothing, or nothing sound."""
 
-    def load(self) -> dict[str, Packed] | None:
-        return self._store.load(self._key)
+    def names(self) -> frozenset[str]:
+        """The weights that are in it, and need not be loaded. A table is looked up in its own type as well."""
+        return frozenset(n for name in self.matrices or () for n in name.split()) - {"embed", "positions"}
 
-    def save(self, matrices: Mapping[str, Packed]) -> bool:
-        """False, with a warning in the log, if the disk does not take it."""
-        return self._store.save(self._key, matrices)
+    def keep(self, matrices: Mapping[str, Packed]) -> None:
+        """For the next start; a warning in the log if the disk does not take it."""
+        if self.matrices is None:
+            self._store.save(self._key, matrices)
 
 
 def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> PackedWeights | None:
@@ -99,8 +103,8 @@ def native_forward(
     assert library is not None, "choose_ops has looked"
     pool = Pool(library, config.execution.threads or probe().num_cores)
     scheme = parse_scheme(config.model.quantization)
-    found = None if packed is None else packed.load()
+    found = None if packed is None or packed.matrices is None else dict(packed.matrices)
     made = NativeForward(program, plan.groups, pool, scheme, max_tokens=plan.max_num_batched_tokens, matrices=found)
-    if packed is not None and found is None:
-        packed.save(made.matrices)
+    if packed is not None:
+        packed.keep(made.matrices)
     return made

@@ -3,7 +3,7 @@ another dtype is wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ def load_weights(
     spec: ModelSpec,
     dtype: str,
     progress: Callable[[int, int], None] | None = None,
+    skip: Collection[str] = (),
 ) -> dict[str, Array]:
     """Logical name -> read-only array of the shape `weight_shapes(spec)` says, in `dtype` (bfloat16: bits as uint16).
 
     A weight stored in `dtype` is a view of the mapped file, so the files must stay as they are while it is in use.
-    `progress` is called with (bytes of files done, bytes in all).
+    `progress` is called with (bytes of files done, bytes in all). Weights named in `skip` are zeros of the right shape
+    that take no memory: their numbers are somewhere else already.
     Raises ModelError, before a byte is read, if weights are missing, misshapen or of a dtype that cannot be read;
     while reading, if one holds NaN or infinity, or a value too large for `dtype`. ValueError for an unknown `dtype`.
     """
@@ -51,7 +53,7 @@ def load_weights(
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
     shapes = weight_shapes(spec)
-    wanted = {name: _narrowed(refs[name]) for name in shapes}
+    wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
     paths = {tensor.path for ref in wanted.values() for tensor in (ref.tensor, ref.scales) if tensor is not None}
     files = {path: _map(path) for path in sorted(paths)}
     total = sum(_num_bytes(ref, shapes[name]) for name, ref in wanted.items())
@@ -63,7 +65,9 @@ def load_weights(
         if progress is not None:
             progress(done, total)
 
-    return {n: _load(files, ref, shapes[n], dtype, advance) for n, ref in wanted.items()}
+    loaded = {n: _load(files, ref, shapes[n], dtype, advance) for n, ref in wanted.items()}
+    nothing = np.zeros((), _NUMPY[dtype])
+    return {n: loaded[n] if n in loaded else np.broadcast_to(nothing, shape) for n, shape in shapes.items()}
 
 
 def _narrowed(ref: WeightRef) -> WeightRef:
