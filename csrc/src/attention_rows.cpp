@@ -132,13 +132,13 @@ void weigh(const Rule& rule, const Reach& reach, float* scores, float& m, float*
     // With nothing but -infinity so far every weight is 0; -infinity minus itself would be NaN.
     float level = now == NOTHING ? 0.0f : now;
     if (now != m) {
-        F shrink = exp_down(all(m - level));
+        F shrink = exp(all(m - level));
         for (int i = 0; i < LANES + rule.values.padded; i += LANES) store(sums + i, load(sums + i) * shrink);
     }
     m = now;
     F total = load(sums);
     for (int at = from; at < to; at += TILE)
-        total = total + put_weight<PAIRS>(scores, at, exp_down(load(scores + at) - all(level)));
+        total = total + put_weight<PAIRS>(scores, at, exp(load(scores + at) - all(level)));
     store(sums, total);
 }
 
@@ -271,7 +271,7 @@ void State::fold(const State& part, int r, bool fresh) const {
         return;
     }
     float now = part.m[r] > m[r] ? part.m[r] : m[r], level = now == NOTHING ? 0.0f : now;
-    F a = exp_down(all(m[r] - level)), b = exp_down(all(part.m[r] - level));
+    F a = exp(all(m[r] - level)), b = exp(all(part.m[r] - level));
     for (int i = 0; i < stride; i += LANES) store(own + i, load(own + i) * a + load(other + i) * b);
     m[r] = now;
 }
@@ -305,9 +305,9 @@ void finish(const Rule& rule, const State& state, int r, const float* sink, floa
     if (sink) {
         float now = *sink > state.m[r] ? *sink : state.m[r], level = now == NOTHING ? 0.0f : now;
         float both[LANES], own[LANES];
-        shrink = exp_down(all(state.m[r] - level));
+        shrink = exp(all(state.m[r] - level));
         store(own, shrink);
-        store(both, exp_down(all(*sink - level)));
+        store(both, exp(all(*sink - level)));
         total = total * own[0] + both[0];
     }
     for (int i = 0; i < rule.values.dim; i += LANES) {

@@ -170,7 +170,21 @@ inline F max(F a, F b) { PST_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }  // as m
 inline F min(F a, F b) { PST_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 inline F abs(F a) { PST_EACH(std::fabs(a.v[i])); }
 inline F round(F a) { PST_EACH(std::nearbyint(a.v[i])); }
-inline F scale2(F a, F n) { PST_EACH(n.v[i] == n.v[i] ? std::ldexp(a.v[i], int(n.v[i])) : n.v[i]); }
+inline F scale2(F a, F n) {
+    F r;
+    for (int i = 0; i < 16; i++) {
+        float shifted = n.v[i] + 12582912.0f, low, high;  // 1.5 * 2^23: the whole number lands in the last bits
+        uint32_t bits;
+        std::memcpy(&bits, &shifted, 4);
+        int32_t whole = int32_t(bits - 0x4b400000u), half = whole >> 1;
+        // In two halves, as above. Of a NaN come some finite factors, and a NaN times those is one.
+        uint32_t low_bits = uint32_t(half + 127) << 23, high_bits = uint32_t(whole - half + 127) << 23;
+        std::memcpy(&low, &low_bits, 4);
+        std::memcpy(&high, &high_bits, 4);
+        r.v[i] = a.v[i] * low * high;
+    }
+    return r;
+}
 inline F load_bf16(const uint16_t* p) { PST_EACH(bf16_to_f32(p[i])); }
 inline F load_f16(const uint16_t* p) { PST_EACH(f16_to_f32(p[i])); }
 inline void store_bf16(uint16_t* p, F x) { for (int i = 0; i < 16; i++) p[i] = f32_to_bf16(x.v[i]); }
