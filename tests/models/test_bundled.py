@@ -17,7 +17,7 @@ from penstock.launch.hub import local_path
 def test_nano_is_there_and_small_enough_to_ship() -> None:
     folder = bundled_model(DEFAULT)
     assert folder is not None
-    assert bundled_names() == ["nano"]
+    assert bundled_names() == ["nano", "pico"]
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 16 * 2**20
     assert (folder / "README.md").is_file(), "a model comes with its card"
     assert bundled_model("../config") is None
@@ -50,3 +50,18 @@ def test_its_greedy_text_does_not_depend_on_company() -> None:
     params = SamplingParams(max_tokens=24, temperature=0.0)
     together = [o.outputs[0].text for o in llm.generate(prompts, params)]
     assert together == [llm.generate([p], params)[0].outputs[0].text for p in prompts]
+
+
+def test_pico_can_draft_for_nano() -> None:
+    nano, pico = LLM("nano", max_num_seqs=2), LLM("pico", max_num_seqs=2)
+    assert nano.engine.spec.vocab_size == pico.engine.spec.vocab_size
+    assert nano.get_tokenizer().encode("The cat sat.") == pico.get_tokenizer().encode("The cat sat.")
+    assert pico.engine.plan.weight_bytes < 0.2 * nano.engine.plan.weight_bytes
+
+
+def test_nano_finds_what_it_was_told() -> None:
+    """The skill that measurements of memory rely on: a pass key far back in the text."""
+    story = "She went home and sat by the fire. The cat slept. It was a cold night. " * 20
+    prompt = f"The pass key is 48213. Remember it. {story}What is the pass key? The pass key is"
+    out = LLM("nano", max_num_seqs=2).generate([prompt], SamplingParams(max_tokens=8, temperature=0.0))
+    assert out[0].outputs[0].text.strip().startswith("48213")
