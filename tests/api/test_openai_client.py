@@ -152,11 +152,12 @@ def test_structured_outputs(client: openai.OpenAI) -> None:
 
 
 def test_continue_final_message(client: openai.OpenAI) -> None:
-    messages = [*HELLO, {"role": "assistant", "content": "OK. Just"}]
+    messages = [*HELLO, {"role": "assistant", "content": "I have a"}]
     body = {"continue_final_message": True, "add_generation_prompt": False}
     whole = chat(client, max_tokens=8).choices[0].message.content
-    assert whole.startswith("OK. Just")
-    assert chat(client, messages=messages, max_tokens=4, extra_body=body).choices[0].message.content == whole[8:]
+    more = chat(client, messages=messages, max_tokens=4, extra_body=body).choices[0].message.content
+    assert len(more) > 4
+    assert whole.startswith("I have a" + more)
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------------

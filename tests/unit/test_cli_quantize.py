@@ -74,12 +74,12 @@ def test_a_text_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--text", "EMPTY"], "is empty"),
         (["--text", "BINARY"], "UTF-8"),
         (["--out", "folder"], "--prepare"),
-        (["--window", "2000"], "1024"),
+        (["--window", "3000"], "2048"),
         (["--window", "64", "--stride", "64"], "stride"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--skip-tokenizer-init"], "--tokenizer"),
         (["--prepare", "--ops", "ref"], "nothing to prepare"),
-        (["--max-model-len", "5000"], "1024"),
+        (["--max-model-len", "5000"], "2048"),
     ],
 )
 def test_bad_input_is_one_sentence(
