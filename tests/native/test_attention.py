@@ -196,6 +196,7 @@ SHAPES = [
 @each_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_softmax_in_float64(isa: str, dtype: str, shape: tuple[int, int, int, int]) -> None:
+    """C43, C49: tiles over scattered pages, against the softmax as the textbook writes it."""
     rule = Rule(*shape)
     rng = np.random.default_rng(shape)
     texts = [text(rng, rule, 300, 270), text(rng, rule, 1), text(rng, rule, 40, 39), text(rng, rule, 70)]
@@ -270,7 +271,7 @@ def test_random_steps_keep_their_bits(isa: str, threads: int) -> None:
 @each_isa
 @pytest.mark.parametrize(("window", "dtype"), [*((0, d) for d in DTYPES), (5000, "bfloat16")])
 def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: int) -> None:
-    """Several threads share the spans of one long context; 19 spans are more than a wave of them holds."""
+    """C45: several threads share the spans of one long context; 19 spans are more than a wave of them holds."""
     rule = Rule(2, 1, 8, 8, window)
     rng = np.random.default_rng(9)
     t = text(rng, rule, 18 * SPAN + 700)

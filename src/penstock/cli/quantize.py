@@ -97,6 +97,10 @@ def _measure(args: argparse.Namespace, model: LoadedModel, schemes: Sequence[Sch
     return EXIT_FAILED if any(m.found is None for m in found) else EXIT_OK
 
 
+def computed_by(model: LoadedModel) -> str:
+    return f"native kernels on {model.threads} threads" if model.threads else "numpy"
+
+
 def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passage, found: Sequence[Measured]) -> None:
     from penstock.bench.report import save
     from penstock.eval.schemes import as_json
@@ -104,7 +108,7 @@ def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passa
     result: dict[str, Any] = {
         "model": model.name, "dtype": model.dtype, "kv_dtype": model.kv_dtype, "text": name,
         "text_bytes": read.num_bytes, "text_tokens": read.num_tokens, "window": read.window, "stride": read.stride,
-        "num_windows": len(read.windows), "computed_by": "numpy", "schemes": [as_json(m) for m in found],
+        "num_windows": len(read.windows), "computed_by": computed_by(model), "schemes": [as_json(m) for m in found],
     }  # fmt: skip
     if args.json == "-":
         import msgspec
@@ -132,8 +136,8 @@ def _print(model: LoadedModel, name: str, read: Passage, found: Sequence[Measure
         f"Text: {name}, {read.num_tokens:,} tokens, {read.num_bytes:,} bytes, {len(read.windows)} windows of at most "
         f"{read.window} tokens every {read.stride}. MB: of all weights. bits: of a weight in a packed matrix, scales "
         "and padding included. ppl: perplexity; more: than without, under it 95 %. KL: nats per token from what the "
-        "model itself expects, mean and 99th percentile. same: the likeliest token. tok/s: of numpy; it says nothing "
-        "about native kernels.",
+        "model itself expects, mean and 99th percentile. same: the likeliest token. tok/s: reading the text "
+        "in windows, computed by " + computed_by(model) + ".",
         style="dim",
     )  # fmt: skip
     for m in found:
