@@ -88,7 +88,8 @@ def build(compiler: str, objects: Path, target: Path, level: str, number: int, f
         return "" if done.returncode == 0 else done.stderr or f"{compiler} failed"
 
     sources = sorted(SOURCE.glob("*.cpp"))
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(usable) as pool:
         problems = [p for p in pool.map(compile_one, sources) if p]
     if problems:
         print(problems[0], file=sys.stderr)

@@ -13,9 +13,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from penstock.core.model_spec import Layer, ModelSpec
+from penstock.core.model_spec import Layer
 from penstock.core.request import Abort, Control, Request
-from penstock.engine.core import EngineCore
 from tests import specs
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, run, tiny
 from tests.engine.naive import Logits, beam_search, generate, log_softmax, model_logits
@@ -81,35 +80,6 @@ def draw_knobs(rng: random.Random) -> Knobs:
     )
 
 
-def fit(knobs: Knobs, spec: ModelSpec) -> None:
-    """Give the drawn memory room for the longest request, and windows what one sequence may hold at a time."""
-    if knobs.block_size * knobs.num_blocks < 64:
-        knobs.num_blocks = 64 // knobs.block_size + 1
-    if knobs.window_blocks:
-        before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
-        most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
-        knobs.window_blocks = min(knobs.num_blocks, most)
-
-
-def disturbed(core: EngineCore, todo: list[Request], rng: random.Random, note: str) -> Collector:
-    """All requests to their ends, in a random order of arrival, among preemptions and other commands."""
-    collector = Collector()
-    rng.shuffle(todo)  # batch company and order of arrival
-    steps, disturbances = 0, 25  # bounded: a tiny budget under endless preemption never finishes a prompt
-    while todo or core.has_work:
-        while todo and rng.random() < 0.5:
-            core.add(todo.pop())
-        if core.groups and disturbances and rng.random() < 0.2:
-            disturbances -= 1
-            kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
-            core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
-        collector.take(core.step())
-        steps += 1
-        assert steps < 5000, f"starved with {note}"
-    assert_idle(core)
-    return collector
-
-
 def check(name: str, collector: Collector, kv_dtype: str = "float32") -> None:
     for request_id, samples in expected(name, kv_dtype).items():
         got = collector.requests[request_id]
@@ -122,8 +92,28 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
     rng = random.Random(f"laws-{name}")
     for draw in range(DRAWS_PER_SPEC):
         knobs = draw_knobs(rng)
-        fit(knobs, spec)
-        collector = disturbed(real_engine(spec, weights, knobs), workload(spec.vocab_size), rng, str(knobs))
+        if knobs.block_size * knobs.num_blocks < 64:
+            knobs.num_blocks = 64 // knobs.block_size + 1
+        if knobs.window_blocks:  # what one sequence may hold at a time, and no more
+            before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
+            most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
+            knobs.window_blocks = min(knobs.num_blocks, most)
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        todo = workload(spec.vocab_size)
+        rng.shuffle(todo)  # batch company and order of arrival
+        steps, disturbances = 0, 25  # bounded: a tiny budget under endless preemption never finishes a prompt
+        while todo or core.has_work:
+            while todo and rng.random() < 0.5:
+                core.add(todo.pop())
+            if core.groups and disturbances and rng.random() < 0.2:
+                disturbances -= 1
+                kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
+                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
+            collector.take(core.step())
+            steps += 1
+            assert steps < 5000, f"starved with {knobs}"
+        assert_idle(core)
         check(name, collector)
         assert_beams(name, collector, f"draw {draw}: {knobs}")
 

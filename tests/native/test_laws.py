@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from penstock.core.request import Control
 from tests import specs
-from tests.engine.harness import real_engine
+from tests.engine.harness import Collector, assert_idle, real_engine
 from tests.engine.naive import beam_search, generate
-from tests.engine.test_laws_models import disturbed, draw_knobs, fit, workload
+from tests.engine.test_laws_models import draw_knobs, reach_of, workload
 from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_model import NATIVE, logits_alone, weights_as
 
@@ -39,8 +40,27 @@ def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtyp
     for draw in range(5):
         knobs = draw_knobs(rng)
         knobs.ops, knobs.kv_dtype = "native", kv_dtype
-        fit(knobs, spec)
-        collector = disturbed(real_engine(spec, weights, knobs), workload(spec.vocab_size), rng, str(knobs))
+        knobs.num_blocks = max(knobs.num_blocks, 64 // knobs.block_size + 1)
+        if knobs.window_blocks:
+            before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
+            most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
+            knobs.window_blocks = min(knobs.num_blocks, most)
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        todo = workload(spec.vocab_size)
+        rng.shuffle(todo)
+        steps, disturbances = 0, 25
+        while todo or core.has_work:
+            while todo and rng.random() < 0.5:
+                core.add(todo.pop())
+            if core.groups and disturbances and rng.random() < 0.2:
+                disturbances -= 1
+                kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
+                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
+            collector.take(core.step())
+            steps += 1
+            assert steps < 5000, f"starved with {knobs}"
+        assert_idle(core)
         for request_id, samples in tokens.items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)

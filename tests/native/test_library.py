@@ -137,6 +137,12 @@ def test_the_built_libraries_pass(isa: str) -> None:
     assert library.pst_isa_name().decode() == isa
 
 
+@pytest.mark.skipif(not COMPILER, reason="no C++17 compiler")
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """Without this, a build that fails would only make everything slow, and these tests skip."""
+    assert "base" in ISAS
+
+
 @pytest.mark.skipif(not ISAS, reason="no native library was built: no C++17 compiler")
 def test_the_best_of_this_processor_is_taken() -> None:
     lib.best_library.cache_clear()

@@ -89,7 +89,7 @@ def test_quantised_logits_are_near_the_references(scheme: str, isa: str) -> None
 
 
 @each_isa
-def test_quantised_logits_are_equal_on_every_instruction_set(isa: str) -> None:
+def test_quantised_logits_are_close_on_every_instruction_set(isa: str) -> None:
     """Integer products are exact, and what lies between them has one order; but base has no fused multiply-adds."""
     spec, _ = specs.make("llama_gqa")
     ids = text(spec.vocab_size)

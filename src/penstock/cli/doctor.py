@@ -52,13 +52,12 @@ def _model(path: str, console: object) -> None:
 
     from penstock.config import from_kwargs
     from penstock.families.registry import open_model
+    from penstock.launch.build import plan_of
     from penstock.launch.hub import local_path
-    from penstock.plan.probe import probe
-    from penstock.plan.resolve import resolve
 
     assert isinstance(console, Console)
     checkpoint = open_model(local_path(path))
-    plan = resolve(from_kwargs(model=path), checkpoint.spec, probe())
+    plan = plan_of(from_kwargs(model=path))
     table = Table(title=f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters")
     for column in ("decision", "value", "why"):
         table.add_column(column, overflow="fold")

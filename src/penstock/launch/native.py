@@ -12,7 +12,7 @@ from penstock.core.events import Decision
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.model.native.forward import NativeForward
-from penstock.model.native.obstacle import native_obstacle
+from penstock.model.native.obstacle import native_matrices, native_obstacle
 from penstock.model.program import Program
 from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
@@ -89,10 +89,14 @@ def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> 
 
 
 def weights_key(files: Sequence[Path], scheme: Scheme, dtype: str, spec: ModelSpec, folder: Path | None = None) -> str:
-    """What packed weights are kept under: the files they come from and what else decides their bytes."""
+    """What packed weights are kept under: the files they come from and what else decides their bytes.
+
+    Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
+    """
     library = best_library()
     assert library is not None, "choose_ops has looked"
-    return content_key(files, scheme.name, f"{dtype} {library.pst_isa_name().decode()} {spec!r}", folder=folder)
+    identity = f"{dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
+    return content_key(files, scheme.name, identity, folder=folder)
 
 
 def native_forward(

@@ -128,7 +128,7 @@ class _Emitter:
         self._add_op(kind, "", inputs, self._out(i, node, *node.inputs[:2]), **more)
 
     def _embed(self, i: int, node: Node) -> None:
-        table = np.ascontiguousarray(node.bound[0])
+        table = node.bound[0]
         n = (int(DTYPES[table.dtype]), int(node.source == "positions"))
         self._add_op(Kind.EMBED, node.weights[0], (), self._new_home(node), n=n, f=(1.0,), pointers=(table,))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,14 +48,6 @@ class NativeForward:
         self._planes: tuple[Planes, ...] | None = None
         self._native: NativeProgram | None = None
         self._memory = StepMemory(len(groups))
-        self.calls = Counter[str]()
-        """Operations so far, by kind."""
-        self._per_step = Counter(op.kind.name.lower() for op in self._code.ops)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of packed matrices."""
-        return sum(m.num_bytes for m in self.matrices.values())
 
     def describe(self) -> list[str]:
         """The program for people, a line per operation."""
@@ -67,7 +58,6 @@ class NativeForward:
         num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
         native = self._ready(num_tokens, planes)
         native.run(self._memory.args(plan, plan.logits_indices))
-        self.calls.update(self._per_step)
         return native.values(self._code.logits, num_logits)
 
     def run_pooling(self, plan: StepPlan, planes: Sequence[Planes]) -> tuple[F32, F32]:
@@ -83,7 +73,6 @@ class NativeForward:
         hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head)
-        self.calls.update(self._per_step)
         return native.values(self._code.logits, num_logits), hidden
 
     def profile(self) -> list[tuple[str, int]]:

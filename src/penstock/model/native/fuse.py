@@ -8,7 +8,6 @@ factor * y; `norm`: the node whose norm comes first.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from penstock.model.native.trace import Node, Trace, Value
@@ -51,13 +50,6 @@ def _remove(trace: Trace, gone: list[Node]) -> None:
     ids = {id(node) for node in gone}
     trace.head -= sum(id(node) in ids for node in trace.nodes[: trace.head])
     trace.nodes = [node for node in trace.nodes if id(node) not in ids]
-
-
-def _take_over(node: Node, by: Node) -> None:
-    """`by` makes from now on what `node` made: views of it stay as they are."""
-    assert node.out is not None
-    node.out.maker = by
-    by.out = node.out
 
 
 def _rebind(trace: Trace, old: Node, new: Node, offset: int = 0) -> None:
@@ -209,4 +201,3 @@ def check_order(trace: Trace) -> None:
     for node in trace.nodes:
         assert all(v.maker is None or id(v.maker) in made for v in inputs_of(node)), f"{node.op} reads what is to come"
         made.add(id(node))
-    assert all(a is not b for a, b in pairwise(trace.nodes))

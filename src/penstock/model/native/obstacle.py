@@ -9,7 +9,7 @@ import numpy as np
 from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import Attention, Experts, ModelSpec, cache_spec, weight_shapes
 from penstock.model.builder import build
-from penstock.model.native.emit import emit
+from penstock.model.native.emit import emit, matrix_name
 from penstock.model.native.fuse import fuse
 from penstock.model.native.trace import NotNativeError, trace
 from penstock.ops.native.matrix import Packed
@@ -24,19 +24,25 @@ class _NoMatrices(dict[str, Packed]):
 
 def native_obstacle(spec: ModelSpec) -> str | None:
     """The part of the model that has no native form, or None if all of it has one. Takes milliseconds."""
+    try:
+        native_matrices(spec)
+    except NotNativeError as error:
+        return str(error)
+    return None
+
+
+def native_matrices(spec: ModelSpec) -> list[str]:
+    """What the packed matrices of the model's program are called. Raises: NotNativeError."""
     for layer in spec.layers:
         if layer.mixer is not None and not isinstance(layer.mixer, Attention):
-            return f"layers of kind {type(layer.mixer).__name__}"
+            raise NotNativeError(f"layers of kind {type(layer.mixer).__name__}")
         if isinstance(layer.ffn, Experts):
-            return "mixtures of experts"
+            raise NotNativeError("mixtures of experts")
     # Weights of the right shapes that take no memory: every element is the same one.
     element = np.zeros((), np.uint16)
     weights = {name: np.broadcast_to(element, shape) for name, shape in weight_shapes(spec).items()}
     groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
-    try:
-        traced = trace(build(spec, weights, groups, max_model_len=1), groups)
-        fuse(traced)
-        emit(traced, groups, _NoMatrices())
-    except NotNativeError as error:
-        return str(error)
-    return None
+    traced = trace(build(spec, weights, groups, max_model_len=1), groups)
+    fuse(traced)
+    emit(traced, groups, _NoMatrices())
+    return [matrix_name(node) for node in traced.nodes if node.op == "linear"]
