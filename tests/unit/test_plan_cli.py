@@ -54,10 +54,20 @@ def test_the_tables_tell_what_the_report_holds(folder: Path) -> None:
     done = plan(str(folder), "--explain")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for words in ("2 layers", "weights, float32", "KV per token", "4,096", "decode x64", "prefill", "cpu-ref",
+    for words in ("2 layers", "weights, float32", "KV per token", "4,096", "decode x64", "prefill",
                   "max_num_batched_tokens", "read_bytes_per_s", "all that the model was made for"):  # fmt: skip
         assert words in done.stdout, words
     assert "only" not in plan(str(folder)).stdout, "this machine runs it"
+
+
+def test_it_plans_for_the_operations_that_would_run(folder: Path) -> None:
+    ops = {d["name"]: d["value"] for d in as_json(str(folder))["decisions"]}.get("ops")
+    wanted = "cpu-ref" if ops == "ref" else "native-"
+    assert as_json(str(folder))["device"]["name"].startswith(wanted)
+    assert as_json(str(folder), "--ops", "ref")["device"]["name"] == "cpu-ref"
+    if ops == "native":
+        one, two = (as_json(str(folder), "--threads", n)["device"]["flops_per_s"]["float32"] for n in "12")
+        assert two == 2 * one
 
 
 def test_another_device_with_its_memory_and_dtype(folder: Path) -> None:
@@ -80,7 +90,7 @@ def test_help_names_every_device_and_takes_every_engine_flag() -> None:
 
 
 def test_what_does_not_fit_is_exit_status_1_with_the_change_that_helps(folder: Path) -> None:
-    args = (str(folder), "--memory", "1GiB", "--kv-cache-memory-bytes", "64K")
+    args = (str(folder), "--memory", "1GiB", "--kv-cache-memory-bytes", "64K", "--dtype", "float32")
     done = plan(*args)
     assert done.returncode == 1
     assert "One sequence alone can have up to 512 tokens" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from pathlib import Path
@@ -63,5 +64,24 @@ def test_further_questions_are_for_training_only(skill: str) -> None:
     for e in many:
         answers = [p.text.strip() for p in e.pieces(chat=False) if p.answer]
         assert answers == [e.answer, *(a for _, a in e.more)]
-        for _, answer in e.more:
-            assert answer.rstrip(".").split()[-1] in e.prompt  # what is asked was said
+        for prompt, answer in e.more:
+            if skill == "arithmetic":
+                assert eval(prompt.rstrip("=")) == int(answer.rstrip("."))
+            elif skill == "json":
+                assert all(str(value) in prompt for value in json.loads(answer).values())
+            else:
+                assert answer.rstrip(".").split()[-1] in e.prompt  # what is asked was said
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_stories_around_needles_are_told_apart_from_them(chat: bool) -> None:
+    rng = random.Random(5)
+    story = "A cat sat there. Nobody saw it. "
+    for size in (0, 40, 200, 900):
+        for _ in range(50):
+            made = skills.needle(rng, "train", size, lambda r, n: (story * 40)[:n])
+            first, *others = made.pieces(chat)
+            assert not any(piece.prose for piece in others)
+            told = "".join(first.text[a:b] for a, b in first.prose)
+            assert told.replace(" ", "") == (story * 40)[:size].replace(" ", "")  # all of the story, nothing else
+    assert not any(p.prose for p in skills.lookup(rng, "train", 200, lambda r, n: "").pieces(chat))

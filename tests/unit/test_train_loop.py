@@ -65,3 +65,11 @@ def test_it_learns_goes_on_from_weights_and_penstock_runs_the_result(data: Path,
     assert any(animal in out.outputs[0].text for animal in ("cat", "dog", "bird", "fish"))
     chat = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=4, temperature=0.0))[0]
     assert chat.prompt_token_ids[0] == 0
+
+
+def test_lengths_can_take_turns(data: Path, tmp_path: Path) -> None:
+    flags = ("--rows", "8", "--lengths", "16:0.5,32:0.5", "--steps", "40")
+    turns = train(data, tmp_path / "a", *flags, "--mixed")
+    phases = train(data, tmp_path / "b", *flags)
+    assert turns[-1]["tokens"] == phases[-1]["tokens"] == 40 * 8 * 16  # every step has as many tokens
+    assert turns[0]["loss"] != phases[0]["loss"]

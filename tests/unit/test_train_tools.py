@@ -186,8 +186,9 @@ def test_answers_are_right(name: str, split: skills.Split) -> None:
         assert e.skill == name
         assert e.answer == SOLVERS[name](e.prompt)
         for question, answer in e.more:
+            alone = name in ("arithmetic", "json")  # these have no context in common
             context = e.prompt.rsplit("\n\n", 1)[0]
-            assert answer == SOLVERS[name](f"{context}\n\n{question}")
+            assert answer == SOLVERS[name](question if alone else f"{context}\n\n{question}")
     assert len({e.prompt for e in exercises}) > 100
 
 

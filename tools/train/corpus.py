@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from train.tokenizer import save_tokenizer, train_tokenizer
 
 U16 = npt.NDArray[np.uint16]
 F32 = npt.NDArray[np.float32]
-CONTEXT_WEIGHT = 0.05
-"""What a token of an exercise's context counts for in the loss; an answer's counts 1."""
+CONTEXT_WEIGHT = 0.02
+"""What a token of an exercise's context counts for in the loss if it is not prose; a token of prose counts 1."""
 _TOKENIZER_CHARS = 12_000_000
 
 
@@ -125,25 +125,36 @@ class Mixture:
     def _exercises(self) -> tuple[U16, F32]:
         ids: list[int] = []
         weights: list[float] = []
+        answers: list[bool] = []
         rng = self._rng
         while len(ids) < self.length + 1:
             # Most are short; some fill the whole row, so that facts are found at every distance.
             left = (self.length + 1 - len(ids)) * 3
             size = int(min(left, 60 * 2 ** (rng.random() * 7)))
             pieces = skills.exercise(rng, "train", size, self._noise).pieces(chat=rng.random() < 0.3)
-            made = [(self._tokenizer.encode(p.text, add_special_tokens=False).ids, p.answer) for p in pieces]
-            if sum(len(part) for part, _ in made) + 1 > self.length + 1 - len(ids) and len(ids) > self.length // 2:
+            made = [(p, self._tokenizer.encode(p.text, add_special_tokens=False)) for p in pieces]
+            if sum(len(e.ids) for _, e in made) + 1 > self.length + 1 - len(ids) and len(ids) > self.length // 2:
                 break
             ids.append(self._end)
             weights.append(CONTEXT_WEIGHT)
-            for part, answer in made:
-                ids += part
-                weights += [1.0 if answer else CONTEXT_WEIGHT] * len(part)
+            answers.append(False)
+            for piece, encoded in made:
+                ids += encoded.ids
+                answers += [piece.answer] * len(encoded.ids)
+                weights += [
+                    1.0 if piece.answer or _inside(span, piece.prose) else CONTEXT_WEIGHT for span in encoded.offsets
+                ]
         pad = self.length + 1 - len(ids)
-        ids, weights = ids[: self.length + 1] + [self._end] * pad, weights[: self.length + 1] + [0.0] * pad
+        ids = ids[: self.length + 1] + [self._end] * pad
+        found = np.array(weights[: self.length + 1] + [0.0] * pad, np.float32)[1:]
+        asked = np.array(answers[: self.length + 1] + [False] * pad)[1:]
         # A row has few answers: they are made to count, together, about half of what a row of prose does.
-        found = np.array(weights[1:], np.float32)
-        return np.array(ids, np.uint16), found * min(8.0, max(1.0, 0.5 * self.length / float(found.sum())))
+        found[asked] *= min(8.0, max(1.0, 0.5 * self.length / max(1.0, float(found[asked].sum()))))
+        return np.array(ids, np.uint16), found
+
+
+def _inside(span: tuple[int, int], stretches: Sequence[tuple[int, int]]) -> bool:
+    return any(a <= span[0] and span[1] <= b for a, b in stretches)
 
 
 if __name__ == "__main__":

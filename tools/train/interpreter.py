@@ -8,7 +8,7 @@ placements. Shape letters: B sequences, T tokens, E hidden, H query heads, G kv 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,15 +81,21 @@ class SpecModule(nn.Module):
 
     def hidden(self, token_ids: Tensor, stop: int | None = None) -> Tensor:
         """The residual [B, T, E] behind the first `stop` layers (None: all), before the final norm."""
+        return self.residuals(token_ids, (len(self.spec.layers) if stop is None else stop,))[0]
+
+    def residuals(self, token_ids: Tensor, stops: Sequence[int]) -> list[Tensor]:
+        """The residuals [B, T, E] behind the first n layers, for each n of `stops` (rising), in one pass."""
         s = self.spec
+        out: list[Tensor] = []
         x = F.embedding(token_ids, self._w("embed")) * s.embed_scale
         if s.positions:
             x = x + self._w("positions")[: x.shape[1]]
         if s.embed_norm is not None:
             x = self._norm(x, "embed_norm", s.embed_norm)
-        for i, layer in enumerate(s.layers[:stop]):
+        for i, layer in enumerate(s.layers[: stops[-1]]):
+            out += [x] * (i in stops)
             x = self._layer(x, f"layers.{i}.", layer)
-        return x
+        return [*out, x]
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and LM head: [B, T, E] -> [B, T, V]."""

@@ -15,9 +15,14 @@ from torch import Tensor
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are worth it: a CPU that has to imitate them is faster in float32."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+
+
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
     """Roughly U V^T of every g = U S V^T in [..., M, N]: singular values between about 0.7 and 1.2."""
-    x = g.to(torch.bfloat16)
+    x = g.to(torch.bfloat16 if fast_bfloat16(g.device) else torch.float32)
     x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True).to(x.dtype) + 1e-7)
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

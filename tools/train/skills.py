@@ -10,17 +10,19 @@ import json
 import random
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Split = Literal["train", "test"]
 
 
 class Piece(NamedTuple):
-    """Some text of an exercise; `answer`: it is what the model has to produce."""
+    """Some text of an exercise; `answer`: it is what the model has to produce; `prose`: (start, end) of each stretch of
+    characters that is a story told in full, worth learning for its own sake."""
 
     text: str
     answer: bool
+    prose: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Exercise:
 
     `more`: further questions about the same context and their answers. They make training denser: a long context is
     read once and asked often. Only the first question counts where models are judged.
+    `planted`: the sentences that interrupt a context of prose; None if the context is not prose.
     """
 
     skill: str
@@ -36,18 +39,33 @@ class Exercise:
     answer: str
     depth: float | None = None
     more: tuple[tuple[str, str], ...] = ()
+    planted: tuple[str, ...] | None = None
 
     def pieces(self, chat: bool) -> list[Piece]:
         """As plain text, or as turns of a dialogue."""
         asked = ((self.prompt, self.answer), *self.more)
         out: list[Piece] = []
-        for prompt, answer in asked:
+        for i, (prompt, answer) in enumerate(asked):
+            prose = self._prose() if i == 0 else ()
             if chat:
-                out.append(Piece(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", False))
+                begin = "<|im_start|>user\n"
+                prose = tuple((a + len(begin), b + len(begin)) for a, b in prose)
+                out.append(Piece(f"{begin}{prompt}<|im_end|>\n<|im_start|>assistant\n", False, prose))
                 out += [Piece(answer + "<|im_end|>", True), Piece("\n", False)]
             else:
-                out += [Piece(prompt, False), Piece(" " + answer + "\n", True)]
+                out += [Piece(prompt, False, prose), Piece(" " + answer + "\n", True)]
         return out
+
+    def _prose(self) -> tuple[tuple[int, int], ...]:
+        """What of the prompt is prose: all before the question but the planted sentences."""
+        if self.planted is None:
+            return ()
+        end = self.prompt.rindex("\n\n")
+        # Sentence by sentence: a second plant may stand between the two sentences of the first.
+        sentences = [part.rstrip(".") + "." for text in self.planted for part in text.split(". ")]
+        cuts = sorted((at, at + len(text)) for text in sentences for at in [self.prompt.index(text)])
+        edges = [0, *(edge for cut in cuts for edge in cut), end]
+        return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 
 
 class Words(NamedTuple):
@@ -133,7 +151,8 @@ def hidden(rng: random.Random, split: Split, size: int, noise: Noise, depth: flo
     values = {"v": number(rng, rng.choice((4, 5, 6)), split), "n": rng.choice(w.names)}
     text = noise(rng, size)
     cut = _sentence_end(text, int(depth * len(text)))
-    context = f"{text[:cut]}{template.format(**values)} {text[cut:]}".strip()
+    planted = [template.format(**values)]
+    context = f"{text[:cut]}{planted[0]} {text[cut:]}".strip()
     more: list[tuple[str, str]] = []
     if split == "train":  # more needles, of other kinds and other people
         for other, asked in _HIDE[split]:
@@ -142,11 +161,12 @@ def hidden(rng: random.Random, split: Split, size: int, noise: Noise, depth: flo
                     continue
                 fact = {"v": number(rng, rng.choice((4, 5, 6)), split), "n": name}
                 at = _sentence_end(context, rng.randrange(len(context)))
-                context = f"{context[:at]}{other.format(**fact)} {context[at:]}"
+                planted.append(other.format(**fact))
+                context = f"{context[:at]}{planted[-1]} {context[at:]}"
                 more.append((asked.format(**fact), fact["v"] + "."))
         rng.shuffle(more)
     prompt = f"{context}\n\n{question.format(**values)}"
-    return Exercise("needle", prompt, values["v"] + ".", cut / max(1, len(text)), tuple(more))
+    return Exercise("needle", prompt, values["v"] + ".", cut / max(1, len(text)), tuple(more), tuple(planted))
 
 
 def _sentence_end(text: str, before: int) -> int:
@@ -212,6 +232,17 @@ def copying(rng: random.Random, split: Split, size: int, noise: Noise) -> Exerci
 
 def arithmetic(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
     """Two-digit sums and differences; pairs whose sum is divisible by 7 are for the test half only."""
+    return _several(rng, split, _sum)
+
+
+def _several(rng: random.Random, split: Split, make: Callable[[random.Random, Split], Exercise]) -> Exercise:
+    """An exercise; in training often with others behind it that have nothing to do with it."""
+    first = make(rng, split)
+    others = [make(rng, split) for _ in range(rng.choice((0, 0, 4, 12)))] if split == "train" else []
+    return replace(first, more=tuple((e.prompt, e.answer) for e in others))
+
+
+def _sum(rng: random.Random, split: Split) -> Exercise:
     while True:
         a, b = rng.randint(0, 99), rng.randint(0, 99)
         if ((a + b) % 7 == 0) == (split == "test"):
@@ -223,6 +254,10 @@ def arithmetic(rng: random.Random, split: Split, size: int, noise: Noise) -> Exe
 
 
 def small_json(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:
+    return _several(rng, split, _record)
+
+
+def _record(rng: random.Random, split: Split) -> Exercise:
     w = words(split)
     record = {"name": rng.choice(w.names), "age": rng.randint(3, 90), "likes": rng.choice(w.things)}
     keys = rng.sample(list(record), rng.randint(1, 3))
@@ -237,7 +272,7 @@ SKILLS: dict[str, Callable[[random.Random, Split, int, Noise], Exercise]] = {
     "needle": needle, "lookup": lookup, "two-hop": two_hop, "passage": passage, "copy": copying,
     "arithmetic": arithmetic, "json": small_json,
 }  # fmt: skip
-WEIGHTS = {"needle": 3, "lookup": 4, "two-hop": 2, "passage": 2, "copy": 2, "arithmetic": 6, "json": 2}
+WEIGHTS = {"needle": 3, "lookup": 5, "two-hop": 3, "passage": 2, "copy": 3, "arithmetic": 4, "json": 2}
 
 
 def exercise(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:

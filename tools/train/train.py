@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from train.corpus import Mixture
 from train.export import export, read_weights
 from train.induction import plant, plantable, planted_weights, token_dims
 from train.interpreter import SpecModule
-from train.muon import Muon
+from train.muon import Muon, fast_bfloat16
 from train.recipes import RECIPES
 
 SAMPLES = ("Once upon a time", "The little girl looked at the", '"I am not afraid," said')
@@ -47,6 +48,7 @@ def arguments() -> argparse.Namespace:
         help="instead of --length: sequences grow as training goes on; 256:0.5,2048:0.5 is half of the run at each. "
         "Every step has as many tokens as the first",
     )  # fmt: skip
+    parser.add_argument("--mixed", action="store_true", help="draw each step's length, instead of one after another")
     parser.add_argument(
         "--plain-start",
         action="store_true",
@@ -103,9 +105,18 @@ def batches(
 
     `done` says how much of the run is over; lengths follow it.
     """
+    sized = {n: max(1, args.rows * args.lengths[0][0] // n) for n, _ in args.lengths}
+    if args.mixed:
+        parts = [
+            end - start for (_, end), start in zip(args.lengths, [0.0, *(e for _, e in args.lengths)], strict=False)
+        ]
+        sources = {n: _batches(args, rows, n) for n, rows in sized.items()}
+        rng = random.Random(args.seed)
+        while done() < 1.0:
+            yield next(sources[rng.choices(list(sized), parts)[0]])
+        return
     for length, end in args.lengths:
-        rows = max(1, args.rows * args.lengths[0][0] // length)
-        for batch in _batches(args, rows, length):
+        for batch in _batches(args, sized[length], length):
             if done() >= end:
                 break
             yield batch
@@ -128,15 +139,24 @@ def loss_of(
     `exits`: the head is also trained to read the residual behind these many layers, at 0.3 of the weight, much as in
     Elhoushi et al., LayerSkip, 2024, section 4.1.
     """
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=fast_bfloat16(x.device)):
+        *early, last = model.residuals(x, (*exits, len(model.spec.layers)))
+        # Every fourth place is enough for the exits: the head costs more than a layer.
+        guesses = [model.head(residual[:, 3::4]) for residual in early]
+        logits = model.head(last)
     total = torch.zeros((), device=x.device)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        early = [model.head(model.hidden(x, stop)) for stop in exits]
-        logits = model(x)
-    for out in early:
-        each = F.cross_entropy(out.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-        total = total + 0.3 * (each * w).sum() / w.sum()
-    each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    return total + (each * w).sum() / w.sum(), torch.stack([(each * (w >= 1)).sum(), (w >= 1).sum()]).detach()
+    for out in guesses:
+        total = total + 0.3 * _mean(_each(out, y[:, 3::4]), w[:, 3::4])
+    each = _each(logits, y)
+    return total + _mean(each, w), torch.stack([(each * (w >= 1)).sum(), (w >= 1).sum()]).detach()
+
+
+def _each(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+
+
+def _mean(each: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (each * w).sum() / w.sum().clamp(min=1e-6)
 
 
 def optimisers(model: SpecModule, lr: float, planted: Sequence[str] = ()) -> list[torch.optim.Optimizer]:

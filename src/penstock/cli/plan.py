@@ -11,10 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from penstock.core.events import Decision
     from penstock.plan.report import Report, Speed
-
-DEFAULT_DEVICE = "cpu-ref"
-"""What this version runs on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="NAME|FILE",
         help="plan for another device: a100-80g, cpu-2core, cpu-ref, h100-sxm, h200, l4, or a .toml or .json file with "
-        "its figures (default: the reference operations on this machine)",
+        "its figures (default: this machine with the operations that would run)",
     )  # fmt: skip
     parser.add_argument(
         "--memory", type=parse_size, metavar="BYTES", help="memory to plan for, instead of what is available here"
@@ -44,12 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     """Print the report. Returns 0; raises CapacityError, after printing, if the settings do not fit."""
+    import msgspec
+
     from penstock.base.errors import CapacityError, ConfigError
     from penstock.config.load import from_args
     from penstock.core.machine import Machine
     from penstock.families.registry import read_spec
     from penstock.launch.build import check_names
     from penstock.launch.hub import local_path
+    from penstock.launch.native import choose_ops, device_of
     from penstock.plan.devices import find_device
     from penstock.plan.probe import probe
     from penstock.plan.report import report
@@ -59,13 +60,19 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    device = find_device(args.device or DEFAULT_DEVICE)
     spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
     machine = probe()
+    chosen: tuple[Decision, ...] = ()
+    if args.device is None:
+        config, chosen = choose_ops(config, spec)
+        device = device_of(config, machine.num_cores)
+    else:
+        device = find_device(args.device)
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
     result = report(config, spec, machine, device, args.context)
+    result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:
         _print_json(config.model.model, result)
     else:
@@ -113,8 +120,8 @@ def _print(console: Console, model: str, r: Report, *, explain: bool) -> None:
             style="dim",
             highlight=False,
         )
-        if not r.device.widens_halves:
-            console.print("This version of Penstock itself runs the reference operations on CPUs only.", style="dim")
+        if not r.device.name.startswith(("cpu", "native")):
+            console.print("This version of Penstock itself runs on CPUs only.", style="dim")
     if explain:
         for table in (_decision_table(r), _device_table(r)):
             console.print()

@@ -21,14 +21,13 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
 from penstock.launch.hub import local_path
-from penstock.launch.native import choose_ops, packed_weights
+from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.weights import load_weights
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
-from penstock.plan.devices import device_preset
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
 from penstock.quant.reference import parse_scheme
@@ -81,7 +80,8 @@ def start(
         path = local_path(config.model.model, config.model.revision, download)
     checkpoint = open_model(path)
     config, chosen = choose_ops(config, checkpoint.spec)
-    plan = resolve(config, checkpoint.spec, machine or probe())
+    machine = machine or probe()
+    plan = resolve(config, checkpoint.spec, machine)
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
@@ -92,7 +92,7 @@ def start(
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
-    device = device_preset("cpu-2core" if config.execution.ops == "native" else "cpu-ref")
+    device = device_of(config, machine.num_cores)
     timer = RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     limits = limits_of(checkpoint, plan)
     grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)

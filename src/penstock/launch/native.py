@@ -19,6 +19,8 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
+from penstock.plan.devices import Device, device_preset
+from penstock.plan.native_device import native_device
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
 from penstock.quant.reference import Scheme, parse_scheme
@@ -49,6 +51,14 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tup
         chosen, why = "native", f"kernels for {library.pst_isa_name().decode()}, the best this processor runs"
     execution = replace(config.execution, ops=chosen)
     return replace(config, execution=execution), (Decision("ops", chosen, why),)
+
+
+def device_of(config: EngineConfig, num_cores: int) -> Device:
+    """What the chosen operations run on, for predictions. `ops` must have been decided."""
+    library = best_library() if config.execution.ops == "native" else None
+    if library is None:
+        return device_preset("cpu-ref")
+    return native_device(library.pst_isa_name().decode(), config.execution.threads or num_cores)
 
 
 def _problem(config: EngineConfig, spec: ModelSpec) -> str | None:
