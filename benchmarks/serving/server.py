@@ -35,13 +35,14 @@ ASKED: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "ignore
 
 
 @contextmanager
-def serving(*args: str, log: Path | None = None) -> Iterator[tuple[str, int, float]]:
-    """(url, pid, seconds from start to ready) of a server; its log goes to a file."""
+def serving(*args: str, log: Path | None = None, env: dict[str, str] | None = None) -> Iterator[tuple[str, int, float]]:
+    """(url, pid, seconds from start to ready) of a server; its log goes to a file. `env`: set besides ours."""
     began = time.perf_counter()
     with (log or Path(os.devnull)).open("w", encoding="utf-8") as stderr:
         server = subprocess.Popen(
-            [*COMMAND, "serve", "--port", "0", *args], stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
+            [*COMMAND, "serve", "--port", "0", *args], stdout=subprocess.PIPE, stderr=stderr, text=True,
+            env=os.environ | (env or {}),
+        )  # fmt: skip
         try:
             assert server.stdout is not None
             url = re.findall(r"on (http://\S+)", server.stdout.readline())[0]
