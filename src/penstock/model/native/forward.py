@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.model.native.emit import Emitted, emit, matrix_name
-from penstock.model.native.fuse import check_order, fuse
+from penstock.model.native.fuse import PASSES, check_order, fuse
 from penstock.model.native.schemes import packing
 from penstock.model.native.trace import Node, trace
 from penstock.model.program import Program
@@ -30,12 +30,12 @@ class NativeForward:
 
     def __init__(
         self, program: Program, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
-        matrices: dict[str, Packed] | None = None,
+        matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES,
     ) -> None:  # fmt: skip
-        """`matrices`: packed before, by `matrix_name`; else they are packed here."""
+        """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`."""
         self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len
         traced = trace(program, groups)
-        fuse(traced)
+        fuse(traced, passes)
         check_order(traced)
         linears = [node for node in traced.nodes if node.op == "linear"]
         if matrices is None:

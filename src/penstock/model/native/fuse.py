@@ -8,6 +8,7 @@ factor * y; `norm`: the node whose norm comes first.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from penstock.model.native.trace import Node, Trace, Value
@@ -21,17 +22,20 @@ class Part(NamedTuple):
     bias: Any
 
 
-def fuse(trace: Trace) -> None:
-    """Mutates: `trace`. The order of what is left stays."""
+PASSES = ("gates", "activations", "siblings", "residuals", "norms")
+"""Each does without the others; they run in this order."""
+
+
+def fuse(trace: Trace, passes: Collection[str] = PASSES) -> None:
+    """Mutates: `trace`. The order of what is left stays. `passes`: fewer of them to see what one is worth."""
+    assert set(passes) <= set(PASSES), f"passes are {PASSES}"
     for node in trace.nodes:
         if node.op == "linear":
             bias = node.bound[1] if len(node.bound) > 1 else None
             node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
-    _gates(trace)
-    _activations(trace)
-    _siblings(trace)
-    _residuals(trace)
-    _norms(trace)
+    for name, run in zip(PASSES, (_gates, _activations, _siblings, _residuals, _norms), strict=True):
+        if name in passes:
+            run(trace)
 
 
 def readers(trace: Trace) -> Counter[int]:
