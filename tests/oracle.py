@@ -148,6 +148,9 @@ class NaiveModel:
         """What is left of x after a stay in the cache."""
         if self.kv_dtype == "bfloat16":
             return widen(narrow(x))
+        if self.kv_dtype == "int8":
+            scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+            return np.rint(x / np.where(scale == 0, np.float32(1), scale)) * scale
         return x.astype(self.kv_dtype).astype(np.float32)
 
     def _attention(self, h: F32, p: str, m: Attention) -> F32:

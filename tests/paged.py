@@ -16,7 +16,10 @@ from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.ops.ref import REF
 from penstock.ops.table import OpTable
 
-_EMPTY = {"float32": (np.float32, np.nan), "float16": (np.float16, np.nan), "bfloat16": (np.uint16, 0x7FC0)}
+_EMPTY = {
+    "float32": (np.float32, np.nan), "float16": (np.float16, np.nan), "bfloat16": (np.uint16, 0x7FC0),
+    "int8": (np.int8, -128),
+}  # fmt: skip
 _GONE = -(10**6)
 
 
@@ -111,7 +114,7 @@ class Paged:
                     if slab >= 0:
                         n = 1 if len(table) > 1 else len(g.layers)
                         for plane in self.planes[g.index].values():
-                            plane[slab * n : (slab + 1) * n] = 0x7FC0 if plane.dtype == np.uint16 else np.nan
+                            plane[slab * n : (slab + 1) * n] = nan_of(plane)
                         table[line, block] = _GONE
 
     def _grow(self, seq: Any) -> None:
@@ -128,6 +131,11 @@ class Paged:
                 pages = [[i[0] * n + int(self._rng.integers(n))] for i in ids] if seq in self._ragged else ids
                 table = np.concatenate([table, np.array(pages, np.int32)], axis=1)
             tables[g.index] = table
+
+
+def nan_of(plane: npt.NDArray[Any]) -> Any:
+    """What spoils a plane; int8 is spoilt by its scales."""
+    return {np.dtype(np.uint16): 0x7FC0, np.dtype(np.int8): -128}.get(plane.dtype, np.nan)
 
 
 def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:

@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 1
+#define PST_ABI 2
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -169,13 +169,17 @@ typedef struct pst_group {
 } pst_group;
 
 /* Where the numbers of a plane are: element (page, offset, head, i) lies at
- * page * page_stride + offset * token_stride + head * head_stride + i, in numbers of `dtype`. */
+ * page * page_stride + offset * token_stride + head * head_stride + i, in numbers of `dtype`.
+ *
+ * PST_I8: a head of a token is D numbers -127 ... 127 and one float scale s; it stands for s times them. PST_WRITE takes
+ * s = max |x| / 127 and rounds x / s to the nearest, ties to even; s is 0 if all x are 0, and NaN if one of them is not
+ * finite. The scales are element 0 of a PST_F32 plane of the same group, pages and heads, with dim 1. */
 typedef struct pst_plane {
     void *data;
     int32_t dtype;
     int32_t heads;
     int32_t dim;
-    int32_t unused;
+    int32_t scales; /* PST_I8: the number in its group of the plane of scales; else not looked at */
     int64_t page_stride, token_stride, head_stride;
 } pst_plane;
 

@@ -45,7 +45,7 @@ struct Attend final : Op {
         Block* blocks;
         int32_t* splits;  // numbers of split blocks
         uint8_t *keys, *values, *queries, *part, *whole;
-        float* scratch;
+        float *factors, *value_scales, *scratch;
     };
 
     void lay_out(const Maker& maker) {
@@ -57,7 +57,7 @@ struct Attend final : Op {
         slots = int64_t(SLOTS_PER_THREAD) * maker.threads;
         plan_bytes = aligned(int64_t(maker.max_tokens) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
         own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
-                    aligned(query_bytes * block_rows) + 2 * state_bytes + group_bytes();
+                    aligned(query_bytes * block_rows) + 2 * state_bytes + 2 * CHUNK * 4 + group_bytes();
         // A program for one thread never splits.
         shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
     }
@@ -71,7 +71,9 @@ struct Attend final : Op {
         own.queries = own.values + rule.values.chunk_bytes();
         own.part = own.queries + aligned(query_bytes * block_rows);
         own.whole = own.part + state_bytes;
-        own.scratch = reinterpret_cast<float*>(own.whole + state_bytes);
+        own.factors = reinterpret_cast<float*>(own.whole + state_bytes);
+        own.value_scales = own.factors + CHUNK;
+        own.scratch = own.value_scales + CHUNK;
         return own;
     }
 
@@ -144,10 +146,8 @@ struct Attend final : Op {
             }
     }
 
-    static const uint8_t* number(const Side& side, int64_t page, int offset, int head) {
-        const pst_plane& p = side.plane;
-        int64_t at = page * p.page_stride + offset * p.token_stride + head * p.head_stride;
-        return static_cast<const uint8_t*>(p.data) + at * item_bytes(p.dtype);
+    static const float* scale(const Side& side, int64_t page, int offset, int head) {
+        return side.scaled ? reinterpret_cast<const float*>(number(side.scales, page, offset, head)) : nullptr;
     }
 
     // What the block's tokens see of the chunk that begins at `start`. Pages of other keys are not looked up.
@@ -161,13 +161,23 @@ struct Attend final : Op {
         int number_of_page = p / pages.block_size, offset = p % pages.block_size;
         for (; p < end; number_of_page++, offset = 0) {
             int64_t page = pages.page(number_of_page);
-            const uint8_t* key = number(rule.keys, page, offset, head);
-            const uint8_t* value = number(rule.values, page, offset, head);
+            const uint8_t* key = number(rule.keys.plane, page, offset, head);
+            const uint8_t* value = number(rule.values.plane, page, offset, head);
+            const float *key_scale = scale(rule.keys, page, offset, head);
+            const float *value_scale = scale(rule.values, page, offset, head);
             for (; offset < pages.block_size && p < end; offset++, p++) {
                 places.keys[p - start] = key;
                 places.values[p - start] = value;
                 key += rule.keys.plane.token_stride * item_bytes(rule.keys.plane.dtype);
                 value += rule.values.plane.token_stride * item_bytes(rule.values.plane.dtype);
+                if (rule.keys.scaled) {
+                    places.key_scales[p - start] = key_scale;
+                    key_scale += rule.keys.scales.token_stride;
+                }
+                if (rule.values.scaled) {
+                    places.value_scales[p - start] = value_scale;
+                    value_scale += rule.values.scales.token_stride;
+                }
             }
         }
     }
@@ -194,7 +204,8 @@ struct Attend final : Op {
         find(pages, block, some.first, begin, *now);
         for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
             int key_bytes = rule.keys.row_bytes(), value_bytes = rule.values.row_bytes();
-            Ahead ahead{next, some.count * key_bytes, some.count * value_bytes, some.count};
+            Ahead ahead{next,       some.count * key_bytes, some.count * value_bytes,
+                        some.count, rule.keys.scaled,       rule.values.scaled};
             if (start + CHUNK < end) {
                 find(pages, block, some.first, start + CHUNK, *next);
                 ahead.end = 2 * (next->last - next->first);
@@ -204,6 +215,9 @@ struct Attend final : Op {
                 const Places& places = i ? head_places : *now;
                 gather_keys(rule.keys, places, ahead, own.keys);
                 gather_values(rule.values, places, ahead, own.values);
+                gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
+                if (rule.values.scaled)
+                    gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
                 attend_chunk(block, some.first + i, start, places, own.queries + i * rows * query_bytes, own,
                              state.from(i * rows), ahead);
             }
@@ -213,12 +227,13 @@ struct Attend final : Op {
     void attend_chunk(const Block& block, int head, int start, const Places& places, const uint8_t* of_head,
                       const Own& own, const State& state, Ahead& ahead) const {
         int end = places.t1 * per;
+        Chunk chunk{own.keys, own.values, own.factors, own.value_scales};
         for (int row = places.t0 * per; row < end; row += ROW_GROUP) {
             int count = std::min(ROW_GROUP, end - row);
             Reach reaches[ROW_GROUP];
             for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, head, start);
-            attend_rows(rule, count, of_head + row * query_bytes, query_bytes, reaches, own.keys, own.values, state,
-                        row, own.scratch, ahead);
+            attend_rows(rule, count, of_head + row * query_bytes, query_bytes, reaches, chunk, state, row, own.scratch,
+                        ahead);
         }
     }
 
@@ -327,8 +342,8 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
     made->max_tokens = maker.max_tokens;
-    made->rule.keys = Side(keys, made->dim, 2 * LANES);
-    made->rule.values = Side(values, width, LANES);
+    made->rule.keys = Side(keys, scales_of(maker, made->group, keys), made->dim, 2 * LANES);
+    made->rule.values = Side(values, scales_of(maker, made->group, values), width, LANES);
     made->rule.scale = op.f[0];
     made->rule.soft_cap = op.f[1];
     made->rule.window = op.n[8];

@@ -3,10 +3,12 @@
 // The law that every bit follows from. Keys stand in chunks of 256 and spans of 16 chunks, cut at absolute positions. A
 // row (one query head of one token) goes through the chunks of a span in order:
 //
-//   s_j = scale q.k_j        one chain over the components, then soft cap and slope
+//   s_j = scale q.k_j        one chain over the components, then soft cap and slope; keys of 8 bits: the chain is over
+//                            their whole numbers, and `scale` is times the key's own
 //   m'  = max(m, s_j)        over the keys of the chunk that the row sees
 //   l   = l e^(m - m') + e^(s_j - m')            lane j mod 16, one chain per lane
-//   o   = o e^(m - m') + sum of e^(s_j - m') v_j one chain per component, keys in order
+//   o   = o e^(m - m') + sum of e^(s_j - m') v_j one chain per component, keys in order; of values of 8 bits the
+//                            weight is times the value's scale
 //
 // and the spans' (m, l, o) are combined in order. What a row does not see is skipped, or weighs an exact zero of keys
 // and values that are not looked at: so only the row's own position decides about its bits, not who computes it, with
@@ -25,9 +27,10 @@ constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at onc
 constexpr int BLOCK_ROWS = 128;     // rows that share a chunk made ready
 constexpr float NOTHING = -HUGE_VALF;  // the largest of no scores
 
-// Products of bfloat16 with bfloat16 planes: two components (of keys) or two keys (of values) per instruction. Queries
+// Products of bfloat16 with planes of bfloat16 or of 8 bits, which bfloat16 holds exactly: two components (of keys) or two keys (of values) per instruction. Queries
 // and weights are rounded to bfloat16 for them. 2^-9 of a query changes a score by 2^-9 |q||k| scale at most, some 1e-2
-// for scores around 5; 2^-9 of a weight moves the output by 2^-8 max|v| at most, and l is the sum of rounded weights.
+// for scores around 5; 2^-9 of a weight moves the output by 2^-8 max|v| at most, and l is the sum of rounded weights
+// (where values have scales: of weights before they are scaled and rounded).
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIRS = true;
 #else
@@ -38,14 +41,16 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 
 // Keys or values of a chunk as the inner kernels read them.
 struct Side {
-    pst_plane plane;
+    pst_plane plane, scales;
+    bool scaled;  // 8 bits
     bool pairs;   // bfloat16 products
     int dim;      // numbers of a key or a value
     int padded;   // multiple of 16 (keys in pairs: of 32)
 
     Side() = default;
-    Side(const pst_plane& plane, int dim, int multiple)
-        : plane(plane), pairs(HAS_PAIRS && plane.dtype == PST_BF16), dim(dim),
+    Side(const pst_plane& plane, const pst_plane& scales, int dim, int multiple)
+        : plane(plane), scales(scales), scaled(plane.dtype == PST_I8),
+          pairs(HAS_PAIRS && (plane.dtype == PST_BF16 || scaled)), dim(dim),
           padded(int(round_up(dim, pairs ? multiple : LANES))) {}
     int row_bytes() const { return dim * item_bytes(plane.dtype); }  // as stored
     int64_t chunk_bytes() const { return int64_t(CHUNK) * padded * (pairs ? 2 : 4); }
@@ -54,6 +59,7 @@ struct Side {
 // Where the keys and values of a chunk lie, as far as they are looked at: null elsewhere.
 struct Places {
     const uint8_t *keys[CHUNK], *values[CHUNK];
+    const float *key_scales[CHUNK], *value_scales[CHUNK];  // of those that have scales; elsewhere anything
     int first, last;  // first ... last-1 are not null
     int t0, t1;       // the block's tokens that see some of them
 };
@@ -65,6 +71,7 @@ struct Ahead {
     const Places* next;
     int key_bytes, value_bytes;  // of a row
     int slowness;                // a pull in so many counts
+    bool key_scales, value_scales;
     int at = 0, end = 0;
     int pulls = 0;
 
@@ -73,17 +80,29 @@ struct Ahead {
             int count = end / 2, j = next->first + (at < count ? at : at - count);
             const uint8_t* row = at < count ? next->keys[j] : next->values[j];
             for (int i = 0; i < (at < count ? key_bytes : value_bytes); i += 64) __builtin_prefetch(row + i, 0, 3);
+            if (at < count ? key_scales : value_scales)
+                __builtin_prefetch(at < count ? next->key_scales[j] : next->value_scales[j], 0, 3);
         }
     }
 };
 
 // ---- attention_gather.cpp: from planes to chunks ----
 
+// A chunk of one kv head, ready.
+struct Chunk {
+    const uint8_t *keys, *values;
+    const float* factors;       // of the scores: [CHUNK]
+    const float* value_scales;  // [CHUNK], or null
+};
+
 // Keys become tiles [16][steps][16] of floats, or of pairs of bfloat16, steps being padded (/ 2). Whole tiles are
 // filled: zeros where no key lies.
 void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
 // Values become [256][padded] floats, or [128][padded][2] bfloat16.
 void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
+// What scores are multiplied by, and values' weights: `by` times each scale, zeros where nothing lies in whole tiles.
+// Without scales it is `by`.
+void gather_scales(const Side& side, const Places& places, const float* const* scales, float by, float* out);
 // Queries become `padded` floats or bfloat16 of keys' side.
 void gather_query(const Side& side, const float* query, uint8_t* out);
 
@@ -134,8 +153,7 @@ struct Reach {
 // `count` rows (1 ... 8), whose queries lie `query_bytes` apart, against a chunk made ready; their states are rows
 // `row` ... of `state`. `scratch` is of group_bytes().
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
-                 const uint8_t* keys, const uint8_t* values, const State& state, int row, float* scratch,
-                 Ahead& ahead);
+                 const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead);
 constexpr int64_t group_bytes() { return int64_t(ROW_GROUP) * (CHUNK + LANES) * 4; }
 
 // The output of a row [width] of its state. `sink`: null, or the score of a key without a value.

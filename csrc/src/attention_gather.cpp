@@ -5,6 +5,22 @@ namespace pst {
 
 namespace {
 
+// Sixteen numbers of 8 bits, without their scale.
+inline F load_s8(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+#elif defined(__AVX2__)
+    auto half = [](const uint8_t* p) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+    };
+    return {half(p), half(p + 8)};
+#else
+    F out;
+    for (int i = 0; i < LANES; i++) out.v[i] = float(int8_t(p[i]));
+    return out;
+#endif
+}
+
 // Numbers at .. of a stored row of n as float32, zeros behind its end.
 F load_row(const uint8_t* row, int32_t dtype, int at, int n) {
     int rest = n - at;
@@ -15,6 +31,7 @@ F load_row(const uint8_t* row, int32_t dtype, int at, int n) {
         p = tail;
     }
     if (dtype == PST_F32) return load(reinterpret_cast<const float*>(p));
+    if (dtype == PST_I8) return load_s8(p);
     auto* half = reinterpret_cast<const uint16_t*>(p);
     return dtype == PST_F16 ? load_f16(half) : load_bf16(half);
 }
@@ -92,28 +109,53 @@ void gather_tile(const Side& side, const uint8_t* const* rows, float* out) {
 }
 
 #if defined(__AVX512BF16__)
+// 32 numbers of 8 bits as bfloat16, which is exact.
+inline __m512i widen(__m256i bytes) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+// The first numbers of a row, those of the mask, as bfloat16; zeros for the others.
+template <bool BYTES>
+inline __m512i load_pairs(const uint8_t* row, __mmask32 mask) {
+    if constexpr (BYTES) return widen(_mm256_maskz_loadu_epi8(mask, row));
+    return _mm512_maskz_loadu_epi16(mask, row);
+}
+
+template <bool BYTES>
 void gather_tile_pairs(const Side& side, const uint8_t* const* rows, float* out) {
     for (int at = 0; at < side.padded; at += 2 * LANES, out += LANES * TILE) {
         int rest = side.dim - at;
         __mmask32 mask = rest >= 32 ? ~__mmask32(0) : (__mmask32(1) << rest) - 1;
         __m512 r[TILE];
         for (int j = 0; j < TILE; j++) {
-            __m512i row = rows[j] ? _mm512_maskz_loadu_epi16(mask, rows[j] + 2 * at) : _mm512_setzero_si512();
-            r[j] = _mm512_castsi512_ps(row);
+            const uint8_t* row = rows[j] + (BYTES ? 1 : 2) * at;
+            r[j] = _mm512_castsi512_ps(rows[j] ? load_pairs<BYTES>(row, mask) : _mm512_setzero_si512());
         }
         transpose(r, out);
     }
 }
 
 // Two values become pairs: number by number, the earlier key first.
+template <bool BYTES>
 void zip(const uint8_t* a, const uint8_t* b, int dim, int padded, uint16_t* out) {
     auto part = [](const uint8_t* row, int at, __mmask16 mask) {
         return row ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + 2 * at)) : _mm512_setzero_si512();
     };
+    auto bytes = [](const uint8_t* row, int at, __mmask16 mask) {
+        return row ? _mm_maskz_loadu_epi8(mask, row + at) : _mm_setzero_si128();
+    };
     for (int at = 0; at < padded; at += LANES) {
         __mmask16 mask = dim - at >= LANES ? __mmask16(-1) : first_lanes(dim - at);
-        __m512i both = _mm512_or_si512(part(a, at, mask), _mm512_slli_epi32(part(b, at, mask), 16));
-        _mm512_store_si512(out + 2 * at, both);
+        if constexpr (BYTES) {
+            __m128i x = bytes(a, at, mask), y = bytes(b, at, mask);
+            _mm512_store_si512(out + 2 * at,
+                               widen(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y))));
+        } else {
+            __m512i both = _mm512_or_si512(part(a, at, mask), _mm512_slli_epi32(part(b, at, mask), 16));
+            _mm512_store_si512(out + 2 * at, both);
+        }
     }
 }
 #endif
@@ -128,7 +170,8 @@ void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* 
         float* to = reinterpret_cast<float*>(out) + tile * tile_floats;
 #if defined(__AVX512BF16__)
         if (side.pairs) {
-            gather_tile_pairs(side, rows, to);
+            if (side.scaled) gather_tile_pairs<true>(side, rows, to);
+            else gather_tile_pairs<false>(side, rows, to);
             continue;
         }
 #endif
@@ -143,7 +186,8 @@ void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t
         auto* to = reinterpret_cast<uint16_t*>(out);
         for (int j = places.first / 2 * 2; j < places.last; j += 2) {
             ahead.pull(1);
-            zip(rows[j], rows[j + 1], side.dim, side.padded, to + int64_t(j) * side.padded);
+            (side.scaled ? zip<true> : zip<false>)(rows[j], rows[j + 1], side.dim, side.padded,
+                                                   to + int64_t(j) * side.padded);
         }
         return;
     }
@@ -154,6 +198,13 @@ void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t
         for (int at = 0; at < side.padded; at += LANES)
             store(to + int64_t(j) * side.padded + at, load_row(rows[j], side.plane.dtype, at, side.dim));
     }
+}
+
+void gather_scales(const Side& side, const Places& places, const float* const* scales, float by, float* out) {
+    int from = places.first / TILE * TILE, to = int(round_up(places.last, TILE));
+    for (int j = from; j < to; j += TILE) store(out + j, all(side.scaled ? 0.0f : by));
+    if (!side.scaled) return;
+    for (int j = places.first; j < places.last; j++) out[j] = *scales[j] * by;
 }
 
 void gather_query(const Side& side, const float* query, uint8_t* out) {

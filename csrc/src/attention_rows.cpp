@@ -20,7 +20,7 @@ struct Products {
     int64_t query_bytes;
     const uint8_t* keys;
     int steps;    // numbers, or pairs of them, of a query
-    float scale;
+    const float* factors;
     Ahead& ahead;
 };
 
@@ -40,7 +40,7 @@ inline F step(const uint8_t* query, int d, F keys, F sum) {
     return fma(all(reinterpret_cast<const float*>(query)[d]), keys, sum);
 }
 
-// scale q.k of ROWS rows and TILES tiles of keys.
+// q.k times the key's factor, of ROWS rows and TILES tiles of keys.
 template <bool PAIRS, int ROWS, int TILES>
 void score_block(const Products& p, int row, int tile, float* scores) {
     F sums[ROWS][TILES];
@@ -56,7 +56,8 @@ void score_block(const Products& p, int row, int tile, float* scores) {
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < TILES; i++)
-            store(scores + int64_t(row + r) * CHUNK + (tile + i) * TILE, sums[r][i] * all(p.scale));
+            store(scores + int64_t(row + r) * CHUNK + (tile + i) * TILE,
+                  sums[r][i] * load(p.factors + (tile + i) * TILE));
 }
 
 template <bool PAIRS, int ROWS>
@@ -117,9 +118,9 @@ void bend(const Rule& rule, const Reach& reach, int from, int to, float* scores)
         store(scores + at, load(scores + at) - slope * (all(reach.distance - float(at)) - lanes));
 }
 
-// A row's scores become weights against its new maximum, to which its state is brought.
-template <bool PAIRS>
-void weigh(const Rule& rule, const Reach& reach, float* scores, float& m, float* sums) {
+// A row's scores become weights against its new maximum, to which its state is brought. SCALED: times the scales.
+template <bool PAIRS, bool SCALED>
+void weigh(const Rule& rule, const Reach& reach, const float* scales, float* scores, float& m, float* sums) {
     int from = reach.first / TILE * TILE, to = int(round_up(reach.last, TILE));
     bend(rule, reach, from, to, scores);
     // Whatever stands in the memory of keys that the row does not see ends here.
@@ -137,9 +138,19 @@ void weigh(const Rule& rule, const Reach& reach, float* scores, float& m, float*
     }
     m = now;
     F total = load(sums);
-    for (int at = from; at < to; at += TILE)
-        total = total + put_weight<PAIRS>(scores, at, exp(load(scores + at) - all(level)));
+    for (int at = from; at < to; at += TILE) {
+        F weight = exp(load(scores + at) - all(level));
+        if constexpr (SCALED) put_weight<PAIRS>(scores, at, weight * load(scales + at));
+        else weight = put_weight<PAIRS>(scores, at, weight);
+        total = total + weight;
+    }
     store(sums, total);
+    if constexpr (PAIRS && SCALED) {
+        // The scale of what the row does not see may be NaN, and zero times that is no zero.
+        auto* halves = reinterpret_cast<uint16_t*>(scores);
+        for (int j = from; j < reach.first; j++) halves[j] = 0;
+        for (int j = reach.last; j < to; j++) halves[j] = 0;
+    }
 }
 
 // ---- weighted values ----
@@ -277,22 +288,24 @@ void State::fold(const State& part, int r, bool fresh) const {
 }
 
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
-                 const uint8_t* keys, const uint8_t* values, const State& state, int row, float* scratch,
-                 Ahead& ahead) {
+                 const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead) {
     int first = CHUNK, last = 0;
     for (int r = 0; r < count; r++) {
         first = std::min(first, reaches[r].first / TILE);
         last = std::max(last, (reaches[r].last + TILE - 1) / TILE);
     }
-    Products products{queries, query_bytes, keys, rule.keys.padded / (rule.keys.pairs ? 2 : 1), rule.scale, ahead};
+    int steps = rule.keys.padded / (rule.keys.pairs ? 2 : 1);
+    Products products{queries, query_bytes, chunk.keys, steps, chunk.factors, ahead};
     if (rule.keys.pairs) score<HAS_PAIRS>(products, count, first, last, scratch);
     else score<false>(products, count, first, last, scratch);
-    auto weighing = rule.values.pairs ? weigh<HAS_PAIRS> : weigh<false>;
+    bool scaled = rule.values.scaled;
+    auto weighing = rule.values.pairs ? (scaled ? weigh<HAS_PAIRS, true> : weigh<HAS_PAIRS, false>)
+                                      : (scaled ? weigh<false, true> : weigh<false, false>);
     for (int r = 0; r < count; r++) {
         ahead.pull(16);
-        weighing(rule, reaches[r], scratch + r * CHUNK, state.m[row + r], state.row(row + r));
+        weighing(rule, reaches[r], chunk.value_scales, scratch + r * CHUNK, state.m[row + r], state.row(row + r));
     }
-    const auto* of_keys = reinterpret_cast<const float*>(values);
+    const auto* of_keys = reinterpret_cast<const float*>(chunk.values);
     Weighing w{scratch, of_keys, rule.values.padded, state.row(row) + LANES, state.stride, BOTH};
     if (rule.values.pairs) add_values<HAS_PAIRS>(w, count, reaches);
     else add_values<false>(w, count, reaches);

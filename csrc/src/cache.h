@@ -21,11 +21,24 @@ struct Pages {
     int64_t page(int block) const { return ids[block] * factor + offset; }
 };
 
-inline int item_bytes(int32_t dtype) { return dtype == PST_F32 ? 4 : 2; }
+inline int item_bytes(int32_t dtype) { return dtype == PST_F32 ? 4 : dtype == PST_I8 ? 1 : 2; }
 
 inline void check_plane(const pst_plane& plane, int heads, int dim) {
-    check(plane.dtype == PST_F32 || plane.dtype == PST_F16 || plane.dtype == PST_BF16, "a plane's dtype is unknown");
+    check(plane.dtype >= PST_F32 && plane.dtype <= PST_I8, "a plane's dtype is unknown");
     check(heads > 0 && dim > 0 && plane.heads == heads && plane.dim == dim, "heads do not fit their plane");
+}
+
+// The scales of a plane of 8 bits; nothing for others.
+inline pst_plane scales_of(const Maker& maker, int group, const pst_plane& plane) {
+    if (plane.dtype != PST_I8) return {};
+    const pst_plane& scales = maker.plane(group, plane.scales);
+    check(scales.dtype == PST_F32 && scales.heads == plane.heads && scales.dim == 1, "a plane of 8 bits has no scales");
+    return scales;
+}
+
+inline uint8_t* number(const pst_plane& p, int64_t page, int offset, int head) {
+    int64_t at = page * p.page_stride + offset * p.token_stride + head * p.head_stride;
+    return static_cast<uint8_t*>(p.data) + at * item_bytes(p.dtype);
 }
 
 // cache_write.cpp and attention.cpp.

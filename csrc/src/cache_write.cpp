@@ -1,5 +1,6 @@
 // Keys and values of a step's tokens go to their pages, rounded to what the planes hold.
 #include "cache.h"
+#include "int_lanes.h"
 #include "simd.h"
 
 namespace pst {
@@ -23,21 +24,51 @@ void narrow(const float* x, int n, int32_t dtype, uint8_t* out) {
     }
 }
 
+// 8 bits with one scale, which is returned: see pst_plane.
+float quantise(const float* x, int n, uint8_t* out) {
+    F most = all(0.0f), zero = all(0.0f);
+    for (int i = 0; i < n; i += LANES) {
+        F v = load(x + i, std::min(LANES, n - i));
+        most = max(abs(v), most);        // a NaN is passed over here
+        zero = fma(v, all(0.0f), zero);  // and lasts here, as an infinity does
+    }
+    float scale = (sum(zero) + largest(most)) / 127.0f;
+    if (!(scale > 0)) {
+        std::memset(out, 0, size_t(n));
+        return scale;
+    }
+    for (int i = 0; i < n; i += LANES) {
+        // The quotient is beyond 127 where the scale is so small that it has lost digits.
+        F v = load(x + i, std::min(LANES, n - i)) / all(scale);
+        v = round(min(max(v, all(-127.0f)), all(127.0f)));
+        uint8_t tail[LANES];
+        store_s8(i + LANES <= n ? out + i : tail, v);
+        if (i + LANES > n) std::memcpy(out + i, tail, size_t(n - i));
+    }
+    return scale;
+}
+
 struct Source {
     pst_register x;
-    pst_plane plane;
+    pst_plane plane, scales;
 
-    Source(const pst_register& x, const pst_plane& plane, int heads, int dim) : x(x), plane(plane) {
+    Source(const pst_register& x, const pst_plane& plane, const pst_plane& scales, int heads, int dim)
+        : x(x), plane(plane), scales(scales) {
         check_plane(plane, heads, dim);
         check(x.rows == PST_ROWS_TOKENS && int64_t(heads) * dim == x.width, "heads do not fill the register");
     }
 
     void write(int64_t token, int64_t page, int offset) const {
         const float* row = x.data + token * x.stride;
-        int64_t at = page * plane.page_stride + offset * plane.token_stride, bytes = item_bytes(plane.dtype);
-        auto* data = static_cast<uint8_t*>(plane.data);
-        for (int h = 0; h < plane.heads; h++)
-            narrow(row + int64_t(h) * plane.dim, plane.dim, plane.dtype, data + (at + h * plane.head_stride) * bytes);
+        for (int h = 0; h < plane.heads; h++, row += plane.dim) {
+            uint8_t* to = number(plane, page, offset, h);
+            if (plane.dtype != PST_I8) {
+                narrow(row, plane.dim, plane.dtype, to);
+                continue;
+            }
+            float scale = quantise(row, plane.dim, to);
+            std::memcpy(number(scales, page, offset, h), &scale, sizeof scale);
+        }
     }
 };
 
@@ -67,9 +98,11 @@ OpPtr make_write(const pst_op& op, const Maker& maker) {
     made->group = op.n[0];
     made->layer = op.n[1];
     check(made->layer >= 0, "no such layer");
-    made->sources.emplace_back(maker.reg(op.in[0]), maker.plane(op.n[0], op.n[6]), op.n[2], op.n[3]);
-    if (op.in[1] >= 0)
-        made->sources.emplace_back(maker.reg(op.in[1]), maker.plane(op.n[0], op.n[7]), op.n[4], op.n[5]);
+    for (int i = 0; i < (op.in[1] >= 0 ? 2 : 1); i++) {
+        const pst_plane& plane = maker.plane(made->group, op.n[6 + i]);
+        made->sources.emplace_back(maker.reg(op.in[i]), plane, scales_of(maker, made->group, plane), op.n[2 + 2 * i],
+                                   op.n[3 + 2 * i]);
+    }
     return made;
 }
 

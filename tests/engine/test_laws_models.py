@@ -58,8 +58,9 @@ def expected(name: str, kv_dtype: str = "float32") -> dict[str, list[tuple[list[
     }
 
 
-def draw_knobs(rng: random.Random) -> Knobs:
+def draw_knobs(rng: random.Random, kv_dtype: str = "float32") -> Knobs:
     return Knobs(
+        kv_dtype=kv_dtype,
         block_size=rng.choice([1, 2, 4, 8, 16]),
         num_blocks=rng.choice([48, 64, 128]),
         window_blocks=rng.choice([0, 0, 48]),
@@ -88,10 +89,21 @@ def check(name: str, collector: Collector, kv_dtype: str = "float32") -> None:
 
 @pytest.mark.parametrize("name", specs.ALL)
 def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
+    in_turmoil(name, DRAWS_PER_SPEC)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8"])
+@pytest.mark.parametrize("name", ["llama_gqa", "slots", "latent", "windowed", "scores"])
+def test_8_bit_kv_obeys_the_same_laws(name: str, kv_dtype: str) -> None:
+    in_turmoil(name, 4, kv_dtype)
+
+
+def in_turmoil(name: str, draws: int, kv_dtype: str = "float32") -> None:
+    """Engines with knobs drawn at random, disturbed as they run, give the naive model's tokens."""
     spec, weights = tiny(name)
     rng = random.Random(f"laws-{name}")
-    for draw in range(DRAWS_PER_SPEC):
-        knobs = draw_knobs(rng)
+    for draw in range(draws):
+        knobs = draw_knobs(rng, kv_dtype)
         if knobs.block_size * knobs.num_blocks < 64:
             knobs.num_blocks = 64 // knobs.block_size + 1
         if knobs.window_blocks:  # what one sequence may hold at a time, and no more
@@ -114,13 +126,13 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
             steps += 1
             assert steps < 5000, f"starved with {knobs}"
         assert_idle(core)
-        check(name, collector)
-        assert_beams(name, collector, f"draw {draw}: {knobs}")
+        check(name, collector, kv_dtype)
+        assert_beams(name, collector, f"draw {draw}: {knobs}", kv_dtype)
 
 
-def assert_beams(name: str, collector: Collector, note: str = "") -> None:
+def assert_beams(name: str, collector: Collector, note: str = "", kv_dtype: str = "float32") -> None:
     beam = next(r for r in workload(tiny(name)[0].vocab_size) if r.beam is not None)
-    want = _beams(name)
+    want = _beams(name, kv_dtype)
     got = collector.requests[beam.request_id].beams
     assert [(g[0], g[2]) for g in got] == [(w[0], w[2]) for w in want], note
     for g, w in zip(got, want, strict=True):
@@ -133,9 +145,9 @@ def reach_of(layer: Layer) -> int:
     return (getattr(layer.mixer, "reach", None) or 1) if layer.mixer is not None else 1
 
 
-def _beams(name: str) -> list[tuple[list[int], float, str]]:
+def _beams(name: str, kv_dtype: str) -> list[tuple[list[int], float, str]]:
     beam = next(r for r in workload(tiny(name)[0].vocab_size) if r.beam is not None)
-    return beam_search(oracle(name), beam)
+    return beam_search(oracle(name, kv_dtype), beam)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -202,8 +214,8 @@ def test_abort_storm_leaves_the_others_alone() -> None:
     assert core.stats.num_aborted > 20
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
-def test_half_precision_kv_obeys_the_same_laws(kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
+def test_kv_of_fewer_bits_obeys_the_same_laws(kv_dtype: str) -> None:
     spec, weights = tiny("llama_gqa")
     for budget, block_size in ((4, 4), (256, 16)):
         core = real_engine(spec, weights, Knobs(budget=budget, block_size=block_size, kv_dtype=kv_dtype))

@@ -13,15 +13,16 @@ import pytest
 
 from penstock.base.bf16 import F32, narrow, widen
 from penstock.base.errors import EngineError
+from penstock.core.cache_spec import scale_name, vector_planes
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import NativeOp
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
-from penstock.ops.ref.storage import write_kv
+from penstock.ops.ref.storage import quantise, write_kv
 from penstock.ops.step import Step
 from tests.native.running import each_isa, each_threads, execute, plan_of, within
 
 F64 = npt.NDArray[np.float64]
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 LAYERS, LAYER, GONE = 3, 1, -(10**6)
 SPAN = 4096
@@ -70,13 +71,33 @@ def text(rng: np.random.Generator, rule: Rule, length: int, start: int = 0) -> T
     return Text(q, k, v, start, length)
 
 
-def stored(x: F32, dtype: str) -> npt.NDArray[Any]:
-    return narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])
+def stored(x: F32, dtype: str, name: str = "") -> Planes:
+    """What planes hold of x [..., heads, dim]: the one called `name`, and that of its scales."""
+    if dtype == "int8":
+        whole, scales = quantise(x)
+        return {name: whole, scale_name(name): scales}
+    return {name: narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])}
 
 
 def kept(x: F32, dtype: str) -> F32:
     """x after a stay in storage."""
-    return widen(narrow(x)) if dtype == "bfloat16" else x.astype(DTYPES[dtype]).astype(np.float32)
+    if dtype == "int8":
+        whole, scales = quantise(x)
+        return whole * scales
+    (out,) = stored(x, dtype).values()
+    return widen(out) if dtype == "bfloat16" else out.astype(np.float32)
+
+
+def empty_planes(shape: tuple[int, ...], dims: dict[str, int], dtype: str) -> Planes:
+    """Planes [*shape, dim], full of NaN; int8 has NaN for scales, of which the planes stand behind the others."""
+    kinds = vector_planes({name: (shape[-1], dim) for name, dim in dims.items()}, dtype)
+    nan = {"bfloat16": 0x7FC0, "int8": -128}
+    return {p.name: np.full((*shape, p.dim), nan.get(p.dtype, np.nan), DTYPES[p.dtype]) for p in kinds}
+
+
+def rounds_to_pairs(dtype: str, isa: str) -> bool:
+    """Whether queries and weights are rounded to bfloat16."""
+    return dtype in ("bfloat16", "int8") and isa == "avx512bf16"
 
 
 def paged(
@@ -88,11 +109,7 @@ def paged(
     """
     counts = [-(-t.stop // block) for t in texts]
     num_pages = LAYERS * (sum(counts) + 2)
-    nan = 0x7FC0 if dtype == "bfloat16" else np.nan
-    planes = {
-        name: np.full((num_pages, block, rule.kv_heads, n), nan, DTYPES[dtype])
-        for name, n in (("k", rule.dim), ("v", rule.width))
-    }
+    planes = empty_planes((num_pages, block, rule.kv_heads), {"k": rule.dim, "v": rule.width}, dtype)
     free = rng.permutation(num_pages // LAYERS).tolist()
     tables = []
     for t, count in zip(texts, counts, strict=True):
@@ -102,7 +119,8 @@ def paged(
         for i, page in enumerate(pages):
             lo, hi = max(i * block, first), min((i + 1) * block, t.stop)
             for name, x in (("k", t.k), ("v", t.v)):
-                planes[name][page, lo - i * block : max(lo, hi) - i * block] = stored(x[lo : max(lo, hi)], dtype)
+                for of, numbers in stored(x[lo : max(lo, hi)], dtype, name).items():
+                    planes[of][page, lo - i * block : max(lo, hi) - i * block] = numbers
         gone = np.arange(count) < first // block
         table = np.where(gone, GONE, pages if ragged else slabs).astype(np.int32)
         tables.append(
@@ -170,7 +188,7 @@ def oracle(t: Text, rule: Rule, dtype: str) -> tuple[F64, F64]:
 
 def assert_right(got: F32, t: Text, rule: Rule, dtype: str, isa: str) -> None:
     want, slack = oracle(t, rule, dtype)
-    bound = slack if (dtype, isa) == ("bfloat16", "avx512bf16") else 1e-5
+    bound = slack if rounds_to_pairs(dtype, isa) else 1e-5
     within(got, want, bound * float(np.abs(t.v).max()))
 
 
@@ -313,7 +331,7 @@ def test_what_is_not_finite_stays_with_those_who_see_it(isa: str, dtype: str, po
     sees = (np.arange(100) >= 51) & (np.arange(100) < 91)
     same(got[0][~sees], clean[0][~sees])
     bad = ~np.isfinite(got[0][sees][:, :2])
-    if np.isnan(poison) or what == "v":
+    if np.isnan(poison) or what == "v" or dtype == "int8":  # of int8 an infinity becomes a NaN
         assert bad.all()
     else:  # a score of +infinity, or of -infinity, which weighs nothing
         with np.errstate(invalid="ignore"):
@@ -333,7 +351,7 @@ def test_scores_far_apart(isa: str, dtype: str) -> None:
         t = Text(np.ones((n, 1, 1), np.float32), ramp.astype(np.float32)[:, None, None], rng.standard_normal(
             (n, 1, 4), dtype=np.float32), n - 3, n)  # fmt: skip
         got = attend(isa, 1, [t], rule, dtype)[0]
-        bound = 2.0**-7 if (dtype, isa) == ("bfloat16", "avx512bf16") else 1e-5
+        bound = 2.0**-7 if rounds_to_pairs(dtype, isa) else 1e-5
         within(got, oracle(t, rule, dtype)[0], bound * float(np.abs(t.v).max()))
 
 
@@ -359,6 +377,11 @@ def write_case(isa: str, threads: int, dtype: str, block: int, ragged: bool, sec
     a, b = (rng.standard_normal((47, 2, n), dtype=np.float32) * 100 for n in (24, 19))
     a[3, 0, :4] = [1e6, -1e6, 65519.9, 65520.0]
     a[4, 1, :5] = [1e-7, 2.0**-25, -(2.0**-24), 0.0, -0.0]
+    a[8, 0] = b[8, 1] = 0.0
+    a[9, 0] = a[9, 0] * 1e-38
+    a[10, 0], a[11, 0] = 2.0**-149, np.arange(24, dtype=np.float32) * np.float32(2.0**-149) * 13
+    a[12, 0] = a[12, 0] * np.float32(1e36)
+    b[13, 1] = np.resize(np.array([127.0, 0.5, 1.5, -2.5, 126.5], np.float32), 19)
     a[5, 0, :4] = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
     a[6, 0, 23] = b[7, 1, 18] = np.nan
     a[6, 1, :2] = b[7, 0, 16:18] = [np.inf, -np.inf]
@@ -372,8 +395,9 @@ def write_case(isa: str, threads: int, dtype: str, block: int, ragged: bool, sec
         gone = np.full_like(own, GONE)
         tables.append(np.stack([gone, own * LAYERS + 2, gone]) if ragged else own[None])
     group = GroupPlan(LAYERS, block, tuple(tables))
-    size = (LAYERS * len(slabs), block, 2)
-    planes: Planes = {"k": np.full((*size, 24), 7, DTYPES[dtype]), "v": np.full((*size, 19), 7, DTYPES[dtype])}
+    planes = empty_planes((LAYERS * len(slabs), block, 2), {"k": 24, "v": 19}, dtype)
+    for plane in planes.values():
+        plane[:] = 7
     expected = {name: plane.copy() for name, plane in planes.items()}
     plan = plan_of(bounds, starts, [group])
     write_reference(plan, expected, a, b, second, ragged)
@@ -390,10 +414,10 @@ def write_reference(plan: StepPlan, planes: Planes, a: F32, b: F32, second: bool
     if ragged:  # the reference looks up the other layers' lines, too
         tables = tuple(np.repeat(t[LAYER : LAYER + 1], LAYERS, axis=0) for t in plan.groups[0].tables)
         plan = replace(plan, groups=(replace(plan.groups[0], tables=tables),))
-    untouched = planes["v"].copy()
+    untouched = {name: planes[name].copy() for name in planes if name.startswith("v")}
     write_kv(Step(plan, [planes]), a, b, 0, LAYER, ("k", "v"))
     if not second:
-        planes["v"] = untouched
+        planes.update(untouched)
 
 
 @each_isa
@@ -407,7 +431,7 @@ def test_writes_what_the_reference_writes(
     planes, expected = write_case(isa, threads, dtype, block, ragged, second)
     for name, plane in planes.items():
         got, want = (widen(x) if dtype == "bfloat16" else x for x in (plane, expected[name]))
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, want, name)
         np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(want)[~np.isnan(want)])
 
 
@@ -427,3 +451,18 @@ def test_misfits_are_told(isa: str, other: Rule) -> None:
             isa, 1, [t.q.reshape(3, -1)], 64, lambda registers, out: attend_op(other, registers, out),
             plan=plan_of([0, 3], [0], [group]), planes=[planes],
         )  # fmt: skip
+
+
+@each_isa
+def test_8_bits_without_scales_are_told(isa: str) -> None:
+    """Scales of another type, of another number of heads, or none at all."""
+    rule = Rule(4, 2, 16, 16)
+    t = text(np.random.default_rng(0), rule, 3)
+    good, group = paged([t], rule, "int8", 4, np.random.default_rng(0))
+    scales = good["k_scale"]
+    for bad in (scales.astype(np.float16), scales[:, :, :1], np.repeat(scales, 2, axis=-1)):
+        with pytest.raises(EngineError, match=r"kind 7.*a plane of 8 bits has no scales"):
+            execute(
+                isa, 1, [t.q.reshape(3, -1)], 64, lambda registers, out: attend_op(rule, registers, out),
+                plan=plan_of([0, 3], [0], [group]), planes=[good | {"k_scale": np.ascontiguousarray(bad)}],
+            )  # fmt: skip

@@ -22,6 +22,7 @@ from tests.native.test_model import NATIVE, logits_alone, weights_as
 pytestmark = pytestmark_native
 CASES = [(name, "float32", "float32") for name in NATIVE]
 CASES += [("llama_gqa", "bfloat16", "bfloat16"), ("scores", "float16", "float16"), ("windowed", "bfloat16", "float32")]
+CASES += [("llama_gqa", "bfloat16", "int8"), ("scores", "float32", "int8"), ("all_windowed", "float16", "int8")]
 
 
 @cache

@@ -17,7 +17,7 @@ from penstock.model.native.obstacle import native_obstacle
 from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
-from tests.paged import Paged
+from tests.paged import Paged, nan_of
 
 pytestmark = pytestmark_native
 
@@ -78,6 +78,23 @@ def test_logits_are_the_references(name: str, dtype: str, isa: str) -> None:
 
 
 @each_isa
+@pytest.mark.parametrize("name", NATIVE)
+def test_logits_with_8_bits_of_keys_and_values_are_the_references(name: str, isa: str) -> None:
+    """The same numbers are kept, so what differs is what differs with 16 bits; a rounding that falls otherwise is rare.
+
+    That 8 bits are kept is seen by how far both are from float32.
+    """
+    spec, weights = weights_as(name, "float32")
+    ids = text(spec.vocab_size)
+    exact = Paged(spec, weights, num_slabs=200).one_go("a", ids)
+    expected = Paged(spec, weights, num_slabs=200, kv_dtype="int8").one_go("a", ids)
+    got = native(name, isa, kv_dtype="int8").one_go("a", ids)
+    error, cost = (np.sqrt(np.mean((x - expected) ** 2)) / np.std(expected) for x in (got, exact))
+    assert cost > 1e-4
+    assert error < max(2e-4, (2.0 if isa == "avx512bf16" else 0.5) * cost)
+
+
+@each_isa
 @pytest.mark.parametrize("scheme", SCHEMES[1:])
 def test_quantised_logits_are_near_the_references(scheme: str, isa: str) -> None:
     spec, weights = weights_as("llama_gqa", "float32")
@@ -106,7 +123,8 @@ COMBINATIONS += [(name, "none", ISAS[-1]) for name in NATIVE if ISAS and name no
 @pytest.mark.parametrize(("name", "scheme", "isa"), COMBINATIONS)
 def test_nothing_but_the_text_decides_the_logits(name: str, scheme: str, isa: str) -> None:
     """Chunks, company, place in the step, pages, block size, threads: the same bits."""
-    for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")):
+    types = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "int8"))
+    for dtype, kv_dtype in types:
         more = {"dtype": dtype, "kv_dtype": kv_dtype, "scheme": scheme}
         spec, _ = specs.make(name)
         ids = text(spec.vocab_size)
@@ -137,14 +155,14 @@ def test_nothing_but_the_text_decides_the_logits(name: str, scheme: str, isa: st
 @each_isa
 def test_a_sick_sequence_harms_nobody(isa: str) -> None:
     """NaN in one sequence's cache stays there."""
-    for dtype in ("float32", "bfloat16"):
-        paged = native("llama_gqa", isa, dtype=dtype, kv_dtype=dtype, threads=2)
+    for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
+        paged = native("llama_gqa", isa, dtype=dtype, kv_dtype=kv_dtype, threads=2)
         ids = text(paged.spec.vocab_size)
-        clean = native("llama_gqa", isa, dtype=dtype, kv_dtype=dtype).one_go("b", ids).copy()
+        clean = native("llama_gqa", isa, dtype=dtype, kv_dtype=kv_dtype).one_go("b", ids).copy()
         paged.one_go("a", ids[:9])
         for planes, table in zip(paged.planes, paged._tables["a"], strict=True):
             for plane in planes.values():
-                plane[table[0, 0]] = 0x7FC0 if plane.dtype == np.uint16 else np.nan
+                plane[table[0, 0]] = nan_of(plane)
         both = paged.run({"a": (ids[9:30], [20]), "b": (ids, range(len(ids)))})
         assert np.array_equal(both["b"], clean)
 

@@ -100,7 +100,7 @@ def test_sections_are_frozen_and_check_themselves() -> None:
         ("enable_prefix_caching", 1, "must be true or false, not 1 (int)"),
         ("enable_prefix_caching", "yes", "must be true or false, not 'yes' (str)"),
         ("dtype", "fp8", "must be one of auto, float32, float16, bfloat16, not 'fp8'"),
-        ("kv_cache_dtype", "int4", "must be one of auto, float32, float16, bfloat16, not 'int4'"),
+        ("kv_cache_dtype", "int4", "must be one of auto, float32, float16, bfloat16, int8, not 'int4'"),
         ("eviction", "", "must not be empty"),
         ("eviction", 3, "must be a text, not 3 (int)"),
         ("depth", 0, "must be at least 1, not 0"),

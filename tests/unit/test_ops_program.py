@@ -26,7 +26,7 @@ def tokens(name: str, n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, n]).integers(0, spec.vocab_size, n).tolist()
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", specs.ALL)
 def test_A02_prefill_and_decode_equal_recomputation(name: str, kv_dtype: str) -> None:
     """Bit for bit, although the row only asks for 1e-4."""

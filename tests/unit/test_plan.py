@@ -76,6 +76,35 @@ def test_what_is_given_is_not_decided() -> None:
     assert (p.num_slabs, p.long_prefill_token_threshold) == ((9,), 5)
 
 
+@pytest.mark.parametrize(
+    ("spec", "head_bytes"),
+    [(model(), 2 * 2 * (8 + 4)), (model(SLIDING, SLIDING), 2 * 2 * (8 + 4)), (model(LATENT, LATENT), 16 + 4 + 2 * 4)],
+)
+def test_int8_kv_is_8_bits_and_a_scale(spec: ModelSpec, head_bytes: int) -> None:
+    p = plan(spec, kv_cache_dtype="int8")
+    (group,) = p.groups
+    assert group.spec.num_bytes == head_bytes
+    assert p.kv_bytes == p.num_slabs[0] * p.block_size * 2 * head_bytes
+    assert {q.dtype for q in group.spec.planes} == {"int8", "float32"}
+    wide = model(Attention(num_heads=4, num_kv_heads=2, head_dim=128))
+    ratio = [plan(wide, kv_cache_dtype=t).groups[0].spec.num_bytes for t in ("int8", "bfloat16")]
+    assert ratio[0] / ratio[1] == (128 + 4) / 256
+
+
+def test_int8_kv_leaves_recurrent_states_alone_and_needs_keys() -> None:
+    p = plan(model(FULL, SLOT), kv_cache_dtype="int8")
+    assert [{q.dtype for q in g.spec.planes} for g in p.groups] == [{"int8", "float32"}, {"float32"}]
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: int8 .* model keeps none .* use auto") as refused:
+        plan(model(SLOT), kv_cache_dtype="int8")
+    assert refused.value.field == "kv_cache_dtype"
+
+
+def test_more_fits_in_int8() -> None:
+    few = plan(kv_cache_memory_bytes=1 << 18, kv_cache_dtype="bfloat16")
+    many = plan(kv_cache_memory_bytes=1 << 18, kv_cache_dtype="int8")
+    assert many.num_slabs[0] * (2 * (8 + 4)) == pytest.approx(few.num_slabs[0] * (2 * 16), rel=0.02)
+
+
 def test_a_plan_is_a_pure_function() -> None:
     assert plan() == plan()
 
@@ -387,7 +416,7 @@ SETTINGS_GIVEN = st.fixed_dictionaries(
     {},
     optional={
         "dtype": st.sampled_from(["auto", "float32", "bfloat16"]),
-        "kv_cache_dtype": st.sampled_from(["auto", "float32", "float16"]),
+        "kv_cache_dtype": st.sampled_from(["auto", "float32", "float16", "int8"]),
         "max_model_len": st.integers(1, 200_000),
         "block_size": st.integers(1, 300),
         "kv_cache_memory_bytes": st.integers(1, 2 * GIB),

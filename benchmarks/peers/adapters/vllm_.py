@@ -5,6 +5,7 @@ The model is the folder itself (bf16) or `<model>-<precision>` (compressed tenso
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ class Vllm(Engine):
 
         folder = Path(model if precision == "bf16" else f"{model}-{precision}")
         self.vllm, self.version, self.count = vllm, str(vllm.__version__), 0
+        positions = json.loads((folder / "config.json").read_text("utf-8"))["max_position_embeddings"]
         self.llm = vllm.LLM(
-            str(folder), dtype="bfloat16", max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=2048,
+            str(folder), dtype="bfloat16", max_model_len=min(2048, positions), max_num_seqs=64, max_num_batched_tokens=2048,
             enable_prefix_caching=True, skip_tokenizer_init=True, seed=0, disable_log_stats=True,
             enforce_eager=bool(options.get("eager")),
         )  # fmt: skip

@@ -13,6 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.setting import Section, Setting, setting, settings_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,11 @@ class CacheConfig(Section):
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")
     eviction: str = setting("lru", "Which cached blocks are given up first.")
-    kv_cache_dtype: str = setting("auto", "Type of keys and values. auto: the same as dtype.", choices=DTYPES)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Type of keys and values. auto: the same as dtype. int8: 8 bits with one float32 scale per token and head.",
+        choices=KV_DTYPES,
+    )
     swap_space: float = setting(
         0.0, "GiB of host memory to which preempted sequences may be swapped; 0: they are recomputed.", minimum=0
     )

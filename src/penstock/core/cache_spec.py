@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Types that a model computes with, and bytes of a number."""
+CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1}
+"""Types that a plane may hold. int8 goes with scales: see `vector_planes`."""
 
 
 class Plane(NamedTuple):
@@ -20,7 +23,23 @@ class Plane(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.heads * self.dim * DTYPE_BYTES[self.dtype]
+        return self.heads * self.dim * CACHE_DTYPE_BYTES[self.dtype]
+
+
+def scale_name(plane: str) -> str:
+    """What the plane with the scales of an int8 plane is called."""
+    return plane + "_scale"
+
+
+def vector_planes(shapes: Mapping[str, tuple[int, int]], dtype: str) -> tuple[Plane, ...]:
+    """Planes for the vectors of a token: name -> (heads, dim). Those of int8 are followed by one float32 each per head.
+
+    A scale per token and head: a page is written token by token, so nothing wider would leave old tokens as they were.
+    """
+    planes = [Plane(name, *shape, dtype) for name, shape in shapes.items()]
+    if dtype == "int8":
+        planes += [Plane(scale_name(name), heads, 1, "float32") for name, (heads, _) in shapes.items()]
+    return tuple(planes)
 
 
 class CacheSpec(msgspec.Struct, frozen=True):

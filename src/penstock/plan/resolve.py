@@ -58,7 +58,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
     """
     decisions = _Decisions()
     dtype = _dtype(config, spec, machine, decisions)
-    kv_dtype = _kv_dtype(config, dtype, decisions)
+    kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
     check_weights(weight_bytes, dtype, spec, machine)
     max_model_len = _max_model_len(config, spec, decisions)
@@ -168,9 +168,16 @@ def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _
     return spec.dtype
 
 
-def _kv_dtype(config: EngineConfig, dtype: str, decisions: _Decisions) -> str:
-    if config.cache.kv_cache_dtype != "auto":
-        return config.cache.kv_cache_dtype
+def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Decisions) -> str:
+    given = config.cache.kv_cache_dtype
+    if given == "int8" and not any(c.per_token for layer in spec.layers if (c := cache_spec(layer, given)) is not None):
+        raise ConfigError(
+            "kv_cache_dtype: int8 is for keys and values, of which this model keeps none (recurrent states are always "
+            "float32); use auto",
+            field="kv_cache_dtype",
+        )
+    if given != "auto":
+        return given
     decisions.add("kv_cache_dtype", dtype, "the same as dtype: what is kept is as exact as what is computed")
     return dtype
 

@@ -14,11 +14,13 @@ from penstock.ops.plan import Planes
 
 Array = npt.NDArray[Any]
 
-# bfloat16 is kept as its bit pattern (see base.bf16); its NaN therefore has to be spelt as an integer.
+# bfloat16 is kept as its bit pattern (see base.bf16); its NaN therefore has to be spelt as an integer. Of int8 the
+# scales are NaN; -128 is the number that is never written.
 _ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
     "float32": (np.float32, np.nan),
     "float16": (np.float16, np.nan),
     "bfloat16": (np.uint16, 0x7FC0),
+    "int8": (np.int8, -128),
 }
 
 

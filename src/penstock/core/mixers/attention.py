@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane
+from penstock.core.cache_spec import CacheSpec, vector_planes
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 
@@ -80,7 +80,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         """A chunk is never looked at from further away than its own size, so its blocks go like a window's."""
         shape = (self.num_kv_heads, self.head_dim)
         kind: Literal["paged", "window"] = "paged" if self.reach is None else "window"
-        return CacheSpec(kind, (Plane("k", *shape, kv_dtype), Plane("v", *shape, kv_dtype)), self.reach)
+        return CacheSpec(kind, vector_planes({"k": shape, "v": shape}, kv_dtype), self.reach)
 
     @property
     def reach(self) -> int | None:
@@ -135,8 +135,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
         return out
 
     def cache(self, kv_dtype: str) -> CacheSpec:
-        planes = (Plane("latent", 1, self.kv_rank, kv_dtype), Plane("k_rope", 1, self.rope_dim, kv_dtype))
-        return CacheSpec(kind="paged", planes=planes)
+        shapes = {"latent": (1, self.kv_rank), "k_rope": (1, self.rope_dim)}
+        return CacheSpec(kind="paged", planes=vector_planes(shapes, kv_dtype))
 
     @property
     def reach(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 1
+ABI = 2
 PANEL = 64
 """Outputs of a panel."""
 
@@ -89,7 +89,7 @@ class Group(c.Structure):
 
 class Plane(c.Structure):
     _fields_ = (
-        ("data", c.c_void_p), ("dtype", c.c_int32), ("heads", c.c_int32), ("dim", c.c_int32), ("unused", c.c_int32),
+        ("data", c.c_void_p), ("dtype", c.c_int32), ("heads", c.c_int32), ("dim", c.c_int32), ("scales", c.c_int32),
         ("page_stride", c.c_int64), ("token_stride", c.c_int64), ("head_stride", c.c_int64),
     )  # fmt: skip
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
-from penstock.ops.native.abi import SELECTED, TOKENS, Group, Kind, Plane, Register, StepArgs
+from penstock.core.cache_spec import scale_name
+from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Plane, Register, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
 from penstock.ops.native.matrix import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
@@ -128,7 +129,7 @@ class NativeProgram:
             base, (width, rows) = self.arena[v.buffer], layout.buffers[v.buffer]
             registers[i] = Register(base.ctypes.data + 4 * v.start, width, v.width, rows)
         structs = (OpStruct * len(ops))(*[_struct(op) for op in ops])
-        flat = [_plane(array) for group in planes for array in group.values()]
+        flat = [_plane(name, group) for group in planes for name in group]
         starts = np.cumsum([0, *(len(group) for group in planes)]).astype(np.int32)
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self.handle = self._library.pst_program_new(
@@ -161,11 +162,16 @@ class NativeProgram:
         return out
 
 
-def _plane(array: npt.NDArray[Any]) -> Plane:
-    """Paged [num_pages, S, heads, dim]; bfloat16 as uint16."""
-    item = array.dtype.itemsize
-    page, token, head, _ = (s // item for s in array.strides)
-    return Plane(array.ctypes.data, DTYPES[array.dtype], array.shape[2], array.shape[3], 0, page, token, head)
+def _plane(name: str, group: Planes) -> Plane:
+    """Paged [num_pages, S, heads, dim]; bfloat16 as uint16; int8 with a plane of scales in the same group."""
+    array = group[name]
+    dtype, scales = DType.I8, -1
+    if array.dtype == np.int8:
+        scales = list(group).index(scale_name(name))
+    else:
+        dtype = DTYPES[array.dtype]
+    page, token, head, _ = (s // array.dtype.itemsize for s in array.strides)
+    return Plane(array.ctypes.data, dtype, array.shape[2], array.shape[3], scales, page, token, head)
 
 
 class StepMemory:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.ops.ref.storage import gather
+from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
 
 
@@ -76,7 +76,7 @@ class RowBackend:
             start, end = int(plan.positions[lo]), int(plan.positions[hi - 1]) + 1
             base = first_key(start, window, chunk)
             pages = plan.groups[group].pages(b, layer)
-            parts = {name: gather(planes[name], pages, base, end) for name in {*keys, value}}
+            parts = {name: read_kv(planes, name, pages, base, end) for name in {*keys, value}}
             k = parts[keys[0]] if len(keys) == 1 else np.concatenate([parts[name] for name in keys], axis=-1)
             v = parts[value]
             per_kv_head = (k.shape[1], q.shape[1] // k.shape[1])
