@@ -1,12 +1,15 @@
 """Native matrix products against what the machine can do: bytes per second of few rows, operations of many.
 
-    python benchmarks/micro/native_gemm.py [--formats bf16 f32] [--rows 1 8 64 512] [--threads 1] [--torch]
+    python -m benchmarks.micro.native_gemm [--formats bf16 f32] [--rows 1 8 64 512] [--threads 1] [--torch]
 
 Shapes are those of Qwen2.5-0.5B. For M = 1 the weights are copied until no cache holds them, and the copies take turns;
 "of read" is the share of what reading the same memory with all threads gives, measured between the products, "of peak"
 the share of the best speed of the tile in this run (a product that stays in the caches). Every cell is checked against
 numpy first. The figure is the median over the rounds; machines that do other work want more of them. `--torch` times
 the bfloat16 product of torch, if it is installed, in turns with ours (same copies, one thread per thread of ours).
+
+`--against LIBRARY` compares with another build, one thread of each in turns for `--seconds`, and gives the fastest of
+the single runs: on a machine that does other work, those that nothing disturbed. "of peak" is then of registers alone.
 """
 
 from __future__ import annotations
@@ -16,15 +19,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.micro.peak import register_peak
 from rich.console import Console
 from rich.table import Table
 
 from penstock.base.bf16 import F32, narrow, widen
 from penstock.ops.native.abi import Act, Format, Kind, StepArgs
-from penstock.ops.native.library import best_library
+from penstock.ops.native.library import best_library, open_library
 from penstock.ops.native.matrix import Packed, aligned, pack
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import StepPlan
@@ -36,6 +41,8 @@ FORMATS = {
 SHAPES = {
     "qkv": (896, 1152, False), "out": (896, 896, False), "gate+up": (896, 9728, True), "down": (4864, 896, False),
     "lm head": (896, 151936, False),
+    # A few panels of the large ones: runs short enough to find undisturbed ones.
+    "gate+up/38": (896, 256, True), "down/7": (4864, 128, False), "down/4": (4864, 256, False),
 }  # fmt: skip
 COLD_BYTES = 96 << 20
 """Copies of a matrix that take turns add up to this at least: three times a large last-level cache."""
@@ -200,19 +207,58 @@ def measure(
     return [*line, f"{statistics.median(other) / took:.2f}" if other else ""] if torch else line
 
 
+def compare(pools: list[Pool], fmt: str, shape: str, num_rows: int, for_seconds: float, w: Any) -> list[str]:
+    """One line of the table of `--against`: the fastest run of each pool's library, [other, ours]."""
+    cases = [case(pool, fmt, shape, num_rows, w) for pool in pools]
+    register = register_peak(pools[-1].library.pst_isa_name().decode(), fmt)
+    best, peak, begin, count = [float("inf")] * 2, 0.0, time.perf_counter(), 0
+    while count < 4 or time.perf_counter() - begin < for_seconds:
+        count += 1
+        if register is not None and count % 8 == 1:
+            peak = max(peak, register())
+        for i, run in enumerate(cases):
+            start = time.thread_time()
+            run()
+            best[i] = min(best[i], time.thread_time() - start)
+    speeds = [cases[0].num_operations / b for b in best]
+    return [
+        fmt, shape, str(num_rows), *(f"{b * 1e6:.0f}" for b in best), *(f"{s / 1e9:.1f}" for s in speeds),
+        *(f"{s / peak:.2f}" if peak else "" for s in speeds), f"{best[0] / best[1]:.3f}",
+    ]  # fmt: skip
+
+
+def show_comparison(library: Any, args: argparse.Namespace) -> None:
+    pools = [Pool(open_library(args.against), 1), Pool(library, 1)]
+    names = ["us", "GFLOP/s", "of peak"]
+    header = ["format", "shape", "M", *(f"{n} {side}" for n in names for side in ("other", "ours")), "faster"]
+    table = Table(*header, title=f"{library.pst_isa_name().decode()}, one thread, fastest runs")
+    for shape in args.shapes:
+        k, n, _ = SHAPES[shape]
+        w = weights(k, n)
+        for fmt in args.formats:
+            for num_rows in args.rows:
+                table.add_row(*compare(pools, fmt, shape, num_rows, args.seconds, w))
+    Console().print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "f32", "f16"])
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES)[:5])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 512])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--isa", default="", help="this instruction set, not the best")
     parser.add_argument("--torch", action="store_true", help="compare with torch's bfloat16 product")
+    parser.add_argument("--against", type=Path, help="another build of this library, to compare with")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of every cell of --against")
     args = parser.parse_args()
     library = best_library(args.isa)
     if library is None:
         raise SystemExit("no native library was built")
+    if args.against:
+        show_comparison(library, args)
+        return
     pool = Pool(library, args.threads)
     probes = Probes(pool)
     header = ["format", "shape", "M", "us", "GB/s", "of read", "GFLOP/s", "of peak"]

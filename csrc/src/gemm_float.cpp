@@ -62,10 +62,10 @@ const Product PRODUCTS[] = {
     {PST_M_F32, PST_A_F32, TILE_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<Float32Weights>, nullptr,
      nullptr, nullptr, 0},
     {PST_M_F16, PST_A_F32, TILE_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<Float16Weights>,
-     f16_unpacked_bytes, unpack_f16, float_kernel<Float32Weights>, 4 * TILE_ROWS},
-    {PST_M_BF16, PST_A_F32, TILE_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<WidenedWeights>, nullptr,
+     f16_unpacked_bytes, unpack_f16, float_kernel<Float32Weights>, 4 * GROUP_ROWS},
+    {PST_M_BF16, PST_A_F32, GROUP_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<WidenedWeights>, nullptr,
      nullptr, nullptr, 0},
-    {PST_M_BF16, PST_A_BF16, TILE_ROWS, bf16_row_bytes, no_groups, prepare_bf16, float_kernel<BFloat16Rows>, nullptr,
+    {PST_M_BF16, PST_A_BF16, GROUP_ROWS, bf16_row_bytes, no_groups, prepare_bf16, float_kernel<BFloat16Rows>, nullptr,
      nullptr, nullptr, 0},
 };
 

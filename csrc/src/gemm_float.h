@@ -126,35 +126,57 @@ void stretch_rows(const uint8_t* data, int64_t stride, const uint8_t* panel, int
         stretch<W, R, C>(rows, panel + c * W::VECTOR_BYTES, begin, end, ahead, sums + c * LANES);
 }
 
-constexpr int REGISTER_ROWS = 6;              // rows whose sums fit the registers
-constexpr int TILE_ROWS = 2 * REGISTER_ROWS;  // two such groups may share what the first one brings into L1
-constexpr int64_t STRETCH_BYTES = 24 * 1024;  // of a panel: half of an L1
-constexpr int64_t AHEAD_BYTES = 4096;         // prefetch: far enough for memory, and over the end of a page
-constexpr int64_t LARGE_PANEL = 768 * 1024;   // does not stay in a small L2 between two groups
+constexpr int REGISTER_ROWS = 6;               // rows whose sums fit the registers
+constexpr int GROUP_ROWS = 2 * REGISTER_ROWS;  // two such groups may share what the first one brings into L1
+constexpr int TILE_ROWS = 8 * GROUP_ROWS;      // of float32: share what the first ones bring into L2
+constexpr int64_t L1_STRETCH = 24 * 1024;      // of a panel: most of an L1
+constexpr int64_t L2_STRETCH = 240 * 1024;     // half of a small L2; a multiple of L1_STRETCH
+constexpr int64_t AHEAD_BYTES = 4096;          // prefetch: far enough for memory, and over the end of a page
+constexpr int64_t LARGE_PANEL = 768 * 1024;    // does not stay in a small L2 between two groups
 
+// Steps begin ... end-1 of up to GROUP_ROWS rows. `near`: the panel is in L2 already, from the rows before these.
 template <class W>
-void float_kernel(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
+void group_rows(const uint8_t* data, int64_t stride, int count, const uint8_t* panel, int64_t begin, int64_t end,
+                bool near, float* tile) {
     using Stretch = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, float*);
     static constexpr Stretch BY_ROWS[] = {
         nullptr,
         stretch_rows<W, 1>, stretch_rows<W, 2>, stretch_rows<W, 3>,
         stretch_rows<W, 4>, stretch_rows<W, 5>, stretch_rows<W, 6>,
     };
-    const int64_t steps = (panel.cols + W::STEP - 1) / W::STEP;
-    const uint8_t* data = rows.data + first * rows.stride;
+    constexpr int64_t STEP_BYTES = 4 * W::VECTOR_BYTES;
     const int upper = count <= REGISTER_ROWS ? count : (count + 1) / 2, lower = count - upper;
-    // Where the panel comes from memory for these rows alone, or does not stay near, both groups meet it stretch by
-    // stretch. Otherwise each in one go: sums that stay in registers are worth more than weights in L1.
-    const bool together = lower && (rows.count <= TILE_ROWS || steps * (4 * W::VECTOR_BYTES) > LARGE_PANEL);
+    // Where the panel comes from further away, both groups meet it stretch by stretch. Otherwise each in one go: sums
+    // that stay in registers are worth more than weights in L1.
+    const bool together = lower && !near;
     const bool narrow = count > 1 && tile_vectors<REGISTER_ROWS>() < PANEL / LANES;  // several passes over the panel
-    const int64_t length = together || narrow ? STRETCH_BYTES / (4 * W::VECTOR_BYTES) : steps;
-    for (int64_t begin = 0; begin < steps; begin += length) {
-        int64_t end = begin + length < steps ? begin + length : steps;
-        BY_ROWS[upper](data, rows.stride, panel.data, begin, end, AHEAD_BYTES, tile);
+    const int64_t length = together || narrow ? L1_STRETCH / STEP_BYTES : end - begin;
+    for (; begin < end; begin += length) {
+        const int64_t stop = begin + length < end ? begin + length : end;
+        BY_ROWS[upper](data, stride, panel, begin, stop, AHEAD_BYTES, tile);
         // The lower rows find the stretch in L1, and fetch the next one.
         if (lower)
-            BY_ROWS[lower](data + upper * rows.stride, rows.stride, panel.data, begin, end,
-                           together ? STRETCH_BYTES : AHEAD_BYTES, tile + upper * PANEL);
+            BY_ROWS[lower](data + upper * stride, stride, panel, begin, stop, together ? L1_STRETCH : AHEAD_BYTES,
+                           tile + upper * PANEL);
+    }
+}
+
+template <class W>
+void float_kernel(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
+    constexpr int64_t STEP_BYTES = 4 * W::VECTOR_BYTES;
+    const int64_t steps = (panel.cols + W::STEP - 1) / W::STEP;
+    const uint8_t* data = rows.data + first * rows.stride;
+    // Enough rows meet a part of the panel that stays in L2 before the next part is fetched. With fewer, starting anew
+    // on every row costs more than that saves.
+    const int64_t bytes = steps * STEP_BYTES;
+    const bool large = bytes > LARGE_PANEL, parts = large && count >= 4 * GROUP_ROWS;
+    const bool near = rows.count > GROUP_ROWS && (parts || !large);
+    const int64_t length = parts ? L2_STRETCH / STEP_BYTES : steps;
+    for (int64_t begin = 0; begin < steps; begin += length) {
+        const int64_t end = begin + length < steps ? begin + length : steps;
+        for (int row = 0; row < count; row += GROUP_ROWS)
+            group_rows<W>(data + row * rows.stride, rows.stride, count - row < GROUP_ROWS ? count - row : GROUP_ROWS,
+                          panel.data, begin, end, near, tile + row * PANEL);
     }
 }
 

@@ -9,7 +9,7 @@
 namespace pst {
 
 constexpr int PANEL = 64;           // outputs of a panel
-constexpr int MAX_TILE_ROWS = 16;   // no kernel takes more rows at once
+constexpr int MAX_TILE_ROWS = 96;   // no kernel takes more rows at once
 
 // Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs.
 struct Rows {

@@ -19,6 +19,8 @@ constexpr int64_t CLAIM_BYTES = 96 * 1024;
 constexpr int64_t CLAIMS = 4;
 // Rows for which a panel is fetched at least, where there are as many.
 constexpr int64_t BLOCK_ROWS = 96;
+// Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
+constexpr int64_t ROW_STEP = 12;
 
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
@@ -94,11 +96,11 @@ class Linear final : public Op {
         Cut c{rows, 1, panels_, 1};
         if (threads > 1 && panels_ < CLAIMS * threads && rows > BLOCK_ROWS) {
             int64_t wanted = std::min(divided(CLAIMS * threads, panels_), rows / BLOCK_ROWS);
-            c.block_rows = divided(divided(rows, wanted), product_.tile_rows) * product_.tile_rows;
+            c.block_rows = divided(divided(rows, wanted), ROW_STEP) * ROW_STEP;
             c.blocks = divided(rows, c.block_rows);
             c.units = panels_ * c.blocks;
         }
-        if (rows <= product_.tile_rows)
+        if (rows <= std::min<int64_t>(product_.tile_rows, ROW_STEP))
             c.grain = std::max<int64_t>(1, std::min(CLAIM_BYTES / panel_bytes_, panels_ / (CLAIMS * threads)));
         return c;
     }

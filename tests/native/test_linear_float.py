@@ -156,6 +156,19 @@ def test_a_row_is_the_same_in_any_company(isa: str, fmt: Format, act: Act) -> No
                 same(run(isa, threads, linear, x[first : first + count]), whole[first : first + count])
 
 
+@each_isa
+@each_product
+def test_a_large_panel_in_parts_is_the_same(isa: str, fmt: Format, act: Act) -> None:
+    """Many rows meet a panel that L2 does not hold part by part: with sums put down in between, the same chain."""
+    cols, outputs, total = 4865, 65, 130
+    weights, x = stored(fmt, random(3, outputs, cols)), random(4, total, cols)
+    linear = Linear(packed(isa, fmt, act, weights))
+    whole = run(isa, 1, linear, x)
+    for first, count in ((0, 1), (40, 12), (83, 47), (1, 48), (30, 95), (17, 96), (5, 97)):
+        for threads in (1, 2):
+            same(run(isa, threads, linear, x[first : first + count]), whole[first : first + count])
+
+
 @pytest.mark.skipif(len(FUSED) < 2, reason="one instruction set with fused multiply-add")
 @pytest.mark.parametrize(("fmt", "act"), [p for p in PRODUCTS if p[1] is Act.F32])
 def test_sets_with_fused_additions_agree(fmt: Format, act: Act) -> None:

@@ -1,14 +1,15 @@
 """Tokens to train on: prose as uint16 files in an ignored folder, exercises made up as they are needed.
 
 `python -m train.corpus CORPUS OUT` trains the tokenizer and writes one `<source>.u16` per kind of prose, so that a
-machine that has only the repository can train.
+machine that has only the repository can train. `--tokenizer FOLDER` takes the one of a model folder instead: weights go
+on from weights with the same one only.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,14 @@ CONTEXT_WEIGHT = 0.02
 _TOKENIZER_CHARS = 12_000_000
 
 
-def prepare(corpus: Path, out: Path) -> None:
-    """Write tokenizer and token files to `out`."""
+def prepare(corpus: Path, out: Path, tokenizer_from: Path | None = None) -> None:
+    """Write tokenizer (trained, or that of the model folder `tokenizer_from`) and token files to `out`."""
     console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     found = sources(corpus)
-    if not (out / "tokenizer.json").exists():
+    if tokenizer_from is not None:
+        save_tokenizer(Tokenizer.from_file(str(tokenizer_from / "tokenizer.json")), out)
+    elif not (out / "tokenizer.json").exists():
         console.print("training the tokenizer")
         rng = random.Random(0)
         parts = [text[i : i + 4000] for s in found for text in s.documents for i in range(0, len(text), 4000)]
@@ -158,4 +161,9 @@ def _inside(span: tuple[int, int], stretches: Sequence[tuple[int, int]]) -> bool
 
 
 if __name__ == "__main__":
-    prepare(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder whose tokenizer is taken")
+    given = parser.parse_args()
+    prepare(given.corpus, given.out, given.tokenizer)

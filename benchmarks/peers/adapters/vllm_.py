@@ -23,8 +23,9 @@ class Vllm(Engine):
         self.vllm, self.version, self.count = vllm, str(vllm.__version__), 0
         positions = json.loads((folder / "config.json").read_text("utf-8"))["max_position_embeddings"]
         self.llm = vllm.LLM(
-            str(folder), dtype="bfloat16", max_model_len=min(2048, positions), max_num_seqs=64, max_num_batched_tokens=2048,
-            enable_prefix_caching=True, skip_tokenizer_init=True, seed=0, disable_log_stats=True,
+            str(folder), dtype="bfloat16", max_model_len=min(2048, positions), max_num_seqs=64,
+            max_num_batched_tokens=2048, enable_prefix_caching=True, skip_tokenizer_init=True, seed=0,
+            disable_log_stats=True,
             enforce_eager=bool(options.get("eager")),
         )  # fmt: skip
         self.weight_bytes = file_bytes(*folder.glob("*.safetensors"))
