@@ -2,6 +2,7 @@
 //
 // Weights are turned in registers even for many rows: with 6 rows the work hides under the products, and a panel stays
 // 2 to 8 times smaller in the cache than one that is turned ahead.
+#include <type_traits>
 #include <utility>
 
 #include "int_lanes.h"
@@ -135,6 +136,24 @@ inline __attribute__((always_inline)) void add_group(const typename X::Sum (&sum
     }
 }
 
+// What a row's s8 values stand for, onto its finished sums.
+template <int R, int C>
+inline void scale_rows(const Rows& rows, int first, int output, float* tile) {
+    for (int r = 0; r < R; r++) {
+        const F scale = all(rows.scale[first + r]);
+        for (float* to = tile + r * PANEL + output; to < tile + r * PANEL + output + C * LANES; to += LANES)
+            store(to, load(to) * scale);
+    }
+}
+
+}  // namespace
+}  // namespace pst
+
+#include "int_avx2.h"
+
+namespace pst {
+namespace {
+
 // R rows times outputs `output` ... of a panel, C vectors of them.
 template <class W, class X, int R, int C>
 void multiply(const Rows& rows, int first, const Panel& panel, int output, float* tile) {
@@ -161,18 +180,17 @@ void multiply(const Rows& rows, int first, const Panel& panel, int output, float
         }
         add_group<W, X, R, C>(sum, panel, g, output, tile);
     }
-    if (!X::SCALED) return;
-    for (int r = 0; r < R; r++) {
-        const F scale = all(rows.scale[first + r]);
-        for (float* to = tile + r * PANEL + output; to < tile + r * PANEL + output + C * LANES; to += LANES)
-            store(to, load(to) * scale);
-    }
+    if (X::SCALED) scale_rows<R, C>(rows, first, output, tile);
 }
 
 template <class W, class X, int R>
 void tile_of(const Rows& rows, int first, const Panel& panel, float* tile) {
     constexpr int C = vectors_at_once(R);
-    for (int output = 0; output < PANEL; output += C * LANES) multiply<W, X, R, C>(rows, first, panel, output, tile);
+    auto* part = multiply<W, X, R, C>;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (std::is_same_v<W, W4> && std::is_same_v<X, X8>) part = multiply_nibbles<R, C>;
+#endif
+    for (int output = 0; output < PANEL; output += C * LANES) part(rows, first, panel, output, tile);
 }
 
 template <class W, class X, int... R>
@@ -184,6 +202,10 @@ void choose(const Rows& rows, int first, int count, const Panel& panel, float* t
 
 template <class W, class X>
 void kernel(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
+    if (count > TILE_ROWS) {  // of a product whose `many` takes more
+        kernel<W, X>(rows, first, TILE_ROWS, panel, tile);
+        return kernel<W, X>(rows, first + TILE_ROWS, count - TILE_ROWS, panel, tile + TILE_ROWS * PANEL);
+    }
     choose<W, X>(rows, first, count, panel, tile, std::make_integer_sequence<int, TILE_ROWS>());
 }
 
@@ -203,7 +225,12 @@ constexpr Product product(int32_t format, int32_t act, Prepare prepare) {
 }
 
 constexpr Product PRODUCTS[] = {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    {PST_M_I8, PST_A_I8, WIDE_ROWS, row_bytes<X8>, row_groups, prepare_s8, kernel<W8, X8>, pairs_bytes, unpack_pairs,
+     many_pairs, 2 * WIDE_ROWS},
+#else
     product<W8, X8>(PST_M_I8, PST_A_I8, prepare_s8),
+#endif
     product<W4, X8>(PST_M_I4, PST_A_I8, prepare_s8),
     product<W8, XF32>(PST_M_I8, PST_A_F32, prepare_f32),
     product<W4, XF32>(PST_M_I4, PST_A_F32, prepare_f32),

@@ -103,17 +103,20 @@ inline I weights8(I line) {
     const __m256i top = _mm256_set1_epi8(-128);
     return {_mm256_xor_si256(line.lo, top), _mm256_xor_si256(line.hi, top)};
 }
-inline __m256i add_pairs(__m256i sum, __m256i pairs) {
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// By hand: with the intrinsic, gcc 12 keeps sums on the stack and stores them in every turn of the loop.
+inline void add_pairs(__m256i& sum, __m256i pairs) {
+    pairs = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(pairs));
 }
 // |x| * (w with the sign of x): neither is beyond 127, so two products fit 16 bits and vpmaddubsw does not saturate.
 inline void dot8(I& sum, I w, I x) {
     __m256i size = _mm256_abs_epi8(x.lo);  // x is the same in all lanes
-    sum = {add_pairs(sum.lo, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.lo, x.lo))),
-            add_pairs(sum.hi, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.hi, x.lo)))};
+    add_pairs(sum.lo, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.lo, x.lo)));
+    add_pairs(sum.hi, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.hi, x.lo)));
 }
 inline void dot4(I& sum, I w, I x) {
-    sum = {add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo)), add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo))};
+    add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo));
+    add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo));
 }
 template <int SHIFT, int BITS> inline F field(I line) {
     const __m256i mask = _mm256_set1_epi32((1 << BITS) - 1);
