@@ -209,6 +209,48 @@ PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_
  * with the first call and costs two clock reads per operation. */
 PST_API void pst_program_profile(pst_program *program, int64_t *nanoseconds);
 
+/* ---- sampling ------------------------------------------------------------------------------------------------
+ *
+ * Tokens out of rows of logits [V], in the order of penstock.runner: health, then the first largest, or temperature,
+ * min-p, top-k, top-p and a draw. Weights are whole numbers of 2^-42 of the likeliest token's, and their sums exact.
+ * The draw j of a row is Philox4x32-10 of (seed, sample_index + j, position), and names the first token, in order of
+ * ids, whose running sum exceeds that share of the whole.
+ */
+typedef struct pst_sample_row {
+    const float *logits; /* [V], only read */
+    double scale;        /* log2(e) / temperature; 0: greedy */
+    double min_p, top_p; /* 0 and 1: off */
+    uint64_t seed, position;
+    int32_t top_k; /* 0 or below: off */
+    int32_t sample_index;
+    int32_t num_tokens; /* wanted; 0: only what follows */
+    int32_t best;       /* out: the first largest */
+    int32_t *tokens;    /* out: [num_tokens]; `best` if the row is not healthy */
+    float peak;         /* out: its logit */
+    int32_t healthy;    /* out: 1 if no logit is a NaN and the largest is finite */
+} pst_sample_row;
+
+typedef struct pst_logprob_row {
+    const float *logits;   /* [V], healthy */
+    const int32_t *tokens; /* [num_tokens] whose ranks are wanted */
+    int32_t num_tokens;
+    int32_t num_top;  /* how many of the likeliest are wanted */
+    int32_t *ranks;   /* out: [num_tokens], 1 the likeliest, equals in order of their ids */
+    int32_t *top_ids; /* out: [min(num_top, V)], likeliest first */
+    uint64_t total;   /* out: sum of 2^42 e^(logit - peak), each rounded: the log of the sum is peak + log(total / 2^42) */
+    float peak;       /* out: the largest logit */
+    int32_t unused;
+} pst_logprob_row;
+
+typedef struct pst_sampler pst_sampler;
+/* Memory for rows of `vocab` logits and pools of up to `threads`. NULL: no memory, or 2^21 tokens and more. */
+PST_API pst_sampler *pst_sampler_new(int32_t vocab, int32_t threads);
+PST_API void pst_sampler_free(pst_sampler *sampler);
+/* 0, or -1 if the pool has more threads than the sampler was made for. */
+PST_API int32_t pst_sample(pst_sampler *sampler, pst_pool *pool, pst_sample_row *rows, int32_t count);
+/* 0, or -1; also for tokens that are not in the vocabulary. */
+PST_API int32_t pst_logprobs(pst_sampler *sampler, pst_pool *pool, pst_logprob_row *rows, int32_t count);
+
 /* ---- bandwidth ----------------------------------------------------------------------------------------------- */
 
 /* Read `bytes` from `data` with all threads of the pool; the sum keeps the reads alive. */

@@ -6,11 +6,8 @@
 #include <cstring>
 #include <ctime>
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
-
 #include "ops.h"
+#include "rounding.h"
 
 namespace pst {
 
@@ -61,21 +58,8 @@ struct Job {
     int32_t first, last;
 };
 
-// How a thread rounds, and what it does with the smallest numbers, must not depend on who called: some libraries switch
-// subnormal numbers off for whole threads. Set for a run, and put back.
-class PlainRounding {
-  public:
-#if defined(__x86_64__)
-    PlainRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-    ~PlainRounding() { _mm_setcsr(before_); }
-
-  private:
-    unsigned before_;
-#endif
-};
-
 void run_job(pst::Team& team, void* argument) {
-    PlainRounding rounding;
+    pst::PlainRounding rounding;
     Job& job = *static_cast<Job*>(argument);
     pst_program& program = *job.program;
     pst::Context context{

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.core.sampling import TokenRules
 from penstock.runner import truncate as module
 from penstock.runner.truncate import best_ids, truncate
+from penstock.runner.weights import UNIT
 
 
 def survivors(logits: Any, rules: TokenRules) -> dict[int, float]:
@@ -39,7 +40,7 @@ def actual(logits: Any, rules: TokenRules) -> dict[int, float]:
     ids, weights = truncate(np.asarray(logits, np.float32), rules)
     kept = range(len(logits)) if ids is None else ids.tolist()
     assert list(kept) == sorted(set(kept))
-    assert weights.max() == 1.0
+    assert weights.max() == UNIT
     return dict(zip(kept, (weights / weights.sum()).tolist(), strict=True))
 
 
@@ -92,7 +93,7 @@ def test_min_p_comes_before_top_p() -> None:
 def test_masked_tokens_are_never_drawn_and_extremes_are_fine() -> None:
     inf = float("inf")
     _, weights = truncate(np.array([-inf, 1.0, -inf, 0.0], np.float32), TokenRules(temperature=1.0))
-    assert weights.tolist() == pytest.approx([0, 1, 0, np.exp(-1)])
+    assert (weights / UNIT).tolist() == pytest.approx([0, 1, 0, np.exp(-1)])
     got = actual([-3e38, 3e38, -inf], TokenRules(temperature=1e-5, top_p=0.9))
     assert got == {1: 1.0}
     got = actual([5.0, -inf, -inf], TokenRules(temperature=1.0, top_k=2))

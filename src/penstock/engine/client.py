@@ -165,7 +165,8 @@ class OutputProcessor:
         sample = live.samples[out.index]
         if sample.finish_reason is not None:
             return
-        live.metrics.num_preemptions = max(live.metrics.num_preemptions, out.num_preemptions)
+        if out.num_preemptions > live.metrics.num_preemptions:
+            live.metrics.num_preemptions = out.num_preemptions
         if out.token_ids:
             if live.metrics.first_token_s is None:
                 live.metrics.first_token_s = now
@@ -197,7 +198,7 @@ class OutputProcessor:
         if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
             ids = ids[:-1] if not params.include_stop_str_in_output else ids
         for token_id in ids:  # one by one: the matcher counts tokens for min_tokens
-            hit = sample.add_text(sample.detokenizer.add([token_id]), 1)
+            hit = sample.add_text(sample.detokenizer.add_one(token_id), 1)
             if hit is not None:
                 sample.end("stop", hit)
                 if out.finish_reason is None:

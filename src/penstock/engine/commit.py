@@ -47,14 +47,16 @@ class Commit:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
         alive: dict[int, Sequence] = {}
         failed = {error.seq_id for error in result.errors}
+        known, keep = self.sequences, self.kv.commit
         for seq, num_tokens, num_preemptions in rows:
-            if seq.seq_id not in self.sequences or seq.num_preemptions != num_preemptions:
+            seq_id = seq.seq_id
+            if seq_id not in known or seq.num_preemptions != num_preemptions:
                 continue  # aborted, or preempted while this step was in flight: its cache entries are gone
             seq.num_inflight -= num_tokens
             seq.num_computed += num_tokens
-            if seq.seq_id not in failed:  # what a sick row computed must not be found by others
-                self.kv.commit(seq)
-            alive[seq.seq_id] = seq
+            if seq_id not in failed:  # what a sick row computed must not be found by others
+                keep(seq)
+            alive[seq_id] = seq
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in alive:
                 self._prompt_logprobs(alive[prompt.seq_id], prompt.start, prompt.entries)
@@ -62,8 +64,9 @@ class Commit:
             if error.seq_id in alive and error.seq_id in self.sequences:
                 self._fail(alive[error.seq_id], error.message)
         for sampled in result.sampled:
-            if sampled.seq_id in alive and sampled.seq_id in self.sequences:
-                self._sampled(alive[sampled.seq_id], sampled)
+            seq_id = sampled.seq_id
+            if seq_id in alive and seq_id in known:
+                self._sampled(alive[seq_id], sampled)
         for seq_id in result.ended:
             if seq_id in alive and seq_id in self.sequences:
                 self._complete(alive[seq_id])
@@ -78,6 +81,9 @@ class Commit:
 
     def _sampled(self, seq: Sequence, sampled: Sampled) -> None:
         group = self.groups[seq.request.request_id]
+        if group.forked and not group.cancelled and group.request.beam is None:  # nearly always
+            self._append(group, seq, sampled.token_ids[0], sampled.logprobs[0] if sampled.logprobs else None)
+            return
         if group.request.beam is not None:
             group.candidates[seq.seq_id] = list(sampled.candidates)
             seq.held = True
@@ -108,13 +114,23 @@ class Commit:
         self.stats.num_sampled_tokens += 1
         finish_reason: str | None = None
         stop_reason: int | None = None
-        if seq.num_generated >= request.rules.min_tokens:
+        num_generated = len(seq.token_ids) - seq.prompt_len
+        if num_generated >= request.rules.min_tokens:
             if token_id in request.eos_token_ids:
                 finish_reason = "stop"
             elif token_id in request.stop_token_ids:
                 finish_reason, stop_reason = "stop", token_id
-        if finish_reason is None and seq.num_generated >= request.max_tokens:
-            finish_reason = "length"
+        if finish_reason is None:
+            if num_generated < request.max_tokens:
+                if num_generated > 1 and logprob is None:  # nearly always
+                    out = EngineOutput(
+                        request_id=request.request_id, index=seq.index, token_ids=[token_id],
+                        num_cached_tokens=seq.first_cached, num_preemptions=seq.num_preemptions,
+                    )  # fmt: skip
+                    self.emitted.append(out)
+                    return
+            else:
+                finish_reason = "length"
         self._emit(seq, [token_id], [logprob] if logprob is not None else [], finish_reason, stop_reason)
         if finish_reason is not None:
             self.finish(group, seq, finish_reason, stop_reason, emit=False)

@@ -16,10 +16,12 @@ from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
 from penstock.launch.native import PackedWeights, native_forward
 from penstock.model.builder import build
+from penstock.model.native.forward import NativeForward
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
 from penstock.runner.lazy import LazyStorage
+from penstock.runner.native_sampler import NativeSampler
 from penstock.runner.runner import Runner
 from penstock.runner.storage import Storage
 from penstock.sched.policy import make_policy
@@ -122,6 +124,7 @@ def connect(
         poison=poison,
         storage=LazyStorage if virtual else Storage,
         grammars=grammars,
+        sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
     )
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(

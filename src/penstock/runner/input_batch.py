@@ -44,48 +44,59 @@ class InputBatch:
 
     def __init__(self, rows: RowStore) -> None:
         self._rows = rows
-        self._tokens: I32 = np.empty(0, np.int32)
-        self._positions: I32 = np.empty(0, np.int32)
-        self._logits: I32 = np.empty(0, np.int32)
-        self._starts: I32 = np.empty(1, np.int32)
-        self._lens: I32 = np.empty(0, np.int32)
+        self._shape = (-1, -1, -1)
+        self._reserve(64, 64)
 
     def build(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepPlan, list[Pick]]:
         """The plan of a step and, for each row that wants logits, what to do with them (in scheduled order).
 
         Logits are wanted of the last token of rows that sample or ask for candidates, and of position p for the
         logprob of prompt token p + 1. A table has exactly the blocks that hold the row's tokens once the step is done.
-        Mutates: the buffers behind the previous plan.
+        Mutates: the buffers behind the previous plan. A plan of the same shape has the same arrays.
         """
-        num_tokens = sum(job.num_tokens for job in scheduled)
-        self._reserve(num_tokens, len(scheduled))
+        num_tokens = 0
+        for job in scheduled:
+            num_tokens += job.num_tokens
+        if num_tokens > len(self._tokens) or len(scheduled) > len(self._lens):
+            self._reserve(num_tokens, len(scheduled))
+        tokens, positions, logits, starts, lens = self._words
         picks: list[Pick] = []
         chosen: list[Row] = []
+        rows = self._rows
         t = r = 0
-        self._starts[0] = 0
+        starts[0] = 0
         for b, job in enumerate(scheduled):
-            row = self._rows[job.seq_id]
-            end = job.start + job.num_tokens
-            assert 0 <= job.start < end <= row.num_tokens, f"{job}: only {row.num_tokens} tokens are known"
-            self._tokens[t : t + job.num_tokens] = row.tokens[job.start : end]
-            self._positions[t : t + job.num_tokens] = np.arange(job.start, end, dtype=np.int32)
-            pick, r = self._pick(job, row, t, r)
-            if pick is not None:
-                picks.append(pick)
-            t += job.num_tokens
-            self._starts[b + 1] = t
-            self._lens[b] = end
+            row = rows[job.seq_id]
+            start, n = job.start, job.num_tokens
+            end = start + n
+            assert 0 <= start < end <= row.num_tokens, f"{job}: only {row.num_tokens} tokens are known"
+            if n == 1:
+                tokens[t], positions[t] = row.known[start], start
+            else:
+                self._tokens[t : t + n] = row.tokens[start:end]
+                self._positions[t : t + n] = np.arange(start, end, dtype=np.int32)
+            if job.num_samples == 1 and job.prompt_logprobs_from < 0 and not job.num_candidates:  # nearly always
+                assert end == row.num_tokens, f"{job}: samples before its {row.num_tokens} known tokens have run"
+                logits[r] = t + n - 1
+                picks.append(Pick(job.seq_id, row.rules, row.sample_index, end, 1, 0, r, r, 0, _NO_IDS))
+                r += 1
+            else:
+                pick, r = self._pick(job, row, t, r)
+                if pick is not None:
+                    picks.append(pick)
+            t += n
+            starts[b + 1] = t
+            lens[b] = end
             chosen.append(row)
         assert len({job.seq_id for job in scheduled}) == len(scheduled), "a sequence is scheduled twice in one step"
-        plan = StepPlan(
-            token_ids=self._tokens[:t],
-            positions=self._positions[:t],
-            query_start_loc=self._starts[: len(chosen) + 1],
-            seq_lens=self._lens[: len(chosen)],
-            logits_indices=self._logits[:r],
-            groups=tuple(self._group_plan(g, chosen, scheduled) for g in range(len(self._rows.groups))),
-        )
-        return plan, picks
+        if self._shape != (t, len(chosen), r):
+            self._shape = (t, len(chosen), r)
+            self._views = (
+                self._tokens[:t], self._positions[:t], self._starts[: len(chosen) + 1], self._lens[: len(chosen)],
+                self._logits[:r],
+            )  # fmt: skip
+        groups = tuple([self._group_plan(g, chosen) for g in range(len(rows.groups))])
+        return StepPlan(*self._views, groups), picks
 
     def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
         """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""
@@ -116,18 +127,19 @@ class InputBatch:
         )  # fmt: skip
         return pick, r
 
-    def _group_plan(self, g: int, chosen: Sequence[Row], scheduled: Sequence[ScheduledRow]) -> GroupPlan:
-        blocks = self._rows.num_blocks
-        tables = tuple(
-            row.tables[g].view(blocks(g, job.start + job.num_tokens))
-            for row, job in zip(chosen, scheduled, strict=True)
-        )
-        return GroupPlan(self._rows.groups[g].pages_per_slab, self._rows.block_size, tables)
+    def _group_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:
+        """Tables as long as `_lens` says."""
+        group, size = self._rows.groups[g], self._rows.block_size
+        if group.spec.per_token:
+            lens = self._words[4]
+            tables = tuple([row.tables[g].view(-(-lens[b] // size)) for b, row in enumerate(chosen)])
+        else:
+            tables = tuple([row.tables[g].view(1) for row in chosen])
+        return GroupPlan(group.pages_per_slab, size, tables)
 
     def _reserve(self, num_tokens: int, num_rows: int) -> None:
-        if num_tokens > len(self._tokens):
-            size = max(num_tokens, 2 * len(self._tokens))
-            self._tokens, self._positions, self._logits = (np.empty(size, np.int32) for _ in range(3))
-        if num_rows > len(self._lens):
-            size = max(num_rows, 2 * len(self._lens))
-            self._lens, self._starts = np.empty(size, np.int32), np.empty(size + 1, np.int32)
+        self._tokens, self._positions, self._logits = (np.empty(2 * num_tokens, np.int32) for _ in range(3))
+        self._lens, self._starts = np.empty(2 * num_rows, np.int32), np.empty(2 * num_rows + 1, np.int32)
+        arrays = (self._tokens, self._positions, self._logits, self._starts, self._lens)
+        self._words = tuple(array.data for array in arrays)  # single numbers: faster here than in numpy
+        self._shape = (-1, -1, -1)

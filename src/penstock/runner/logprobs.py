@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.batch import TokenLogprobs
 from penstock.runner.truncate import best_ids
+from penstock.runner.weights import LOG2_E, UNIT, weigh
 
 F32 = npt.NDArray[np.float32]
 
 
+def log_sum(peak: float, total: int) -> float:
+    """log(sum(exp(logits))) of a row whose largest logit is `peak` and whose weights (`runner.weights`) are `total`."""
+    return peak + math.log(total / UNIT)
+
+
 class RowLogprobs:
-    """log_softmax of one row, in float64, evaluated only where asked.
+    """log_softmax of one row, in float64, evaluated only where asked. No error is larger than V * 2^-43.
 
     Shapes: row [V], at least one finite, no NaN, no +inf. Units: nats. The row is read at construction and by `entry`;
     it must not change between them.
@@ -20,9 +28,7 @@ class RowLogprobs:
 
     def __init__(self, row: F32, num_top: int = 0) -> None:
         self._row = row
-        peak = float(row.max())
-        # astype copies: the sum runs over a fresh contiguous array, whatever the row is a slice of.
-        self._log_sum = peak + float(np.log(np.exp(row.astype(np.float64) - peak).sum()))
+        self._log_sum = log_sum(float(row.max()), int(weigh(row, LOG2_E).sum()))
         self._top_ids: list[int] = best_ids(row, num_top).tolist() if num_top > 0 else []
         self._top_logprobs = [self.logprob(token) for token in self._top_ids]
 

@@ -20,6 +20,9 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
+_NOTHING: I32 = np.zeros(0, np.int32)
+
+
 class _Part(NamedTuple):
     """Hidden rows [first, first + num_rows) belong to `job`; `ends` if the prompt is complete with them."""
 
@@ -46,11 +49,13 @@ class Pooler:
 
     def wanted(self, scheduled: Sequence[ScheduledRow], query_start_loc: I32) -> I32:
         """Rows of the batch [P] whose hidden states `fold` will be given, in this order. Mutates: the step's parts."""
-        indices: list[int] = []
         self._parts = []
-        for b, job in enumerate(scheduled):
-            if not job.pooling:
-                continue
+        pooling = [b for b, job in enumerate(scheduled) if job.pooling]
+        if not pooling:
+            return _NOTHING
+        indices: list[int] = []
+        for b in pooling:
+            job = scheduled[b]
             ends = job.start + job.num_tokens == self._rows[job.seq_id].num_tokens
             low, high = 0, job.num_tokens
             if job.pooling == "last":

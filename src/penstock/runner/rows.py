@@ -16,7 +16,7 @@ from penstock.runner.tables import RowTable
 class Row:
     """One sequence on the rank. `tokens` is [num_tokens] and `tables` has one entry per cache group."""
 
-    __slots__ = ("_buffer", "num_tokens", "prompt_len", "rules", "sample_index", "tables")
+    __slots__ = ("_buffer", "known", "num_tokens", "prompt_len", "rules", "sample_index", "tables")
 
     def __init__(
         self, tokens: I32, prompt_len: int, rules: TokenRules, sample_index: int, tables: tuple[RowTable, ...]
@@ -25,6 +25,8 @@ class Row:
         # Room for some answers at once: most rows grow by a token per step.
         self._buffer: I32 = np.empty(self.num_tokens + 64, np.int32)
         self._buffer[: self.num_tokens] = tokens
+        self.known = self._buffer.data
+        """The tokens and what room there is behind them: single ones are read and written faster here than in numpy."""
         self.prompt_len = prompt_len
         self.rules = rules
         self.sample_index = sample_index
@@ -38,12 +40,17 @@ class Row:
     def append(self, token_ids: Sequence[int], rollback: int) -> None:
         """Drop the newest `rollback` tokens, then add `token_ids`. Mutates: self."""
         kept = self.num_tokens - rollback
+        if len(token_ids) == 1 and not rollback and kept < len(self.known):  # nearly always
+            self.known[kept] = token_ids[0]
+            self.num_tokens = kept + 1
+            return
         assert self.prompt_len <= kept <= self.num_tokens, f"rollback of {rollback} reaches into the prompt"
         end = kept + len(token_ids)
         if end > len(self._buffer):
             grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
             grown[:kept] = self._buffer[:kept]
             self._buffer = grown
+            self.known = grown.data
         self._buffer[kept:end] = token_ids
         self.num_tokens = end
 
@@ -152,6 +159,8 @@ class RowStore:
         self._rows[seq_id] = Row(tokens, prompt_len, rules, sample_index, tables)
 
     def _check_tokens(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        if token_ids:
+        if len(token_ids) == 1:
+            assert 0 <= token_ids[0] < self.vocab_size, f"sequence {seq_id}: token {token_ids[0]} outside [0, V)"
+        elif token_ids:
             low, high = min(token_ids), max(token_ids)
             assert 0 <= low <= high < self.vocab_size, f"sequence {seq_id}: tokens {low}...{high} outside [0, V)"

@@ -44,11 +44,13 @@ class Runner:
         poison: bool = False,
         storage: type[Storage] = Storage,
         grammars: GrammarCache | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
+        """`sampler`: another than the reference, with these `grammars`."""
         self.vocab_size = vocab_size
         self.storage = storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
         self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
-        self.sampler = Sampler(vocab_size, grammars)
+        self.sampler = Sampler(vocab_size, grammars) if sampler is None else sampler
         self.grammars = grammars
         self.pooler = Pooler(self.rows)
         self._batch = InputBatch(self.rows)

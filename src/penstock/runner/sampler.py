@@ -4,8 +4,10 @@ Order for each row: health check; raw logprobs; processors (masks, bias, penalti
 candidates, or temperature, min-p, top-k, top-p (`runner.truncate`) and one draw per sample.
 
 A draw is an inverse CDF over the surviving tokens *in ascending id order* with u = Philox(seed, sample index,
-position): the token is the first whose running sum exceeds u times the total. Ties of the argmax go to the lowest id.
-No row's result depends on another row.
+position): the token is the first whose running sum of weights exceeds u times the total, both exact whole numbers.
+Ties of the argmax go to the lowest id. No row's result depends on another row.
+
+`runner.native_sampler` gives the same results, faster.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from penstock.runner.input_batch import Pick
 from penstock.runner.logits.chain import LogitsChain
 from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.truncate import truncate
+from penstock.runner.weights import MAX_VOCAB
 
 if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
@@ -44,6 +47,7 @@ class Sampler:
     """Owns the processors. `chain.track` must have seen the step's row changes before `sample`."""
 
     def __init__(self, vocab_size: int, grammars: GrammarCache | None = None) -> None:
+        assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens"
         self.chain = LogitsChain(vocab_size, grammars)
 
     def sample(self, logits: F32, picks: Sequence[Pick]) -> SamplerOutput:
@@ -57,9 +61,10 @@ class Sampler:
         # finite rules out NaN and +inf everywhere and -inf in at least one place.
         best = logits.argmax(axis=1)
         healthy = np.isfinite(logits[np.arange(len(best)), best])
-        processed = self._process(logits, healthy, picks)
+        seq_ids, copies = self._process(logits, healthy, picks)
+        processed = dict(zip(seq_ids, copies, strict=True))
         for pick in picks:
-            problem = _sick(healthy, pick)
+            problem = sick(healthy, pick)
             sampled: Sampled | None = None
             if problem is None and pick.row >= 0:
                 raw, final = logits[pick.row], processed.get(pick.seq_id)
@@ -82,23 +87,26 @@ class Sampler:
                 out.prompt_logprobs.append(_prompt_logprobs(pick, logits))
         return out
 
-    def _process(self, logits: F32, healthy: npt.NDArray[np.bool_], picks: Sequence[Pick]) -> dict[int, F32]:
-        """Processed copies of the rows that some processor follows, by sequence."""
+    def _process(self, logits: F32, healthy: npt.NDArray[np.bool_], picks: Sequence[Pick]) -> tuple[list[int], F32]:
+        """The sequences whose rows some processor follows, and processed copies of these rows [F, V]."""
         rows = [(p.seq_id, p.row) for p in picks if p.row >= 0 and healthy[p.row] and self.chain.follows(p.seq_id)]
         if not rows:
-            return {}
+            return [], logits[:0]
         seq_ids = [seq_id for seq_id, _ in rows]
         copies = logits[[row for _, row in rows]]
         self.chain.apply(copies, seq_ids)
-        return dict(zip(seq_ids, copies, strict=True))
+        return seq_ids, copies
 
     def _unusable(self, seq_id: int, peak: float) -> str | None:
         """What is wrong with processed logits whose largest value is `peak`; "": nothing, the row is complete."""
+        if np.isfinite(peak):
+            return None
         if peak == -np.inf:
             why = self.chain.exhausted(seq_id)
             if why is not None:
                 return why
-        return _unusable(peak)
+            return "every token is excluded: relax allowed_token_ids, bad_words, min_tokens or stop_token_ids"
+        return "logit_bias or the penalties drove a logit beyond float32; use smaller numbers"
 
 
 def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:
@@ -118,11 +126,12 @@ def _draw(final: F32, rules: TokenRules, pick: Pick) -> list[int]:
     """One token per sample index sample_index + 0, 1, ..., all from the same distribution."""
     ids, weights = truncate(final, rules)
     sums = np.cumsum(weights)
+    total = int(sums[-1])
     tokens: list[int] = []
     for j in range(pick.num_samples):
-        u = uniform(rules.seed, pick.sample_index + j, pick.position)
-        # u < 1 keeps the target below the last sum, and "first sum above it" never names a token of weight zero.
-        slot = int(np.searchsorted(sums, u * sums[-1], side="right"))
+        bits = int(uniform(rules.seed, pick.sample_index + j, pick.position) * 2**53)  # it has no more than these
+        # Below the last sum; and "first sum above it" never names a token of weight zero.
+        slot = int(np.searchsorted(sums, bits * total >> 53, side="right"))
         tokens.append(slot if ids is None else int(ids[slot]))
     return tokens
 
@@ -135,7 +144,7 @@ def _prompt_logprobs(pick: Pick, logits: F32) -> PromptLogprobs:
     return PromptLogprobs(pick.seq_id, pick.prompt_start, entries)
 
 
-def _sick(healthy: npt.NDArray[np.bool_], pick: Pick) -> str | None:
+def sick(healthy: npt.NDArray[np.bool_], pick: Pick) -> str | None:
     """What is wrong with the raw logits of a row, if anything."""
     position = -1
     prompt = healthy[pick.prompt_row : pick.prompt_row + len(pick.prompt_ids)]
@@ -149,12 +158,3 @@ def _sick(healthy: npt.NDArray[np.bool_], pick: Pick) -> str | None:
         f"the model's logits for position {position} hold a NaN or an infinity, so no token can be chosen; "
         "check the checkpoint, or switch off lossy options"
     )
-
-
-def _unusable(peak: float) -> str | None:
-    """What is wrong with processed logits whose largest value is `peak`, if anything."""
-    if np.isfinite(peak):
-        return None
-    if peak == -np.inf:
-        return "every token is excluded: relax allowed_token_ids, bad_words, min_tokens or stop_token_ids"
-    return "logit_bias or the penalties drove a logit beyond float32; use smaller numbers"

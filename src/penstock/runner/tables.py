@@ -20,13 +20,14 @@ class RowTable:
     blocks that the tokens need. With `window` blocks may be GONE.
     """
 
-    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "num_layers", "num_slabs")
+    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "_view", "num_layers", "num_slabs")
 
     def __init__(self, num_layers: int, num_slabs: int, *, window: bool = False) -> None:
         self.num_layers = num_layers
         self.num_slabs = num_slabs
         self._least = GONE if window else 0
         self._ids: I32 = np.zeros((1, 8), np.int32)
+        self._view: I32 = self._ids[:, :0]
         self._lengths = [0]
         self._unmoved: set[int] = set()
 
@@ -74,9 +75,15 @@ class RowTable:
         assert not self._unmoved, f"layers {sorted(self._unmoved)} got no ragged ids"
 
     def view(self, num_blocks: int) -> I32:
-        """The first `num_blocks` blocks, [1, M] or [num_layers, M], without a copy: later updates show through."""
-        assert num_blocks <= self.num_blocks, f"{num_blocks} blocks wanted, {self.num_blocks} in the table"
-        return self._ids[:, :num_blocks]
+        """The first `num_blocks` blocks, [1, M] or [num_layers, M], without a copy: later updates show through.
+
+        The same object as long as it is the same memory, so that whoever looked it up need not do so again.
+        """
+        view = self._view
+        if view.shape[1] != num_blocks or view.base is not self._ids:
+            assert num_blocks <= self.num_blocks, f"{num_blocks} blocks wanted, {self.num_blocks} in the table"
+            view = self._view = self._ids[:, :num_blocks]
+        return view
 
     def pages(self, first: int, last: int) -> I32:
         """Page ids of blocks [first, last) in all layers, flat; negative for those that are GONE."""

@@ -46,6 +46,12 @@ class IncrementalDetokenizer:
         kept = self._tokenizer.visible(ids, self._skip)
         return self._stream.feed(kept) if kept else ""
 
+    def add_one(self, token_id: int) -> str:
+        """`add([token_id])`, for the newest token of every step."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        return self._stream.feed((token_id,))
+
     def flush(self) -> str:
         """The rest: incomplete bytes become replacement characters. Nothing may be added afterwards."""
         return self._stream.finish()

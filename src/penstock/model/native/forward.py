@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import is_
 
 import numpy as np
 
@@ -49,6 +50,11 @@ class NativeForward:
         self._native: NativeProgram | None = None
         self._memory = StepMemory(len(groups))
 
+    @property
+    def pool(self) -> Pool:
+        """The threads it runs on."""
+        return self._pool
+
     def describe(self) -> list[str]:
         """The program for people, a line per operation."""
         return list(self._code.labels)
@@ -81,7 +87,7 @@ class NativeForward:
         return list(zip(self._code.labels, self._native.profile().tolist(), strict=True))
 
     def _ready(self, num_tokens: int, planes: Sequence[Planes]) -> NativeProgram:
-        same = self._planes is not None and all(a is b for a, b in zip(self._planes, planes, strict=True))
+        same = self._planes is not None and all(map(is_, self._planes, planes))
         if self._native is None or not same or num_tokens > self._max_tokens:
             self._max_tokens = max(self._max_tokens, num_tokens)
             self._planes = tuple(planes)

@@ -102,6 +102,23 @@ class StepArgs(c.Structure):
     )  # fmt: skip
 
 
+class SampleRow(c.Structure):
+    _fields_ = (
+        ("logits", c.c_void_p), ("scale", c.c_double), ("min_p", c.c_double), ("top_p", c.c_double),
+        ("seed", c.c_uint64), ("position", c.c_uint64), ("top_k", c.c_int32), ("sample_index", c.c_int32),
+        ("num_tokens", c.c_int32), ("best", c.c_int32), ("tokens", c.c_void_p), ("peak", c.c_float),
+        ("healthy", c.c_int32),
+    )  # fmt: skip
+
+
+class LogprobRow(c.Structure):
+    _fields_ = (
+        ("logits", c.c_void_p), ("tokens", c.c_void_p), ("num_tokens", c.c_int32), ("num_top", c.c_int32),
+        ("ranks", c.c_void_p), ("top_ids", c.c_void_p), ("total", c.c_uint64), ("peak", c.c_float),
+        ("unused", c.c_int32),
+    )  # fmt: skip
+
+
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_abi": (c.c_int32, []),
     "pst_isa_name": (c.c_char_p, []),
@@ -124,5 +141,9 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_program_free": (None, [c.c_void_p]),
     "pst_program_run": (c.c_int32, [c.c_void_p, c.c_void_p, c.POINTER(StepArgs), c.c_int32, c.c_int32]),
     "pst_program_profile": (None, [c.c_void_p, c.c_void_p]),
+    "pst_sampler_new": (c.c_void_p, [c.c_int32, c.c_int32]),
+    "pst_sampler_free": (None, [c.c_void_p]),
+    "pst_sample": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
+    "pst_logprobs": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
     "pst_read": (c.c_uint64, [c.c_void_p, c.c_void_p, c.c_int64]),
 }

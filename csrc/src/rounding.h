@@ -1,0 +1,25 @@
+// How a thread rounds while it computes.
+#pragma once
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace pst {
+
+// How a thread rounds, and what it does with the smallest numbers, must not depend on who called: some libraries switch
+// subnormal numbers off for whole threads. Set for a run, and put back.
+class PlainRounding {
+  public:
+#if defined(__x86_64__)
+    PlainRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~PlainRounding() { _mm_setcsr(before_); }
+
+  private:
+    unsigned before_;
+#else
+    PlainRounding() {}
+#endif
+};
+
+}  // namespace pst
