@@ -123,11 +123,13 @@ typedef struct pst_register {
  *                out may be in1.
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
  *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
- * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1
+ * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
+ *                slots: see pst_step.mask
  * PST_ATTEND     out [T, H * n5] = softmax attention of in0 [T, H, D] over layer n1 of group n0; n2 H, n3 G, n4 D,
  *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none);
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
- *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on
+ *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
+ *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place
@@ -147,6 +149,15 @@ enum pst_kind {
 enum pst_activation {
     PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU
 };
+
+/* PST_ATTEND of raw keys, kept as they were before their rotation: they turn when they are read, as PST_ROPE turns them,
+ * at the position at which they are read, so a page may stand at several. A raw plane of float32 gives the bits of a
+ * rotated one. Others are widened (and scaled) first: their bits differ from those of keys that were rotated and then
+ * rounded, and queries are not rounded to bfloat16 for them. Values are as always. */
+typedef struct pst_rotation {
+    const float *table; /* [2, positions, half]: cosines, sines */
+    int32_t positions, first, half, interleaved; /* as n5, n2, n3, n4 of PST_ROPE */
+} pst_rotation;
 
 typedef struct pst_op {
     int32_t kind;
@@ -190,8 +201,18 @@ typedef struct pst_step {
     const int32_t *query_start_loc; /* [B+1] */
     const int32_t *rows;            /* [R] ascending */
     const pst_group *groups;        /* [num_groups] */
-    /* Kept for trees of guesses, where token t will see those of this step's tokens of its own sequence whose bit is set
-     * in mask[t]. Must be NULL: a token sees the tokens of its sequence before it. */
+    /* NULL, or [T]: trees of guesses.
+     *
+     * mask[t] = 0: an ordinary token, which sees the tokens of its sequence before it and itself. Else t is a node of a
+     * tree: its sequence has at most 64 tokens in this step, and t sees those of them whose bit is set (bit i: the i-th
+     * from query_start_loc[b] on), and all that was cached before. The highest bit set is t's own. What t sees is its path
+     * from the root: the j-th of them stands at position start + j, t itself last, where start is the position of the
+     * sequence's first token in this step and so the number of tokens cached before. An ordinary token among nodes sees
+     * all before it, which must be such a path.
+     *
+     * Nodes may have equal positions. PST_WRITE keeps the i-th token of a sequence in slot start + i, for ordinary tokens
+     * their position; tables have blocks for all slots. All else (rotation, slopes, windows, chunks, learned positions,
+     * scales of queries) goes by positions[t]. A node's output has the bits it has when its path is all that runs. */
     const uint64_t *mask;
 } pst_step;
 
@@ -203,7 +224,8 @@ PST_API pst_program *pst_program_new(const pst_op *ops, int32_t num_ops, const p
                                      int32_t num_groups, int32_t max_tokens, int32_t max_rows, int32_t threads,
                                      char *error, int32_t error_size);
 PST_API void pst_program_free(pst_program *program);
-/* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for. */
+/* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for, or its mask names tokens
+ * or positions that pst_step.mask rules out. */
 PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_step *step, int32_t first, int32_t last);
 /* Nanoseconds that each operation took in the runs so far, on thread 0, barrier included: [num_ops]. Counting begins
  * with the first call and costs two clock reads per operation. */

@@ -6,7 +6,7 @@
 // busy long after the others are done, its spans become tasks of their own, some waves of them, whose states are folded
 // in order of the spans after each wave: the same operations in the same order as one thread does them in.
 //
-// `step.mask` must be null: trees of guesses repeat positions, and nothing here gathers a branch.
+// Nodes of a tree of guesses share the chunks before the step's own keys, and go one by one through those with them.
 #include "attention.h"
 
 #include <utility>
@@ -17,19 +17,6 @@ namespace {
 
 // Split tasks are fewer than this per thread, and a wave runs so many spans per thread.
 constexpr int PAIRS_PER_THREAD = 4, SLOTS_PER_THREAD = 8;
-
-// Tokens of one sequence, neighbours in the step. They stand at positions `position` ... position + count - 1.
-struct Block {
-    int32_t sequence, first, count, position;
-    int32_t reach;  // earliest position that the first token sees
-    bool split;
-
-    int end() const { return position + count; }
-    int first_span() const { return reach / SPAN; }
-    int spans() const { return (end() - 1) / SPAN + 1 - first_span(); }
-    // For one kv head.
-    int64_t work() const { return int64_t(end() - reach) * count; }
-};
 
 struct Attend final : Op {
     pst_register queries, out;
@@ -45,7 +32,8 @@ struct Attend final : Op {
         Block* blocks;
         int32_t* splits;  // numbers of split blocks
         uint8_t *keys, *values, *queries, *part, *whole;
-        float *factors, *value_scales, *scratch;
+        float *factors, *value_scales, *scratch, *turned;
+        const uint8_t** rows;  // of `turned`
     };
 
     void lay_out(const Maker& maker) {
@@ -58,6 +46,7 @@ struct Attend final : Op {
         plan_bytes = aligned(int64_t(maker.max_tokens) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
         own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
                     aligned(query_bytes * block_rows) + 2 * state_bytes + 2 * CHUNK * 4 + group_bytes();
+        if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
         // A program for one thread never splits.
         shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
     }
@@ -74,6 +63,8 @@ struct Attend final : Op {
         own.factors = reinterpret_cast<float*>(own.whole + state_bytes);
         own.value_scales = own.factors + CHUNK;
         own.scratch = own.value_scales + CHUNK;
+        own.turned = own.scratch + group_bytes() / 4;
+        own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
         return own;
     }
 
@@ -92,8 +83,7 @@ struct Attend final : Op {
             int end = step.query_start_loc[b + 1];
             for (int t = step.query_start_loc[b]; t < end; t += block_tokens) {
                 Block& block = own.blocks[made.blocks++];
-                int position = step.positions[t];
-                block = {b, t, std::min(block_tokens, end - t), position, rule.first_key(position), false};
+                block = Block(step, rule, b, t, std::min(block_tokens, end - t));
                 total += block.work() * kv_heads;
                 spans += block.spans();
                 longest = std::max(longest, block.count);
@@ -129,14 +119,6 @@ struct Attend final : Op {
 
     int row_of(const Block& block, int row) const { return block.first + row / per; }
 
-    // Tokens of the block that see any of keys first ... last-1: from t0 on, before the result.
-    int active(const Block& block, int first, int last, int& t0) const {
-        t0 = std::max(0, first - block.position);
-        int t1 = block.count;
-        while (t1 > t0 && rule.first_key(block.position + t1 - 1) >= last) t1--;
-        return t1;
-    }
-
     void take_queries(const Block& block, Heads some, const Own& own) const {
         uint8_t* to = own.queries;
         for (int g = some.first; g < some.first + some.count; g++)
@@ -146,44 +128,8 @@ struct Attend final : Op {
             }
     }
 
-    static const float* scale(const Side& side, int64_t page, int offset, int head) {
-        return side.scaled ? reinterpret_cast<const float*>(number(side.scales, page, offset, head)) : nullptr;
-    }
-
-    // What the block's tokens see of the chunk that begins at `start`. Pages of other keys are not looked up.
-    void find(const Pages& pages, const Block& block, int head, int start, Places& places) const {
-        places.t1 = active(block, start, start + CHUNK, places.t0);
-        int p = std::max(start, rule.first_key(block.position + places.t0));
-        int end = std::min(start + CHUNK, block.position + places.t1);
-        places.first = p - start;
-        places.last = end - start;
-        for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = nullptr;
-        int number_of_page = p / pages.block_size, offset = p % pages.block_size;
-        for (; p < end; number_of_page++, offset = 0) {
-            int64_t page = pages.page(number_of_page);
-            const uint8_t* key = number(rule.keys.plane, page, offset, head);
-            const uint8_t* value = number(rule.values.plane, page, offset, head);
-            const float *key_scale = scale(rule.keys, page, offset, head);
-            const float *value_scale = scale(rule.values, page, offset, head);
-            for (; offset < pages.block_size && p < end; offset++, p++) {
-                places.keys[p - start] = key;
-                places.values[p - start] = value;
-                key += rule.keys.plane.token_stride * item_bytes(rule.keys.plane.dtype);
-                value += rule.values.plane.token_stride * item_bytes(rule.values.plane.dtype);
-                if (rule.keys.scaled) {
-                    places.key_scales[p - start] = key_scale;
-                    key_scale += rule.keys.scales.token_stride;
-                }
-                if (rule.values.scaled) {
-                    places.value_scales[p - start] = value_scale;
-                    value_scale += rule.values.scales.token_stride;
-                }
-            }
-        }
-    }
-
     Reach reach(const Block& block, int row, int head, int start) const {
-        int position = block.position + row / per;
+        int position = block.positions[row / per];
         Reach out;
         out.first = std::max(rule.first_key(position) - start, 0);
         out.last = std::min(position + 1 - start, CHUNK);
@@ -196,52 +142,81 @@ struct Attend final : Op {
     void attend_span(const Context& context, const Block& block, Heads some, int span, const Own& own,
                      const State& state) const {
         Pages pages(context.step.groups[group], block.sequence, layer);
-        int t0, t1 = active(block, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        int t0, t1 = block.active(rule, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
         for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
-        int end = std::min(block.end(), (span + 1) * SPAN);
+        int end = std::min(block.end, (span + 1) * SPAN);
         int begin = std::max(block.reach / CHUNK * CHUNK, span * SPAN);
         Places head_places, both[2], *now = &both[0], *next = &both[1];
-        find(pages, block, some.first, begin, *now);
+        find(rule, pages, block, some.first, begin, *now);
         for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
-            int key_bytes = rule.keys.row_bytes(), value_bytes = rule.values.row_bytes();
+            int key_bytes = rule.stored.row_bytes(), value_bytes = rule.values.row_bytes();
             Ahead ahead{next,       some.count * key_bytes, some.count * value_bytes,
-                        some.count, rule.keys.scaled,       rule.values.scaled};
+                        some.count, rule.stored.scaled,       rule.values.scaled};
             if (start + CHUNK < end) {
-                find(pages, block, some.first, start + CHUNK, *next);
+                find(rule, pages, block, some.first, start + CHUNK, *next);
                 ahead.end = 2 * (next->last - next->first);
             }
             for (int i = 0; i < some.count; i++) {
-                if (i) find(pages, block, some.first + i, start, head_places);
-                const Places& places = i ? head_places : *now;
-                gather_keys(rule.keys, places, ahead, own.keys);
-                gather_values(rule.values, places, ahead, own.values);
-                gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
-                if (rule.values.scaled)
-                    gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
-                attend_chunk(block, some.first + i, start, places, own.queries + i * rows * query_bytes, own,
-                             state.from(i * rows), ahead);
+                if (i) find(rule, pages, block, some.first + i, start, head_places);
+                Places& places = i ? head_places : *now;
+                gather(start, places, own, ahead);
+                Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
+                if (block.mask) attend_tree(pages, block, part, places, own, ahead);
+                else attend_tokens(block, part, places.t0, places.t1, own, ahead);
             }
         }
     }
 
-    void attend_chunk(const Block& block, int head, int start, const Places& places, const uint8_t* of_head,
-                      const Own& own, const State& state, Ahead& ahead) const {
-        int end = places.t1 * per;
+    void gather(int start, const Places& places, const Own& own, Ahead& ahead) const {
+        const uint8_t* const* keys = rule.rotation.table ? own.rows : places.keys;
+        if (rule.rotation.table) turn_keys(rule, places, start, own.turned, own.rows);
+        gather_keys(rule.keys, places, keys, ahead, own.keys);
+        gather_values(rule.values, places, ahead, own.values);
+        gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
+        if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
+    }
+
+    // A kv head and the chunk at `start`, with the block's queries of this head and their states.
+    struct Part {
+        int head, start;
+        const uint8_t* queries;
+        State state;
+    };
+
+    // Tokens t0 ... t1-1, all of which see something of the chunk.
+    void attend_tokens(const Block& block, const Part& part, int t0, int t1, const Own& own, Ahead& ahead) const {
         Chunk chunk{own.keys, own.values, own.factors, own.value_scales};
-        for (int row = places.t0 * per; row < end; row += ROW_GROUP) {
+        for (int row = t0 * per, end = t1 * per; row < end; row += ROW_GROUP) {
             int count = std::min(ROW_GROUP, end - row);
             Reach reaches[ROW_GROUP];
-            for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, head, start);
-            attend_rows(rule, count, of_head + row * query_bytes, query_bytes, reaches, chunk, state, row, own.scratch,
-                        ahead);
+            for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, part.head, part.start);
+            attend_rows(rule, count, part.queries + row * query_bytes, query_bytes, reaches, chunk, part.state, row,
+                        own.scratch, ahead);
+        }
+    }
+
+    void attend_tree(const Pages& pages, const Block& block, const Part& part, Places& places, const Own& own,
+                     Ahead& ahead) const {
+        int end = part.start + CHUNK, shared = places.first;
+        for (int t = 0, t1; t < block.count; t = t1) {
+            t1 = t + 1;
+            if (!block.sees(rule, t, part.start, end)) continue;
+            if (end > block.base) {
+                find_path(rule, pages, block, t, part.head, part.start, shared, places);
+                gather(part.start, places, own, ahead);
+            } else {
+                while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
+            }
+            attend_tokens(block, part, t, t1, own, ahead);
         }
     }
 
     void fold(const Block& block, Heads some, int span, const State& whole, const State& part) const {
-        int t0, t1 = active(block, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        int t0, t1 = block.active(rule, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
         for (int first = 0; first < some.count * rows; first += rows)
             for (int r = t0 * per; r < t1 * per; r++)
-                whole.fold(part, first + r, rule.first_key(block.position + r / per) / SPAN == span);
+                if (block.sees(rule, r / per, span * SPAN, (span + 1) * SPAN))
+                    whole.fold(part, first + r, rule.first_key(block.positions[r / per]) / SPAN == span);
     }
 
     void put_out(const Block& block, Heads some, const State& whole) const {
@@ -342,7 +317,16 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
     made->max_tokens = maker.max_tokens;
-    made->rule.keys = Side(keys, scales_of(maker, made->group, keys), made->dim, 2 * LANES);
+    made->rule.keys = made->rule.stored = Side(keys, scales_of(maker, made->group, keys), made->dim, 2 * LANES);
+    made->rule.rotation = {};
+    if (op.p[2]) {
+        const pst_rotation& r = made->rule.rotation = *static_cast<const pst_rotation*>(op.p[2]);
+        check(r.table && r.positions > 0, "a rotation needs its table");
+        check(r.first >= 0 && r.half > 0 && r.first + 2 * r.half <= made->dim, "a key is smaller than what turns");
+        pst_plane turned = keys;
+        turned.dtype = PST_F32;
+        made->rule.keys = Side(turned, {}, made->dim, LANES);
+    }
     made->rule.values = Side(values, scales_of(maker, made->group, values), width, LANES);
     made->rule.scale = op.f[0];
     made->rule.soft_cap = op.f[1];

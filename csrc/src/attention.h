@@ -61,7 +61,7 @@ struct Places {
     const uint8_t *keys[CHUNK], *values[CHUNK];
     const float *key_scales[CHUNK], *value_scales[CHUNK];  // of those that have scales; elsewhere anything
     int first, last;  // first ... last-1 are not null
-    int t0, t1;       // the block's tokens that see some of them
+    int t0, t1;       // the block's tokens that may see some of the chunk
 };
 
 // Fetches what the next chunk reads, a little at a time between the work on this one: a page is too short for the
@@ -96,8 +96,8 @@ struct Chunk {
 };
 
 // Keys become tiles [16][steps][16] of floats, or of pairs of bfloat16, steps being padded (/ 2). Whole tiles are
-// filled: zeros where no key lies.
-void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
+// filled: zeros where no key lies. `keys` are places.keys, or where those were rotated to.
+void gather_keys(const Side& side, const Places& places, const uint8_t* const* keys, Ahead& ahead, uint8_t* out);
 // Values become [256][padded] floats, or [128][padded][2] bfloat16.
 void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
 // What scores are multiplied by, and values' weights: `by` times each scale, zeros where nothing lies in whole tiles.
@@ -105,6 +105,11 @@ void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t
 void gather_scales(const Side& side, const Places& places, const float* const* scales, float by, float* out);
 // Queries become `padded` floats or bfloat16 of keys' side.
 void gather_query(const Side& side, const float* query, uint8_t* out);
+
+// Raw keys of the chunk that begins at position `start` become rotated rows [CHUNK][rule.keys.padded] of float32, and
+// `rows` their addresses, null where none lies in whole tiles.
+struct Rule;
+void turn_keys(const Rule& rule, const Places& places, int start, float* out, const uint8_t** rows);
 
 // ---- attention_rows.cpp: rows against a chunk ----
 
@@ -133,6 +138,8 @@ struct State {
 // How a layer scores, and what it reads.
 struct Rule {
     Side keys, values;
+    Side stored;            // keys in their plane; `keys` are the same, or float32 if they are rotated when read
+    pst_rotation rotation;  // of those; its table is null if there are none
     float scale, soft_cap;
     int window, chunk;
 
@@ -142,6 +149,44 @@ struct Rule {
         return chunk ? std::max(first, position / chunk * chunk) : first;
     }
 };
+
+// ---- attention_places.cpp: what tokens see, and where it lies ----
+
+// Tokens of one sequence, neighbours in the step.
+//
+// The nodes of a tree (pst_step.mask) share keys before `base`, the step's first of their sequence. Behind it each has
+// a path of its own, whose keys are gathered to their positions wherever their slots are: so the node goes through the
+// same numbers in the same order as if its path were all there is.
+struct Block {
+    int32_t sequence, first, count;
+    int32_t position, end;  // the earliest position of a token, and one behind the latest
+    int32_t reach;          // the earliest position that a token sees
+    int32_t base;           // keys from here on are no token's, or (a tree) some tokens' only
+    int32_t index;          // of the first token among its sequence's in this step
+    bool split;
+    const int32_t* positions;  // [count]
+    const uint64_t* mask;      // [count], or null: no token of this block is a node of a tree
+
+    Block(const pst_step& step, const Rule& rule, int sequence, int first, int count);
+    int first_span() const { return reach / SPAN; }
+    int spans() const { return (end - 1) / SPAN + 1 - first_span(); }
+    // For one kv head.
+    int64_t work() const { return int64_t(end - reach) * count; }
+    // Whether a token sees any of keys first ... last-1.
+    bool sees(const Rule& rule, int token, int first, int last) const {
+        return positions[token] >= first && rule.first_key(positions[token]) < last;
+    }
+    // Tokens that see any of them: from t0 on, before the result. Of a tree all.
+    int active(const Rule& rule, int first, int last, int& t0) const;
+};
+
+// What all of the block's tokens may see of the chunk that begins at `start`. Pages of other keys are not looked up.
+void find(const Rule& rule, const Pages& pages, const Block& block, int head, int start, Places& places);
+
+// The same with one node's own path: its tokens that stand in the chunk, if any do. `places` is of find; first ... last-1
+// are then what differs from the node before, in whole tiles.
+void find_path(const Rule& rule, const Pages& pages, const Block& block, int token, int head, int start, int shared,
+               Places& places);
 
 // A row against a chunk: it sees keys first ... last-1 of it, at least one.
 struct Reach {

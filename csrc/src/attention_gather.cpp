@@ -1,5 +1,6 @@
 // Keys, values and queries made ready for the inner kernels.
 #include "attention.h"
+#include "rotary.h"
 
 namespace pst {
 
@@ -22,7 +23,7 @@ inline F load_s8(const uint8_t* p) {
 }
 
 // Numbers at .. of a stored row of n as float32, zeros behind its end.
-F load_row(const uint8_t* row, int32_t dtype, int at, int n) {
+__attribute__((always_inline)) inline F load_row(const uint8_t* row, int32_t dtype, int at, int n) {
     int rest = n - at;
     const uint8_t* p = row + int64_t(at) * item_bytes(dtype);
     alignas(64) uint8_t tail[64] = {};
@@ -162,11 +163,27 @@ void zip(const uint8_t* a, const uint8_t* b, int dim, int padded, uint16_t* out)
 
 }  // namespace
 
-void gather_keys(const Side& side, const Places& places, Ahead& ahead, uint8_t* out) {
+void turn_keys(const Rule& rule, const Places& places, int start, float* out, const uint8_t** rows) {
+    const Side& stored = rule.stored;
+    const pst_rotation& how = rule.rotation;
+    for (int j = places.first / TILE * TILE; j < round_up(places.last, TILE); j++) {
+        rows[j] = nullptr;
+        if (j < places.first || j >= places.last) continue;
+        float* row = out + int64_t(j) * rule.keys.padded;
+        F scale = all(stored.scaled ? *places.key_scales[j] : 1.0f);
+        for (int at = 0; at < rule.keys.padded; at += LANES)
+            store(row + at, load_row(places.keys[j], stored.plane.dtype, at, stored.dim) * scale);
+        const float* cosines = how.table + int64_t(start + j) * how.half;
+        turn_head(row + how.first, cosines, cosines + int64_t(how.positions) * how.half, how.half, how.interleaved);
+        rows[j] = reinterpret_cast<const uint8_t*>(row);
+    }
+}
+
+void gather_keys(const Side& side, const Places& places, const uint8_t* const* keys, Ahead& ahead, uint8_t* out) {
     int64_t tile_floats = int64_t(TILE) * side.padded / (side.pairs ? 2 : 1);
     for (int tile = places.first / TILE; tile * TILE < places.last; tile++) {
         ahead.pull(TILE / 2);
-        const uint8_t* const* rows = places.keys + tile * TILE;
+        const uint8_t* const* rows = keys + tile * TILE;
         float* to = reinterpret_cast<float*>(out) + tile * tile_floats;
 #if defined(__AVX512BF16__)
         if (side.pairs) {

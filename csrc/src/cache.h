@@ -21,6 +21,28 @@ struct Pages {
     int64_t page(int block) const { return ids[block] * factor + offset; }
 };
 
+// Where a sequence keeps token t of the step: as many tokens from its beginning. Of a tree of guesses only the root has
+// the number of its position for a slot.
+inline int slot_of(const pst_step& step, int sequence, int64_t t) {
+    int first = step.query_start_loc[sequence];
+    return step.positions[first] + int(t - first);
+}
+
+// Whether a step's mask names no token behind the one that sees, and each token's position is the number of tokens that
+// it sees: nothing else keeps reads within the pages.
+inline bool mask_fits(const pst_step& step) {
+    for (int b = 0; b < step.num_seqs; b++) {
+        int first = step.query_start_loc[b], end = step.query_start_loc[b + 1];
+        for (int t = first; t < end; t++) {
+            uint64_t seen = step.mask[t];
+            int own = t - first, depth = seen ? __builtin_popcountll(seen) - 1 : own;
+            if (seen && (end - first > 64 || seen >> own != 1)) return false;
+            if (step.positions[t] != step.positions[first] + depth) return false;
+        }
+    }
+    return true;
+}
+
 inline int item_bytes(int32_t dtype) { return dtype == PST_F32 ? 4 : dtype == PST_I8 ? 1 : 2; }
 
 inline void check_plane(const pst_plane& plane, int heads, int dim) {

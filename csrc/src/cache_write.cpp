@@ -84,9 +84,9 @@ struct Write final : Op {
             for (; t < end; t++) {
                 while (step.query_start_loc[sequence + 1] <= t) sequence++;  // a thread's tokens come in order
                 Pages pages(step.groups[group], sequence, layer);
-                int position = step.positions[t];
+                int slot = slot_of(step, sequence, t);
                 for (const Source& source : sources)
-                    source.write(t, pages.page(position / pages.block_size), position % pages.block_size);
+                    source.write(t, pages.page(slot / pages.block_size), slot % pages.block_size);
             }
     }
 };

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <ctime>
 
+#include "cache.h"
 #include "ops.h"
 #include "rounding.h"
 
@@ -120,7 +121,8 @@ void pst_program_free(pst_program* program) { delete program; }
 
 int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* step, int32_t first, int32_t last) {
     if (step->num_tokens > program->max_tokens || step->num_rows > program->max_rows) return -1;
-    if (size_t(step->num_groups) != program->planes.size() || step->mask) return -1;
+    if (size_t(step->num_groups) != program->planes.size()) return -1;
+    if (step->mask && !pst::mask_fits(*step)) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
     Job job{program, step, first, last};
     pool->run(run_job, &job);

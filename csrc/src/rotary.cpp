@@ -1,35 +1,11 @@
 // Rotary positions, in place.
+#include "rotary.h"
+
 #include "ops.h"
-#include "simd.h"
 
 namespace pst {
 
 namespace {
-
-// Pairs lie `half` apart: (a, b) -> (a cos - b sin, b cos + a sin). Products and sums are rounded one by one, as the
-// reference does it, so bits are those of the reference on every instruction set.
-void turn_halves(float* a, float* b, const float* cosines, const float* sines, int half) {
-    int i = 0;
-    for (; i + LANES <= half; i += LANES) {
-        F x = load(a + i), y = load(b + i), c = load(cosines + i), s = load(sines + i);
-        store(a + i, x * c - y * s);
-        store(b + i, y * c + x * s);
-    }
-    for (; i < half; i++) {
-        float x = a[i], y = b[i];
-        a[i] = x * cosines[i] - y * sines[i];
-        b[i] = y * cosines[i] + x * sines[i];
-    }
-}
-
-// Pairs are neighbours.
-void turn_neighbours(float* __restrict x, const float* __restrict cosines, const float* __restrict sines, int half) {
-    for (int i = 0; i < half; i++) {
-        float a = x[2 * i], b = x[2 * i + 1];
-        x[2 * i] = a * cosines[i] - b * sines[i];
-        x[2 * i + 1] = b * cosines[i] + a * sines[i];
-    }
-}
 
 struct Rope final : Op {
     pst_register x;
@@ -48,9 +24,7 @@ struct Rope final : Op {
         const float* cosines = table + position * half;
         const float* sines = cosines + int64_t(num_positions) * half;
         for (int h = 0; h < heads; h++) {
-            float* head = row + int64_t(h) * dim + first;
-            if (interleaved) turn_neighbours(head, cosines, sines, half);
-            else turn_halves(head, head + half, cosines, sines, half);
+            turn_head(row + int64_t(h) * dim + first, cosines, sines, half, interleaved);
         }
     }
 };

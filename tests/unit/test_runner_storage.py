@@ -92,3 +92,45 @@ def test_ops_outside_the_pool_are_refused(op: PageOp) -> None:
         storage.apply([op])
     after = [array for planes in storage.planes for array in planes.values()]
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_slots_move_in_all_planes_and_layers(ragged: bool) -> None:
+    """A tree's accepted path: slots 5, 7, 8, 11 become 5, 6, 7, 8, read before they are written."""
+    spec = CacheSpec("paged", vector_planes({"k": (2, 4), "v": (2, 3)}, "int8"))
+    other = CacheSpec("window", (Plane("k", 1, 2, "bfloat16"),), window=20)
+    groups = group_layers([spec, other, spec])
+    storage = Storage(groups, [6, 5], 4)
+    rng = np.random.default_rng(2)
+    for planes in storage.planes:
+        for array in planes.values():
+            array[:] = rng.integers(1, 99, array.shape)
+    before = [{name: array.copy() for name, array in planes.items()} for planes in storage.planes]
+    shared = np.array([[4, 0, 3]], np.int32)
+    lines = np.array([[8, 0, 5], [3, 11, 6]], np.int32) if ragged else shared
+    storage.move_slots([lines, np.array([[-1, 2, 4]], np.int32)], [5, 7, 8, 11], [5, 6, 7, 8])
+    for g, pages in enumerate((lines if ragged else np.stack([shared[0] * 2, shared[0] * 2 + 1]), [[-1, 2, 4]])):
+        for name, array in storage.planes[g].items():
+            want = before[g][name].copy()
+            for line in pages:
+                for source, target in [(5, 5), (7, 6), (8, 7), (11, 8)]:
+                    old = before[g][name][line[source // 4], source % 4]
+                    want[line[target // 4], target % 4] = old
+            np.testing.assert_array_equal(array, want, name)
+            assert not np.array_equal(array, before[g][name])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [([3], [1]), ([8], [4]), ([-1], [4]), ([4], [12]), ([4, 5], [6, 6]), ([4, 5], [6])]
+)
+def test_slots_without_a_page_are_refused(source: list[int], target: list[int]) -> None:
+    """Blocks: one that is gone, one of the pool, one that is not in it."""
+    groups = group_layers([PAGED])
+    storage = Storage(groups, [4], 4)
+    with pytest.raises(AssertionError):
+        storage.move_slots([np.array([[-1, 3, 4]], np.int32)], source, target)
+
+
+def test_a_recurrent_state_has_no_slots() -> None:
+    with pytest.raises(AssertionError, match="keeps no tokens"):
+        make().move_slots([np.zeros((1, 2), np.int32)] * 2, [1], [2])

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.ops.tree import U64, check_mask
+
 I32 = npt.NDArray[np.int32]
 _NONE: I32 = np.zeros(0, np.int32)
 Planes = dict[str, npt.NDArray[Any]]
@@ -43,7 +45,10 @@ class StepPlan:
 
     Shapes: token_ids, positions [T]; query_start_loc [B+1] (sequence b runs tokens query_start_loc[b] ...
     query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices
-    [R] (rows of the T tokens whose logits are wanted, ascending); hidden_indices [P] (those whose hidden state is).
+    [R] (rows of the T tokens whose logits are wanted, ascending); hidden_indices [P] (those whose hidden state is);
+    mask [T] or None (trees of guesses, whose nodes may share positions but no slots: see `ops.tree`).
+
+    Raises: ValueError for a mask that is none.
     """
 
     token_ids: I32
@@ -53,3 +58,8 @@ class StepPlan:
     logits_indices: I32
     groups: tuple[GroupPlan, ...]
     hidden_indices: I32 = field(default_factory=lambda: _NONE)
+    mask: U64 | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is not None:
+            check_mask(self.mask, self.positions, self.query_start_loc)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.base.errors import EngineError
 from penstock.ops.plan import I32, Planes, StepPlan
+from penstock.ops.tree import path, slots
 
 
 class State(NamedTuple):
@@ -44,7 +46,12 @@ class Step:
         return len(self.bounds) - 1
 
     def states(self, group: int, layer: int) -> Iterator[State]:
-        """Where every sequence that runs tokens keeps the state of a slot group's layer."""
+        """Where every sequence that runs tokens keeps the state of a slot group's layer.
+
+        Raises: EngineError if one has a tree: a state follows one path only.
+        """
+        if self.plan.mask is not None and self.plan.mask.any():
+            raise EngineError("a layer with a recurrent state cannot run a tree of guesses")
         where = self.plan.groups[group]
         for b in range(self.num_sequences):
             start, stop = self.bounds[b], self.bounds[b + 1]
@@ -52,16 +59,27 @@ class Step:
                 yield State(int(where.pages(b, layer)[0]), start, stop, bool(self.plan.positions[start] == 0))
 
     def token_pages(self, group: int) -> tuple[I32, I32]:
-        """Where this step's tokens live in a paged group: pages [layers of the group, T] and offsets in them [T]."""
+        """Where this step's tokens live in a paged group: pages [layers of the group, T] and offsets in them [T].
+
+        They live at their positions, or, in a tree, at the slots of `ops.tree`.
+        """
         key = ("token_pages", group)
         if key not in self.memo:
             self.memo[key] = self._find_token_pages(group)
         pages: tuple[I32, I32] = self.memo[key]
         return pages
 
+    def trees(self, b: int) -> list[list[int]] | None:
+        """The tokens of the step that each of sequence `b`'s tokens sees; None: each sees all before it and itself."""
+        mask, lo, hi = self.plan.mask, self.bounds[b], self.bounds[b + 1]
+        if mask is None or not mask[lo:hi].any():
+            return None
+        return [[lo + i for i in path(bits, own)] for own, bits in enumerate(mask[lo:hi].tolist())]
+
     def _find_token_pages(self, group: int) -> tuple[I32, I32]:
         where, plan = self.plan.groups[group], self.plan
-        blocks, offsets = np.divmod(plan.positions, np.int32(where.block_size))
+        at = plan.positions if plan.mask is None else slots(plan.positions, plan.query_start_loc)
+        blocks, offsets = np.divmod(at, np.int32(where.block_size))
         pages = np.empty((where.num_layers, len(blocks)), np.int32)
         lanes = np.arange(where.num_layers, dtype=np.int32)[:, None]
         for b, table in enumerate(where.tables):

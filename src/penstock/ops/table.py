@@ -66,7 +66,7 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("experts", "each token through its experts, weighed and added in id order", "x [T, E]; routes",
                "ExpertWeights of every expert; activation name; limit or None; scale_input; the table's `linear`",
                "[T, E]"),
-    OpContract("write_kv", "rounds to the planes' dtype and stores at the tokens' positions",
+    OpContract("write_kv", "rounds to the planes' dtype and stores at the tokens' positions (a tree: slots)",
                "step; a [T, G, D]; b [T, G, D]", "group; layer of the group; the two planes' names", "None",
                mutates="two planes of the group"),
     OpContract("attention", "softmax attention of every token over its own context (core.protocols.AttentionBackend)",

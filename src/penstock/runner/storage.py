@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup
-from penstock.ops.plan import Planes
+from penstock.ops.plan import I32, Planes
 
 Array = npt.NDArray[Any]
 
@@ -89,6 +89,36 @@ class Storage:
             assert op.tier != TIER_DEVICE or abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
             for name, array in target[op.group].items():
                 array[dst] = source[op.group][name][op.src : op.src + op.count]
+
+    def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
+        """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of guesses
+        needs once a path of it is accepted, whose i-th token belongs into slot start + i (see `ops.tree`).
+
+        Shapes: tables[g] is the sequence's line(s) in group g, [1, M] or [num_layers, M], as in `ops.plan.GroupPlan`.
+        All slots are read before one is written. Mutates: `planes`. A slot without a page, or a group that keeps no
+        tokens, is our own bug (AssertionError).
+        """
+        assert len(tables) == len(self.planes), f"{len(tables)} tables for {len(self.planes)} cache groups"
+        here, there = np.asarray(source, np.int32), np.asarray(target, np.int32)
+        assert here.shape == there.shape == (here.size,), f"{here.shape} slots to {there.shape}"
+        assert np.unique(there).size == there.size, "two tokens for one slot"
+        for g, table in enumerate(tables):
+            for array in self.planes[g].values():
+                assert array.ndim == 4, f"group {g} keeps no tokens"
+                array[self._place(g, table, there, array)] = array[self._place(g, table, here, array)]
+
+    def _place(self, g: int, table: I32, slots: I32, array: Array) -> tuple[Array, Array]:
+        """Pages [layers, n] and offsets [n]."""
+        blocks, offsets = np.divmod(slots, array.shape[1])
+        assert not slots.size or 0 <= slots.min() <= slots.max() < table.shape[1] * array.shape[1], (
+            "a slot has no block"
+        )
+        pages = table[:, blocks]
+        if len(table) == 1:
+            layers = self.pages_per_slab[g]
+            pages = pages * layers + np.arange(layers)[:, None]
+        assert not pages.size or 0 <= pages.min() <= pages.max() < self.num_pages[g], "a slot has no page"
+        return pages, offsets
 
     def _new(self, shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
         """A device plane."""

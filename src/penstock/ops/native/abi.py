@@ -73,6 +73,13 @@ class Register(c.Structure):
     _fields_ = (("data", c.c_void_p), ("stride", c.c_int64), ("width", c.c_int32), ("rows", c.c_int32))
 
 
+class Rotation(c.Structure):
+    _fields_ = (
+        ("table", c.c_void_p), ("positions", c.c_int32), ("first", c.c_int32), ("half", c.c_int32),
+        ("interleaved", c.c_int32),
+    )  # fmt: skip
+
+
 class Op(c.Structure):
     _fields_ = (
         ("kind", c.c_int32), ("inputs", c.c_int32 * 4), ("out", c.c_int32), ("n", c.c_int32 * 12), ("f", c.c_float * 4),

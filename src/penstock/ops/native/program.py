@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import scale_name
-from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Plane, Register, StepArgs
+from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Plane, Register, Rotation, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
 from penstock.ops.native.matrix import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
@@ -53,6 +53,25 @@ class NativeOp:
     f: tuple[float, ...] = ()
     pointers: tuple[Any, ...] = ()
     """Arrays, objects with an `address`, or None."""
+
+
+class RawKeys:
+    """The third pointer of a PST_ATTEND whose plane holds raw keys: they are rotated when read.
+
+    `table`: cosines and sines [2, num_positions, half], as PST_ROPE has them; components first ... first + 2 * half
+    of a key turn. The table must be C-contiguous float32; it is kept.
+    """
+
+    def __init__(self, table: F32, *, first: int = 0, interleaved: bool = False) -> None:
+        assert table.dtype == np.float32, "a table is float32"
+        assert table.shape[:-2] == (2,), "a table is [2, positions, half]"
+        assert table.flags.c_contiguous, "a table has no gaps"
+        self._table = table
+        self.struct = Rotation(table.ctypes.data, table.shape[1], first, table.shape[2], int(interleaved))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
 
 
 def _address(x: Any) -> int | None:
@@ -209,7 +228,7 @@ class StepMemory:
         made = StepArgs(
             len(plan.token_ids), num_seqs, len(rows), self._num_groups, plan.token_ids.ctypes.data,
             plan.positions.ctypes.data, plan.query_start_loc.ctypes.data, rows.ctypes.data,
-            ctypes.addressof(self._groups), None,
+            ctypes.addressof(self._groups), None if plan.mask is None else plan.mask.ctypes.data,
         )  # fmt: skip
         self._last = (plan, rows, made)
         return made
@@ -230,4 +249,4 @@ class StepMemory:
         )
 
 
-__all__ = ["SELECTED", "TOKENS", "Layout", "NativeOp", "NativeProgram", "Pool", "StepMemory", "View"]
+__all__ = ["SELECTED", "TOKENS", "Layout", "NativeOp", "NativeProgram", "Pool", "RawKeys", "StepMemory", "View"]

@@ -41,7 +41,7 @@ def quantise(x: F32) -> tuple[npt.NDArray[np.int8], F32]:
 
 
 def write_kv(step: Step, a: F32, b: F32, group: int, layer: int, names: tuple[str, str]) -> None:
-    """Store a and b [T, G, D] at the tokens' positions in the planes called `names`. Mutates those planes.
+    """Store a and b [T, G, D] at the tokens' slots, their positions, in the planes `names`. Mutates those planes.
 
     Attention reads back what is stored here, so a token attends to the same rounded values whether its context came
     in this step or in another one.

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.ops.plan import I32
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
 
@@ -65,7 +66,8 @@ class RowBackend:
         """See `core.protocols.AttentionBackend.attend`.
 
         The token at position p reduces over the keys first_key(p) ... p, in order, and over no others: what follows in
-        its chunk is sliced off, not masked, so its shapes depend on p alone.
+        its chunk is sliced off, not masked, so its shapes depend on p alone. In a tree (`ops.tree`) the keys of its
+        path are put together before, in the order of their positions.
         """
         plan, planes = step.plan, step.planes[group]
         rows: list[F32] = []
@@ -73,7 +75,7 @@ class RowBackend:
             lo, hi = step.bounds[b], step.bounds[b + 1]
             if lo == hi:
                 continue
-            start, end = int(plan.positions[lo]), int(plan.positions[hi - 1]) + 1
+            start, end = int(plan.positions[lo]), int(plan.positions[lo]) + hi - lo
             base = first_key(start, window, chunk)
             pages = plan.groups[group].pages(b, layer)
             parts = {name: read_kv(planes, name, pages, base, end) for name in {*keys, value}}
@@ -81,9 +83,15 @@ class RowBackend:
             v = parts[value]
             per_kv_head = (k.shape[1], q.shape[1] // k.shape[1])
             rule = Rule(scale, soft_cap, *(None if x is None else x.reshape(*per_kv_head, 1) for x in (slopes, sinks)))
-            for t, p in zip(range(lo, hi), range(start, end), strict=True):
+            paths = step.trees(b)
+            for t in range(lo, hi):
+                p = int(plan.positions[t])
                 first = first_key(p, window, chunk)
-                reach = slice(first - base, p + 1 - base)
+                reach: slice | I32 = slice(first - base, p + 1 - base)
+                if paths is not None:
+                    cached = np.arange(start - base, dtype=np.int32)
+                    seen = np.array(paths[t - lo], np.int32) + np.int32(start - base - lo)
+                    reach = np.concatenate([cached, seen])[reach]
                 own = q[t].reshape(*per_kv_head, k.shape[2])
                 rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
         if not rows:
