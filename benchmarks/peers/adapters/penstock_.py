@@ -11,8 +11,8 @@ from peer_worker import Engine, Recorder, Request, serve
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
-    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8-w8a8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4-w4a8:128"},
 }
 
 
