@@ -41,7 +41,10 @@ class Penstock(Engine):
                 wanted.setdefault(name, threads)
         self.llm = LLM(model, skip_tokenizer_init=True, **wanted)
         self.version = f"{__version__} {_commit()}".strip()
-        self.weight_bytes = self.llm.engine.plan.weight_bytes
+        plan, spec = self.llm.engine.plan, self.llm.engine.spec
+        # What one token reads: of a tied embedding beside its quantised form, a row.
+        beside = "quantization" in wanted and spec.tie_embeddings
+        self.weight_bytes = plan.weight_bytes - beside * spec.vocab_size * spec.hidden_size * 2
 
     def run(self, requests: list[Request], recorder: Recorder) -> None:
         """One request is streamed, several go together."""
