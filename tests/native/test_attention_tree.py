@@ -284,3 +284,12 @@ def test_a_mask_that_would_read_elsewhere_is_refused(isa: str, spoil: Any) -> No
     spoil(plan)
     with pytest.raises(AssertionError):
         program.run(memory.args(plan, none))
+
+
+def test_a_step_with_the_same_arrays_and_another_mask_is_another_step() -> None:
+    """The arguments of a step are kept for one with the same arrays: the mask is one of them."""
+    memory, none = StepMemory(0), np.zeros(0, np.int32)
+    plain = plan_of([0, 2], [0])
+    tree = replace(plain, mask=np.array([1, 3], np.uint64))
+    found = [bool(memory.args(plan, none).mask) for plan in (plain, tree, plain, tree)]
+    assert found == [False, True, False, True]

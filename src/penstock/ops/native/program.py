@@ -223,6 +223,7 @@ class StepMemory:
         if (
             last is not None and last[1] is rows and last[0].token_ids is plan.token_ids
             and last[0].positions is plan.positions and last[0].query_start_loc is plan.query_start_loc
+            and last[0].mask is plan.mask
         ):  # fmt: skip
             return last[2]
         made = StepArgs(
