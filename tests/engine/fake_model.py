@@ -14,6 +14,7 @@ import numpy as np
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Recurrent
 from penstock.ops.plan import Planes, StepPlan
+from penstock.ops.tree import path
 
 MOD = 65521
 VOCAB = 29
@@ -78,6 +79,9 @@ class FakeForward:
             tokens = plan.token_ids[lo:hi]
             start = total - (hi - lo)
             assert plan.positions[lo] == start
+            if plan.mask is not None and plan.mask[lo:hi].any():
+                hashes[lo:hi] = self._tree(plan, planes, b, lo, hi)
+                continue
             history = None
             states: list[list[int]] = []
             tails: list[list[int]] = []
@@ -112,6 +116,54 @@ class FakeForward:
             if len(plan.logits_indices)
             else (np.zeros((0, VOCAB), dtype=np.float32))
         )
+
+    def _tree(self, plan: StepPlan, planes: Sequence[Planes], b: int, lo: int, hi: int) -> list[int]:
+        """Guesses that branch: the i-th token of the step lies in slot start + i and sees its own path only."""
+        assert plan.mask is not None
+        start = int(plan.positions[lo])
+        tokens = plan.token_ids[lo:hi].tolist()
+        paths = [path(bits, own) for own, bits in enumerate(plan.mask[lo:hi].tolist())]
+        out: list[int] | None = None
+        for g, group in enumerate(self.groups):
+            for i in range(group.pages_per_slab):
+                pages, block = plan.groups[g].pages(b, i), plan.groups[g].block_size
+                assert group.spec.per_token, "a recurrent state was given a tree"
+                if group.spec.window is not None:
+                    hashes = self._window_tree(planes[g], pages, block, start, tokens, paths, group.spec.window)
+                else:
+                    before = self._paged_cells(planes[g], pages, block, start, tokens)
+                    hashes = [history_hash([*before, *(tokens[j] for j in nodes)]) for nodes in paths]
+                assert out is None or out == hashes, "layers disagree about the history"
+                out = hashes
+        assert out is not None
+        return out
+
+    def _paged_cells(
+        self, planes: Planes, pages: np.ndarray, block: int, start: int, tokens: Sequence[int]
+    ) -> list[int]:  # fmt: skip
+        """Write the tokens to their slots; what was there before `start`."""
+        seen = self._paged(planes, pages, block, start, np.array(tokens))
+        return [int(t) for t in seen[:start]]
+
+    @staticmethod
+    def _window_tree(
+        planes: Planes, pages: np.ndarray, block: int, start: int, tokens: list[int], paths: list[list[int]],
+        window: int,
+    ) -> list[int]:  # fmt: skip
+        first = max(0, start - 1)
+        cells = pages[np.arange(first, start) // block]
+        assert (cells >= 0).all(), "a token is to look at a block that is gone"
+        h0 = int(planes["v"][cells[-1], first % block, 0, 0]) - 1 if start else 0
+        hashes: list[int] = []
+        for i, nodes in enumerate(paths):
+            h = hash_step(h0 if len(nodes) == 1 else hashes[nodes[-2]], tokens[i])
+            slot = start + i
+            for name, value in (("k", tokens[i]), ("v", h)):
+                cell = planes[name][pages[slot // block], slot % block]
+                assert cell[0, 0] in (0, value + 1), "wrote over somebody's token"
+                cell[0, 0] = value + 1
+            hashes.append(h)
+        return hashes
 
     @staticmethod
     def _paged(planes: Planes, pages: np.ndarray, block: int, start: int, tokens: np.ndarray) -> np.ndarray:

@@ -19,8 +19,10 @@ from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
 from penstock.plan.resolve import Plan, tokens_in_flight
+from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward
 from tests.engine.fake_model import spec as fake_spec
+from tests.engine.sloppy import SloppyDrafter
 
 
 @dataclass
@@ -48,6 +50,9 @@ class Knobs:
     preemption: str = "auto"
     kv_allocator: str = "paged"
     max_model_len: int | None = None
+    num_drafts: int = 0  # guesses of a sequence in a step
+    draft_depth: int = 63
+    draft_share: float = 0.7
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -93,19 +98,29 @@ def config_for(k: Knobs) -> Any:
 
 
 def fake_engine(
-    k: Knobs, *, slots: bool = False, windows: Sequence[int | None] = (), timer: Any = None
+    k: Knobs,
+    *,
+    slots: bool = False,
+    windows: Sequence[int | None] = (),
+    timer: Any = None,
+    drafter: Any = None,
+    drafts: Any = None,
 ) -> tuple[EngineCore, FakeForward]:
     """An engine over the suspicious mock model: for laws that need thousands of steps."""
     spec = fake_spec(slots=slots, windows=windows)
     plan = plan_for(spec, k)
     forward = FakeForward(plan.groups)
+    if k.num_drafts:
+        drafter = drafter or SloppyDrafter(k.num_drafts, share=k.draft_share)
+        drafts = drafts or FixedDrafts(k.num_drafts, k.draft_depth)
     core = connect(
-        config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer
-    )
+        config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
+        drafter=drafter, drafts=drafts,
+    )  # fmt: skip
     return core, forward
 
 
-def real_engine(spec: ModelSpec, weights: Any, k: Knobs) -> EngineCore:
+def real_engine(spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None) -> EngineCore:
     """An engine over a real (tiny, random) model and the reference operations."""
     return assemble(
         config_for(k),
@@ -116,6 +131,8 @@ def real_engine(spec: ModelSpec, weights: Any, k: Knobs) -> EngineCore:
         check_invariants=True,
         poison=True,
         wire=k.wire,
+        drafter=drafter,
+        drafts=drafts,
     )
 
 

@@ -42,6 +42,9 @@ knobs = st.builds(
     checkpoint_tokens=st.sampled_from([4, 8, 64]),
     host_blocks=st.sampled_from([0, 6, 40]),
     preemption=st.sampled_from(["swap", "swap", "recompute"]),
+    num_drafts=st.sampled_from([0, 1, 3, 8]),
+    draft_depth=st.sampled_from([1, 3, 63]),
+    draft_share=st.sampled_from([0.3, 0.9]),
 )
 
 rules_of_chance = st.fixed_dictionaries(

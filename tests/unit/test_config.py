@@ -57,7 +57,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "auto",
         "threads": None, "quantization": "none",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
-        "schedule_conservativeness": 1.0,
+        "schedule_conservativeness": 1.0, "speculative_config": None,
     }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_two_sizes_of_kv_memory_contradict() -> None:
 HARMFUL: dict[str, Any] = {
     "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
     "data_parallel_size": 2, "trust_remote_code": True,
-    "speculative_config": {"method": "ngram"}, "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
+    "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
 }  # fmt: skip
 
 

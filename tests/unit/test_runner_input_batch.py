@@ -40,7 +40,7 @@ def rows() -> RowStore:
 
 def test_layout() -> None:
     jobs = [ScheduledRow(7, 8, 1, num_samples=1), ScheduledRow(8, 2, 5), ScheduledRow(9, 0, 2, num_candidates=4)]
-    plan, picks = InputBatch(rows()).build(jobs)
+    plan, picks, _ = InputBatch(rows()).build(jobs)
     assert plan.token_ids.tolist() == [108, 202, 203, 204, 205, 206, 300, 301]
     assert plan.positions.tolist() == [8, 2, 3, 4, 5, 6, 0, 1]
     assert plan.query_start_loc.tolist() == [0, 1, 6, 8]
@@ -62,7 +62,7 @@ def test_layout() -> None:
 
 def test_tables_are_views() -> None:
     store = rows()
-    plan, _ = InputBatch(store).build([ScheduledRow(7, 0, 4)])
+    plan, _, _ = InputBatch(store).build([ScheduledRow(7, 0, 4)])
     (table,) = plan.groups[0].tables
     assert table.shape == (1, 1)
     store.apply(SchedulerOutput(1, tables=[TableUpdate(7, 0, 0, [19])]))
@@ -86,7 +86,7 @@ def test_prompt_logprob_positions(
     job: ScheduledRow, indices: list[int], prompt_start: int, prompt_ids: list[int], sample_row: int
 ) -> None:
     # Row 9 in front: one token, no logits.
-    plan, picks = InputBatch(rows()).build([ScheduledRow(9, 0, 1), job])
+    plan, picks, _ = InputBatch(rows()).build([ScheduledRow(9, 0, 1), job])
     assert plan.logits_indices.tolist() == indices
     (pick,) = picks
     assert pick.prompt_ids.tolist() == prompt_ids
@@ -98,11 +98,11 @@ def test_prompt_logprob_positions(
 def test_buffers_are_reused_and_grow() -> None:
     store = rows()
     batch = InputBatch(store)
-    first, _ = batch.build([ScheduledRow(8, 0, 10), ScheduledRow(7, 0, 3)])
-    second, _ = batch.build([ScheduledRow(7, 3, 2)])
+    first, _, _ = batch.build([ScheduledRow(8, 0, 10), ScheduledRow(7, 0, 3)])
+    second, _, _ = batch.build([ScheduledRow(7, 3, 2)])
     assert np.shares_memory(first.token_ids, second.token_ids)
     assert second.query_start_loc.tolist() == [0, 2]
-    third, _ = batch.build([ScheduledRow(7, 0, 9), ScheduledRow(8, 0, 9), ScheduledRow(9, 0, 2)])
+    third, _, _ = batch.build([ScheduledRow(7, 0, 9), ScheduledRow(8, 0, 9), ScheduledRow(9, 0, 2)])
     assert third.token_ids.tolist() == [*range(100, 109), *range(200, 209), 300, 301]
     assert third.query_start_loc.tolist() == [0, 9, 18, 20]
 

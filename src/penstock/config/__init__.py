@@ -26,6 +26,7 @@ from penstock.config.load import (
 )
 from penstock.config.server import ServeConfig, ServerConfig
 from penstock.config.setting import Setting
+from penstock.config.speculative import SpeculativeConfig, parse_speculative
 
 __all__ = [
     "SECTIONS",
@@ -39,10 +40,12 @@ __all__ = [
     "ServeConfig",
     "ServerConfig",
     "Setting",
+    "SpeculativeConfig",
     "add_arguments",
     "from_args",
     "from_kwargs",
     "from_toml",
+    "parse_speculative",
     "read_toml",
     "serve_from_args",
     "serve_from_kwargs",

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.config.setting import Section, Setting, setting, settings_of
+from penstock.config.speculative import SpeculativeConfig, parse_speculative
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "int8")
@@ -137,6 +138,13 @@ class ExecutionConfig(Section):
     attention_backend: str = setting("ref", "Which implementation of attention.")
     executor: str = setting("inproc", "Where the model runs.")
     depth: int = setting(1, "Steps that may be in flight.", minimum=1)
+    speculative_config: str | None = setting(
+        None,
+        'Speculative decoding, as a JSON object: {"method": "ngram", "num_speculative_tokens": 5}. Without it, or when '
+        "guesses do not pay, every step yields one token. No method changes what is generated, unless its verifier "
+        "says so.",
+        takes_object=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +162,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         cache = self.cache
+        parse_speculative(self.execution.speculative_config)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(
                 f"num_gpu_blocks_override: {cache.num_gpu_blocks_override} contradicts kv_cache_memory_bytes "
                 f"{cache.kv_cache_memory_bytes}: both set the size of the KV memory; give only one of them",
                 field="num_gpu_blocks_override",
             )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, parsed."""
+        return parse_speculative(self.execution.speculative_config)
 
     def as_kwargs(self) -> dict[str, Any]:
         """Every setting by its flat name: `from_kwargs(**config.as_kwargs()) == config`."""

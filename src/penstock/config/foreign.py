@@ -36,7 +36,6 @@ REMOVED: dict[str, Foreign] = {
     "trust_remote_code": Foreign(
         "Penstock never runs code that comes with a model; leave trust_remote_code away", (None, False), switch=True
     ),
-    "speculative_config": Foreign("speculative decoding isn't in this version; leave it away", flags=("-sc",)),
     "enable_lora": Foreign(
         "LoRA adapters aren't in this version; merge the adapter into the weights", (None, False), switch=True
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ class Setting:
     maximum: int | float | None
     choices: tuple[str, ...] | None
     allow_empty: bool = False
+    takes_object: bool = False
+    """A dictionary is taken for its JSON text."""
 
     @property
     def flag(self) -> str:
@@ -68,6 +71,8 @@ class Setting:
             return int(value)
         elif self.kind is float and isinstance(value, Real) and math.isfinite(value):
             return float(value)
+        elif self.takes_object and isinstance(value, dict):
+            return json.dumps(value, sort_keys=True)
         elif self.kind is str and isinstance(value, str | os.PathLike):
             text = os.fspath(value)
             if isinstance(text, str) and (text.strip() or self.allow_empty):
@@ -85,6 +90,7 @@ def setting(
     maximum: int | float | None = None,
     choices: tuple[str, ...] | None = None,
     allow_empty: bool = False,
+    takes_object: bool = False,
 ) -> T:
     """A dataclass field with its help text and bounds."""
     return dataclasses.field(
@@ -96,6 +102,7 @@ def setting(
             "maximum": maximum,
             "choices": choices,
             "allow_empty": allow_empty,
+            "takes_object": takes_object,
         },
     )
 
@@ -144,4 +151,5 @@ def _describe(section: type) -> Iterator[Setting]:
             maximum=meta.get("maximum"),
             choices=meta.get("choices"),
             allow_empty=meta.get("allow_empty", False),
+            takes_object=meta.get("takes_object", False),
         )

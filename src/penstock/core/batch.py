@@ -84,6 +84,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
     `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.
     `pooling` ("last", "mean", "cls") folds the hidden states of these tokens into one; see `runner.pooling`.
+    `num_drafts` > 0: the rank may guess so many tokens that follow, at most `draft_depth` of them on one path, and
+    verify them in this step: there is memory for them behind the last token. The row then yields a Verified.
     """
 
     seq_id: int
@@ -93,6 +95,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_candidates: int = 0
     prompt_logprobs_from: int = -1
     pooling: str = ""
+    num_drafts: int = 0
+    draft_depth: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -109,7 +113,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(r.num_tokens for r in self.scheduled)
+        """Tokens that run; room for guesses counts as if it were used."""
+        return sum(r.num_tokens + r.num_drafts for r in self.scheduled)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -129,6 +134,26 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = []
     candidates: list[tuple[int, float]] = []
+
+
+class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Result of a row with room for guesses: `token_ids` are the accepted ones and the one the model adds to them.
+
+    `num_drafted`: guesses that were verified (0: the drafter had none). `num_kept`: tokens from the row's `start` on
+    whose cache entries stay; 0 if a recurrent state had to be put back, and they are to be computed again.
+    `whole`: false if no token was added behind the accepted ones (the row ended or failed there).
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_drafted: int
+    num_kept: int
+    logprobs: list[TokenLogprobs] = []
+    whole: bool = True
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.token_ids) - self.whole
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -166,3 +191,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """Rows that are complete by their own rules: no token follows, and none is missing."""
     grammars: tuple[int, int, int] | None = None
     """Compile cache of a rank that has used it: hits, misses and bytes."""
+    verified: list[Verified] = []
+    draft_s: float = 0.0
+    """Seconds of `duration_s` that the drafter took."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,3 +36,18 @@ class EngineStats:
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0
+    num_drafts: int = 0
+    """Rows whose guesses were verified (vLLM's word)."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_spec_steps: int = 0
+    """Steps with at least one such row; `draft_s` and `spec_step_s`: seconds of their drafters, and of all of them."""
+    draft_s: float = 0.0
+    spec_step_s: float = 0.0
+    accepted_at: list[int] = field(default_factory=list)
+    """accepted_at[d]: how often the guess at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
+
+    def counters(self) -> dict[str, float]:
+        """All of them as flat numbers; `accepted_at` as num_accepted_at_0, num_accepted_at_1, ..."""
+        flat = {name: float(value) for name, value in vars(self).items() if name != "accepted_at"}
+        return flat | {f"num_accepted_at_{d}": float(n) for d, n in enumerate(self.accepted_at)}

@@ -27,6 +27,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None
     beams: list[tuple[list[int], float, str]] = []
     """Final hypotheses of a beam search: generated ids, cumulative logprob, finish reason; best first."""
+    num_drafted: int = 0
+    """Guesses that were verified in this step for this sample; `num_accepted`: those that the model said too."""
+    num_accepted: int = 0
     pooled: bytes = b""
     """The pooled hidden state: float32, little-endian."""
 
@@ -52,6 +55,10 @@ class RequestMetrics:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_drafts: int = 0
+    """Steps in which guesses of it were verified; then the guesses, and those among them that were right."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:

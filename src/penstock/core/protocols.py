@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.core.batch import SchedulerOutput, StepOutput
+    from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
     from penstock.core.sampling import TokenRules
     from penstock.core.sequence import Sequence
@@ -222,6 +223,44 @@ class LogitsProcessor(Protocol):
 
     def exhausted(self, seq_id: int) -> str | None:
         """Asked when no token is left for a row: "" if it is complete so, else why; None: not this one's doing."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what comes next. Lives on the rank; whatever it proposes, no token changes: see `runner.verify`."""
+
+    name: str
+    wants_hidden: bool
+    """Whether `observe` shall be given hidden states."""
+
+    def track(self, output: SchedulerOutput) -> None:
+        """The row lists of a step (forked, removed, added, appended), after the rows have changed, before it runs."""
+        ...
+
+    def propose(self, jobs: Seq[DraftJob]) -> list[DraftTree]:
+        """A tree of guesses for each job, in their order; `core.draft.NO_DRAFT` where it has none."""
+        ...
+
+    def observe(self, outcomes: Seq[Outcome]) -> None:
+        """What the model said to the last proposals, jobs without a guess included."""
+        ...
+
+
+class DraftController(Protocol):
+    """Decides in every step how much to guess for whom. Integers and recorded durations only: schedules replay."""
+
+    name: str
+
+    def begin_step(self, decoding: Seq[Sequence]) -> Mapping[int, tuple[int, int]]:
+        """Sequence id -> (guesses, depth) for some of the sequences that decode; the scheduler may give less."""
+        ...
+
+    def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
+        """A step has been committed."""
+        ...
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended."""
         ...
 
 

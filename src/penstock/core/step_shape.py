@@ -40,12 +40,12 @@ def shape_of(rows: list[ScheduledRow]) -> StepShape:
     """The shape of a scheduled step."""
     tokens = context = pairs = logits = 0
     for row in rows:
-        n, start = row.num_tokens, row.start
+        n, start = row.num_tokens + row.num_drafts, row.start
         tokens += n
         context += start + n
         pairs += n * start + n * (n + 1) // 2
         if row.num_samples or row.num_candidates:
-            logits += 1
+            logits += 1 + row.num_drafts
         if row.prompt_logprobs_from >= 0:
             logits += n
     return StepShape(tokens, len(rows), context, pairs, logits)

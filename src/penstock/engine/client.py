@@ -167,6 +167,10 @@ class OutputProcessor:
             return
         if out.num_preemptions > live.metrics.num_preemptions:
             live.metrics.num_preemptions = out.num_preemptions
+        if out.num_drafted:
+            live.metrics.num_drafts += 1
+            live.metrics.num_draft_tokens += out.num_drafted
+            live.metrics.num_accepted_tokens += out.num_accepted
         if out.token_ids:
             if live.metrics.first_token_s is None:
                 live.metrics.first_token_s = now

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.core.output import EngineOutput
 from penstock.core.sequence import Sequence
 from penstock.engine.beams import Beams
+from penstock.engine.guesses import Guesses
 
 if TYPE_CHECKING:
     from penstock.core.batch import Pooled, Sampled, SchedulerOutput, StepOutput, TokenLogprobs
@@ -40,6 +41,7 @@ class Commit:
         self.emitted = emitted
         self.stats = scheduler.stats
         self.beams = Beams(scheduler, groups, sequences, new_sequence, emitted)
+        self.guesses = Guesses(self)
 
     def apply(
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
@@ -47,16 +49,21 @@ class Commit:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
         alive: dict[int, Sequence] = {}
         failed = {error.seq_id for error in result.errors}
+        guessed = {verified.seq_id for verified in result.verified}
         known, keep = self.sequences, self.kv.commit
         for seq, num_tokens, num_preemptions in rows:
             seq_id = seq.seq_id
             if seq_id not in known or seq.num_preemptions != num_preemptions:
                 continue  # aborted, or preempted while this step was in flight: its cache entries are gone
             seq.num_inflight -= num_tokens
+            alive[seq_id] = seq
+            if seq_id in guessed:
+                continue
             seq.num_computed += num_tokens
             if seq_id not in failed:  # what a sick row computed must not be found by others
                 keep(seq)
-            alive[seq_id] = seq
+        if result.verified:
+            self.guesses.apply(alive, result, failed)
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in alive:
                 self._prompt_logprobs(alive[prompt.seq_id], prompt.start, prompt.entries)
@@ -78,6 +85,16 @@ class Commit:
                 self._pooled(alive[pooled.seq_id], pooled)
 
     # -- one row -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def ending(request: Request, num_generated: int, token_id: int) -> tuple[str | None, int | None]:
+        """(finish reason, stop reason) of a sample whose newest token is its `num_generated`-th; None: it goes on."""
+        if num_generated >= request.rules.min_tokens:
+            if token_id in request.eos_token_ids:
+                return "stop", None
+            if token_id in request.stop_token_ids:
+                return "stop", token_id
+        return ("length" if num_generated >= request.max_tokens else None), None
 
     def _sampled(self, seq: Sequence, sampled: Sampled) -> None:
         group = self.groups[seq.request.request_id]
@@ -112,26 +129,16 @@ class Commit:
         seq.token_ids.append(token_id)
         self.scheduler.appended(seq, [token_id])
         self.stats.num_sampled_tokens += 1
-        finish_reason: str | None = None
-        stop_reason: int | None = None
         num_generated = len(seq.token_ids) - seq.prompt_len
-        if num_generated >= request.rules.min_tokens:
-            if token_id in request.eos_token_ids:
-                finish_reason = "stop"
-            elif token_id in request.stop_token_ids:
-                finish_reason, stop_reason = "stop", token_id
-        if finish_reason is None:
-            if num_generated < request.max_tokens:
-                if num_generated > 1 and logprob is None:  # nearly always
-                    out = EngineOutput(
-                        request_id=request.request_id, index=seq.index, token_ids=[token_id],
-                        num_cached_tokens=seq.first_cached, num_preemptions=seq.num_preemptions,
-                    )  # fmt: skip
-                    self.emitted.append(out)
-                    return
-            else:
-                finish_reason = "length"
-        self._emit(seq, [token_id], [logprob] if logprob is not None else [], finish_reason, stop_reason)
+        finish_reason, stop_reason = self.ending(request, num_generated, token_id)
+        if finish_reason is None and num_generated > 1 and logprob is None:  # nearly always
+            out = EngineOutput(
+                request_id=request.request_id, index=seq.index, token_ids=[token_id],
+                num_cached_tokens=seq.first_cached, num_preemptions=seq.num_preemptions,
+            )  # fmt: skip
+            self.emitted.append(out)
+            return
+        self.emit(seq, [token_id], [logprob] if logprob is not None else [], finish_reason, stop_reason)
         if finish_reason is not None:
             self.finish(group, seq, finish_reason, stop_reason, emit=False)
 
@@ -151,14 +158,16 @@ class Commit:
             seq.prompt_logprobs_done = first + len(entries)
             self.emitted.append(EngineOutput(request_id=seq.request.request_id, index=seq.index, prompt_logprobs=fresh))
 
-    def _emit(
+    def emit(
         self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs], finish_reason: str | None,
         stop_reason: int | None,
+        num_drafted: int = 0, num_accepted: int = 0,
     ) -> None:  # fmt: skip
         out = EngineOutput(
             request_id=seq.request.request_id, index=seq.index, token_ids=token_ids, logprobs=logprobs,
             finish_reason=finish_reason, stop_reason=stop_reason, num_cached_tokens=seq.first_cached,
             num_preemptions=seq.num_preemptions, scheduled_s=seq.scheduled_s if seq.num_generated == 1 else None,
+            num_drafted=num_drafted, num_accepted=num_accepted,
         )  # fmt: skip
         self.emitted.append(out)
 
@@ -177,7 +186,7 @@ class Commit:
         else:
             self.stats.num_finished += 1
         if emit:
-            self._emit(seq, [], [], reason, stop_reason)
+            self.emit(seq, [], [], reason, stop_reason)
         if not group.live:
             del self.groups[group.request.request_id]
 

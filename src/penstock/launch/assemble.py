@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
-from penstock.core.protocols import Executor, StepTimer
+from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
 from penstock.launch.native import PackedWeights, native_forward
+from penstock.launch.speculation import make_controller, make_drafter
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
 from penstock.ops import OP_TABLES
@@ -48,6 +49,8 @@ def assemble(
     seconds_budget: bool = True,
     grammars: GrammarCache | None = None,
     packed: PackedWeights | None = None,
+    drafter: Drafter | None = None,
+    drafts: DraftController | None = None,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
@@ -70,6 +73,8 @@ def assemble(
         timer=timer,
         seconds_budget=seconds_budget,
         grammars=grammars,
+        drafter=drafter,
+        drafts=drafts,
     )
 
 
@@ -106,6 +111,8 @@ def connect(
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
     grammars: GrammarCache | None = None,
+    drafter: Drafter | None = None,
+    drafts: DraftController | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
@@ -126,10 +133,12 @@ def connect(
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
     )
+    runner.drafter = drafter or make_drafter(config, runner)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(
-        config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants
-    )
+        config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,
+        drafts=drafts,
+    )  # fmt: skip
 
 
 def engine_core(
@@ -141,6 +150,7 @@ def engine_core(
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
     check_invariants: bool = False,
+    drafts: DraftController | None = None,
 ) -> EngineCore:
     """Scheduler, KV manager and loop on any executor and clock: a rank, a simulated device, a recorded run.
 
@@ -170,5 +180,6 @@ def engine_core(
         seconds_budget=seconds_budget,
         preemption_mode=config.scheduler.preemption_mode,
         conservativeness=config.scheduler.schedule_conservativeness,
+        drafts=drafts or make_controller(config),
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

@@ -12,6 +12,7 @@ from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
+from penstock.drafters import DRAFTERS
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.families.checkpoint import Checkpoint
@@ -154,6 +155,8 @@ def check_names(config: EngineConfig) -> None:
     parse_scheme(config.model.quantization)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)
+    if config.speculation is not None:
+        DRAFTERS.get(config.speculation.method)
 
 
 def limits_of(checkpoint: Checkpoint, plan: Plan) -> Limits:

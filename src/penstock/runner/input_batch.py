@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.core.batch import ScheduledRow
+from penstock.core.draft import DraftTree
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import I32, GroupPlan, StepPlan
+from penstock.runner.guess import Guess, TreeMask, guesses_of
 from penstock.runner.rows import Row, RowStore
 
 
@@ -47,8 +49,12 @@ class InputBatch:
         self._shape = (-1, -1, -1)
         self._reserve(64, 64)
 
-    def build(self, scheduled: Sequence[ScheduledRow]) -> tuple[StepPlan, list[Pick]]:
+    def build(
+        self, scheduled: Sequence[ScheduledRow], trees: Mapping[int, DraftTree] | None = None
+    ) -> tuple[StepPlan, list[Pick], list[Guess]]:
         """The plan of a step and, for each row that wants logits, what to do with them (in scheduled order).
+
+        `trees`: the guesses of rows with room for them, by sequence; these rows are in the third result only.
 
         Logits are wanted of the last token of rows that sample or ask for candidates, and of position p for the
         logprob of prompt token p + 1. A table has exactly the blocks that hold the row's tokens once the step is done.
@@ -56,11 +62,13 @@ class InputBatch:
         """
         num_tokens = 0
         for job in scheduled:
-            num_tokens += job.num_tokens
+            num_tokens += job.num_tokens + job.num_drafts
         if num_tokens > len(self._tokens) or len(scheduled) > len(self._lens):
             self._reserve(num_tokens, len(scheduled))
         tokens, positions, logits, starts, lens = self._words
         picks: list[Pick] = []
+        guesses: list[Guess] = []
+        guessed = TreeMask(num_tokens)
         chosen: list[Row] = []
         rows = self._rows
         t = r = 0
@@ -75,7 +83,13 @@ class InputBatch:
             else:
                 self._tokens[t : t + n] = row.tokens[start:end]
                 self._positions[t : t + n] = np.arange(start, end, dtype=np.int32)
-            if job.num_samples == 1 and job.prompt_logprobs_from < 0 and not job.num_candidates:  # nearly always
+            if job.num_drafts:
+                guess, n = guesses_of(job, row, trees, r, guessed, (self._tokens, self._positions), t)
+                guesses.append(guess)
+                self._logits[r : r + n] = np.arange(t, t + n, dtype=np.int32)
+                r += n
+                end += n - 1
+            elif job.num_samples == 1 and job.prompt_logprobs_from < 0 and not job.num_candidates:  # nearly always
                 assert end == row.num_tokens, f"{job}: samples before its {row.num_tokens} known tokens have run"
                 logits[r] = t + n - 1
                 picks.append(Pick(job.seq_id, row.rules, row.sample_index, end, 1, 0, r, r, 0, _NO_IDS))
@@ -96,7 +110,7 @@ class InputBatch:
                 self._logits[:r],
             )  # fmt: skip
         groups = tuple([self._group_plan(g, chosen) for g in range(len(rows.groups))])
-        return StepPlan(*self._views, groups), picks
+        return StepPlan(*self._views, groups, mask=guessed.upto(t)), picks, guesses
 
     def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
         """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""

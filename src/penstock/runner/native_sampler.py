@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.core.batch import PromptLogprobs, RowError, Sampled, TokenLogprobs
+from penstock.core.sampling import TokenRules
 from penstock.ops.native.sample import Kernel, Ranked, SampleRows
 from penstock.runner.input_batch import Pick
 from penstock.runner.logprobs import log_sum
-from penstock.runner.sampler import F32, Sampler, SamplerOutput, sick
+from penstock.runner.sampler import F32, SICK, Node, Sampler, SamplerOutput, sick
 from penstock.runner.weights import scale_of
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ class NativeSampler(Sampler):
         self._kernel = Kernel(pool, vocab_size)
         self._raw, self._changed = SampleRows(self._kernel), SampleRows(self._kernel)
 
-    def sample(self, logits: F32, picks: Sequence[Pick]) -> SamplerOutput:
+    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[Node] = ()) -> SamplerOutput:
         """See `Sampler.sample`."""
-        if not picks:
+        if not picks and not nodes:
             return SamplerOutput([], [], [])
         if logits.strides[1] != 4:
             logits = np.ascontiguousarray(logits)
@@ -52,12 +53,17 @@ class NativeSampler(Sampler):
                     drawing.append(pick.seq_id)
             rules = pick.rules
             plain += not pick.num_candidates and rules.num_logprobs < 0 and not pick.prompt_ids.size
+        for node in nodes:
+            if not node.rules.greedy:
+                _ask_for(rows, node.row, node.rules, node.sample_index, node.position, 1)
         best, healthy = rows.run(len(logits))
-        chosen = dict(zip(drawing, rows.tokens(), strict=True)) if drawing else {}
+        drawn = rows.tokens()
+        chosen = dict(zip(drawing, drawn, strict=False))
+        choices = _choices(nodes, best, healthy, drawn[len(drawing) :]) if nodes else []
         if not followed and plain == len(picks) and 0 not in healthy:  # nearly every step
             sampled = [Sampled(p.seq_id, chosen.get(p.seq_id) or [best[p.row]] * p.num_samples) for p in picks]
-            return SamplerOutput(sampled, [], [], [])
-        return self._collect(logits, picks, best, healthy, chosen)
+            return SamplerOutput(sampled, [], [], [], choices)
+        return self._collect(logits, picks, best, healthy, chosen)._replace(choices=choices)
 
     def _collect(
         self, logits: F32, picks: Sequence[Pick], best: list[int], healthy: list[int], chosen: dict[int, list[int]]
@@ -74,7 +80,7 @@ class NativeSampler(Sampler):
         for pick in picks:
             problem, samples = sick(fit, pick), pick.row >= 0
             if problem is None and samples and pick.seq_id in finals:
-                problem = self._unusable(pick.seq_id, tops[pick.seq_id][1])
+                problem = self.unusable(pick.seq_id, tops[pick.seq_id][1])
                 if problem == "":
                     ended.append(pick.seq_id)
                     problem, samples = None, False
@@ -126,11 +132,21 @@ class NativeSampler(Sampler):
 
 
 def _ask(rows: SampleRows, r: int, pick: Pick) -> None:
-    rules = pick.rules
+    _ask_for(rows, r, pick.rules, pick.sample_index, pick.position, pick.num_samples)
+
+
+def _ask_for(rows: SampleRows, r: int, rules: TokenRules, sample_index: int, position: int, num_samples: int) -> None:
     rows.ask(
-        r, scale_of(rules.temperature), rules.min_p, rules.top_k, rules.top_p, rules.seed, pick.sample_index,
-        pick.position, pick.num_samples,
+        r, scale_of(rules.temperature), rules.min_p, rules.top_k, rules.top_p, rules.seed, sample_index, position,
+        num_samples,
     )  # fmt: skip
+
+
+def _choices(nodes: Sequence[Node], best: list[int], healthy: list[int], drawn: list[list[int]]) -> list[int]:
+    """The token of each node; `drawn` has those of the nodes that are not greedy."""
+    tokens = iter(drawn)
+    chosen = [best[node.row] if node.rules.greedy else next(tokens)[0] for node in nodes]
+    return [token if healthy[node.row] else SICK for node, token in zip(nodes, chosen, strict=True)]
 
 
 def _entries(job: Job, ranked: Ranked) -> list[TokenLogprobs]:

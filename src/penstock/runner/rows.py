@@ -136,7 +136,7 @@ class RowStore:
         for g, group in enumerate(self.groups):
             owner: dict[int, int] = {}
             for job in scheduled:
-                end = self.num_blocks(g, job.start + job.num_tokens)
+                end = self.num_blocks(g, job.start + job.num_tokens + job.num_drafts)
                 table = self[job.seq_id].tables[g]
                 seen = table.pages(group.spec.first_block(job.start, self.block_size), end)
                 assert seen.min() >= 0, f"group {g}: sequence {job.seq_id} would look at blocks that are gone"

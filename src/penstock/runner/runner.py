@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,18 +11,24 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.clock import Clock
-from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.batch import ScheduledRow, SchedulerOutput, StepOutput, Verified
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
+from penstock.core.protocols import Drafter
 from penstock.runner.forward import Forward, PoolingForward
+from penstock.runner.guess import Guess
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
+from penstock.runner.undo import Undo
+from penstock.runner.verify import Verifier
 
 if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
 
+_LOG = logging.getLogger("penstock")
 _NO_STATES = np.zeros((0, 0), np.float32)
 
 
@@ -53,6 +60,10 @@ class Runner:
         self.sampler = Sampler(vocab_size, grammars) if sampler is None else sampler
         self.grammars = grammars
         self.pooler = Pooler(self.rows)
+        self.drafter: Drafter | None = None
+        """Guesses for rows with room for guesses; None: they run without."""
+        self.verifier = Verifier(self.sampler)
+        self._undo = Undo(self.storage, self.rows)
         self._batch = InputBatch(self.rows)
         self._forward = forward
         self._clock = clock
@@ -75,22 +86,84 @@ class Runner:
             return StepOutput(output.step, duration_s=self._clock.now() - start_s)
         if self._strict:
             self.rows.check_writes(output.scheduled)
-        plan, picks = self._batch.build(output.scheduled)
+        trees, draft_s = self._draft(output)
+        plan, picks, guesses = self._batch.build(output.scheduled, trees)
+        before = self._undo.remember(guesses)
         wanted = self.pooler.wanted(output.scheduled, plan.query_start_loc)
+        num_pooled = len(wanted)
+        if guesses and self.drafter is not None and self.drafter.wants_hidden:
+            wanted = np.concatenate([wanted, *(plan.logits_indices[_rows(guess)] for guess in guesses)])
         if wanted.size:
             assert isinstance(self._forward, PoolingForward), "this model gives no hidden states"
             logits, hidden = self._forward.run_pooling(replace(plan, hidden_indices=wanted), self.storage.planes)
             assert hidden.dtype == np.float32, f"hidden states are {hidden.dtype}"
         else:
             logits, hidden = self._forward.run(plan, self.storage.planes), _NO_STATES
-        pooled, failed = self.pooler.fold(hidden)
+        pooled, failed = self.pooler.fold(hidden[:num_pooled])
         if self.spoil is not None:
             self.spoil(logits)
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
         assert logits.shape == (len(plan.logits_indices), self.vocab_size), f"logits are {logits.shape}"
-        sampled, prompt_logprobs, errors, ended = self.sampler.sample(logits, picks)
+        nodes = self.verifier.nodes(guesses) if guesses else ()
+        sampled, prompt_logprobs, errors, ended, choices = self.sampler.sample(logits, picks, nodes)
+        verified: list[Verified] = []
+        if guesses:
+            result = self.verifier.verify(logits, guesses, choices)
+            verified = self._undo.settle(guesses, result, before)
+            errors, ended = errors + result.errors, [*ended, *result.ended]
+            draft_s += self._tell(result.outcomes, hidden[num_pooled:])
         duration_s = self._clock.now() - start_s
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
-            output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts
-        )
+            output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts,
+            verified, draft_s,
+        )  # fmt: skip
+
+    # -- guesses -------------------------------------------------------------------------------------------------
+
+    def _draft(self, output: SchedulerOutput) -> tuple[Mapping[int, DraftTree], float]:
+        """Guesses of the rows with room for them, and the seconds they took.
+
+        A drafter that fails is used no more: it can only cost time, so it must not cost anybody's answer.
+        """
+        if self.drafter is None:
+            return {}, 0.0
+        start_s = self._clock.now()
+        jobs = [self._job(row) for row in output.scheduled if row.num_drafts]
+        trees: dict[int, DraftTree] = {}
+        try:
+            self.drafter.track(output)
+            if jobs:
+                for job, tree in zip(jobs, self.drafter.propose(jobs), strict=True):
+                    trees[job.seq_id] = trimmed(tree, job, self.vocab_size)
+        except Exception:
+            _LOG.exception("the drafter %r failed; going on without guesses", self.drafter.name)
+            self.drafter, trees = None, {}
+        return trees, self._clock.now() - start_s
+
+    def _job(self, row: ScheduledRow) -> DraftJob:
+        known = self.rows[row.seq_id]
+        return DraftJob(
+            row.seq_id, known.tokens, known.prompt_len, row.num_drafts, row.draft_depth, known.rules,
+            known.sample_index, self._undo.has_states,
+        )  # fmt: skip
+
+    def _tell(self, outcomes: list[Outcome], hidden: npt.NDArray[np.float32]) -> float:
+        """Let the drafter hear what came of its guesses; returns the seconds it took. See `_draft` for failures."""
+        if self.drafter is None:
+            return 0.0
+        start_s = self._clock.now()
+        if self.drafter.wants_hidden:
+            counts = np.cumsum([0] + [1 + len(o.tree.token_ids) for o in outcomes])
+            outcomes = [o._replace(hidden=hidden[counts[i] : counts[i + 1]]) for i, o in enumerate(outcomes)]
+        try:
+            self.drafter.observe(outcomes)
+        except Exception:
+            _LOG.exception("the drafter %r failed; going on without guesses", self.drafter.name)
+            self.drafter = None
+        return self._clock.now() - start_s
+
+
+def _rows(guess: Guess) -> slice:
+    """Its rows of the logits."""
+    return slice(guess.row, guess.row + 1 + len(guess.tree.token_ids))

@@ -34,13 +34,30 @@ F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
 
+class Node(NamedTuple):
+    """A row of the logits [R, V] whose token is wanted, and no more: by its own rules, no processor's state."""
+
+    row: int
+    rules: TokenRules
+    sample_index: int
+    position: int
+
+
+SICK = -1
+"""Choice at a node whose logits hold a NaN or an infinity."""
+
+
 class SamplerOutput(NamedTuple):
-    """Each sequence is in `errors` or `ended`, or in the first two as far as it asked; in the order of the picks."""
+    """Each sequence is in `errors` or `ended`, or in the first two as far as it asked; in the order of the picks.
+
+    `choices`: the token of each node, or SICK.
+    """
 
     sampled: list[Sampled]
     prompt_logprobs: list[PromptLogprobs]
     errors: list[RowError]
     ended: Sequence[int] = ()
+    choices: Sequence[int] = ()
 
 
 class Sampler:
@@ -50,12 +67,13 @@ class Sampler:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens"
         self.chain = LogitsChain(vocab_size, grammars)
 
-    def sample(self, logits: F32, picks: Sequence[Pick]) -> SamplerOutput:
+    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[Node] = ()) -> SamplerOutput:
         """Choose tokens and collect logprobs. Shapes: logits [R, V], not written to."""
-        if not picks:
+        if not picks and not nodes:
             return SamplerOutput([], [], [])
         ended: list[int] = []
-        out = SamplerOutput([], [], [], ended)
+        choices: list[int] = []
+        out = SamplerOutput([], [], [], ended, choices)
         logits = np.ascontiguousarray(logits)
         # One pass finds both the greedy tokens and the sick rows: argmax stops at a NaN, and a largest value that is
         # finite rules out NaN and +inf everywhere and -inf in at least one place.
@@ -72,7 +90,7 @@ class Sampler:
                     sampled = _choose(pick, raw, raw, int(best[pick.row]))
                 else:
                     top = int(final.argmax())
-                    problem = self._unusable(pick.seq_id, float(final[top]))
+                    problem = self.unusable(pick.seq_id, float(final[top]))
                     if problem == "":
                         ended.append(pick.seq_id)
                         problem = None
@@ -85,7 +103,31 @@ class Sampler:
                 out.sampled.append(sampled)
             if pick.prompt_ids.size:
                 out.prompt_logprobs.append(_prompt_logprobs(pick, logits))
+        for node in nodes:
+            if not healthy[node.row]:
+                choices.append(SICK)
+            elif node.rules.greedy:
+                choices.append(int(best[node.row]))
+            else:
+                choices += draw(logits[node.row], node.rules, node.sample_index, node.position, 1)
         return out
+
+    def choose_followed(self, seq_id: int, logits: F32, node: Node) -> int | str:
+        """The token behind a node of a sequence that processors follow, with their states as they are now.
+
+        A text: no token; "" if the row is complete, else what is wrong. Shapes: logits [V], not written to.
+        """
+        if not np.isfinite(logits.max()):
+            return sick_at(node.position)
+        copies = logits[None].copy()
+        self.chain.apply(copies, [seq_id])
+        final = copies[0]
+        top = int(final.argmax())
+        problem = self.unusable(seq_id, float(final[top]))
+        if problem is not None:
+            return problem
+        rules = node.rules
+        return top if rules.greedy else draw(final, rules, node.sample_index, node.position, 1)[0]
 
     def _process(self, logits: F32, healthy: npt.NDArray[np.bool_], picks: Sequence[Pick]) -> tuple[list[int], F32]:
         """The sequences whose rows some processor follows, and processed copies of these rows [F, V]."""
@@ -97,7 +139,7 @@ class Sampler:
         self.chain.apply(copies, seq_ids)
         return seq_ids, copies
 
-    def _unusable(self, seq_id: int, peak: float) -> str | None:
+    def unusable(self, seq_id: int, peak: float) -> str | None:
         """What is wrong with processed logits whose largest value is `peak`; "": nothing, the row is complete."""
         if np.isfinite(peak):
             return None
@@ -114,7 +156,9 @@ def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:
     if pick.num_candidates > 0:
         return Sampled(pick.seq_id, [], candidates=RowLogprobs(final, pick.num_candidates).best())
     rules = pick.rules
-    tokens = [top] * pick.num_samples if rules.greedy else _draw(final, rules, pick)
+    tokens = [top] * pick.num_samples
+    if not rules.greedy:
+        tokens = draw(final, rules, pick.sample_index, pick.position, pick.num_samples)
     entries: list[TokenLogprobs] = []
     if rules.num_logprobs >= 0:
         logprobs = RowLogprobs(raw, rules.num_logprobs)
@@ -122,14 +166,14 @@ def _choose(pick: Pick, raw: F32, final: F32, top: int) -> Sampled:
     return Sampled(pick.seq_id, tokens, entries)
 
 
-def _draw(final: F32, rules: TokenRules, pick: Pick) -> list[int]:
-    """One token per sample index sample_index + 0, 1, ..., all from the same distribution."""
+def draw(final: F32, rules: TokenRules, sample_index: int, position: int, num_samples: int) -> list[int]:
+    """One token per sample index sample_index + 0, 1, ..., all from the same distribution. Shapes: final [V]."""
     ids, weights = truncate(final, rules)
     sums = np.cumsum(weights)
     total = int(sums[-1])
     tokens: list[int] = []
-    for j in range(pick.num_samples):
-        bits = int(uniform(rules.seed, pick.sample_index + j, pick.position) * 2**53)  # it has no more than these
+    for j in range(num_samples):
+        bits = int(uniform(rules.seed, sample_index + j, position) * 2**53)  # it has no more than these
         # Below the last sum; and "first sum above it" never names a token of weight zero.
         slot = int(np.searchsorted(sums, bits * total >> 53, side="right"))
         tokens.append(slot if ids is None else int(ids[slot]))
@@ -152,8 +196,11 @@ def sick(healthy: npt.NDArray[np.bool_], pick: Pick) -> str | None:
         position = pick.prompt_start + int(np.argmin(prompt))
     elif pick.row >= 0 and not healthy[pick.row]:
         position = pick.position
-    if position < 0:
-        return None
+    return None if position < 0 else sick_at(position)
+
+
+def sick_at(position: int) -> str:
+    """What a row is told whose logits for `position` are no numbers."""
     return (
         f"the model's logits for position {position} hold a NaN or an infinity, so no token can be chosen; "
         "check the checkpoint, or switch off lossy options"

@@ -107,6 +107,17 @@ class Storage:
                 assert array.ndim == 4, f"group {g} keeps no tokens"
                 array[self._place(g, table, there, array)] = array[self._place(g, table, here, array)]
 
+    def clear_slots(self, tables: Sequence[I32], slots: Sequence[int] | I32) -> None:
+        """Zero tokens of one sequence (shapes as in `move_slots`): guesses that were wrong leave nothing behind.
+
+        Mutates: `planes`.
+        """
+        there = np.asarray(slots, np.int32)
+        for g, table in enumerate(tables):
+            for array in self.planes[g].values():
+                if array.ndim == 4:
+                    array[self._place(g, table, there, array)] = 0
+
     def _place(self, g: int, table: I32, slots: I32, array: Array) -> tuple[Array, Array]:
         """Pages [layers, n] and offsets [n]."""
         blocks, offsets = np.divmod(slots, array.shape[1])

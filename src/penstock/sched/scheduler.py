@@ -7,10 +7,11 @@ a replay are all "the computed count lags behind" (DESIGN 3.3).
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineError
-from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
+from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, StepOutput
 from penstock.core.events import EngineStats
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import EMPTY
@@ -18,7 +19,7 @@ from penstock.sched.budget import SecondsBudget
 from penstock.sched.reserve import Reserve
 
 if TYPE_CHECKING:
-    from penstock.core.protocols import SchedulingPolicy, StepTimer
+    from penstock.core.protocols import DraftController, SchedulingPolicy, StepTimer
     from penstock.kv.manager import KVManager
 
 BEAM_CANDIDATES_PER_WIDTH = 2
@@ -53,6 +54,7 @@ class Scheduler:
         decode_step_s: float = 0.1,
         prefill_step_s: float = 1.0,
         stats: EngineStats | None = None,
+        drafts: DraftController | None = None,
     ) -> None:
         self.kv = kv
         self.policy = policy
@@ -68,6 +70,8 @@ class Scheduler:
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.reserve = Reserve(conservativeness)
         self.stats = stats or EngineStats()
+        self.drafts = drafts
+        """How much to guess; None: the rank has no drafter."""
         self.wake_s: float | None = None
         """Set while somebody waits and nothing runs because the policy wants nothing to start before this time."""
         self.waiting: list[Sequence] = []
@@ -103,6 +107,11 @@ class Scheduler:
         if seq.seq_id in self._on_rank:
             self._appended.setdefault(seq.seq_id, []).extend(token_ids)
 
+    def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
+        """A step has been committed."""
+        if self.drafts is not None:
+            self.drafts.observe(output, result)
+
     def remove(self, seq: Sequence) -> None:
         """The sequence is finished or aborted: it owns nothing afterwards."""
         queue = self.running if seq.status is Status.RUNNING else self.waiting
@@ -110,6 +119,8 @@ class Scheduler:
         seq.status = Status.FINISHED
         self._drop(seq)
         self.kv.drop_host(seq)
+        if self.drafts is not None:
+            self.drafts.forget(seq.seq_id)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's memory; it resumes ahead of everyone who came after it.
@@ -174,6 +185,9 @@ class Scheduler:
             self._displace()
         if self._clockwork is not None:
             self._clockwork.begin(self._step_limit_s())
+        rooms: Mapping[int, tuple[int, int]] = {}
+        if self.drafts is not None:
+            rooms = self.drafts.begin_step([s for s in self.running if s.is_decoding and s.request.beam is None])
         num_running_ahead = len(self.running)
         num_decodes = decode_context = 0  # those the seconds budget has not heard of yet
         for seq in self.policy.order(self.running, self.waiting):
@@ -183,6 +197,14 @@ class Scheduler:
                 num_running_ahead -= 1
                 start = seq.num_computed + seq.num_inflight
                 one_left = len(seq.token_ids) - start == 1
+                if one_left and seq.prompt_len <= start and seq.seq_id in rooms:
+                    row = self._with_guesses(seq, start, budget - num_running_ahead, rooms[seq.seq_id])
+                    if row is not None:
+                        rows[seq.seq_id] = (seq, row)
+                        budget -= 1 + row.num_drafts
+                        if self._clockwork is not None:
+                            self._clockwork.add(start, 1 + row.num_drafts, True)
+                        continue
                 if one_left and seq.prompt_len <= start < seq.writable and seq.request.beam is None:
                     # A decode in a block of its own, which is nearly every row of nearly every step.
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
@@ -250,6 +272,20 @@ class Scheduler:
         if not preempted:
             self.reserve.step()
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
+
+    def _with_guesses(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
+        """A decode with room for at most `room` (guesses, depth), as far as budget and memory go; None: without any.
+
+        Nobody is preempted for guesses. Slots behind the last token that may still come are nobody's, so there are
+        no more guesses than that, however they branch.
+        """
+        num_left = seq.request.max_tokens - seq.num_generated - 1
+        num_drafts = min(room[0], num_left, budget - 1)
+        if num_drafts > 0:
+            num_drafts = self.kv.cut(seq, start, 1 + num_drafts) - 1
+        if num_drafts <= 0 or not self.kv.grow(seq, start + 1 + num_drafts):
+            return None
+        return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
 
     def _yields_soon(self, seq: Sequence) -> bool:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
@@ -336,7 +372,7 @@ class Scheduler:
         taken = rows.pop(victim.seq_id, None)
         self.reserve.forced_out(self.running)
         self.preempt(victim)
-        return taken[1].num_tokens if taken else 0
+        return taken[1].num_tokens + taken[1].num_drafts if taken else 0
 
     def _row(self, seq: Sequence, n: int) -> ScheduledRow:
         start = seq.num_computed + seq.num_inflight

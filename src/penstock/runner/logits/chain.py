@@ -49,6 +49,16 @@ class LogitsChain:
                 processor.rollback(appended.seq_id, appended.rollback)
                 processor.advance(appended.seq_id, appended.token_ids)
 
+    def advance(self, seq_id: int, token_ids: Sequence[int]) -> None:
+        """As if the row had got these tokens, until `rollback` takes them back. Mutates: its processors."""
+        for processor in self._followers.get(seq_id, ()):
+            processor.advance(seq_id, token_ids)
+
+    def rollback(self, seq_id: int, n: int) -> None:
+        """The newest `n` tokens of `advance` never happened. Mutates: its processors' states."""
+        for processor in self._followers.get(seq_id, ()):
+            processor.rollback(seq_id, n)
+
     def apply(self, logits: F32, seq_ids: Sequence[int]) -> None:
         """Mutates `logits` [R, V] in place; row r belongs to `seq_ids[r]`."""
         # An overflow here is one row's own extreme numbers; the sampler sees the infinity and fails that row alone.

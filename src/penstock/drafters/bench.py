@@ -1,0 +1,32 @@
+"""What a drafter is made with: its settings, and what it may use of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.config import SpeculativeConfig
+from penstock.core.cache_spec import CacheGroup
+from penstock.runner.forward import Forward
+from penstock.runner.rows import RowStore
+from penstock.runner.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBench:
+    """A registered drafter is a function `make(bench) -> Drafter`. Raises: ConfigError for settings that do not fit.
+
+    Attributes:
+        vocab_size: of the model whose tokens are guessed.
+        rows, storage: the rank's, to be read; a drafter with a cache writes the pages of its own groups in `storage`.
+        models: draft models, each with the cache groups that are its own, in the order of `config.model`.
+        encode: text -> token ids of the model; None if it has no tokenizer.
+    """
+
+    config: SpeculativeConfig
+    vocab_size: int
+    rows: RowStore
+    storage: Storage
+    models: Sequence[tuple[Forward, Sequence[CacheGroup]]] = ()
+    encode: Callable[[str], list[int]] | None = None
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)

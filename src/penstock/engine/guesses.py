@@ -1,0 +1,68 @@
+"""Commit of rows whose guesses were verified: several tokens at once, or one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.sequence import Sequence
+
+if TYPE_CHECKING:
+    from penstock.core.batch import StepOutput, Verified
+    from penstock.engine.commit import Commit
+
+
+class Guesses:
+    """A part of `Commit`, with its rules: only here and there do sequences change."""
+
+    def __init__(self, commit: Commit) -> None:
+        self._commit = commit
+        self._stats = commit.stats
+
+    def apply(self, alive: dict[int, Sequence], result: StepOutput, failed: set[int]) -> None:
+        """Mutates: the sequences of `result.verified` that are `alive`. `failed`: those that end with an error."""
+        for verified in result.verified:
+            seq = alive.get(verified.seq_id)
+            if seq is not None:
+                self._take(seq, verified, verified.seq_id in failed)
+        stats = self._stats
+        stats.num_spec_steps += 1
+        stats.draft_s += result.draft_s
+        stats.spec_step_s += result.duration_s
+
+    def _take(self, seq: Sequence, verified: Verified, failed: bool) -> None:
+        """Tokens first, because blocks are kept under them."""
+        self._count(verified)
+        commit = self._commit
+        group = commit.groups[seq.request.request_id]
+        tokens, (reason, stop_reason) = self._upto_end(seq, verified.token_ids)
+        seq.token_ids.extend(tokens)
+        seq.num_computed = min(seq.num_computed + verified.num_kept, len(seq.token_ids))
+        self._stats.num_sampled_tokens += len(tokens)
+        if tokens:
+            commit.scheduler.appended(seq, tokens)
+        if not failed:
+            commit.kv.commit(seq)
+        if tokens:
+            logprobs = list(verified.logprobs[: len(tokens)])
+            commit.emit(seq, tokens, logprobs, reason, stop_reason, verified.num_drafted, verified.num_accepted)
+        if reason is not None:
+            commit.finish(group, seq, reason, stop_reason, emit=False)
+
+    def _count(self, verified: Verified) -> None:
+        if not verified.num_drafted:
+            return
+        stats, accepted = self._stats, verified.num_accepted
+        stats.num_drafts += 1
+        stats.num_draft_tokens += verified.num_drafted
+        stats.num_accepted_tokens += accepted
+        stats.accepted_at += [0] * (accepted - len(stats.accepted_at))
+        for depth in range(accepted):
+            stats.accepted_at[depth] += 1
+
+    def _upto_end(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], tuple[str | None, int | None]]:
+        """The tokens up to the one that ends the sample, and (finish reason, stop reason)."""
+        for i, token_id in enumerate(token_ids):
+            ending = self._commit.ending(seq.request, seq.num_generated + i + 1, token_id)
+            if ending[0] is not None:
+                return token_ids[: i + 1], ending
+        return token_ids, (None, None)

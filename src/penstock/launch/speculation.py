@@ -1,0 +1,38 @@
+"""Speculation put together: who guesses, and who decides how much."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.core.protocols import DraftController, Drafter
+from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
+from penstock.drafters.bench import DraftBench
+from penstock.runner.runner import Runner
+from penstock.sched.drafts import DRAFT_CONTROLLERS
+
+OTHER_DRAFTS = 8
+
+
+def make_drafter(config: EngineConfig, runner: Runner) -> Drafter | None:
+    """None without `speculative_config`. Raises: ConfigError."""
+    wanted = config.speculation
+    if wanted is None:
+        return None
+    bench = DraftBench(config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage)
+    made: Drafter = DRAFTERS.get(wanted.method)(bench)
+    return made
+
+
+def make_controller(config: EngineConfig) -> DraftController | None:
+    """None without `speculative_config`."""
+    wanted = config.speculation
+    if wanted is None:
+        return None
+    made: DraftController = DRAFT_CONTROLLERS.get("fixed")(
+        num_drafts(wanted), wanted.max_depth, max_batch=wanted.disable_by_batch_size
+    )
+    return made
+
+
+def num_drafts(config: SpeculativeConfig) -> int:
+    """Guesses for one sequence in one step, at most."""
+    return config.num_speculative_tokens or DEFAULT_DRAFTS.get(config.method, OTHER_DRAFTS)

@@ -1,0 +1,122 @@
+"""The one verifier: which guesses are what the model says itself, and which token follows them.
+
+Sample and match: behind every token of the path the model's own token is chosen, greedily or with the draw that belongs
+to its position (`runner.sampler`), from logits that the processors have changed as if the path had been generated one
+by one. A guess is accepted if it is that token. So the tokens are those of decoding without guesses, for every rule,
+seed and drafter; only their number per step changes.
+
+Sources: Leviathan et al., arXiv 2211.17192 (verifying a chain); Miao et al., SpecInfer, arXiv 2305.09781, section 4.3
+(VerifyGreedy on trees). Sampling with the position's own draw instead of rejection: DESIGN 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.core.batch import RowError, TokenLogprobs, Verified
+from penstock.core.draft import ROOT, UNKNOWN, Outcome
+from penstock.runner.guess import Guess
+from penstock.runner.logprobs import RowLogprobs
+from penstock.runner.sampler import F32, SICK, Node, Sampler, sick_at
+
+
+class VerifyOutput(NamedTuple):
+    """In the order of the guesses; `ended`: rows that are complete behind what was accepted."""
+
+    verified: list[Verified]
+    outcomes: list[Outcome]
+    errors: list[RowError]
+    ended: list[int]
+
+
+class Verifier:
+    """Walks each tree from its root. `sampler.chain` must stand behind the newest known token of every row."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def nodes(self, guesses: Sequence[Guess]) -> list[Node]:
+        """The nodes whose tokens can be chosen all at once: those of rows that no processor follows."""
+        wanted: list[Node] = []
+        for guess in guesses:
+            if not self._sampler.chain.follows(guess.seq_id):
+                rules, index = guess.rules, guess.sample_index
+                wanted.append(Node(guess.row, rules, index, guess.position))
+                for i, depth in enumerate(guess.tree.depths()):
+                    wanted.append(Node(guess.row + 1 + i, rules, index, guess.position + depth))
+        return wanted
+
+    def verify(self, logits: F32, guesses: Sequence[Guess], choices: Sequence[int]) -> VerifyOutput:
+        """`choices`: the tokens of `nodes(guesses)`. Shapes: logits [R, V], not written to."""
+        out = VerifyOutput([], [], [], [])
+        at = 0
+        for guess in guesses:
+            count = 1 + len(guess.tree.token_ids)
+            if self._sampler.chain.follows(guess.seq_id):
+                tokens, path, found, problem = self._walk_followed(guess, logits)
+            else:
+                found = list(choices[at : at + count])
+                at += count
+                tokens, path, problem = _walk(guess, found)
+            if problem is not None:
+                if problem:
+                    out.errors.append(RowError(guess.seq_id, problem))
+                else:
+                    out.ended.append(guess.seq_id)
+            entries = _logprobs(guess, logits, tokens, path)
+            whole = problem is None
+            out.verified.append(Verified(guess.seq_id, tokens, count - 1, 1 + len(path), entries, whole))
+            out.outcomes.append(Outcome(guess.seq_id, guess.tree, path, found))
+        return out
+
+    def _walk_followed(self, guess: Guess, logits: F32) -> tuple[list[int], list[int], list[int], str | None]:
+        """The same one token at a time, the processors going along; they stand where they stood in the end."""
+        chain, tree = self._sampler.chain, guess.tree
+        tokens: list[int] = []
+        path: list[int] = []
+        choices = [UNKNOWN] * (1 + len(tree.token_ids))
+        here, problem = ROOT, None
+        while True:
+            node = Node(guess.row + 1 + here, guess.rules, guess.sample_index, guess.position + len(path))
+            choice = self._sampler.choose_followed(guess.seq_id, logits[node.row], node)
+            if isinstance(choice, str):
+                problem = choice
+                break
+            choices[here + 1] = choice
+            tokens.append(choice)
+            child = tree.child(here, choice)
+            if child is None:
+                break
+            chain.advance(guess.seq_id, [choice])
+            path.append(child)
+            here = child
+        chain.rollback(guess.seq_id, len(path))
+        return tokens, path, choices, problem
+
+
+def _walk(guess: Guess, choices: Sequence[int]) -> tuple[list[int], list[int], str | None]:
+    """The tokens, the accepted guesses, and what is wrong behind them, if anything."""
+    tokens: list[int] = []
+    path: list[int] = []
+    here: int | None = ROOT
+    while here is not None:
+        choice = choices[here + 1]
+        if choice == SICK:
+            return tokens, path, sick_at(guess.position + len(path))
+        tokens.append(choice)
+        here = guess.tree.child(here, choice)
+        if here is not None:
+            path.append(here)
+    return tokens, path, None
+
+
+def _logprobs(guess: Guess, logits: F32, tokens: list[int], path: list[int]) -> list[TokenLogprobs]:
+    """Raw ones, of each token from the logits it was chosen from."""
+    if guess.rules.num_logprobs < 0:
+        return []
+    rows = [guess.row, *(guess.row + 1 + i for i in path)]
+    return [
+        RowLogprobs(logits[row], guess.rules.num_logprobs).entry(token)
+        for row, token in zip(rows, tokens, strict=False)
+    ]
