@@ -68,6 +68,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     weight: float = 1.0
     resume: Resume | None = None
 
+    def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | None]:
+        """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
+        if num_generated >= self.rules.min_tokens:
+            if token_id in self.eos_token_ids:
+                return "stop", None
+            if token_id in self.stop_token_ids:
+                return "stop", token_id
+        return ("length" if num_generated >= self.max_tokens else None), None
+
     @property
     def reads_cache(self) -> bool:
         """Whether blocks of others may stand in for its own: not if something is owed for every position."""

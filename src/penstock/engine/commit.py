@@ -86,16 +86,6 @@ class Commit:
 
     # -- one row -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def ending(request: Request, num_generated: int, token_id: int) -> tuple[str | None, int | None]:
-        """(finish reason, stop reason) of a sample whose newest token is its `num_generated`-th; None: it goes on."""
-        if num_generated >= request.rules.min_tokens:
-            if token_id in request.eos_token_ids:
-                return "stop", None
-            if token_id in request.stop_token_ids:
-                return "stop", token_id
-        return ("length" if num_generated >= request.max_tokens else None), None
-
     def _sampled(self, seq: Sequence, sampled: Sampled) -> None:
         group = self.groups[seq.request.request_id]
         if group.forked and not group.cancelled and group.request.beam is None:  # nearly always
@@ -130,7 +120,7 @@ class Commit:
         self.scheduler.appended(seq, [token_id])
         self.stats.num_sampled_tokens += 1
         num_generated = len(seq.token_ids) - seq.prompt_len
-        finish_reason, stop_reason = self.ending(request, num_generated, token_id)
+        finish_reason, stop_reason = request.ending(num_generated, token_id)
         if finish_reason is None and num_generated > 1 and logprob is None:  # nearly always
             out = EngineOutput(
                 request_id=request.request_id, index=seq.index, token_ids=[token_id],

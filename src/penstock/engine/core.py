@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
 from penstock.core.output import EngineOutput
-from penstock.core.request import Abort, Control, Intake, Request, Resume
-from penstock.core.sequence import Sequence, Status
+from penstock.core.request import Abort, Intake, Request
+from penstock.core.sequence import Sequence
 from penstock.engine.commit import Commit
+from penstock.engine.entry import Entry
 from penstock.engine.group import Group
 
 if TYPE_CHECKING:
@@ -50,16 +51,16 @@ class EngineCore:
         self.groups: dict[str, Group] = {}
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake] = deque()
-        self._pending_ids: set[str] = set()
-        self._leaving_ids: set[str] = set()
+        self.pending_ids: set[str] = set()
+        self.leaving_ids: set[str] = set()
         """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self.watch: Callable[[Collection[Request]], None] | None = None
         """Told of the requests in flight, just before a step that adds to them is submitted."""
         self._inflight: deque[InFlight] = deque()
         self._emitted: list[EngineOutput] = []
-        self._commit = Commit(scheduler, kv, self.groups, self._sequences, self._new_sequence, self._emitted)
+        self.commit = Commit(scheduler, kv, self.groups, self._sequences, self.new_sequence, self._emitted)
         self._next_seq_id = 0
-        self._next_arrival = 0
+        self._entry = Entry(self)
         self._next_step = 0
 
     def add(self, item: Intake) -> None:
@@ -70,18 +71,18 @@ class EngineCore:
         """
         if isinstance(item, Request):
             self._check_request(item)
-            self._leaving_ids.discard(item.request_id)
-            self._pending_ids.add(item.request_id)
+            self.leaving_ids.discard(item.request_id)
+            self.pending_ids.add(item.request_id)
         elif isinstance(item, Abort):
-            if item.index is None and (item.request_id in self.groups or item.request_id in self._pending_ids):
-                self._leaving_ids.add(item.request_id)
+            if item.index is None and (item.request_id in self.groups or item.request_id in self.pending_ids):
+                self.leaving_ids.add(item.request_id)
         elif item.kind not in CONTROL_KINDS:
             raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
         self._intake.append(item)
 
     def _check_request(self, request: Request) -> None:
         name = request.request_id
-        if (name in self.groups or name in self._pending_ids) and name not in self._leaving_ids:
+        if (name in self.groups or name in self.pending_ids) and name not in self.leaving_ids:
             raise InputError(f"request id {name!r} is already in use", param="request_id")
         if request.resume is not None:
             request.resume.check(request)
@@ -109,7 +110,7 @@ class EngineCore:
                 self.recorder.collected(result)
             self._take_aborts()
             self.kv.retired(output.step)
-            self._commit.apply(output, rows, result, self.clock.now())
+            self.commit.apply(output, rows, result, self.clock.now())
             self.scheduler.observe(output, result)
         if self.check_invariants:
             self.kv.check_invariants(self._sequences.values())
@@ -137,11 +138,11 @@ class EngineCore:
         if self.recorder is not None:
             self.recorder.took(item)
         if isinstance(item, Request):
-            self._take_request(item)
+            self._entry.request(item)
         elif isinstance(item, Abort):
-            self._take_abort(item)
+            self._entry.abort(item)
         else:
-            self._take_control(item)
+            self._entry.control(item)
 
     def _take_aborts(self) -> None:
         """Aborts that arrived while the step ran take effect before its results do; the rest waits its turn."""
@@ -150,71 +151,12 @@ class EngineCore:
             if isinstance(item, Abort) and item.request_id in self.groups:
                 if self.recorder is not None:
                     self.recorder.took_late(item)
-                self._take_abort(item)
+                self._entry.abort(item)
             else:
                 self._intake.append(item)
 
-    def _take_request(self, request: Request) -> None:
-        self._pending_ids.discard(request.request_id)
-        arrival = self._next_arrival
-        self._next_arrival += 1
-        resume = request.resume
-        if resume is not None and resume.samples[0][1]:
-            self._take_resumed(request, resume, arrival)
-            return
-        leader = self._new_sequence(request, arrival, 0)
-        group = self.groups[request.request_id] = Group(request, arrival, leader)
-        if resume is not None:
-            leader.prompt_logprobs_done = resume.num_prompt_logprobs
-            group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
-        self.scheduler.add(leader)
-
-    def _take_resumed(self, request: Request, resume: Resume, arrival: int) -> None:
-        """Its samples are forked already. Each catches up on its own; the prefix cache keeps that cheap."""
-        sequences = [self._new_sequence(request, arrival, index) for index, _ in resume.samples]
-        group = self.groups[request.request_id] = Group(request, arrival, sequences[0])
-        group.forked = True
-        for seq, (index, token_ids) in zip(sequences, resume.samples, strict=True):
-            seq.token_ids.extend(token_ids)
-            seq.prompt_logprobs_done = resume.num_prompt_logprobs
-            group.live[index] = seq
-            self.scheduler.add(seq)
-
-    def _new_sequence(self, request: Request, arrival: int, index: int) -> Sequence:
+    def new_sequence(self, request: Request, arrival: int, index: int) -> Sequence:
         seq = Sequence(self._next_seq_id, request, arrival, index)
         self._next_seq_id += 1
         self._sequences[seq.seq_id] = seq
         return seq
-
-    def _take_abort(self, abort: Abort) -> None:
-        if abort.index is None:
-            self._leaving_ids.discard(abort.request_id)
-        group = self.groups.get(abort.request_id)
-        if group is None:
-            return  # it ended in the meantime: nothing is owed
-        if abort.index is None or group.request.beam is not None:
-            self._commit.abort_group(group, abort.reason)
-        elif not group.forked:
-            self._commit.cancel(group, abort.index, abort.reason)
-        elif abort.index in group.live:
-            self._commit.finish(group, group.live[abort.index], abort.reason, None, aborted=True)
-
-    def _take_control(self, control: Control) -> None:
-        if control.kind == "reset_prefix_cache":
-            self.kv.reset_prefix_cache()
-            return
-        group = self.groups.get(control.request_id)
-        if group is None:
-            return
-        for index, seq in list(group.live.items()):
-            if control.index is not None and index != control.index:
-                continue
-            if control.kind == "preempt":
-                if seq.status is Status.RUNNING:
-                    self.scheduler.preempt(seq)
-            elif control.kind == "taint":
-                if seq.taint_start is None:
-                    seq.taint_start = seq.num_computed
-            elif seq.status is Status.RUNNING and seq.num_inflight == 0:
-                for g in range(len(seq.tables)):
-                    self.kv.make_ragged(seq, g)

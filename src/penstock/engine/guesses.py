@@ -62,7 +62,7 @@ class Guesses:
     def _upto_end(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], tuple[str | None, int | None]]:
         """The tokens up to the one that ends the sample, and (finish reason, stop reason)."""
         for i, token_id in enumerate(token_ids):
-            ending = self._commit.ending(seq.request, seq.num_generated + i + 1, token_id)
+            ending = seq.request.ending(seq.num_generated + i + 1, token_id)
             if ending[0] is not None:
                 return token_ids[: i + 1], ending
         return token_ids, (None, None)

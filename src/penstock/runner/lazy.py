@@ -27,6 +27,8 @@ class LazyStorage(Storage):
     Raises ConfigError if the addresses cannot be had. `poison` fills, and so commits, everything.
     """
 
+    touches = False
+
     def __init__(self, *args: Any, **kw: Any) -> None:
         self._mappings: dict[int, tuple[mmap.mmap, Array]] = {}  # by address; the bytes of the whole mapping
         super().__init__(*args, **kw)

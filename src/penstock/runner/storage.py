@@ -11,6 +11,7 @@ import numpy.typing as npt
 from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import I32, Planes
+from penstock.runner.memory import populate, zeroed
 
 Array = npt.NDArray[Any]
 
@@ -32,6 +33,9 @@ class Storage:
 
     `poison` fills fresh memory with NaN instead of zero, so that a test sees any read of a page nobody handed out.
     """
+
+    touches = True
+    """Whether device planes take memory before they are used."""
 
     def __init__(
         self,
@@ -55,6 +59,8 @@ class Storage:
         self.host_planes: tuple[Planes, ...] = tuple(
             _planes(group, pages, block_size, poison, filled) for group, pages in zip(groups, host, strict=True)
         )
+        touched = (*self.planes, *self.host_planes) if self.touches else self.host_planes
+        self._populating = populate([array for planes in touched for array in planes.values()])
         # Per tier of a PageOp: where it reads and writes, and how many pages there are.
         device_side, host_side = (self.planes, self.num_pages), (self.host_planes, host)
         self._sides = {
@@ -140,7 +146,9 @@ class Storage:
 
 
 def filled(shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
-    """An explicit fill touches every byte now, so that no step pays for page faults later."""
+    """An explicit fill touches every byte now, so that no step pays for page faults later. Large zeros: `memory`."""
+    if content == 0:
+        return zeroed(shape, dtype)
     array: Array = np.empty(shape, dtype)
     array.fill(content)
     return array

@@ -1,0 +1,99 @@
+"""Memory that is touched in the background: zeros, nobody's bytes changed, and nothing kept alive."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.runner import memory
+from penstock.runner.lazy import LazyStorage
+from penstock.runner.memory import Array, populate, zeroed
+from penstock.runner.storage import Storage
+
+GROUP = CacheGroup(0, CacheSpec("paged", (Plane("k", 2, 64, "float32"), Plane("v", 2, 64, "float32"))), (0, 1))
+
+
+def resident(array: Array) -> float:
+    """Share of an array's pages that are in memory (mincore)."""
+    first = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    count = -(-array.nbytes // mmap.PAGESIZE)
+    pages = (ctypes.c_ubyte * count)()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(array.nbytes), pages) == 0
+    return sum(page & 1 for page in pages) / count
+
+
+@pytest.fixture
+def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SMALL_BYTES", 0)
+    monkeypatch.setattr(memory, "_CHUNK_BYTES", 1 << 20)
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_large_arrays_are_touched_by_a_thread() -> None:
+    array = zeroed((16 << 20,), np.uint8)
+    assert resident(array) < 0.5
+    thread = populate([array])
+    assert thread is not None
+    thread.join(60)
+    assert resident(array) == 1.0
+    assert not array.any()
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_touching_changes_no_byte() -> None:
+    """Somebody writes while the thread goes over the same pages."""
+    array = zeroed((48 << 20,), np.uint8)
+    wanted = np.random.default_rng(1).integers(0, 256, array.size, np.uint8)
+    thread = populate([array])
+    assert thread is not None
+    array[:] = wanted
+    thread.join(60)
+    assert np.array_equal(array, wanted)
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_memory_that_is_given_up_is_not_touched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread stops at the next chunk, and holds nothing."""
+    go = threading.Event()
+    calls: list[int] = []
+
+    class Libc:
+        def madvise(self, *_: object) -> int:
+            calls.append(1)
+            go.wait(30)
+            return 0
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda *a, **k: Libc())
+    array = zeroed((8 << 20,), np.uint8)
+    thread = populate([array])
+    assert thread is not None
+    del array
+    gc.collect()
+    go.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(calls) <= 1
+
+
+def test_small_arrays_are_filled_at_once() -> None:
+    array = zeroed((1 << 20,), np.uint8)
+    assert resident(array) == 1.0
+    assert populate([array]) is None
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_virtual_planes_stay_untouched() -> None:
+    storage = Storage((GROUP,), [256], 16)
+    lazy = LazyStorage((GROUP,), [256], 16)
+    assert storage._populating is not None
+    storage._populating.join(60)
+    assert resident(storage.planes[0]["k"]) == 1.0
+    assert lazy._populating is None
+    assert resident(lazy.planes[0]["k"]) == 0.0
