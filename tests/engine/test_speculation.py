@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.core.batch import Verified
+from penstock.core.draft import DraftJob, DraftTree
+from penstock.core.sampling import TokenRules
+from penstock.runner.logits.base import F32, PerRow
+from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Knobs, fake_engine, request, run
 from tests.engine.naive import fake_logits, generate
+from tests.engine.sloppy import SloppyDrafter
 
 RULES: list[dict[str, Any]] = [
     {},
@@ -117,3 +124,64 @@ def test_memory_for_guesses_preempts_nobody() -> None:
 def test_accepted_counts_only_what_was_guessed() -> None:
     assert Verified(1, [5, 6, 7], 4, 3).num_accepted == 2
     assert Verified(1, [5, 6], 4, 3, whole=False).num_accepted == 2
+
+
+class Dfa(PerRow[list[int]]):
+    """Only tokens congruent to 2 more than the sum of all generated ones, modulo 5, are allowed: one token too many or too
+    few in its state, and everything after it is another text."""
+
+    name = "dfa"
+
+    def begin(self, rules: TokenRules, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+        return [sum(output)]
+
+    def change(self, row: F32, state: list[int]) -> None:
+        row[[t for t in range(len(row)) if not dfa_allows(t, state[-1])]] = -np.inf
+
+    def extend(self, state: list[int], token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            state.append(state[-1] + token)
+
+    def drop(self, state: list[int], n: int) -> None:
+        assert n < len(state), "rollback reaches into the prompt"
+        del state[len(state) - n :]
+
+    def copy(self, state: list[int]) -> list[int]:
+        return state.copy()
+
+
+def dfa_allows(token: int, total: int) -> bool:
+    return token % 5 == (total + 2) % 5
+
+
+def dfa_best(prompt: Sequence[int], output: Sequence[int]) -> int:
+    logits = fake_logits((*prompt, *output)).copy()
+    logits[[t for t in range(len(logits)) if not dfa_allows(t, sum(output))]] = -np.inf
+    return int(logits.argmax())
+
+
+class DfaDrafter(SloppyDrafter):
+    """Two paths: the right one for a random while, and one that leaves it."""
+
+    def _propose(self, job: DraftJob) -> DraftTree:
+        prompt, output = job.tokens[: job.prompt_len].tolist(), job.tokens[job.prompt_len :].tolist()
+        tokens: list[int] = []
+        for _ in range(self._rng.randint(0, max(0, job.num_nodes - 2))):
+            tokens.append(dfa_best(prompt, output + tokens))
+        return DraftTree([9, *tokens], [-1, -1, *range(1, len(tokens))][: 1 + len(tokens)])
+
+
+def test_a_stateful_processor_goes_along_and_comes_back() -> None:
+    """Among accepted and rejected guesses, preempted and with company, the text is the automaton's."""
+    core, _ = fake_engine(Knobs(budget=64, num_blocks=24, num_drafts=7), drafter=DfaDrafter(3))
+    chain = core.executor.runner.sampler.chain  # type: ignore[attr-defined]
+    chain.processors = (*chain.processors, Dfa(VOCAB))
+    requests = [request([3 + i, 4, 9 - i], max_tokens=24) for i in range(4)]
+    got = run(core, requests)
+    for r in requests:
+        want: list[int] = []
+        while len(want) < 24:
+            want.append(dfa_best(r.prompt_token_ids, want))
+        assert got[r.request_id].tokens[0] == want
+    assert core.stats.num_accepted_tokens > 20
+    assert core.stats.num_accepted_tokens < core.stats.num_draft_tokens
