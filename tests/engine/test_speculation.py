@@ -127,7 +127,7 @@ def test_accepted_counts_only_what_was_guessed() -> None:
 
 
 class Dfa(PerRow[list[int]]):
-    """Only tokens congruent to 2 more than the sum of all generated ones, modulo 5, are allowed: one token too many or too
+    """Only tokens congruent to 2 more than the sum of all generated ones, modulo 5, are allowed: one too many or too
     few in its state, and everything after it is another text."""
 
     name = "dfa"
