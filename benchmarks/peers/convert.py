@@ -75,12 +75,17 @@ def metadata(config: dict[str, Any], tokenizer: dict[str, Any]) -> dict[str, Any
         "rope.freq_base": float(config["rope_theta"]), "vocab_size": config["vocab_size"],
         "attention.key_length": head_dim, "attention.value_length": head_dim, "rope.dimension_count": head_dim,
     }  # fmt: skip
+    scaling = config.get("rope_scaling") or {}
+    if "attention_factor" in scaling:
+        own["rope.scaling.attn_factor"] = float(scaling["attention_factor"])
+    eos = config["eos_token_id"]
     return {
         "general.architecture": arch, "general.file_type": _FILE_BF16, **{f"{arch}.{k}": v for k, v in own.items()},
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [_CONTROL if i in special else _NORMAL for i in range(len(tokens))],
-        "tokenizer.ggml.merges": model["merges"], "tokenizer.ggml.bos_token_id": config["bos_token_id"],
-        "tokenizer.ggml.eos_token_id": config["eos_token_id"], "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in model["merges"]],
+        "tokenizer.ggml.bos_token_id": config["bos_token_id"],
+        "tokenizer.ggml.eos_token_id": eos[0] if isinstance(eos, list) else eos, "tokenizer.ggml.add_bos_token": False,
     }  # fmt: skip
 
 
@@ -103,12 +108,13 @@ def to_gguf(folder: Path, out: Path) -> None:
     config = source.config
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     names = [n for n in source.header if n != "__metadata__"]
+    factors = np.array((config.get("rope_scaling") or {}).get("long_factor", ()), np.float32)
     shapes = {n: tuple(source.header[n]["shape"]) for n in names}
     sizes = {n: int(np.prod(shapes[n])) * (2 if len(shapes[n]) > 1 else 4) for n in names}
     temporary = out.with_name(out.name + ".part")
     with temporary.open("wb") as file:
         values = metadata(config, tokenizer)
-        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(names), len(values)))
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(names) + bool(factors.size), len(values)))
         for key, value in values.items():
             file.write(_string(key) + _value(value))
         at = 0
@@ -118,12 +124,17 @@ def to_gguf(folder: Path, out: Path) -> None:
             head = _string(gguf_name(n)) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims)
             file.write(head + struct.pack("<IQ", kind, at))
             at += sizes[n] + -sizes[n] % _ALIGNMENT
+        if factors.size:  # longrope: each pair of components has a frequency of its own
+            head = _string("rope_freqs.weight") + struct.pack("<IQ", 1, factors.size)
+            file.write(head + struct.pack("<IQ", _GGML_F32, at))
         for n in names:
             _pad(file)
             tensor = source.weight(n)
             if config["model_type"] == "llama" and n.endswith(("q_proj.weight", "k_proj.weight")):
                 tensor = interleaved(tensor, source.heads if "q_proj" in n else source.kv_heads)
             file.write(np.ascontiguousarray(narrow(tensor) if tensor.ndim > 1 else tensor).data)
+        _pad(file)
+        file.write(factors.data)
         _pad(file)
     temporary.replace(out)
 

@@ -31,7 +31,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         c: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        if c.get("model_type") not in ("llama", "qwen2") or c.get("rope_scaling") or c.get("use_sliding_window"):
+        if c.get("model_type") not in ("llama", "qwen2") or c.get("use_sliding_window"):
             raise ValueError(f"there is no reference for model_type {c.get('model_type')!r} with its settings")
         self.config = c
         self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
@@ -64,7 +64,9 @@ class Reference:
         return [Scores(a, b) for a, b in parts]
 
     def hidden(self, sequences: Sequence[Sequence[int]]) -> list[F32]:
-        """The states before the head, [tokens, hidden] of each sequence."""
+        """The states before the head, [tokens, hidden] of each sequence. Raises ValueError for scaled positions."""
+        if self.config.get("rope_scaling"):
+            raise ValueError("there is no reference for rope_scaling")
         lengths = [len(s) for s in sequences]
         table = self.weight("model.embed_tokens.weight")
         x = table[np.concatenate([np.asarray(s, np.int64) for s in sequences])]
