@@ -192,22 +192,29 @@ class OutputProcessor:
     def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
         params = live.params
         assert params is not None
-        sample.token_ids += out.token_ids
-        for entry in out.logprobs:
+        taken = self._text(live, sample, out)
+        sample.token_ids += out.token_ids[:taken]
+        for entry in out.logprobs[:taken]:
             sample.logprobs.append(self._entry(entry, params.logprobs))
             sample.cumulative_logprob += entry.logprob
-        if sample.detokenizer is None:
-            return
+
+    def _text(self, live: Live, sample: Sample, out: EngineOutput) -> int:
+        """Take in the text of new tokens. Returns how many belong to the sample: those up to a stop string."""
+        params = live.params
+        assert params is not None
         ids = out.token_ids
+        if sample.detokenizer is None:
+            return len(ids)
         if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
             ids = ids[:-1] if not params.include_stop_str_in_output else ids
-        for token_id in ids:  # one by one: the matcher counts tokens for min_tokens
+        for i, token_id in enumerate(ids):  # one by one: the matcher counts tokens for min_tokens
             hit = sample.add_text(sample.detokenizer.add_one(token_id), 1)
             if hit is not None:
                 sample.end("stop", hit)
                 if out.finish_reason is None:
                     self.aborts.append(Abort(request_id=out.request_id, index=sample.index, reason="stop"))
-                return
+                return i + 1
+        return len(out.token_ids)
 
     def _flush(self, live: Live, sample: Sample, reason: str, stop_reason: int | str | None) -> None:
         """The sample ends: give out the text that waited for a next token that never comes."""
