@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench import offline
 from penstock.cli.main import main
 from penstock.launch.bundled import bundled_model
+from penstock.launch.llm import LLM
 
 MODEL = [str(bundled_model("nano")), "--ops", "blas", "--max-model-len", "128", "--num-gpu-blocks-override", "32"]
 
@@ -27,3 +29,30 @@ def test_latency_and_throughput_say_what_was_done(tmp_path: Path, capsys: pytest
     assert (found["num_requests"], found["total_num_tokens"], found["total_output_tokens"]) == (2, 22, 6)
     assert found["tokens_per_second"] == pytest.approx(22 / found["elapsed_time"])
     assert "Throughput" in capsys.readouterr().out
+
+
+def test_K12_both_tell_of_guesses_where_there_is_speculation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "r.json")
+    sizes = ["--input-len", "8", "--output-len", "30"]
+    guesses = ["-sc", json.dumps({"method": "ngram", "controller": "fixed"})]
+    few = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
+    for kind, flags in (("latency", few), ("throughput", ["--num-prompts", "4"])):
+        assert main(["bench", kind, *MODEL, *sizes, *flags, *guesses, "--output-json", file]) == 0
+        found = json.loads(Path(file).read_text())
+        drafts, accepted = found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]
+        assert 0 < drafts <= found["spec_decode_draft_tokens"]
+        assert found["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / drafts)
+        assert sum(found["spec_decode_per_position_acceptance_rates"]) == pytest.approx(accepted / drafts)
+        assert found["spec_decode_draft_share"] + found["spec_decode_verify_share"] == pytest.approx(1)
+        assert "Mean accepted length" in capsys.readouterr().out
+    assert main(["bench", "throughput", *MODEL, *sizes, "--num-prompts", "1", "--output-json", file]) == 0
+    assert "spec_decode" not in Path(file).read_text()
+
+
+def test_guesses_of_the_warm_up_do_not_count() -> None:
+    config = {"method": "ngram", "controller": "fixed"}
+    llm = LLM(MODEL[0], max_model_len=128, num_gpu_blocks_override=32, speculative_config=config)
+    found = offline.latency(llm, input_len=8, output_len=30, batch_size=2, num_iters=1, num_iters_warmup=2)
+    assert 0 < found["spec_decode_num_drafts"] < offline.acceptance_of(llm).num_drafts

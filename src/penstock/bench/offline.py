@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.base.errors import ConfigError
 from penstock.bench.prompts import WORDS, Maker, Sample
+from penstock.core.acceptance import Acceptance
 from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
 
@@ -22,6 +23,16 @@ def local_maker(llm: LLM) -> Maker:
     if engine.tokenizer is None:
         return Maker(list(range(engine.limits.vocab_size)))
     return Maker(engine.tokenizer.encode(" ".join(WORDS * 2), False))
+
+
+def acceptance_of(llm: LLM) -> Acceptance:
+    """Speculation's numbers since the engine began; all zero without it."""
+    return Acceptance.of(llm.engine.core.stats.counters())
+
+
+def _guesses(llm: LLM, before: Acceptance) -> dict[str, Any]:
+    """What came of guesses since `before`; nothing without speculation."""
+    return {} if llm.config.speculation is None else (acceptance_of(llm) - before).figures()
 
 
 def latency(
@@ -46,7 +57,10 @@ def latency(
     params = SamplingParams(n=n, temperature=1.0 if n > 1 else 0.0, max_tokens=output_len, ignore_eos=True, seed=seed)
     times: list[float] = []
     ttfts: list[float] = []
+    before = acceptance_of(llm)
     for number in range(-num_iters_warmup, num_iters):
+        if number == 0:
+            before = acceptance_of(llm)
         prompts = [{"prompt_token_ids": maker.draw(rng, input_len)} for _ in range(batch_size)]
         began_s = time.perf_counter()
         outputs = llm.generate(prompts, params)
@@ -63,6 +77,7 @@ def latency(
         "avg_ttft": float(np.mean(ttfts)) if ttfts else None,
         "output_tokens_per_second": batch_size * n * output_len / mean_s,
         "input_len": input_len, "output_len": output_len, "batch_size": batch_size, "n": n,
+        **_guesses(llm, before),
     }  # fmt: skip
 
 
@@ -76,6 +91,7 @@ def throughput(
         for i, s in enumerate(samples)
     ]
     prompts = [{"prompt_token_ids": s.prompt} if isinstance(s.prompt, list) else s.prompt for s in samples]
+    before = acceptance_of(llm)
     began_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
     took_s = time.perf_counter() - began_s
@@ -94,4 +110,5 @@ def throughput(
         "tokens_per_second": (num_in + num_out) / took_s,
         "output_tokens_per_second": num_out / took_s,
         "prefix_cache_hit_rate": cached / num_in if num_in else None,
+        **_guesses(llm, before),
     }

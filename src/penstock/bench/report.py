@@ -31,6 +31,16 @@ _ROWS = (
     ("verified", "Answers asked again, alone", "{:d}"),
     ("verify_mismatches", "... that were different", "{:d}"),
 )
+_GUESSES = (
+    ("spec_decode_num_drafts", "Drafts", "{:d}"),
+    ("spec_decode_draft_tokens", "Draft tokens", "{:d}"),
+    ("spec_decode_accepted_tokens", "Accepted tokens", "{:d}"),
+    ("spec_decode_acceptance_rate", "Acceptance rate (%)", "{:.1f}"),
+    ("spec_decode_acceptance_length", "Mean accepted length", "{:.2f}"),
+    ("spec_decode_draft_share", "Share of drafting in steps with guesses", "{:.1%}"),
+    ("spec_decode_verify_share", "Share of verifying", "{:.1%}"),
+    ("spec_decode_speedup", "Effective speed-up of these steps, estimated", "{:.2f}"),
+)
 LATE_MS = 10.0
 """From here on the client's own lateness spoils what it measures."""
 
@@ -45,6 +55,8 @@ def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
     for name, label, shape in _ROWS:
         if result.get(name) is not None:
             table.add_row(label, shape.format(result[name]))
+    for row in guess_rows(result):
+        table.add_row(*row)
     for kind, count in result["errors_by_kind"].items():
         table.add_row(f"Failed: {kind}", str(count))
     console.print(table)
@@ -64,6 +76,15 @@ def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
             "count from when a request left; the server saw a gentler load than was asked for.",
             style="yellow",
         )
+
+
+def guess_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Speculation's numbers (`core.acceptance.Acceptance.figures`) as rows of a table; none if there are none."""
+    rows = [(label, shape.format(result[name])) for name, label, shape in _GUESSES if result.get(name) is not None]
+    positions = result.get("spec_decode_per_position_acceptance_rates")
+    if positions:
+        rows.append(("Acceptance per position (%)", " ".join(f"{100 * share:.1f}" for share in positions)))
+    return rows
 
 
 def print_figures(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -116,11 +116,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def guesses_of(output: Any) -> str:
+    """How many guesses were right, if there were any."""
+    m = output.metrics
+    if not m.num_drafts:
+        return ""
+    return f", {m.num_accepted_tokens} of {m.num_draft_tokens} guesses right in {m.num_drafts} steps"
+
+
 def _print_stats(output: Any, wall_s: float) -> None:
     num = sum(len(o.token_ids) for o in output.outputs)
     ttft = output.metrics.ttft_s or 0.0
     print(
         f"prompt {len(output.prompt_token_ids)} tokens ({output.num_cached_tokens} cached), generated {num} tokens, "
-        f"TTFT {ttft * 1e3:.1f} ms, {num / wall_s:.1f} tokens/s, ended by {output.outputs[0].finish_reason}",
+        f"TTFT {ttft * 1e3:.1f} ms, {num / wall_s:.1f} tokens/s, ended by {output.outputs[0].finish_reason}"
+        f"{guesses_of(output)}",
         file=sys.stderr,
     )

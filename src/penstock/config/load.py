@@ -19,6 +19,8 @@ from penstock.config.setting import Setting, settings_of
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]|[KMGT](?:i?B)?)?")
 _POSITIONAL = "model_positional"
+_SHORT = {"speculative_config": ("-sc",)}
+"""vLLM's short flags."""
 SERVER_SETTINGS: dict[str, Setting] = {item.name: item for item in settings_of(ServerConfig)}
 _SERVING = SETTINGS | SERVER_SETTINGS
 
@@ -195,7 +197,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: Setting) -> None:
     # Choices are checked with everything else, after aliases; here they are shown only.
     metavar = "{" + ",".join(item.choices) + "}" if item.choices else {int: "N", float: "X", str: "NAME"}[item.kind]
     convert = _CONVERT[item.kind]
-    group.add_argument(item.flag, dest=item.name, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
+    flags = (item.flag, *_SHORT.get(item.name, ()))
+    group.add_argument(*flags, dest=item.name, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 
 def parse_size(text: str) -> int:

@@ -44,6 +44,10 @@ class EngineStats:
     """Steps with at least one such row; `draft_s` and `spec_step_s`: seconds of their drafters, and of all of them."""
     draft_s: float = 0.0
     spec_step_s: float = 0.0
+    spec_compared_s: float = 0.0
+    """Steps with guesses that can be compared with plain ones; `spec_plain_s`: what plain ones would have taken for
+    their tokens (`engine.gain`)."""
+    spec_plain_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
     """accepted_at[d]: how often the guess at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 

@@ -127,6 +127,8 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int = 0
     grammar: str | None = None
     """llguidance's form of what the output must look like (`text.grammar`); None: free."""
+    reference: list[int] = []
+    """Text that the output is likely to repeat (OpenAI's `prediction`); drafters may copy from it."""
 
     @property
     def greedy(self) -> bool:

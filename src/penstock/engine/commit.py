@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.core.output import EngineOutput
 from penstock.core.sequence import Sequence
 from penstock.engine.beams import Beams
+from penstock.engine.gain import Gain
 from penstock.engine.guesses import Guesses
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Commit:
         self.stats = scheduler.stats
         self.beams = Beams(scheduler, groups, sequences, new_sequence, emitted)
         self.guesses = Guesses(self)
+        self.gain = Gain(self.stats) if scheduler.drafts is not None else None
 
     def apply(
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
@@ -51,6 +53,7 @@ class Commit:
         failed = {error.seq_id for error in result.errors}
         guessed = {verified.seq_id for verified in result.verified}
         known, keep = self.sequences, self.kv.commit
+        before = self.stats.num_sampled_tokens
         for seq, num_tokens, num_preemptions in rows:
             seq_id = seq.seq_id
             if seq_id not in known or seq.num_preemptions != num_preemptions:
@@ -83,6 +86,8 @@ class Commit:
         for pooled in result.pooled:
             if pooled.seq_id in alive and pooled.seq_id in self.sequences:
                 self._pooled(alive[pooled.seq_id], pooled)
+        if self.gain is not None:
+            self.gain.observe(output, result, self.stats.num_sampled_tokens - before)
 
     # -- one row -------------------------------------------------------------------------------------------------
 

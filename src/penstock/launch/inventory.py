@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.base.registry import Registry
+from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
 from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
@@ -13,6 +14,7 @@ from penstock.kv.prefix import PREFIX_CACHES
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
+from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 
 REGISTRIES: tuple[Registry, ...] = (
@@ -25,6 +27,8 @@ REGISTRIES: tuple[Registry, ...] = (
     ATTENTION_BACKENDS,
     LOGITS_PROCESSORS,
     EXECUTORS,
+    DRAFTERS,
+    DRAFT_CONTROLLERS,
 )
 
 

@@ -77,6 +77,7 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         names=names,
+        prediction="" if body.prediction is None else body.prediction.text(),
     )
 
 

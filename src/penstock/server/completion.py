@@ -145,7 +145,7 @@ class Completing:
         self._streams = streams
         self._n = n
         self._scoring = scoring
-        self._meter = Meter(streams)
+        self._meter = Meter(streams, speculates=server.speculates)
         tokenizer = server.service.tokenizer
         self._writer = LogprobWriter(tokenizer, body.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
         self._choices = [_Choice(i) for i in range(len(prompts) * n)]

@@ -60,6 +60,8 @@ class Call:
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None
+    reference: list[int] = field(default_factory=list)
+    """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the log line of this request says besides the usual."""
 
@@ -81,3 +83,5 @@ class Server:
     """Called with (ASGI scope, status, WireError or None) when an error is answered: metrics and logs."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts with a home of their own: "admission", "metrics", "keys", "store", "files", "batches", "grammars"."""
+    speculates: bool = False
+    """Whether the engine guesses: requests and metrics then tell of it."""

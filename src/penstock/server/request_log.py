@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.acceptance import Acceptance
 from penstock.core.sampling import SamplingParams
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -76,6 +77,12 @@ class RequestLog:
             "replays": stream.num_replays,
             "client_gone": ended == "client_gone",
         }
+        if output.metrics.num_drafts:
+            line |= {
+                "drafts": output.metrics.num_drafts,
+                "draft_tokens": output.metrics.num_draft_tokens,
+                "accepted_tokens": output.metrics.num_accepted_tokens,
+            }
         if output.error is not None:
             line["error"] = output.error[:300]
         for name, value in facts.items():
@@ -111,13 +118,18 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class Throughput:
-    """Says how the engine is doing while it has work, in vLLM's words. `tick` is called once a second."""
+    """Says how the engine is doing while it has work, in vLLM's words. `tick` is called once a second.
 
-    def __init__(self, stats: Stats, every: int = LOG_EVERY) -> None:
+    `speculates`: its guesses too.
+    """
+
+    def __init__(self, stats: Stats, every: int = LOG_EVERY, *, speculates: bool = False) -> None:
         self._stats = stats
+        self._speculates = speculates
         self._every = every
         self._tick = 0
         self._mark = self._now()
+        self._guessed = Acceptance()
         self._idle = True
 
     def _now(self) -> tuple[float, float, float, float, float]:
@@ -143,7 +155,23 @@ class Throughput:
                 computed / elapsed, generated / elapsed, snapshot.num_running, snapshot.num_waiting, usage * 100,
                 100 * hit / asked if asked and math.isfinite(hit) else 0.0,
             )  # fmt: skip
+            if self._speculates:
+                self._guesses()
         self._idle = not busy
+
+    def _guesses(self) -> None:
+        """Another line if there were guesses since the last one; vLLM's words."""
+        now = self._stats.acceptance
+        d = now - self._guessed
+        self._guessed = now
+        if not d.num_drafts:
+            return
+        throughput_log.info(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted: %d tokens, Drafted: %d tokens, "
+            "Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            d.mean_length, d.num_accepted_tokens, d.num_draft_tokens,
+            ", ".join(f"{share:.3f}" for share in d.per_position), 100 * (d.rate or 0.0),
+        )  # fmt: skip
 
 
 async def install(server: Server) -> None:
@@ -153,7 +181,7 @@ async def install(server: Server) -> None:
         request_log = RequestLog(server.model_name)
         server.client.on_finish.append(request_log.on_finish)
         server.on_refused.append(request_log.on_refused)
-    throughput = None if server.config.disable_log_stats else Throughput(stats)
+    throughput = None if server.config.disable_log_stats else Throughput(stats, speculates=server.speculates)
 
     async def keep_ticking() -> None:
         while True:

@@ -19,7 +19,7 @@ from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.context import ANYONE, Call, Prompt
 from penstock.text.offload import Offload
 from penstock.text.template import choose_template, encode_chat
-from penstock.text.validate import build_pooling_request, build_request
+from penstock.text.validate import build_pooling_request, build_request, validate_reference
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -104,6 +104,11 @@ class Service:
         ids = await self._offload(len(text), tokenizer.encode, text, add_special_tokens)
         return Prompt(ids, text, param)
 
+    async def encode_reference(self, text: str, *, param: str = "prediction") -> list[int]:
+        """Ids of a text that an output is likely to repeat. Raises InputError for one that is too long for it."""
+        ids = (await self.encode(text, param=param, add_special_tokens=False)).ids if text else []
+        return validate_reference(ids, self.limits, param=param)
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -185,6 +190,7 @@ class Service:
             namespace=self._namespace(call),
             arrival_s=call.arrival_s,
             param=call.prompt.param,
+            reference=call.reference,
         )
 
     @staticmethod

@@ -10,6 +10,8 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.acceptance import Acceptance
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -150,6 +152,12 @@ class Stats:
     def counter(self, name: str) -> float:
         """One of the engine's counters, over all engines there have been."""
         return self._before[name] + self._latest.get(name, 0.0)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Speculation's numbers, over all engines there have been."""
+        names = {*self._before, *self._latest}
+        return Acceptance.of({name: self.counter(name) for name in names})
 
     def on_finish(self, stream: Stream, output: RequestOutput) -> None:
         call: Call | None = stream.call

@@ -15,10 +15,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
 from starlette.requests import Request
 
 from penstock.base.errors import EngineError, InputError, RefusedError
-from penstock.core.output import Logprob
+from penstock.core.output import Logprob, RequestMetrics
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.context import ANYONE, Call, Prompt, Server, Tenant
@@ -28,7 +29,7 @@ from penstock.server.inner import PRIORITY
 from penstock.server.parsing import check_tools, params_for, parser_for
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.extras import model_defaults
-from penstock.server.schema.openai import PromptTokensDetails, Usage
+from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from penstock.server.parsing import OutputParser
@@ -94,6 +95,7 @@ class Conversation:
     Attributes:
         names: our field -> the client's, for errors ("max_tokens" -> "max_output_tokens", ...).
         param: how errors call the messages.
+        prediction: text that the answer is likely to repeat.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -108,6 +110,7 @@ class Conversation:
     continue_final_message: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     param: str = "messages"
+    prediction: str = ""
 
 
 @dataclass
@@ -162,14 +165,16 @@ class Answer:
 class Turn:
     """A turn under way. Leaving `pieces` early, or cancelling `answers`, aborts it."""
 
-    def __init__(self, call: Call, stream: Stream, parsers: list[OutputParser | None]) -> None:
+    def __init__(
+        self, call: Call, stream: Stream, parsers: list[OutputParser | None], *, speculates: bool = False
+    ) -> None:
         self.call = call
         self.stream = stream
         self.id = call.request_id
         self.prompt: Prompt = call.prompt
         self._parsers = parsers
         self._called = [False] * len(parsers)
-        self._meter = Meter([stream])
+        self._meter = Meter([stream], speculates=speculates)
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, until all samples have ended. Raises WireError (timeout, abort, a failed engine)."""
@@ -222,25 +227,40 @@ FINISHES = ("stop", "length")
 
 
 class Meter:
-    """Counts tokens of one or more streams of a request, and says what a bad end means."""
+    """Counts tokens of one or more streams of a request, and says what a bad end means.
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    `speculates`: the usage says how many guesses were right.
+    """
+
+    def __init__(self, streams: Sequence[Stream], *, speculates: bool = False) -> None:
         self._prompt = {s.request_id: len(s.request.prompt_token_ids) for s in streams}
         self._cached: dict[str, int] = {}
+        self._speculates = speculates
+        self._metrics: dict[str, RequestMetrics] = {}
         self.generated = 0
 
     def count(self, stream: Stream, deltas: list[Delta]) -> None:
         self.generated += sum(len(d.token_ids) for d in deltas)
         if stream.request_id not in self._cached:
-            self._cached[stream.request_id] = stream.output.num_cached_tokens
+            output = stream.output
+            self._cached[stream.request_id] = output.num_cached_tokens
+            self._metrics[stream.request_id] = output.metrics  # the request's own: it goes on counting
 
     def usage(self) -> Usage:
         prompt = sum(self._prompt.values())
         cached = PromptTokensDetails(cached_tokens=sum(self._cached.values()))
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.generated, total_tokens=prompt + self.generated,
-            prompt_tokens_details=cached,
+            prompt_tokens_details=cached, completion_tokens_details=self._guesses() if self._speculates else UNSET,
         )  # fmt: skip
+
+    def _guesses(self) -> CompletionTokensDetails:
+        """Right guesses behind the end of a sample are no part of it, so they count as rejected."""
+        drafted = sum(m.num_draft_tokens for m in self._metrics.values())
+        accepted = min(self.generated, sum(m.num_accepted_tokens for m in self._metrics.values()))
+        return CompletionTokensDetails(
+            accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted
+        )
 
     def failure(self, deltas: list[Delta]) -> WireError | None:
         reasons = {d.finish_reason for d in deltas} - {None, *FINISHES}
@@ -275,6 +295,7 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         continue_final_message=asked.continue_final_message,
         param=asked.param,
     )
+    reference = await server.service.encode_reference(asked.prediction, param="prediction.content")
     ends = server.service.need_tokenizer().decode(prompt.ids[-PROMPT_TAIL:], skip_special_tokens=False)
     parsers = [
         parser_for(server, tools, choice, asked.chat_template_kwargs, prompt_text=ends, parallel=parallel)
@@ -282,9 +303,10 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     ]
     params = params_for(server, tools, choice, asked.params, parallel=parallel)
     call = make_call(caller, prompt, params, asked.options, endpoint, new_id(prefix))
+    call.reference = reference if server.speculates else []  # nobody would look at it
     with renamed(asked.names):
         stream = await server.service.submit(call)
-    return Turn(call, stream, parsers)
+    return Turn(call, stream, parsers, speculates=server.speculates)
 
 
 def make_call(

@@ -165,7 +165,21 @@ def validate_prompt_ids(
     return left if max_tokens is None else int(max_tokens)
 
 
-def make_rules(params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits, *, seed: int = 0) -> TokenRules:
+def validate_reference(ids: Sequence[int], limits: Limits, *, param: str = "prediction") -> list[int]:
+    """Ids of a predicted output, which may fill the context and no more. Raises: InputError."""
+    _sequence(param, ids)
+    if len(ids) > limits.max_model_len:
+        raise InputError(
+            f"{param} has {len(ids)} tokens; the context holds {limits.max_model_len}, more are not possible",
+            param=param,
+        )
+    _all_ids(param, ids, limits.vocab_size)
+    return list(map(int, ids))
+
+
+def make_rules(
+    params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits, *, seed: int = 0, reference: Sequence[int] = ()
+) -> TokenRules:
     """Checked parameters -> ids and plain numbers. `seed` serves requests that bring none. Raises: InputError."""
     stop_ids = [*map(int, params.stop_token_ids or ()), *(() if params.ignore_eos else limits.eos_token_ids)]
     return TokenRules(
@@ -185,15 +199,19 @@ def make_rules(params: SamplingParams, tokenizer: Tokenizer | None, limits: Limi
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, limits),
         seed=int(seed if params.seed is None else params.seed),
         grammar=_grammar(params.structured_outputs, tokenizer),
+        reference=validate_reference(reference, limits),
     )
 
 
 def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
-    taint: str = "", arrival_s: float = 0.0, param: str = "prompt",
+    taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
 ) -> Request:  # fmt: skip
-    """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError."""
+    """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
+
+    `reference`: ids of a text that the output is likely to repeat.
+    """
     beam: BeamSearchParams | None = None
     if isinstance(params, BeamSearchParams):
         validate_beam(params, limits=limits)
@@ -204,7 +222,7 @@ def build_request(
         )  # fmt: skip
     validate_sampling(params, limits=limits)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
-    rules = make_rules(params, tokenizer, limits, seed=seed)
+    rules = make_rules(params, tokenizer, limits, seed=seed, reference=reference)
     entries = len(prompt_token_ids) * (rules.num_prompt_logprobs + 1)
     if entries > limits.max_prompt_logprob_entries:
         raise InputError(

@@ -124,6 +124,7 @@ async def state(request: Request) -> Response:
             "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
         },
         "preemptions": stats.counter("num_preemptions"),
+        "speculation": stats.acceptance.figures() if server.speculates else None,
         "history": stats.history(points),
         "recent": list(stats.recent),
     })  # fmt: skip

@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 ACCEPTED = frozenset(
     (
         "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prediction", "verbosity",
+        "verbosity",
     )
 )  # fmt: skip
 """Fields that OpenAI's clients send and that have no meaning for one model on one machine."""

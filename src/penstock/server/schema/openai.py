@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.base.errors import InputError
 from penstock.server.schema.extras import Sampling
 
 
@@ -17,6 +18,30 @@ class CompletionRequest(Sampling, kw_only=True):
     max_tokens: int | UnsetType | None = UNSET
     echo: bool | None = None
     logprobs: int | None = None
+
+
+class PredictionPart(msgspec.Struct, kw_only=True):
+    type: str = "text"
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """What the answer is likely to repeat, such as a file with a small change: it comes faster, and is the same."""
+
+    type: str
+    content: str | list[PredictionPart]
+
+    def text(self) -> str:
+        """Raises InputError."""
+        if self.type != "content":
+            raise InputError(f"prediction.type must be content, not {self.type[:40]!r}", param="prediction.type")
+        if isinstance(self.content, str):
+            return self.content
+        for n, part in enumerate(self.content):
+            if part.type != "text":
+                name = f"prediction.content[{n}].type"
+                raise InputError(f"{name} must be text, not {part.type[:40]!r}", param=name)
+        return "".join(part.text for part in self.content)
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -35,19 +60,28 @@ class ChatRequest(Sampling, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """Guesses that the model was asked about; the accepted ones are among the completion's tokens."""
+
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens. `cached_tokens` of the prompt were not computed again."""
+    """Tokens. `cached_tokens` of the prompt were not computed again. With speculation, details of its guesses."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):

@@ -1,0 +1,205 @@
+"""What each drafter is worth: speed-up over plain decoding, by kind of text and number of sequences; row K12.
+
+    python -m benchmarks.speculation.speedup [--drafters ngram suffix ...] [--texts stories code ...]
+        [--batches 1,8,32] [--pairs 8] [--max-tokens 128] [--model nano] [--quantization none] [--threads N]
+        [--temperature 0] [--out results.json] [--markdown results.md]
+
+A drafter is a method, or a whole `speculative_config` as JSON. For each one two engines stand in one process, one that
+guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
+drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
+the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
+over pairs. "decode" is the same from the first token on. All tokens of A and B are compared in the same run: one
+that differs is an error (exit status 1). Acceptance is counted over B's measured runs; definitions:
+docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from benchmarks.common import about, save, show
+from benchmarks.speculation.texts import TEXTS, Missing, TextSet
+from rich.console import Console
+
+from penstock import LLM, SamplingParams
+from penstock.base.errors import PenstockError
+from penstock.bench.offline import acceptance_of
+from penstock.core.acceptance import Acceptance
+
+BLOCK = 32
+RESAMPLES = 4000
+COLUMNS = ("drafter", "text", "batch", "speed-up", "95 %", "decode", "tokens/step", "accepted", "at 1, 2, 3, 4",
+           "drafting", "tokens equal")  # fmt: skip
+
+
+class Run(NamedTuple):
+    """One batch. `decode_s`: from the first token of any to the last of all."""
+
+    seconds: float
+    decode_s: float
+    tokens: list[list[int]]
+
+
+def config_of(drafter: str) -> dict[str, Any]:
+    return json.loads(drafter) if drafter.startswith("{") else {"method": drafter}
+
+
+def engine(args: argparse.Namespace, batches: Sequence[int], drafter: str | None) -> LLM:
+    blocks = -(-args.max_model_len // BLOCK) + 2
+    settings: dict[str, Any] = {
+        "max_model_len": args.max_model_len, "max_num_seqs": max(batches), "block_size": BLOCK,
+        "num_gpu_blocks_override": blocks * max(batches), "quantization": args.quantization, "threads": args.threads,
+    }  # fmt: skip
+    if drafter is not None:
+        settings["speculative_config"] = config_of(drafter)
+    return LLM(args.model, **settings)
+
+
+def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Namespace) -> Run:
+    params = [
+        SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=i, ignore_eos=args.ignore_eos)
+        for i in range(len(prompts))
+    ]
+    began_s = time.perf_counter()
+    if texts.chat:
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
+    else:
+        listed = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
+        outputs = llm.generate(listed, params)
+    seconds = time.perf_counter() - began_s
+    for output in outputs:
+        assert output.error is None, output.error
+    first = min(o.metrics.first_token_s or 0.0 for o in outputs)
+    last = max(o.metrics.finished_s or 0.0 for o in outputs)
+    return Run(seconds, last - first, [o.outputs[0].token_ids for o in outputs])
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """95 % of the medians of resampled pairs."""
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(np.asarray(ratios), (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def measure(plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One cell of the table."""
+    prompts = [texts.prompts[i % len(texts.prompts)] for i in range((args.pairs + 1) * batch)]
+    ratios, decode, seconds = [], [], []
+    different, num_tokens, counted, num_steps = 0, 0, Acceptance(), 0
+    for pair in range(-1, args.pairs):  # the first one warms up
+        mine = prompts[(pair + 1) * batch : (pair + 2) * batch]
+        order = (plain, guessing) if pair % 2 == 0 else (guessing, plain)
+        runs = {id(llm): generate(llm, texts, mine, args) for llm in order}
+        a, b = runs[id(plain)], runs[id(guessing)]
+        different += sum(x != y for x, y in zip(a.tokens, b.tokens, strict=True))
+        if pair < 0:
+            counted, num_steps = acceptance_of(guessing), guessing.engine.core.stats.num_steps
+            continue
+        num_tokens += sum(map(len, b.tokens))
+        ratios.append(a.seconds / b.seconds)
+        if min(a.decode_s, b.decode_s) > 0:
+            decode.append(a.decode_s / b.decode_s)
+        seconds.append((a.seconds, b.seconds))
+    acceptance = acceptance_of(guessing) - counted
+    return {
+        "batch": batch,
+        "pairs": args.pairs,
+        "repeats": len(prompts) > len(texts.prompts),
+        "speedup": statistics.median(ratios),
+        "interval": interval(ratios),
+        "decode_speedup": statistics.median(decode) if decode else None,
+        "decode_interval": interval(decode) if decode else None,
+        "seconds": seconds,
+        "num_tokens": num_tokens,
+        "num_steps": guessing.engine.core.stats.num_steps - num_steps,
+        "different": different,
+        **acceptance.figures(),
+    }
+
+
+def cells(found: dict[str, Any]) -> list[str]:
+    def number(value: float | None, shape: str) -> str:
+        return "-" if value is None else format(value, shape)
+
+    low, high = found["interval"]
+    rate = found["spec_decode_acceptance_rate"]
+    positions = found["spec_decode_per_position_acceptance_rates"][:4]
+    return [
+        found["drafter"], found["text"], str(found["batch"]), f"{found['speedup']:.2f}", f"{low:.2f} to {high:.2f}",
+        number(found["decode_speedup"], ".2f"), number(found["spec_decode_acceptance_length"], ".2f"),
+        "-" if rate is None else f"{rate:.0f} %", " ".join(f"{share:.2f}" for share in positions) or "-",
+        number(found["spec_decode_draft_share"], ".1%"), "no" if found["different"] else "yes",
+    ]  # fmt: skip
+
+
+def markdown(rows: Sequence[dict[str, Any]], skipped: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---" for _ in COLUMNS) + " |"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join([*lines, *(["", *(f"Not measured: {text}." for text in skipped)] if skipped else [])]) + "\n"
+
+
+def text_sets(args: argparse.Namespace, tokenizer: Any, skipped: list[str]) -> dict[str, TextSet]:
+    room = args.max_model_len - args.max_tokens - 64  # the chat template takes some
+    found = {}
+    for name in args.texts:
+        try:
+            found[name] = TEXTS[name](tokenizer, room, random.Random(0))
+        except Missing as error:
+            skipped.append(f"{name}: {error}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafters", nargs="+", default=["ngram"], metavar="METHOD|JSON")
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=512)
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end: equal lengths, odder text")
+    parser.add_argument("--out", help="write everything as JSON")
+    parser.add_argument("--markdown", help="write the table")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    batches, skipped = [int(n) for n in args.batches.split(",")], []
+    plain = engine(args, batches, None)
+    texts = text_sets(args, plain.get_tokenizer(), skipped)
+    rows: list[dict[str, Any]] = []
+    for drafter in args.drafters:
+        try:
+            guessing = engine(args, batches, drafter)
+        except PenstockError as error:
+            skipped.append(f"{drafter}: {error}")
+            continue
+        for name, chosen in texts.items():
+            for batch in batches:
+                found = measure(plain, guessing, chosen, batch, args)
+                rows.append({"drafter": drafter, "text": name, "source": chosen.source, **found})
+                console.print("  ".join(cells(rows[-1])), highlight=False)
+        del guessing
+    show(console, f"Speculation: {args.model}, {args.max_tokens} tokens", COLUMNS, [cells(row) for row in rows], left=2)
+    for text in skipped:
+        console.print(f"not measured: {text}")
+    save(args.out, {**about(command=sys.argv[1:], settings=vars(args)), "skipped": skipped, "rows": rows})
+    if args.markdown:
+        Path(args.markdown).write_text(markdown(rows, skipped), "utf-8")
+    return 1 if any(row["different"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
