@@ -6,6 +6,9 @@ from penstock.base.registry import Registry
 
 DRAFTERS = Registry("drafter")
 DRAFTERS.add("ngram", "penstock.drafters.ngram:make")
+DRAFTERS.add("early-exit", "penstock.drafters.self_draft:make_early_exit")
+DRAFTERS.add("self-draft", "penstock.drafters.self_draft:make_self_draft")
+DRAFTERS.add("medusa", "penstock.drafters.medusa:make")
 
-DEFAULT_DRAFTS = {"ngram": 5}
+DEFAULT_DRAFTS = {"ngram": 5, "early-exit": 3, "self-draft": 3}
 """Guesses for one sequence in one step where `num_speculative_tokens` does not say; others: 8."""

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config import SpeculativeConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import ModelSpec
 from penstock.runner.forward import Forward
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The model whose tokens are guessed, for drafters that are a part of it or hang on it.
+
+    Attributes:
+        forward: what verifies. Its results live in its own arena: a drafter may run it between steps only.
+        part: layers -> the model without all others, over the same weights and the same cache groups.
+        fingerprint: of its weights (`model.weights.fingerprint`): what was trained on another model does not fit.
+    """
+
+    spec: ModelSpec
+    forward: Forward
+    part: Callable[[Collection[int]], Forward]
+    fingerprint: Callable[[], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +38,7 @@ class DraftBench:
         rows, storage: the rank's, to be read; a drafter with a cache writes the pages of its own groups in `storage`.
         models: draft models, each with the cache groups that are its own, in the order of `config.model`.
         encode: text -> token ids of the model; None if it has no tokenizer.
+        target: the model whose tokens are guessed; None if it is none (tests, simulators).
     """
 
     config: SpeculativeConfig
@@ -30,3 +48,4 @@ class DraftBench:
     models: Sequence[tuple[Forward, Sequence[CacheGroup]]] = ()
     encode: Callable[[str], list[int]] | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    target: Target | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
+from penstock.drafters.bench import Target
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
@@ -18,6 +20,8 @@ from penstock.launch.native import PackedWeights, native_forward
 from penstock.launch.speculation import make_controller, make_drafter
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
+from penstock.model.program import Program
+from penstock.model.weights import fingerprint
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
@@ -60,11 +64,12 @@ def assemble(
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
     """
-    program: Forward = forward_of(config, spec, weights, plan, packed)
+    program = program_of(config, spec, weights, plan)
+    forward = native_forward(config, program, plan, packed) if config.execution.ops == "native" else program
     return connect(
         config,
         plan,
-        program,
+        forward,
         spec.vocab_size,
         clock=clock,
         check_invariants=check_invariants,
@@ -75,19 +80,21 @@ def assemble(
         grammars=grammars,
         drafter=drafter,
         drafts=drafts,
+        target=Target(
+            spec=spec,
+            forward=forward,
+            part=partial(part_of, program, forward, plan),
+            fingerprint=partial(fingerprint, weights),
+        ),
     )
 
 
-def forward_of(
-    config: EngineConfig,
-    spec: ModelSpec,
-    weights: Mapping[str, npt.NDArray[np.generic]],
-    plan: Plan,
-    packed: PackedWeights | None = None,
-) -> Forward:
-    """The model as the runner calls it. `ops="auto"` is the reference here: `launch.native` decides before."""
+def program_of(
+    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
+) -> Program:
+    """The model as a program. `ops="auto"` is the reference here: `launch.native` decides before."""
     ops = config.execution.ops
-    program = build(
+    return build(
         spec,
         dict(weights),
         plan.groups,
@@ -95,7 +102,14 @@ def forward_of(
         attention=config.execution.attention_backend,
         ops=OP_TABLES.get("ref" if ops == "auto" else ops),
     )
-    return native_forward(config, program, plan, packed) if ops == "native" else program
+
+
+def part_of(program: Program, forward: Forward, plan: Plan, layers: Collection[int]) -> Forward:
+    """The model without all layers but these, over the same weights, which are not held twice."""
+    part = program.part(layers)
+    if isinstance(forward, NativeForward):
+        return forward.part(part, plan.groups, max_tokens=plan.max_num_seqs)
+    return part
 
 
 def connect(
@@ -113,6 +127,7 @@ def connect(
     grammars: GrammarCache | None = None,
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
+    target: Target | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
@@ -133,7 +148,7 @@ def connect(
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
     )
-    runner.drafter = drafter or make_drafter(config, runner)
+    runner.drafter = drafter or make_drafter(config, runner, target)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(
         config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,

@@ -15,5 +15,12 @@ def bundled_model(name: str) -> Path | None:
     return folder if known else None
 
 
+def bundled_heads(name: str) -> Path | None:
+    """The folder of the bundled draft heads called `name`, as nano-medusa; None if there are none."""
+    folder = _FOLDER / name
+    known = name.replace("-", "_").isidentifier() and "-" in name and (folder / "config.json").is_file()
+    return folder if known else None
+
+
 def bundled_names() -> list[str]:
     return sorted(path.name for path in _FOLDER.iterdir() if bundled_model(path.name)) if _FOLDER.is_dir() else []

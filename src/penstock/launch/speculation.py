@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.protocols import DraftController, Drafter
 from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
-from penstock.drafters.bench import DraftBench
+from penstock.drafters.bench import DraftBench, Target
+from penstock.launch.bundled import bundled_heads
 from penstock.runner.runner import Runner
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 
 OTHER_DRAFTS = 8
 
 
-def make_drafter(config: EngineConfig, runner: Runner) -> Drafter | None:
+def make_drafter(config: EngineConfig, runner: Runner, target: Target | None = None) -> Drafter | None:
     """None without `speculative_config`. Raises: ConfigError."""
     wanted = config.speculation
     if wanted is None:
         return None
-    bench = DraftBench(config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage)
+    if wanted.heads is not None and not Path(wanted.heads).exists():
+        wanted = replace(wanted, heads=str(bundled_heads(wanted.heads) or wanted.heads))
+    bench = DraftBench(
+        config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage, target=target
+    )
     made: Drafter = DRAFTERS.get(wanted.method)(bench)
     return made
 

@@ -26,7 +26,7 @@ from penstock.model.attention import attention, latent
 from penstock.model.emitter import Emitter, Place, Weights
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.mamba import mamba, mamba2
-from penstock.model.program import Program
+from penstock.model.program import NO_LAYER, Program
 from penstock.model.recurrent import recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
 from penstock.ops.ref import REF
@@ -57,7 +57,9 @@ def build(
     assert sorted(n for g in groups for n in g.layers) == with_cache, "a layer that keeps something is in one group"
     _embedding(b)
     for n, layer in enumerate(spec.layers):
+        b.layer = n
         _layer(b, f"layers.{n}.", layer, places.get(n))
+    b.layer = NO_LAYER
     _last(b)
     num_body = len(b.code)
     _head(b)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
 from penstock.core.protocols import AttentionBackend
-from penstock.model.program import Call
+from penstock.model.program import NO_LAYER, Call
 from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
 from penstock.ops.table import Op, OpTable
@@ -35,6 +35,8 @@ class Emitter:
         self.spec = spec
         self.weights = weights
         self.max_model_len = max_model_len
+        self.layer = NO_LAYER
+        """What is emitted belongs to this layer."""
         self._ops = ops
         self._backend = backend
         self._angles: dict[Rope, str] = {}
@@ -50,7 +52,8 @@ class Emitter:
         label = [f"{name} {list(self.weights[name].shape)}" for name in weights]
         label += [str(value) for value in bound if value is None or isinstance(value, str | int | float | tuple)]
         label += [f"{key}={value}" for key, value in named.items() if not isinstance(value, np.ndarray)]
-        self.code.append(Call(op, self.op(op), inputs, output, (*arrays, *bound), named, ", ".join(label), weights))
+        bound = (*arrays, *bound)
+        self.code.append(Call(op, self.op(op), inputs, output, bound, named, ", ".join(label), weights, self.layer))
 
     def weight(self, name: str) -> npt.NDArray[Any]:
         """Matrices stay in their own format, because the op widens them as it goes; vectors are small."""
@@ -87,7 +90,9 @@ class Emitter:
         if rope not in self._angles:
             name = f"angles{len(self._angles)}"
             self._angles[rope] = name
+            layer, self.layer = self.layer, NO_LAYER
             self.emit("rope_angles", ("positions",), name, bound=(rope_table(rope, self.max_model_len),))
+            self.layer = layer
         return self._angles[rope]
 
     def rope(self, x: str, rope: Rope, first: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from penstock.ops.table import Op
 
 INPUTS = ("step", "token_ids", "positions", "rows")
 """Registers that a step fills in before the first call."""
+NO_LAYER = -1
+"""Embedding, head, and what layers share."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Call:
     """`registers[output] = fn(*registers[inputs], *bound, **named)`.
 
     `output` is "" for a call that only writes a cache. `label` says to people what is bound; `weights` are the names of
-    the first of `bound`.
+    the first of `bound`. `layer`: the layer that it belongs to, or NO_LAYER.
     """
 
     op: str
@@ -34,6 +36,7 @@ class Call:
     named: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     weights: tuple[str, ...] = ()
+    layer: int = NO_LAYER
 
 
 class Program:
@@ -82,6 +85,19 @@ class Program:
             self._execute(self._head, registers)
         logits: F32 = registers["logits"]
         return logits, x[num_logits:]
+
+    def run_head(self, hidden: F32, planes: Sequence[Planes]) -> F32:
+        """Logits [R, V] of hidden states [R, E] that `run_pooling` might have given; nothing is cached."""
+        registers: dict[str, Any] = {"x": hidden}
+        with np.errstate(all="ignore"):
+            self._execute(self.code[len(self.code) - self.num_head :], registers)
+        logits: F32 = registers["logits"]
+        return logits
+
+    def part(self, layers: Collection[int]) -> Program:
+        """The same model without all other layers: the same weights, and each layer's cache where it was."""
+        code = [call for call in self.code if call.layer == NO_LAYER or call.layer in layers]
+        return Program(code, vocab_size=self.vocab_size, max_model_len=self.max_model_len, num_head=self.num_head)
 
     def _execute(self, code: Sequence[Call], registers: dict[str, Any]) -> None:
         for call in code:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
+from penstock.base.hashing import digest
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights
@@ -24,6 +25,7 @@ from penstock.quant.decode import decoded
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 _CHUNK = 1 << 20  # elements looked at or converted at a time; bounds what is needed beside the result
+_FINGERPRINT_ROWS = 64
 _NUMPY: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 # All exponent bits set means NaN or infinity. With the sign bit gone such patterns are the largest integers.
 _BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
@@ -68,6 +70,18 @@ def load_weights(
     loaded = {n: _load(files, ref, shapes[n], dtype, advance) for n, ref in wanted.items()}
     nothing = np.zeros((), _NUMPY[dtype])
     return {n: loaded[n] if n in loaded else np.broadcast_to(nothing, shape) for n, shape in shapes.items()}
+
+
+def fingerprint(weights: Mapping[str, Array]) -> str:
+    """What tells a model from others of its shape: 16 hex digits, of some rows of the embedding and the final norm.
+
+    The same for weights loaded as bfloat16 and as float32.
+    """
+    table = weights["embed"]
+    parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
+    parts += [weights[name] for name in ("final_norm", "final_norm.bias") if name in weights]
+    wide = [widen(part) if part.dtype == np.uint16 else part.astype(np.float32) for part in parts]
+    return digest(*(narrow(part).astype("<u2").tobytes() for part in wide), size=8).hex()
 
 
 def _narrowed(ref: WeightRef) -> WeightRef:

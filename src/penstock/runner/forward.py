@@ -32,3 +32,12 @@ class PoolingForward(Forward, Protocol):
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Logits [R, V], and the hidden states [P, E] of `plan.hidden_indices` behind the final norm."""
         ...
+
+
+@runtime_checkable
+class HeadForward(PoolingForward, Protocol):
+    """A model whose output matrix can be used by itself."""
+
+    def run_head(self, hidden: npt.NDArray[np.float32], planes: Sequence[Planes]) -> npt.NDArray[np.float32]:
+        """Logits [R, V] of hidden states [R, E] behind the final norm; as `run`, but nothing is cached."""
+        ...

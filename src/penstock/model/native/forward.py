@@ -17,7 +17,7 @@ from penstock.model.program import Program
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
-from penstock.quant.reference import Scheme
+from penstock.quant.reference import NONE, Scheme
 
 
 class NativeForward:
@@ -80,6 +80,20 @@ class NativeForward:
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head)
         return native.values(self._code.logits, num_logits), hidden
+
+    def run_head(self, hidden: F32, planes: Sequence[Planes]) -> F32:
+        """Logits [R, V] of hidden states [R, E] that `run_pooling` might have given; nothing is cached."""
+        count = len(hidden)
+        native, rows = self._ready(count, planes), np.arange(count, dtype=np.int32)
+        native.values(self._code.hidden, count)[:] = hidden
+        # The head looks at nothing of a step but the number of its rows.
+        plan = StepPlan(rows, rows, np.array([0, count], np.int32), np.array([count], np.int32), rows, ())
+        native.run(self._memory.args(plan, rows), self._code.head)
+        return native.values(self._code.logits, count)
+
+    def part(self, program: Program, groups: Sequence[CacheGroup], *, max_tokens: int) -> NativeForward:
+        """A part of the program that this was made of, over the same packed weights."""
+        return NativeForward(program, groups, self._pool, NONE, max_tokens=max_tokens, matrices=self.matrices)
 
     def profile(self) -> list[tuple[str, int]]:
         """(operation, nanoseconds so far) since the first call of this."""

@@ -1,0 +1,110 @@
+"""Medusa heads on a real model: no token changes, and steps are saved."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from penstock import LLM, SamplingParams
+from penstock.base.errors import ConfigError
+from penstock.launch.bundled import bundled_heads
+from penstock.ops.native.library import best_library
+from penstock.runner.forward import HeadForward
+from penstock.runner.runner import Runner
+
+PROSE = (
+    "Once upon a time there was a little girl who lived near the sea.",
+    "The old man opened the door and looked at the boy.",
+    '"Where are you going?" said the dog.',
+    "On a cold winter morning the king went into the wood.",
+)
+native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
+each_ops = pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=native_only)])
+
+
+@cache
+def nano(ops: str, num_drafts: int) -> LLM:
+    config = {"method": "medusa", "heads": "nano-medusa", "controller": "fixed", "num_speculative_tokens": num_drafts}
+    return LLM(model="nano", ops=ops, max_model_len=512, speculative_config=json.dumps(config) if num_drafts else None)
+
+
+def params(length: int, temperatures: tuple[float, ...]) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=length, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True)
+        for i in range(len(PROSE))
+    ]
+
+
+@each_ops
+@pytest.mark.parametrize("num_drafts", [3, 12])
+def test_D12_no_token_changes(ops: str, num_drafts: int) -> None:
+    """Greedy and sampled rows in one batch, trees narrow and wide."""
+    rules = params(12 if ops == "ref" else 48, (0.0, 0.7, 0.0, 1.0))
+    want = nano(ops, 0).generate(list(PROSE), rules)
+    llm = nano(ops, num_drafts)
+    got = llm.generate(list(PROSE), rules)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in want]
+    assert llm.engine.core.stats.num_accepted_tokens > 0
+
+
+@native_only
+def test_D12_one_and_a_half_tokens_a_step() -> None:
+    """Greedy text like what the model was trained on; every step counts, the first ones without guesses too."""
+    llm = nano("native", 8)
+    stats = llm.engine.core.stats
+    before = (stats.num_drafts, stats.num_accepted_tokens)
+    llm.generate(list(PROSE), params(96, (0.0,)))
+    drafts, accepted = stats.num_drafts - before[0], stats.num_accepted_tokens - before[1]
+    steps = len(PROSE) * 96 - accepted
+    assert drafts <= steps
+    assert len(PROSE) * 96 / steps >= 1.5
+
+
+@each_ops
+def test_the_output_matrix_alone_gives_the_logits_of_the_model(ops: str) -> None:
+    runner: Runner = nano(ops, 0).engine.core.executor.runner  # type: ignore[attr-defined]
+    forward, planes = runner._forward, runner.storage.planes
+    assert isinstance(forward, HeadForward)
+    seen: list[Any] = []
+    run = forward.run
+
+    def spy(plan: Any, given: Any) -> Any:
+        from dataclasses import replace
+
+        assert isinstance(forward, HeadForward)
+        logits, hidden = forward.run_pooling(replace(plan, hidden_indices=plan.logits_indices), given)
+        logits = logits.copy()
+        seen.append((logits, forward.run_head(hidden, planes).copy()))
+        return logits
+
+    forward.run = spy  # type: ignore[method-assign]
+    try:
+        nano(ops, 0).generate(list(PROSE), params(3, (0.0,)))
+    finally:
+        forward.run = run  # type: ignore[method-assign]
+    assert len(seen) >= 3
+    for logits, again in seen:
+        np.testing.assert_array_equal(logits, again)
+
+
+def test_D12_heads_of_another_model_are_refused_at_start(tmp_path: Path) -> None:
+    shape = (1, 1, 64, 64)
+    save_file(
+        {"weight": np.ones(shape, np.float32), "bias": np.ones(shape[:3], np.float32)}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"kind": "medusa", "base": "0" * 16, "hidden_size": 64}))
+    for heads, says in [
+        (str(tmp_path), "another model"),
+        ("nosuch-heads", "cannot be read"),
+        (None, "heads: the folder"),
+    ]:
+        config = {"method": "medusa", "heads": heads} if heads else {"method": "medusa"}
+        with pytest.raises(ConfigError, match=says):
+            LLM(model="nano", speculative_config=json.dumps(config))
+    assert bundled_heads("../nano-medusa") is None
