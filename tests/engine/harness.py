@@ -18,6 +18,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
+from penstock.plan.drafts import plan_drafts
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward
@@ -56,11 +57,17 @@ class Knobs:
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
-def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
-    groups = group_layers([cache_spec(layer, k.kv_dtype) for layer in spec.layers])
+def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> Plan:
+    max_model_len = k.max_model_len or spec.max_position
+    groups, drafts, _ = plan_drafts(
+        [(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
+        group_layers([cache_spec(layer, k.kv_dtype) for layer in spec.layers]),
+        dtypes=["float32"] * len(guessers),
+        kv_dtype=k.kv_dtype,
+        max_model_len=max_model_len,
+    )
     kinds = {"paged": k.num_blocks, "window": k.window_blocks or k.num_blocks, "slot": k.num_slots}
     num_slabs = tuple(kinds[g.spec.kind] for g in groups)
-    max_model_len = k.max_model_len or spec.max_position
     return Plan(
         dtype="float32",
         kv_dtype=k.kv_dtype,
@@ -76,10 +83,11 @@ def plan_for(spec: ModelSpec, k: Knobs) -> Plan:
         weight_bytes=0,
         kv_bytes=sum(n * g.slab_bytes(k.block_size) for n, g in zip(num_slabs, groups, strict=True)),
         num_host_slabs=tuple(k.host_blocks if g.spec.per_token else min(k.host_blocks, 6) for g in groups),
+        drafts=drafts,
     )
 
 
-def config_for(k: Knobs) -> Any:
+def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
     return from_kwargs(
         model="(test)",
         scheduling_policy=k.policy,
@@ -94,6 +102,7 @@ def config_for(k: Knobs) -> Any:
         preemption_mode=k.preemption,
         kv_allocator=k.kv_allocator,
         schedule_conservativeness=k.conservativeness,
+        speculative_config=speculation,
     )
 
 
@@ -120,19 +129,26 @@ def fake_engine(
     return core, forward
 
 
-def real_engine(spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None) -> EngineCore:
-    """An engine over a real (tiny, random) model and the reference operations."""
+def real_engine(
+    spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
+    speculation: dict[str, Any] | None = None, guessers: Sequence[tuple[ModelSpec, Any]] = (),
+) -> EngineCore:  # fmt: skip
+    """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
+
+    `speculation`: as `speculative_config`; `guessers`: the draft models it names, and their weights.
+    """
     return assemble(
-        config_for(k),
+        config_for(k, speculation),
         spec,
         weights,
-        plan_for(spec, k),
+        plan_for(spec, k, [guesser for guesser, _ in guessers]),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,
         wire=k.wire,
         drafter=drafter,
         drafts=drafts,
+        guessers=guessers,
     )
 
 

@@ -49,6 +49,7 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.core.machine import Machine
     from penstock.families.registry import read_spec
     from penstock.launch.build import check_names
+    from penstock.launch.drafts import draft_specs
     from penstock.launch.hub import local_path
     from penstock.launch.native import choose_ops, device_of
     from penstock.plan.devices import find_device
@@ -71,7 +72,7 @@ def plan(args: argparse.Namespace) -> int:
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
-    result = report(config, spec, machine, device, args.context)
+    result = report(config, spec, machine, device, args.context, draft_specs(config))
     result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:
         _print_json(config.model.model, result)
@@ -153,7 +154,8 @@ def _memory_table(r: Report) -> Table:
     for group in r.groups:
         what = "state per sequence" if group.kind == "slot" else "KV per token"
         kept = "" if group.window is None else f", the last {group.window:,} tokens of a sequence"
-        table.add_row(what, _size(group.num_bytes), f"{group.num_layers} layers, {group.planes}{kept}")
+        whose = f" of the draft model {group.model}" if group.model else ""
+        table.add_row(what, _size(group.num_bytes), f"{group.num_layers} layers{whose}, {group.planes}{kept}")
     if len(r.groups) > 1 and r.kv_bytes_per_token:
         table.add_row("KV per token, all", _size(r.kv_bytes_per_token), "")
     if r.kv_bytes is not None:

@@ -9,6 +9,12 @@ DRAFTERS.add("ngram", "penstock.drafters.ngram:make")
 DRAFTERS.add("early-exit", "penstock.drafters.self_draft:make_early_exit")
 DRAFTERS.add("self-draft", "penstock.drafters.self_draft:make_self_draft")
 DRAFTERS.add("medusa", "penstock.drafters.medusa:make")
+DRAFTERS.add("draft-model", "penstock.drafters.draft_model:make")
+DRAFTERS.add("draft_model", "penstock.drafters.draft_model:make")  # as vLLM spells it
+DRAFTERS.add("specinfer", "penstock.drafters.specinfer:make")
 
 DEFAULT_DRAFTS = {"ngram": 5, "early-exit": 3, "self-draft": 3}
 """Guesses for one sequence in one step where `num_speculative_tokens` does not say; others: 8."""
+
+MOST_MODELS = {"draft-model": 1, "draft_model": 1, "specinfer": 8}
+"""Draft models that a method takes at most; it takes at least one. The others take none."""

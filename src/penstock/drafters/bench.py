@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.config import SpeculativeConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec
 from penstock.runner.forward import Forward
 from penstock.runner.rows import RowStore
+from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
+
+
+class DraftModel(NamedTuple):
+    """A model that guesses. `groups` are its own among the rank's; it runs positions 0 ... max_len-1 and knows tokens
+    0 ... vocab_size-1."""
+
+    name: str
+    forward: Forward
+    groups: Sequence[CacheGroup]
+    max_len: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,8 @@ class DraftBench:
     Attributes:
         vocab_size: of the model whose tokens are guessed.
         rows, storage: the rank's, to be read; a drafter with a cache writes the pages of its own groups in `storage`.
-        models: draft models, each with the cache groups that are its own, in the order of `config.model`.
+        sampler: the rank's, with the processors' states behind the newest known token of every row while it proposes.
+        models: draft models, in the order of `config.model`.
         encode: text -> token ids of the model; None if it has no tokenizer.
         target: the model whose tokens are guessed; None if it is none (tests, simulators).
     """
@@ -45,7 +59,8 @@ class DraftBench:
     vocab_size: int
     rows: RowStore
     storage: Storage
-    models: Sequence[tuple[Forward, Sequence[CacheGroup]]] = ()
+    sampler: Sampler | None = None
+    models: Sequence[DraftModel] = ()
     encode: Callable[[str], list[int]] | None = None
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     target: Target | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
+from penstock.launch.drafts import LoadedDraft, draft_models
 from penstock.launch.native import PackedWeights, native_forward
-from penstock.launch.speculation import make_controller, make_drafter
+from penstock.launch.speculation import DraftMeans, make_controller, make_drafter
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
 from penstock.model.program import Program
@@ -55,11 +56,12 @@ def assemble(
     packed: PackedWeights | None = None,
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
+    guessers: Sequence[LoadedDraft] = (),
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
     `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
-    kernels find their weights at the second start.
+    kernels find their weights at the second start. `guessers`: the draft models of `plan.drafts`, in that order.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
@@ -80,11 +82,14 @@ def assemble(
         grammars=grammars,
         drafter=drafter,
         drafts=drafts,
-        target=Target(
-            spec=spec,
-            forward=forward,
-            part=partial(part_of, program, forward, plan),
-            fingerprint=partial(fingerprint, weights),
+        means=DraftMeans(
+            models=draft_models(config, plan, guessers, forward),
+            target=Target(
+                spec=spec,
+                forward=forward,
+                part=partial(part_of, program, forward, plan),
+                fingerprint=partial(fingerprint, weights),
+            ),
         ),
     )
 
@@ -97,7 +102,7 @@ def program_of(
     return build(
         spec,
         dict(weights),
-        plan.groups,
+        plan.own_groups,
         max_model_len=plan.max_model_len,
         attention=config.execution.attention_backend,
         ops=OP_TABLES.get("ref" if ops == "auto" else ops),
@@ -127,7 +132,7 @@ def connect(
     grammars: GrammarCache | None = None,
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
-    target: Target | None = None,
+    means: DraftMeans | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
@@ -148,7 +153,7 @@ def connect(
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
     )
-    runner.drafter = drafter or make_drafter(config, runner, target)
+    runner.drafter = drafter or make_drafter(config, runner, means or DraftMeans())
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(
         config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,

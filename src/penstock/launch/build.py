@@ -21,6 +21,7 @@ from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
+from penstock.launch.drafts import check_method, check_tokens, draft_specs, open_drafts
 from penstock.launch.hub import local_path
 from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
@@ -79,18 +80,22 @@ def start(
     check_names(config)
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
-    checkpoint = open_model(path)
+        checkpoint = open_model(path)
+        guessers = open_drafts(config, download)
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
-    plan = resolve(config, checkpoint.spec, machine)
+    plan = resolve(config, checkpoint.spec, machine, [(d.name, d.checkpoint.spec) for d in guessers])
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
+    for guesser in guessers:
+        check_tokens(guesser, checkpoint.spec, tokenizer)
     plan = msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
     packed = packed_weights(config, checkpoint, plan)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
+    loaded = [guesser.load(draft.dtype) for guesser, draft in zip(guessers, plan.drafts, strict=True)]
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
@@ -109,6 +114,7 @@ def start(
         seconds_budget=serving,
         grammars=grammars,
         packed=packed,
+        guessers=loaded,
     )
     return Engine(
         core=core,
@@ -140,7 +146,7 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     check_names(config)
     spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
     config, chosen = choose_ops(config, spec)
-    plan = resolve(config, spec, machine or probe())
+    plan = resolve(config, spec, machine or probe(), draft_specs(config))
     return msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
 
 
@@ -157,6 +163,7 @@ def check_names(config: EngineConfig) -> None:
     EXECUTORS.get(config.execution.executor)
     if config.speculation is not None:
         DRAFTERS.get(config.speculation.method)
+        check_method(config.speculation)
 
 
 def limits_of(checkpoint: Checkpoint, plan: Plan) -> Limits:

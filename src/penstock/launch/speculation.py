@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.protocols import DraftController, Drafter
 from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
-from penstock.drafters.bench import DraftBench, Target
+from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
 from penstock.runner.runner import Runner
 from penstock.sched.drafts import DRAFT_CONTROLLERS
@@ -16,7 +18,15 @@ from penstock.sched.drafts import DRAFT_CONTROLLERS
 OTHER_DRAFTS = 8
 
 
-def make_drafter(config: EngineConfig, runner: Runner, target: Target | None = None) -> Drafter | None:
+class DraftMeans(NamedTuple):
+    """What a drafter may be made of: draft models, the model itself, and text -> ids of the model."""
+
+    models: Sequence[DraftModel] = ()
+    target: Target | None = None
+    encode: Callable[[str], list[int]] | None = None
+
+
+def make_drafter(config: EngineConfig, runner: Runner, means: DraftMeans) -> Drafter | None:
     """None without `speculative_config`. Raises: ConfigError."""
     wanted = config.speculation
     if wanted is None:
@@ -24,8 +34,9 @@ def make_drafter(config: EngineConfig, runner: Runner, target: Target | None = N
     if wanted.heads is not None and not Path(wanted.heads).exists():
         wanted = replace(wanted, heads=str(bundled_heads(wanted.heads) or wanted.heads))
     bench = DraftBench(
-        config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage, target=target
-    )
+        config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage, sampler=runner.sampler,
+        models=means.models, target=means.target, encode=means.encode,
+    )  # fmt: skip
     made: Drafter = DRAFTERS.get(wanted.method)(bench)
     return made
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
+from penstock.plan.drafts import NamedSpec
 from penstock.plan.memory import largest
 from penstock.plan.resolve import Plan, resolve, sizes_of, tokens_in_flight
 
@@ -20,10 +22,13 @@ class Fit:
     CapacityError (or ConfigError) if not even one sequence of one token fits.
     """
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, machine: Machine) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = ()
+    ) -> None:
         self._config = config
         self._spec = spec
         self._machine = machine
+        self._drafts = tuple(drafts)
         self.base = self.resolved(1, 1)
 
     def resolved(self, num_seqs: int | None, context: int) -> Plan:
@@ -33,7 +38,7 @@ class Fit:
             model=replace(self._config.model, max_model_len=context),
             scheduler=replace(self._config.scheduler, max_num_seqs=num_seqs),
         )
-        return resolve(config, self._spec, self._machine)
+        return resolve(config, self._spec, self._machine, self._drafts)
 
     def kv_bytes(self, num_seqs: int, context: int) -> int:
         """Blocks and states of so many full-length sequences."""

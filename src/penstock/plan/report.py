@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
@@ -17,6 +18,7 @@ from penstock.core.model_spec import ModelSpec, cache_spec
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
+from penstock.plan.drafts import NamedSpec
 from penstock.plan.fit import Fit
 from penstock.plan.flops import num_active_params
 from penstock.plan.resolve import Plan, resolve
@@ -31,7 +33,8 @@ _SHORTEST_CONTEXT = 64
 class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that cache alike. `num_bytes`: per token ("paged", "window") or per sequence ("slot"), over all of them.
 
-    `window`: tokens that a query of these layers sees; older ones are given up. None: all.
+    `window`: tokens that a query of these layers sees; older ones are given up. None: all. `model`: the draft model
+    whose layers they are; "": those of the model itself.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True):
     planes: str
     num_bytes: int
     window: int | None = None
+    model: str = ""
 
 
 class ContextLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,25 +104,29 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def report(
-    config: EngineConfig, spec: ModelSpec, machine: Machine, device: Device, context: int = DEFAULT_CONTEXT
-) -> Report:
+    config: EngineConfig, spec: ModelSpec, machine: Machine, device: Device, context: int = DEFAULT_CONTEXT,
+    drafts: Sequence[NamedSpec] = (),
+) -> Report:  # fmt: skip
     """Plan for a machine whose memory is `machine`'s and whose rates are `device`'s.
 
-    `context`: tokens a sequence has when its speed is predicted (cut to what fits). Raises ConfigError for settings
+    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`: as `resolve` takes them;
+    predicted is the model's speed without them. Raises ConfigError for settings
     that contradict the model, the device or each other; what only lacks memory is reported, not raised.
     """
     config, extra = _with_dtype(config, spec, device)
     refusal: CapacityError | None = None
     plan = fit = None
     try:
-        plan = resolve(config, spec, machine)
+        plan = resolve(config, spec, machine, drafts)
     except CapacityError as error:
         refusal = error
     with suppress(CapacityError):
-        fit = Fit(config, spec, machine)
+        fit = Fit(config, spec, machine, drafts)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
-    groups = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
+    own = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
+    groups = known.groups if known else own
+    guessers = {g: draft.name for draft in known.drafts for g in draft.groups} if known else {}
     timer = RooflineTimer(spec, device, dtype=dtype, kv_dtype=kv_dtype)
     max_model_len = plan.max_model_len if plan else config.model.max_model_len or spec.max_position
     longest = fit.longest_context() if fit is not None else 0
@@ -134,7 +142,7 @@ def report(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weight_bytes={name: spec.num_params * size for name, size in DTYPE_BYTES.items()},
-        groups=tuple(_group_line(group) for group in groups),
+        groups=tuple(_group_line(group, guessers.get(group.index, "")) for group in groups),
         kv_bytes_per_token=sum(g.slab_bytes(1) for g in groups if g.spec.per_token),
         state_bytes_per_sequence=sum(g.slab_bytes(1) for g in groups if not g.spec.per_token),
         max_model_len=max_model_len,
@@ -179,7 +187,7 @@ def _decisions(config: EngineConfig, plan: Plan | None, fit: Fit | None, longest
     return Decision("max_model_len", near.max_model_len, why), *near.decisions
 
 
-def _group_line(group: CacheGroup) -> GroupLine:
+def _group_line(group: CacheGroup, model: str) -> GroupLine:
     dtypes = ", ".join(sorted({p.dtype for p in group.spec.planes}))
     planes = " + ".join(f"{p.name} {p.heads}x{p.dim}" for p in group.spec.planes) + f", {dtypes}"
     return GroupLine(
@@ -188,6 +196,7 @@ def _group_line(group: CacheGroup) -> GroupLine:
         planes=planes,
         num_bytes=group.slab_bytes(1),
         window=group.spec.window,
+        model=model,
     )
 
 

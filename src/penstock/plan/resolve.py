@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers, with
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
 
 DEFAULT_NUM_SEQS = 64
@@ -24,8 +26,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `num_slabs[g]` is the number of slabs of `groups[g]`: blocks of `block_size` tokens for paged and window groups,
     states of one sequence for slot groups. `kv_capacity_tokens`: tokens all sequences together can have (those that
     left every window included). `kv_bytes`: the sum over groups of slabs x slab bytes. `step_tokens`: tokens of one
-    sequence that steps in flight, and the one being planned, may have between them. Units: tokens
-    and bytes as named.
+    sequence that steps in flight, and the one being planned, may have between them. `weight_bytes`: of the model
+    itself; `drafts` have theirs, and say which of `groups` are theirs. Units: tokens and bytes as named.
     """
 
     dtype: str
@@ -43,6 +45,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     num_host_slabs: tuple[int, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    drafts: tuple[DraftPlan, ...] = ()
+
+    @property
+    def own_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of the model itself."""
+        others = {g for draft in self.drafts for g in draft.groups}
+        return tuple(group for group in self.groups if group.index not in others)
 
 
 class _Decisions(list[Decision]):
@@ -50,8 +59,10 @@ class _Decisions(list[Decision]):
         self.append(Decision(name, value, why))
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
+def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = ()) -> Plan:
     """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
+
+    `drafts`: models that guess for it; their weights and caches are planned beside its own.
 
     Raises ConfigError for settings that contradict the model or each other, CapacityError (a ConfigError) for what
     does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
@@ -64,7 +75,15 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
     max_model_len = _max_model_len(config, spec, decisions)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
 
-    groups = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
+    groups, planned, why_drafts = plan_drafts(
+        drafts,
+        group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers]),
+        dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
+        kv_dtype=kv_dtype,
+        max_model_len=max_model_len,
+    )
+    decisions.extend(why_drafts)
+    all_weights = check_draft_weights(weight_bytes, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)
     sizes = sizes_of(config, groups, step_tokens)
@@ -74,7 +93,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
         seqs_are_given=config.scheduler.max_num_seqs is not None,
         checkpoints=config.cache.enable_prefix_caching,
     )
-    budget = budget_for(config.cache, weight_bytes, machine)
+    budget = budget_for(config.cache, all_weights, machine)
     memory = plan_memory(config.cache, sizes, demand, budget)
     num_slabs = sizes.per_group(memory.num_blocks, memory.num_slots, memory.window_blocks)
     kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, groups, strict=True))
@@ -102,6 +121,7 @@ def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine) -> Plan:
         num_host_slabs=_host_slabs(config, groups, memory.max_num_seqs, max_model_len, decisions),
         step_tokens=step_tokens,
         decisions=tuple(decisions),
+        drafts=planned,
     )
 
 
@@ -166,6 +186,13 @@ def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _
         f"more than half of the available {gib(available)}",
     )  # fmt: skip
     return spec.dtype
+
+
+def _draft_dtype(config: EngineConfig, draft: ModelSpec, dtype: str) -> str:
+    """As the target's was decided: given for both, the checkpoint's own, or widened where the target is."""
+    if config.model.dtype != "auto" or (config.execution.ops != "native" and dtype == "float32"):
+        return dtype
+    return draft.dtype
 
 
 def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Decisions) -> str:

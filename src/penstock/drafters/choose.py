@@ -1,0 +1,202 @@
+"""How a draft model's logits become guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.base.rng import uniform
+from penstock.core.draft import ROOT, UNKNOWN, DraftJob, Outcome
+from penstock.drafters.aligned import MAX_ALIGNED_VOCAB, Alignment, Draw
+from penstock.runner.sampler import SICK, Node, Sampler
+from penstock.runner.truncate import truncate
+
+F32 = npt.NDArray[np.float32]
+
+DRAFT_DRAW = 64
+"""Philox draw id of a tree's guess 0, where guesses are drawn for themselves: none of those that verifying uses. The
+i-th of several drafters begins i * DRAFT_DRAW later, so that no two draw with the same number."""
+DRAWING_VERIFIERS = frozenset({"speculative-sampling", "multi-step", "spectr"})
+"""They want guesses that were drawn from a distribution, and the distribution."""
+
+
+class Guess(NamedTuple):
+    """One guess behind `parent`: what the draft model thinks of it, and what it was drawn from, if it was drawn.
+
+    `worth`: what it is ranked by where there is no room for all, if that is not its probability: under sampling the
+    choice may be an unlikely token, and is still the best guess.
+    """
+
+    token_id: int
+    parent: int
+    prob: float
+    drawn_from: F32 | None = None
+    worth: float | None = None
+
+
+class Sprout:
+    """The tree of one job while it grows. `front`: the guesses (ROOT: the newest known token) to be grown next."""
+
+    def __init__(self, job: DraftJob, num_nodes: int, max_depth: int) -> None:
+        self.job, self.num_nodes, self.max_depth = job, num_nodes, max_depth
+        self.guesses: list[Guess] = []
+        self.front: list[int] = [ROOT]
+        self.depth = 0
+        """Of the front."""
+        self.num_run = 0
+        """Guesses, in their order, that the draft model has run."""
+        self.draws: dict[int, Draw] = {}
+        """What was drawn with the position's own number behind a node, for `Chooser.learn`."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [guess.token_id for guess in self.guesses]
+
+    @property
+    def parents(self) -> list[int]:
+        return [guess.parent for guess in self.guesses]
+
+    @property
+    def is_chain(self) -> bool:
+        return all(guess.parent == i - 1 for i, guess in enumerate(self.guesses))
+
+    @property
+    def room(self) -> int:
+        return self.num_nodes - len(self.guesses)
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from behind the root to a node."""
+        out: list[int] = []
+        while node != ROOT:
+            out.append(self.guesses[node].token_id)
+            node = self.guesses[node].parent
+        return out[::-1]
+
+    def worth(self, node: int) -> float:
+        """Of the whole path to a node."""
+        out = 1.0
+        while node != ROOT:
+            guess = self.guesses[node]
+            out *= guess.prob if guess.worth is None else guess.worth
+            node = guess.parent
+        return out
+
+    def add(self, guesses: Sequence[Guess]) -> None:
+        """The next level, below the front. Mutates: self; the front is what can grow further."""
+        first = len(self.guesses)
+        self.guesses += guesses[: self.room]
+        self.depth += 1
+        grows = self.room > 0 and self.depth < self.max_depth
+        self.front = list(range(first, len(self.guesses))) if grows else []
+
+
+class Chooser:
+    """Final logits and choices at the fronts of many trees, in one go.
+
+    A guess is what the sampler would choose if the draft model were the model: greedily, or with the very draw that
+    belongs to the position (`aligned`). Both models then look at the same random number, and agree far more often than
+    two draws of their own would. With `own_draws` guesses are drawn with numbers of their own, and their distribution
+    is kept.
+    """
+
+    def __init__(self, sampler: Sampler, vocab_size: int, *, own_draws: bool = False, number: int = 0) -> None:
+        """`number`: which of several drafters of the same sequences this is."""
+        self._sampler, self._vocab_size, self._own_draws = sampler, vocab_size, own_draws
+        self._first_draw = DRAFT_DRAW * (1 + number)
+        self._aligns = vocab_size <= MAX_ALIGNED_VOCAB
+        self.alignment = Alignment()
+
+    def draws(self, job: DraftJob) -> bool:
+        """Whether this job's guesses are drawn for themselves."""
+        return self._own_draws and not job.rules.greedy
+
+    def final(self, sprouts: Sequence[Sprout], logits: Sequence[F32]) -> F32:
+        """[R, V]: the rows of all fronts, one after the other, as processors leave them.
+
+        Shapes: logits[i] [fronts of sprouts[i], V or what the draft model has], not written to.
+        """
+        out = np.full((sum(map(len, logits)), self._vocab_size), -np.inf, np.float32)
+        r = 0
+        for sprout, rows in zip(sprouts, logits, strict=True):
+            width = min(self._vocab_size, rows.shape[1])
+            out[r : r + len(rows), :width] = rows[:, :width]
+            chain, seq_id = self._sampler.chain, sprout.job.seq_id
+            if chain.follows(seq_id):
+                for node in sprout.front:
+                    path = sprout.path(node)
+                    chain.advance(seq_id, path)
+                    chain.apply(out[r : r + 1], [seq_id])
+                    chain.rollback(seq_id, len(path))
+                    r += 1
+            else:
+                r += len(rows)
+        return out
+
+    def tokens(self, sprouts: Sequence[Sprout], final: F32) -> list[int]:
+        """The choice at every row; SICK where there is none."""
+        nodes: list[Node] = []
+        guessed: dict[int, int] = {}
+        r = 0
+        for sprout in sprouts:
+            job, position = sprout.job, len(sprout.job.tokens) + sprout.depth
+            for node in sprout.front:
+                if self._aligns and not job.rules.greedy and np.isfinite(final[r].max()):
+                    guessed[r], sprout.draws[node] = self.alignment.guess(
+                        final[r], job.rules, job.sample_index, position
+                    )
+                else:
+                    nodes.append(Node(r, job.rules, job.sample_index, position))
+                r += 1
+        rest = iter(self._sampler.sample(final, (), nodes).choices)
+        return [guessed[i] if i in guessed else next(rest) for i in range(r)]
+
+    def learn(self, sprout: Sprout, outcome: Outcome) -> None:
+        """What the model has chosen behind the nodes that it has reached in a sprout's own tree. Mutates: self."""
+        above, token = ROOT, outcome.choices[0]
+        while token != UNKNOWN:
+            if above in sprout.draws:
+                self.alignment.learn(sprout.draws[above], token)
+            here = next((i for i in outcome.path if outcome.tree.parents[i] == above), None)
+            if here is None or here >= len(sprout.guesses) or sprout.guesses[here][:2] != (token, above):
+                return
+            above, token = here, outcome.choices[here + 1]
+
+    def drawn(self, sprout: Sprout, parent: int, row: F32, first: int, count: int) -> list[Guess]:
+        """`count` independent draws behind `parent`, to become guesses first, first + 1, ...; [] where there are none.
+
+        Siblings may be equal. Shapes: row [V].
+        """
+        if not np.isfinite(row.max()):
+            return []
+        job = sprout.job
+        ids, weights = truncate(row, job.rules)
+        sums = np.cumsum(weights)
+        total = int(sums[-1])
+        dist = np.zeros(len(row), np.float32)
+        dist[slice(None) if ids is None else ids] = weights / total
+        position = len(job.tokens) + sprout.depth
+        out = []
+        for i in range(count):
+            bits = int(uniform(job.rules.seed, job.sample_index, position, self._first_draw + first + i) * 2**53)
+            slot = int(np.searchsorted(sums, bits * total >> 53, side="right"))
+            token = slot if ids is None else int(ids[slot])
+            out.append(Guess(token, parent, float(dist[token]), dist))
+        return out
+
+
+def softmax(rows: F32, temperatures: Sequence[float]) -> F32:
+    """[R, V] -> [R, V]; a row without a finite logit becomes zeros."""
+    heat = np.asarray(temperatures, np.float32)[:, None]
+    peaks = rows.max(axis=1, keepdims=True)
+    fit = np.isfinite(peaks)
+    with np.errstate(all="ignore"):
+        out: F32 = np.exp((rows - peaks) / heat)
+        out /= out.sum(axis=1, keepdims=True)
+    out[~fit[:, 0]] = 0.0
+    return out
+
+
+__all__ = ["DRAFT_DRAW", "DRAWING_VERIFIERS", "SICK", "Chooser", "Guess", "Sprout", "softmax"]

@@ -1,0 +1,156 @@
+"""Draft models: named by `speculative_config`, opened, compared with the model they guess for, and made to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+
+from penstock.base.errors import ConfigError, ModelError, UnsupportedError
+from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.core.model_spec import ModelSpec
+from penstock.drafters import DRAFTERS, MOST_MODELS
+from penstock.drafters.bench import DraftModel
+from penstock.families.checkpoint import Checkpoint
+from penstock.families.registry import open_model, read_spec
+from penstock.launch.hub import local_path
+from penstock.launch.tokenizer import load_tokenizer
+from penstock.model.builder import build
+from penstock.model.native.forward import NativeForward
+from penstock.model.native.obstacle import native_obstacle
+from penstock.model.weights import load_weights
+from penstock.ops import OP_TABLES
+from penstock.plan.drafts import NamedSpec
+from penstock.plan.resolve import Plan
+from penstock.quant.reference import parse_scheme
+from penstock.runner.forward import Forward
+from penstock.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+LoadedDraft = tuple[ModelSpec, Mapping[str, npt.NDArray[Any]]]
+"""A draft model and its weights by logical name."""
+
+
+@dataclass(frozen=True)
+class OpenDraft:
+    """A draft model found on disk, before a weight is read."""
+
+    name: str
+    checkpoint: Checkpoint
+
+    def load(self, dtype: str) -> LoadedDraft:
+        return self.checkpoint.spec, load_weights(self.checkpoint, self.checkpoint.spec, dtype)
+
+
+def check_method(config: SpeculativeConfig) -> None:
+    """Raises ConfigError for a draft model that the method cannot use, and for one that it lacks."""
+    method, most = config.method, MOST_MODELS.get(config.method, 0)
+    parts = _parts(config)
+    if parts and not most:
+        raise _error(f"the method {method} takes no draft model; leave it away, or use the method draft-model")
+    if most and not parts:
+        raise _error(
+            f"is missing: the method {method} needs a draft model's folder, file or id; for example "
+            f'{{"method": "{method}", "model": "pico"}}'
+        )
+    if len(parts) > most and most == 1:
+        raise _error(f"the method {method} takes one draft model, not {len(parts)}; use the method specinfer")
+    if len(parts) > most > 1:
+        raise _error(f"the method {method} takes at most {most} drafters, not {len(parts)}")
+    nested = [part for part in parts if part in MOST_MODELS]
+    if nested:
+        raise _error(f"{nested[0]} is a method that needs a draft model; name that model itself")
+
+
+def model_names(config: EngineConfig) -> list[str]:
+    """The draft models that `speculative_config` names, in order; drafters of other kinds (specinfer) left out."""
+    if config.speculation is None or config.speculation.method not in MOST_MODELS:
+        return []
+    return [part for part in _parts(config.speculation) if part not in DRAFTERS.names()]
+
+
+def draft_specs(config: EngineConfig) -> list[NamedSpec]:
+    """What the draft models compute; no weight is read. Raises ConfigError for one that cannot be had or run."""
+
+    def read(name: str) -> ModelSpec:
+        return read_spec(local_path(name, weights=False))
+
+    return [(name, _had(name, read)) for name in model_names(config)]
+
+
+def open_drafts(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> list[OpenDraft]:
+    """Raises ConfigError for a draft model that cannot be had or run."""
+
+    def opened(name: str) -> Checkpoint:
+        return open_model(local_path(name, progress=progress))
+
+    return [OpenDraft(name, _had(name, opened)) for name in model_names(config)]
+
+
+def check_tokens(draft: OpenDraft, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
+    """Raises ConfigError unless the draft model has the tokens of the model `spec`, whose `tokenizer` may be None.
+
+    Tables of tokens are compared where both have one: models of one family may pad theirs differently.
+    """
+    own = None if tokenizer is None else load_tokenizer(draft.checkpoint.tokenizer, draft.checkpoint.spec)
+    if tokenizer is None or own is None:
+        ours, theirs = spec.vocab_size, draft.checkpoint.spec.vocab_size
+    else:
+        ours, theirs = tokenizer.vocab_size, own.vocab_size
+    if ours != theirs:
+        raise _error(
+            f"{draft.name} has {theirs} tokens and the model has {ours}; use a draft model with the model's own "
+            "tokenizer"
+        )
+    if tokenizer is None or own is None:
+        return
+    for token_id in range(ours):
+        if tokenizer.id_to_piece(token_id) != own.id_to_piece(token_id):
+            raise _error(
+                f"token {token_id} of {draft.name} is {own.id_to_piece(token_id)!r} and the model's is "
+                f"{tokenizer.id_to_piece(token_id)!r}; use a draft model with the model's own tokenizer"
+            )
+
+
+def draft_models(
+    config: EngineConfig, plan: Plan, loaded: Sequence[LoadedDraft], forward: Forward
+) -> list[DraftModel]:  # fmt: skip
+    """The draft models of `plan.drafts`, with the operations of the model `forward` where they have native ones."""
+    made: list[DraftModel] = []
+    assert len(loaded) == len(plan.drafts), "the plan knows the draft models"
+    for (spec, weights), draft in zip(loaded, plan.drafts, strict=True):
+        own = tuple(plan.groups[g] for g in draft.groups)
+        native = isinstance(forward, NativeForward) and native_obstacle(spec) is None
+        program = build(
+            spec,
+            dict(weights),
+            own,
+            max_model_len=draft.max_len,
+            attention=config.execution.attention_backend,
+            ops=OP_TABLES.get("native" if native else "ref"),
+        )
+        run: Forward = program
+        if native:
+            assert isinstance(forward, NativeForward)
+            run = NativeForward(
+                program, plan.groups, forward.pool, parse_scheme("none"), max_tokens=plan.max_num_batched_tokens
+            )
+        made.append(DraftModel(draft.name, run, own, draft.max_len, spec.vocab_size))
+    return made
+
+
+def _parts(config: SpeculativeConfig) -> list[str]:
+    return [part.strip() for part in (config.model or "").split(",") if part.strip()]
+
+
+def _had(name: str, get: Callable[[str], T]) -> T:
+    try:
+        return get(name)
+    except (ModelError, UnsupportedError) as error:
+        raise _error(f"{name!r} cannot be used: {error}") from None
+
+
+def _error(text: str) -> ConfigError:
+    return ConfigError(f"speculative_config: model: {text}", field="speculative_config")
