@@ -18,7 +18,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
 from penstock.launch.drafts import LoadedDraft, draft_models
 from penstock.launch.native import PackedWeights, native_forward
-from penstock.launch.speculation import DraftMeans, make_controller, make_drafter
+from penstock.launch.speculation import DraftMeans, make_controller, make_drafter, make_verifier
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
 from penstock.model.program import Program
@@ -154,6 +154,7 @@ def connect(
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
     )
     runner.drafter = drafter or make_drafter(config, runner, means or DraftMeans())
+    runner.verifier = make_verifier(config, runner)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
     return engine_core(
         config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,

@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.protocols import DraftController, Drafter
 from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
 from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
 from penstock.runner.runner import Runner
+from penstock.runner.verifiers import VERIFIERS
+from penstock.runner.verify import Verifying
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 
 OTHER_DRAFTS = 8
@@ -38,6 +41,21 @@ def make_drafter(config: EngineConfig, runner: Runner, means: DraftMeans) -> Dra
         models=means.models, target=means.target, encode=means.encode,
     )  # fmt: skip
     made: Drafter = DRAFTERS.get(wanted.method)(bench)
+    return made
+
+
+def make_verifier(config: EngineConfig, runner: Runner) -> Verifying:
+    """The rank's own, or the one that `speculative_config` names. Raises: ConfigError."""
+    wanted = config.speculation
+    if wanted is None or wanted.verifier == "match":
+        return runner.verifier
+    if wanted.verifier == "speculative-sampling" and wanted.tree != "chain":
+        raise ConfigError(
+            f"speculative_config: verifier speculative-sampling follows one path, and tree is {wanted.tree}; "
+            "choose tree chain, or verifier multi-step",
+            field="speculative_config",
+        )
+    made: Verifying = VERIFIERS.get(wanted.verifier)(runner.sampler, wanted)
     return made
 
 

@@ -23,7 +23,7 @@ from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
 from penstock.runner.undo import Undo
-from penstock.runner.verify import Verifier
+from penstock.runner.verify import Verifier, Verifying
 
 if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
@@ -62,7 +62,7 @@ class Runner:
         self.pooler = Pooler(self.rows)
         self.drafter: Drafter | None = None
         """Guesses for rows with room for guesses; None: they run without."""
-        self.verifier = Verifier(self.sampler)
+        self.verifier: Verifying = Verifier(self.sampler)
         self._undo = Undo(self.storage, self.rows)
         self._batch = InputBatch(self.rows)
         self._forward = forward

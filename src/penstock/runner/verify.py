@@ -12,7 +12,7 @@ Sources: Leviathan et al., arXiv 2211.17192 (verifying a chain); Miao et al., Sp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.core.batch import RowError, TokenLogprobs, Verified
 from penstock.core.draft import ROOT, UNKNOWN, Outcome
@@ -28,6 +28,22 @@ class VerifyOutput(NamedTuple):
     outcomes: list[Outcome]
     errors: list[RowError]
     ended: list[int]
+
+
+Walked = tuple[list[int], list[int], list[int], str | None]
+"""Tokens, accepted guesses, `Outcome.choices`, and what is wrong behind them (None: nothing; "": the row ended)."""
+
+
+class Verifying(Protocol):
+    """What a step asks of a verifier. Others than the default: `runner.verifiers`."""
+
+    def nodes(self, guesses: Sequence[Guess]) -> list[Node]:
+        """Nodes whose own tokens, as the sampler chooses them, shall be given to `verify`."""
+        ...
+
+    def verify(self, logits: F32, guesses: Sequence[Guess], choices: Sequence[int]) -> VerifyOutput:
+        """`choices`: the tokens of `nodes(guesses)`. Shapes: logits [R, V], not written to."""
+        ...
 
 
 class Verifier:
@@ -59,18 +75,10 @@ class Verifier:
                 found = list(choices[at : at + count])
                 at += count
                 tokens, path, problem = _walk(guess, found)
-            if problem is not None:
-                if problem:
-                    out.errors.append(RowError(guess.seq_id, problem))
-                else:
-                    out.ended.append(guess.seq_id)
-            entries = _logprobs(guess, logits, tokens, path)
-            whole = problem is None
-            out.verified.append(Verified(guess.seq_id, tokens, count - 1, 1 + len(path), entries, whole))
-            out.outcomes.append(Outcome(guess.seq_id, guess.tree, path, found))
+            put(out, guess, logits, (tokens, path, found, problem))
         return out
 
-    def _walk_followed(self, guess: Guess, logits: F32) -> tuple[list[int], list[int], list[int], str | None]:
+    def _walk_followed(self, guess: Guess, logits: F32) -> Walked:
         """The same one token at a time, the processors going along; they stand where they stood in the end."""
         chain, tree = self._sampler.chain, guess.tree
         tokens: list[int] = []
@@ -93,6 +101,20 @@ class Verifier:
             here = child
         chain.rollback(guess.seq_id, len(path))
         return tokens, path, choices, problem
+
+
+def put(out: VerifyOutput, guess: Guess, logits: F32, walked: Walked) -> None:
+    """Mutates: `out`, which gets what a row's walk has found."""
+    tokens, path, choices, problem = walked
+    if problem is not None:
+        if problem:
+            out.errors.append(RowError(guess.seq_id, problem))
+        else:
+            out.ended.append(guess.seq_id)
+    entries = _logprobs(guess, logits, tokens, path)
+    count, whole = len(guess.tree.token_ids), problem is None
+    out.verified.append(Verified(guess.seq_id, tokens, count, 1 + len(path), entries, whole))
+    out.outcomes.append(Outcome(guess.seq_id, guess.tree, path, choices))
 
 
 def _walk(guess: Guess, choices: Sequence[int]) -> tuple[list[int], list[int], str | None]:
