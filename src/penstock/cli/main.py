@@ -94,6 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_quantize_arguments(quantize)
 
+    datastore = commands.add_parser("datastore", allow_abbrev=False, help="texts to guess from, for the drafter rest")
+    from penstock.cli.datastore import add_arguments as add_datastore_arguments
+
+    add_datastore_arguments(datastore)
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -147,6 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.quantize import quantize
 
             return quantize(args)
+        if args.command == "datastore":
+            from penstock.cli.datastore import datastore
+
+            return datastore(args)
         from penstock.cli.doctor import doctor
 
         return doctor(args)

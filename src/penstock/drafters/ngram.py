@@ -12,11 +12,13 @@ import numpy as np
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, DraftJob, DraftTree, Outcome, chain
 from penstock.drafters.bench import DraftBench
+from penstock.drafters.matches import ends_of
 
 
 class NgramDrafter:
     """Looks for the longest suffix of `most` ... `least` tokens that occurs earlier, and guesses on from the latest
-    place where it does."""
+    place where it does. Where that place is so near that the guesses reach the end, they go on from its beginning:
+    text that has repeated itself goes on repeating."""
 
     name = "ngram"
     wants_hidden = False
@@ -26,7 +28,7 @@ class NgramDrafter:
         self._least, self._most = least, most
 
     def track(self, output: SchedulerOutput) -> None:
-        """It keeps nothing."""
+        """It keeps nothing: one scan of the row is short, see `drafters.matches`."""
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
         return [self._look_up(job) for job in jobs]
@@ -36,16 +38,11 @@ class NgramDrafter:
 
     def _look_up(self, job: DraftJob) -> DraftTree:
         tokens, count = job.tokens, min(job.num_nodes, job.max_depth)
-        for n in range(min(self._most, len(tokens) - 1), self._least - 1, -1):
-            suffix = tokens[-n:]
-            # Ends of earlier occurrences: the last token first, then the ones before it.
-            ends = np.flatnonzero(tokens[n - 1 : -1] == suffix[-1]) + n
-            for back in range(2, n + 1):
-                ends = ends[tokens[ends - back] == suffix[-back]]
-            if ends.size:
-                follow = tokens[ends[-1] : ends[-1] + count]
-                return chain(follow.tolist())
-        return NO_DRAFT
+        ends, _ = ends_of(tokens, tokens, self._least, self._most)
+        if not ends.size:
+            return NO_DRAFT
+        follow = tokens[ends[-1] : ends[-1] + count]
+        return chain((follow if len(follow) == count else np.resize(follow, count)).tolist())
 
 
 def make(bench: DraftBench) -> NgramDrafter:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,13 @@ def assemble(
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
     guessers: Sequence[LoadedDraft] = (),
+    encode: Callable[[str], list[int]] | None = None,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
     `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
     kernels find their weights at the second start. `guessers`: the draft models of `plan.drafts`, in that order.
+    `encode`: text -> ids, for drafters that read text.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
@@ -90,6 +92,7 @@ def assemble(
                 part=partial(part_of, program, forward, plan),
                 fingerprint=partial(fingerprint, weights),
             ),
+            encode=encode,
         ),
     )
 

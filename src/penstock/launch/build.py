@@ -115,6 +115,7 @@ def start(
         grammars=grammars,
         packed=packed,
         guessers=loaded,
+        encode=None if tokenizer is None else tokenizer.encode_inner,
     )
     return Engine(
         core=core,

@@ -1,0 +1,148 @@
+"""SuffixDecoding: what followed the longest repeated ends of this text, in itself and in outputs of ended requests.
+
+The longer the end that has occurred before, the more is guessed; of several ends the one whose guesses promise most
+accepted tokens is taken, their chance being how often each of them followed.
+
+Source: Oliaro et al., SuffixDecoding, arXiv 2411.04975, section 3 (the tree's score, adaptive length, two trees). The
+two suffix trees are indices of places (`output_store`) that count the same occurrences, the newest 32.
+
+All requests of an engine share one store. What one says can never be read out of another's answer, since guesses change
+no token; but an answer that comes faster tells that something like it was said before. Where that is too much, do not
+use this drafter, or set `suffix_decoding_max_cached_requests` to 0: then only the request's own text is looked at.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.core.batch import SchedulerOutput
+from penstock.core.draft import NO_DRAFT, DraftJob, DraftTree, Outcome
+from penstock.drafters.bench import DraftBench
+from penstock.drafters.output_store import Match, OutputStore, PairIndex, common
+from penstock.drafters.trie import likeliest
+
+PLACES = 32
+"""Occurrences that are counted, newest first."""
+LENGTHS = 4
+"""Ends of different length that compete, longest first."""
+GUESSES_PER_TOKEN = 1.0
+"""An end of n tokens is followed by at most so many times n guesses (vLLM's `suffix_decoding_max_spec_factor`)."""
+_OWN = -1
+
+
+@dataclass
+class _Seen:
+    """A row.
+
+    Attributes:
+        tokens: all that is known; output from `first` on.
+        newest: what was verified in the last step: known to the row from the next one on.
+        index: the places of `tokens` up to `num_indexed`; made when the row guesses for the first time, gone with the
+            row (about 150 bytes per token, not counted as the store's).
+    """
+
+    tokens: array[int]
+    first: int
+    newest: list[int] = field(default_factory=list)
+    index: PairIndex = field(default_factory=PairIndex)
+    num_indexed: int = 2
+
+    def matches(self, tail: Sequence[int], limit: int) -> list[Match]:
+        """Where the last two tokens or more of the row, which end in `tail`, stand in it before, newest first."""
+        tokens, count = self.tokens, len(self.tokens)
+        if count < 3:
+            return []
+        for end in range(self.num_indexed, count):
+            self.index.add(tokens[end - 2], tokens[end - 1], end)
+        self.num_indexed = count
+        ends = self.index.newest(tail[-2], tail[-1], limit)
+        return [Match(common(tokens, end, tail), tokens, end, _OWN) for end in ends]
+
+    def take_back(self, count: int) -> None:
+        del self.tokens[-count:]
+        if self.num_indexed > len(self.tokens):
+            self.index, self.num_indexed = PairIndex(), 2
+
+
+class SuffixDrafter:
+    """`most`: tokens of the longest end that is looked up; `least`: how often a guess must have followed."""
+
+    name = "suffix"
+    wants_hidden = False
+
+    def __init__(self, store: OutputStore, *, most: int = 24, least: float = 0.1) -> None:
+        self.store = store
+        self._most, self._least = most, least
+        self.rows: dict[int, _Seen] = {}
+
+    # -- what rows say -------------------------------------------------------------------------------------------
+
+    def track(self, output: SchedulerOutput) -> None:
+        """Follow every row's output: when it is removed, this is all that is left of it."""
+        rows = self.rows
+        for fork in output.forked:
+            parent = rows.get(fork.parent_id)
+            if parent is not None:
+                rows[fork.child_id] = _Seen(array("i", parent.tokens), parent.first)
+        for seq_id in output.removed:
+            seen = rows.pop(seq_id, None)
+            if seen is not None:
+                begin = max(0, seen.first - self._most)
+                self.store.add(seq_id, seen.tokens[begin:].tolist() + seen.newest, seen.first - begin)
+        for added in output.added:
+            self.store.discard(added.seq_id)  # it had only been preempted
+            rows[added.seq_id] = _Seen(array("i", added.token_ids), added.prompt_len)
+        for appended in output.appended:
+            seen = rows.get(appended.seq_id)
+            if seen is not None:
+                if appended.rollback:
+                    seen.take_back(appended.rollback)
+                seen.tokens.extend(appended.token_ids)
+                seen.newest = []
+        for row in output.scheduled:
+            if row.num_candidates:  # a beam: most of what it tries is dropped
+                rows.pop(row.seq_id, None)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            seen = self.rows.get(outcome.seq_id)
+            if seen is not None:
+                said = [outcome.choices[0], *(outcome.choices[i + 1] for i in outcome.path)]
+                seen.newest = [token for token in said if token >= 0]
+
+    # -- guesses -------------------------------------------------------------------------------------------------
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
+        return [self._guess(job) for job in jobs]
+
+    def _guess(self, job: DraftJob) -> DraftTree:
+        seen = self.rows.get(job.seq_id)
+        if seen is None:
+            seen = _Seen(array("i", job.tokens.tolist()), job.prompt_len)
+        tail = seen.tokens[-self._most :].tolist()
+        count = min(job.num_nodes, job.max_depth)
+        best, best_score = NO_DRAFT, 0.0
+        useful: list[Match] = []
+        for matches in (seen.matches(tail, PLACES), self.store.find(tail, PLACES)):
+            for length in sorted({match.length for match in matches}, reverse=True)[:LENGTHS]:
+                room = int(GUESSES_PER_TOKEN * length)
+                if min(room, job.num_nodes) <= best_score:  # no guess is surer than sure
+                    break
+                chosen = [match for match in matches if match.length >= length]
+                reach = min(count, room)
+                follows = [match.tokens[match.end : match.end + reach] for match in chosen]
+                tree = likeliest(follows, min(job.num_nodes, room), reach, least=self._least, chain_only=job.chain_only)
+                score = sum(tree.probs)
+                if score > best_score:
+                    best, best_score, useful = tree, score, chosen
+        for key in {match.key for match in useful}:
+            self.store.touch(key)
+        return best
+
+
+def make(bench: DraftBench) -> SuffixDrafter:
+    config = bench.config
+    store = OutputStore(config.suffix_decoding_max_cached_requests, config.store_bytes)
+    return SuffixDrafter(store, most=config.suffix_decoding_max_tree_depth, least=config.suffix_decoding_min_token_prob)
