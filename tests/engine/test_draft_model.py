@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.core.draft import ROOT
 from penstock.core.model_spec import ModelSpec
 from penstock.core.request import Control, Request
 from penstock.drafters.draft_model import CATCH_UP, DraftModelDrafter
@@ -88,14 +89,17 @@ def knobs_for(rng: random.Random) -> Knobs:
     return k
 
 
-@pytest.mark.parametrize("tree", ["chain", "k-ary"])
+PAIRS = [
+    ("llama_gqa", "llama_mha"), ("llama_mha", "llama_gqa"), ("layernorm", "windowed"), ("slots", "llama_gqa"),
+    ("windowed", "latent"), ("mamba2_hybrid", "llama_rope3"), ("latent", "layernorm"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "draft"),
-    [
-        ("llama_gqa", "llama_mha"), ("llama_mha", "llama_gqa"), ("layernorm", "windowed"), ("slots", "llama_gqa"),
-        ("windowed", "latent"), ("mamba2_hybrid", "llama_rope3"), ("latent", "layernorm"),
-    ],
-)  # fmt: skip
+    ("name", "draft", "tree"),
+    [(*pair, tree) for pair in PAIRS for tree in ("chain", "k-ary")]
+    + [(*pair, tree) for pair in (PAIRS[0], PAIRS[4]) for tree in ("sequoia", "opt", "grown")],
+)
 def test_D10_a_draft_model_changes_no_token(name: str, draft: str, tree: str) -> None:
     """Greedy, sampled, penalties, masks, n samples, beams and logprobs in one batch, disturbed as it runs."""
     rng = random.Random(f"draft-{name}-{draft}-{tree}")
@@ -122,6 +126,35 @@ def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
             assert [(got[request_id].tokens[i], got[request_id].reasons[i]) for i in range(len(samples))] == samples
         assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
         drafter_of(core)
+
+
+@pytest.mark.parametrize("tree", ["k-ary", "sequoia", "opt", "grown"])
+@pytest.mark.parametrize("ops", OPS)
+def test_D24_D25_the_model_as_its_own_draft_knows_the_best_of_every_node(tree: str, ops: str) -> None:
+    """Trees lose and move guesses while they grow: an entry in the wrong place would show as another first guess."""
+    k = Knobs(budget=64, num_blocks=96, ops=ops)
+    core = drafted("llama_gqa", (tiny("llama_gqa"),), k, 9, tree=tree)
+    drafter = drafter_of(core)
+    observe, seen = drafter.observe, [0, 0]
+
+    def check_first(outcomes: Any) -> None:
+        for outcome in outcomes:
+            for node in (ROOT, *outcome.path):
+                own = [t for t, p in zip(outcome.tree.token_ids, outcome.tree.parents, strict=True) if p == node]
+                if own:
+                    assert own[0] == outcome.choices[node + 1]
+                    seen[0] += 1
+            seen[1] += not outcome.tree.is_chain
+        observe(outcomes)
+
+    drafter.observe = check_first  # type: ignore[method-assign]
+    requests = [request([3 + i, 4, 5, 6], max_tokens=40) for i in range(3)]
+    got = run(core, requests)
+    drafter_of(core)
+    for r in requests:
+        assert got[r.request_id].tokens[0] == generate(oracle("llama_gqa"), r)[0]
+    assert seen[0] > 50
+    assert seen[1] > 0, "no tree branched"
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -249,7 +282,7 @@ def test_D11_a_merged_tree_accepts_no_less_than_the_best_chain() -> None:
 @pytest.mark.parametrize(("name", "num_drafts"), [("llama_gqa", 3), ("llama_gqa", 9), ("slots", 5), ("windowed", 6)])
 def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
     rng = random.Random(f"merged-{name}-{num_drafts}")
-    for more in ({}, {"tree": "k-ary"}):
+    for more in ({}, {"tree": "k-ary"}, {"tree": "opt"}):
         guessers = (tiny("llama_gqa"), tiny("llama_mha"))
         core = drafted(name, guessers, knobs_for(rng), num_drafts, **more)
         check(name, turmoil(core, workload(tiny(name)[0].vocab_size), rng))

@@ -14,12 +14,12 @@ from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import from_kwargs
 from penstock.core.batch import TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
-from penstock.core.draft import ROOT, DraftJob, DraftTree, Outcome
+from penstock.core.draft import ROOT, UNKNOWN, DraftJob, DraftTree, Outcome
 from penstock.core.machine import Machine
 from penstock.core.sampling import TokenRules
 from penstock.drafters.aligned import Alignment
 from penstock.drafters.choose import Chooser, Guess, Sprout
-from penstock.drafters.draft_model import expand_chain, expand_k_ary
+from penstock.drafters.expanders import KAry, Likeliest, Sequoia
 from penstock.drafters.filled import Filled
 from penstock.drafters.specinfer import Merged, Rates, SpecInferDrafter, best_nodes, best_path, merge, side_by_side
 from penstock.launch.build import plan_of, start
@@ -256,20 +256,65 @@ def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> 
     assert same.distance == 0
 
 
+def pairs(sprout: Sprout) -> list[tuple[int, int]]:
+    return [(g.token_id, g.parent) for g in sprout.guesses]
+
+
 def test_k_ary_trees_have_the_choice_and_the_likeliest_others() -> None:
-    expand = expand_k_ary(3)
     sprout = Sprout(job(num_nodes=5), 5, 4)
     probs = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
-    level = expand(sprout, probs, [0])
-    assert [(g.token_id, g.parent) for g in level] == [(0, ROOT), (1, ROOT), (3, ROOT)]
-    assert [g.prob for g in level] == pytest.approx([0.1, 0.4, 0.3])
-    sprout.add(level)
+    KAry(3).grow(sprout, probs, [0])
+    assert pairs(sprout) == [(0, ROOT), (1, ROOT), (3, ROOT)]
+    assert [g.prob for g in sprout.guesses] == pytest.approx([0.1, 0.4, 0.3])
     assert sprout.front == [0, 1, 2]
-    deeper = expand(sprout, np.array([[0.7, 0.1, 0.1, 0.1]] * 3, np.float32), [0, 0, -1])
-    assert [(g.token_id, g.parent) for g in deeper] == [(0, 0), (0, 1)], "the choice ranks as the likeliest"
-    sprout.add(deeper)
+    assert KAry(3).shape(sprout, probs) == [2, 0, 0], "as many as there is room for"
+    KAry(3).grow(sprout, np.array([[0.7, 0.1, 0.1, 0.1]] * 3, np.float32), [0, 0, -1])
+    assert pairs(sprout)[3:] == [(0, 0), (0, 1)], "the choice ranks as the likeliest"
     assert sprout.front == [], "no room is left"
-    assert expand_chain(Sprout(job(), 5, 4), probs, [-1]) == [], "a sick row has no choice"
+    sick = Sprout(job(), 5, 4)
+    KAry(1).grow(sick, probs, [-1])
+    assert not sick.guesses, "a sick row has no choice"
+
+
+def test_D25_opt_trees_keep_the_likeliest_paths() -> None:
+    """What is given up makes room for what is likelier behind others; entries count up to the first that went."""
+    sprout = Sprout(job(num_nodes=3), 3, 9)
+    opt = Likeliest()
+    opt.grow(sprout, np.array([[0.6, 0.3, 0.08, 0.02]], np.float32), [0])
+    assert pairs(sprout) == [(0, ROOT), (1, ROOT), (2, ROOT)]
+    sprout.num_run = 3
+    opt.grow(sprout, np.array([[0.9, 0.1, 0, 0], [0.5, 0.5, 0, 0], [1, 0, 0, 0]], np.float32), [0, 0, 0])
+    assert pairs(sprout) == [(0, ROOT), (1, ROOT), (0, 0)], "0.54 behind the first beats 0.08"
+    assert (sprout.num_run, sprout.front) == (2, [2])
+    sprout.num_run = 3
+    opt.grow(sprout, np.array([[0.9, 0.1, 0, 0]], np.float32), [0])
+    assert pairs(sprout) == [(0, ROOT), (0, 0), (0, 1)], "0.486 beats 0.3"
+    assert (sprout.num_run, sprout.front) == (1, [2]), "what stood in the second place has moved"
+    opt.grow(sprout, np.array([[0.05, 0.05, 0.05, 0.85]], np.float32), [3])
+    assert sprout.front == [], "a level that adds nothing ends it"
+
+
+def test_D24_sequoia_learns_its_shape() -> None:
+    """Where second guesses are never right it becomes a chain, where they often are it branches."""
+    probs = np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)
+
+    def grown(sequoia: Sequoia) -> list[int]:
+        sprout = Sprout(job(num_nodes=8), 8, 8)
+        while sprout.front:
+            n = len(sprout.front)
+            sequoia.grow(sprout, np.repeat(probs, n, 0), [0] * n)
+        return sprout.parents
+
+    def outcome(choice: int) -> Outcome:
+        path = {0: [0], 1: [1], 9: []}[choice]
+        return Outcome(1, DraftTree([0, 1], [ROOT, ROOT]), path, [choice, UNKNOWN, UNKNOWN])
+
+    first, second = Sequoia(), Sequoia()
+    for i in range(256):
+        first.observe(outcome(0 if i % 10 else 9))
+        second.observe(outcome((0, 1, 9)[i % 3]))
+    assert grown(first) == list(range(-1, 7)), "a chain"
+    assert grown(second).count(ROOT) > 1
 
 
 def test_sprouts_know_their_paths() -> None:

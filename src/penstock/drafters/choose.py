@@ -92,6 +92,19 @@ class Sprout:
         grows = self.room > 0 and self.depth < self.max_depth
         self.front = list(range(first, len(self.guesses))) if grows else []
 
+    def replace(self, every: Sequence[Guess], kept: Sequence[int], front: Sequence[int]) -> None:
+        """The tree is now `every` guess of `kept` (ascending, parents among them); `front` of them can grow further.
+
+        Mutates: self. What the draft model has run counts as far as nothing before it was given up.
+        """
+        place = {ROOT: ROOT, **{node: i for i, node in enumerate(kept)}}
+        self.num_run = next((i for i, node in enumerate(kept) if node != i), min(len(kept), self.num_run))
+        self.num_run = min(self.num_run, len(self.guesses))
+        self.guesses = [every[i]._replace(parent=place[every[i].parent]) for i in kept]
+        self.draws = {place[node]: draw for node, draw in self.draws.items() if node in place}
+        self.depth += 1
+        self.front = [place[i] for i in front] if self.depth < self.max_depth else []
+
 
 class Chooser:
     """Final logits and choices at the fronts of many trees, in one go.

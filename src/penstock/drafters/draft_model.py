@@ -6,24 +6,22 @@ verifies); k-ary trees: Miao et al., SpecInfer, arXiv 2305.09781, section 3 (exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.base.errors import ConfigError
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.drafters.bench import DraftBench, DraftModel
-from penstock.drafters.choose import DRAWING_VERIFIERS, F32, SICK, Chooser, Guess, Sprout, softmax
+from penstock.drafters.choose import DRAWING_VERIFIERS, F32, Chooser, Guess, Sprout, softmax
+from penstock.drafters.expanders import Expander, KAry, expander
 from penstock.drafters.filled import Filled
 from penstock.drafters.forward import Ahead, DraftForward
 
 CATCH_UP = 2048
 """Tokens at most that one step runs because the draft model has not seen them yet."""
 
-Expand = Callable[[Sprout, F32, Sequence[int]], list[Guess]]
-"""(tree so far, probabilities [front, V] behind each guess of its front, the sampler's choice behind each) -> the next
-level, parents in the order of the front; at most `sprout.room` guesses, [] to stop."""
+_CHAIN = KAry(1)
 
 
 class DraftModelDrafter:
@@ -38,7 +36,7 @@ class DraftModelDrafter:
     wants_hidden = False
 
     def __init__(
-        self, model: DraftModel, bench: DraftBench, expand: Expand, *, own_draws: bool = False, number: int = 0
+        self, model: DraftModel, bench: DraftBench, expander: Expander, *, own_draws: bool = False, number: int = 0
     ) -> None:
         """`own_draws`, `number`: see `choose.Chooser`."""
         assert bench.sampler is not None, "a rank has a sampler"
@@ -46,7 +44,7 @@ class DraftModelDrafter:
         self.forward = DraftForward(model.forward, bench.rows, bench.storage)
         self._filled = Filled(model.groups, bench.rows, bench.storage)
         self._chooser = Chooser(bench.sampler, bench.vocab_size, own_draws=own_draws, number=number)
-        self._expand = expand
+        self._expander = expander
         self._proposed: dict[int, Sprout] = {}
         self.num_caught_up = 0
         """Tokens that were run before guessing, the newest known one of each job included."""
@@ -75,6 +73,7 @@ class DraftModelDrafter:
             if sprout is None:
                 continue
             self._chooser.learn(sprout, outcome)
+            self._expander.observe(outcome)
             tree, path = outcome.tree, outcome.path
             if sprout.job.chain_only and len(path) < len(tree.token_ids):
                 continue  # all of the step is taken back
@@ -121,17 +120,19 @@ class DraftModelDrafter:
 
     def _run(self, sprouts: Sequence[Sprout]) -> list[F32]:
         """Logits behind every front. A chain goes on by its newest guess; a tree runs again from its root."""
-        work = []
+        work, picked = [], []
         for sprout in sprouts:
             job, tokens = sprout.job, sprout.token_ids
-            root = len(job.tokens) - 1
-            if sprout.is_chain:
+            root, first = len(job.tokens) - 1, sprout.front[0]
+            picked.append([node - first for node in sprout.front])
+            if sprout.is_chain and sprout.num_run == len(tokens) - 1:
                 work.append(Ahead(job.seq_id, root + len(tokens), tokens[-1:]))
             else:
                 whole = [int(job.tokens[-1]), *tokens]
-                work.append(Ahead(job.seq_id, root, whole, sprout.parents, len(sprout.front)))
+                work.append(Ahead(job.seq_id, root, whole, sprout.parents, len(tokens) - first))
             sprout.num_run = len(tokens)
-        return self.forward.run(work)
+        logits = self.forward.run(work)
+        return [rows[own] for rows, own in zip(logits, picked, strict=True)]
 
     def _grow(self, sprouts: Sequence[Sprout], logits: Sequence[F32]) -> None:
         """Give every sprout its next level. Mutates: the sprouts."""
@@ -142,20 +143,18 @@ class DraftModelDrafter:
         r = 0
         for sprout in sprouts:
             end = r + len(sprout.front)
-            expand = expand_chain if sprout.job.chain_only else self._expand
+            expander = _CHAIN if sprout.job.chain_only else self._expander
             if self._chooser.draws(sprout.job):
-                sprout.add(self._drawn(sprout, expand, final[r:end], probs[r:end]))
+                sprout.add(self._drawn(sprout, expander.shape(sprout, probs[r:end]), final[r:end]))
             else:
-                sprout.add(expand(sprout, probs[r:end], choices[r:end]))
+                expander.grow(sprout, probs[r:end], choices[r:end])
             r = end
 
-    def _drawn(self, sprout: Sprout, expand: Expand, final: F32, probs: F32) -> list[Guess]:
+    def _drawn(self, sprout: Sprout, counts: Sequence[int], final: F32) -> list[Guess]:
         """As many draws behind each of the front as the shape has guesses there: their number may not depend on what
         was drawn, or the draws were not from the distribution that is told."""
-        shape = expand(sprout, probs, [int(row.argmax()) for row in final])
         out: list[Guess] = []
-        for parent, row in zip(sprout.front, final, strict=True):
-            count = sum(guess.parent == parent for guess in shape)
+        for parent, row, count in zip(sprout.front, final, counts, strict=True):
             out += self._chooser.drawn(sprout, parent, row, len(sprout.guesses) + len(out), count)
         return out
 
@@ -166,45 +165,6 @@ class DraftModelDrafter:
         dists = [guess.drawn_from for guess in sprout.guesses if guess.drawn_from is not None]
         drawn = np.stack(dists) if len(dists) == len(sprout.guesses) else None
         return DraftTree(sprout.token_ids, sprout.parents, [guess.prob for guess in sprout.guesses], drawn)
-
-
-def expand_chain(sprout: Sprout, probs: F32, choices: Sequence[int]) -> list[Guess]:
-    """One guess behind the newest."""
-    if choices[0] == SICK:
-        return []
-    return [Guess(choices[0], sprout.front[0], float(probs[0, choices[0]]))]
-
-
-def expand_k_ary(width: int) -> Expand:
-    """`width` guesses behind each: the sampler's choice and the likeliest others. Where the room does not suffice for
-    a level, the likeliest of it are kept (a choice counts as the likeliest of its siblings)."""
-
-    def expand(sprout: Sprout, probs: F32, choices: Sequence[int]) -> list[Guess]:
-        found: list[tuple[float, Guess]] = []
-        for parent, row, choice in zip(sprout.front, probs, choices, strict=True):
-            if choice == SICK:
-                continue
-            best = np.argpartition(-row, min(width, len(row) - 1))[: width + 1]
-            others = [int(t) for t in best[np.argsort(-row[best], kind="stable")] if t != choice and row[t] > 0]
-            above, peak = sprout.worth(parent), float(row.max())
-            found.append((above * peak, Guess(choice, parent, float(row[choice]), worth=peak)))
-            found += [(above * float(row[t]), Guess(t, parent, float(row[t]))) for t in others[: width - 1]]
-        keep = sorted(range(len(found)), key=lambda i: (-found[i][0], i))[: sprout.room]
-        return [found[i][1] for i in sorted(keep)]
-
-    return expand
-
-
-def expander(bench: DraftBench) -> Expand:
-    """The shape that `config.tree` asks for. Raises ConfigError for one that is not there."""
-    tree = bench.config.tree
-    if tree == "chain":
-        return expand_chain
-    if tree == "k-ary":
-        return expand_k_ary(bench.config.branches)
-    raise ConfigError(
-        f"speculative_config: tree: {tree} is not there yet; use chain or k-ary", field="speculative_config"
-    )
 
 
 def make_model_drafter(model: DraftModel, bench: DraftBench, number: int = 0) -> DraftModelDrafter:
