@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
 
 from penstock.base.clock import VirtualClock
-from penstock.core.batch import TIER_DEVICE, Sampled, ScheduledRow, SchedulerOutput, StepOutput
+from penstock.core.batch import TIER_DEVICE, Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
 from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import shape_of
+
+
+class GuessModel(Protocol):
+    """What guesses would come of a simulated text, and what making them costs."""
+
+    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+        """(guesses made, guesses accepted) for the tokens from `position` on, at most `room`; asked once per step."""
+        ...
+
+    def draft_s(self, room: int, num_rows: int) -> float:
+        """Seconds to guess for `num_rows` sequences, at most `room` for one of them."""
+        ...
 
 
 class SimExecutor:
@@ -20,7 +35,8 @@ class SimExecutor:
 
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
     on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
-    of cache group g, to charge swaps.
+    of cache group g, to charge swaps. `guesses`: who fills the room for guesses; without it nobody does. The step then
+    takes as long as one of the guesses that were made.
     """
 
     def __init__(
@@ -31,6 +47,7 @@ class SimExecutor:
         vocab_size: int,
         depth: int = 1,
         page_bytes: Sequence[int] = (),
+        guesses: GuessModel | None = None,
     ) -> None:
         self.depth = depth
         self.copied_bytes = 0
@@ -40,13 +57,22 @@ class SimExecutor:
         self._clock = clock
         self._vocab_size = vocab_size
         self._free_at_s = 0.0
-        self._queue: deque[tuple[SchedulerOutput, float, float]] = deque()
+        self._guesses = guesses
+        self._queue: deque[tuple[SchedulerOutput, float, float, list[Verified], float]] = deque()
 
     def submit(self, output: SchedulerOutput) -> None:
-        duration_s = self._timer.step_s(shape_of(output.scheduled)) + self._copies_s(output)
+        rows, verified, draft_s = output.scheduled, [], 0.0
+        guessing = [row for row in rows if row.num_drafts]
+        if guessing:
+            verified = [self._verify(row) for row in guessing]
+            made = {v.seq_id: v.num_drafted for v in verified}
+            rows = [msgspec.structs.replace(r, num_drafts=made[r.seq_id]) if r.num_drafts else r for r in rows]
+            if self._guesses is not None:
+                draft_s = self._guesses.draft_s(max(row.num_drafts for row in guessing), len(guessing))
+        duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output) + draft_s
         self._free_at_s = max(self._free_at_s, self._clock.now()) + duration_s
         self.busy_s += duration_s
-        self._queue.append((output, duration_s, self._free_at_s))
+        self._queue.append((output, duration_s, self._free_at_s, verified, draft_s))
 
     def _copies_s(self, output: SchedulerOutput) -> float:
         """Seconds of the step's copies between device and host, which it waits for."""
@@ -57,17 +83,29 @@ class SimExecutor:
         return self._timer.copy_s(num_bytes) if num_bytes else 0.0
 
     def collect(self) -> StepOutput:
-        output, duration_s, end_s = self._queue.popleft()
+        output, duration_s, end_s, verified, draft_s = self._queue.popleft()
         self._clock.advance_to(end_s)
-        sampled = [self._sample(row) for row in output.scheduled if row.num_samples or row.num_candidates]
-        return StepOutput(output.step, sampled, duration_s=duration_s)
+        sampled = [
+            self._sample(row)
+            for row in output.scheduled
+            if (row.num_samples or row.num_candidates) and not row.num_drafts
+        ]
+        return StepOutput(output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s)
 
     def close(self) -> None:
         self._queue.clear()
 
+    def _verify(self, row: ScheduledRow) -> Verified:
+        first = row.start + row.num_tokens
+        made, accepted = (0, 0) if self._guesses is None else self._guesses.guess(row.seq_id, first, row.num_drafts)
+        tokens = [self._token(row.seq_id, first + j) for j in range(accepted + 1)]
+        return Verified(row.seq_id, tokens, made, row.num_tokens + accepted)
+
+    def _token(self, seq_id: int, position: int) -> int:
+        return (seq_id * 2654435761 + position * 40503) % self._vocab_size
+
     def _sample(self, row: ScheduledRow) -> Sampled:
-        position = row.start + row.num_tokens
-        token = (row.seq_id * 2654435761 + position * 40503) % self._vocab_size
+        token = self._token(row.seq_id, row.start + row.num_tokens)
         if row.num_candidates:
             candidates = [((token + j) % self._vocab_size, -float(j + 1)) for j in range(row.num_candidates)]
             return Sampled(row.seq_id, [], candidates=candidates)

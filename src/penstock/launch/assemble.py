@@ -204,6 +204,6 @@ def engine_core(
         seconds_budget=seconds_budget,
         preemption_mode=config.scheduler.preemption_mode,
         conservativeness=config.scheduler.schedule_conservativeness,
-        drafts=drafts or make_controller(config),
+        drafts=drafts or make_controller(config, timer),
     )
     return EngineCore(scheduler, kv, executor, clock, check_invariants=check_invariants)

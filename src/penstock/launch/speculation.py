@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
-from penstock.core.protocols import DraftController, Drafter
+from penstock.core.protocols import DraftController, Drafter, StepTimer
 from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
 from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
@@ -19,6 +19,8 @@ from penstock.runner.verify import Verifying
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 
 OTHER_DRAFTS = 8
+BRANCHING = frozenset({"eagle", "lookahead", "medusa", "specinfer", "suffix"})
+"""Drafters whose guesses branch whatever the setting `tree` says."""
 
 
 class DraftMeans(NamedTuple):
@@ -59,15 +61,23 @@ def make_verifier(config: EngineConfig, runner: Runner) -> Verifying:
     return made
 
 
-def make_controller(config: EngineConfig) -> DraftController | None:
-    """None without `speculative_config`."""
+def make_controller(config: EngineConfig, timer: StepTimer | None = None) -> DraftController | None:
+    """None without `speculative_config`. `timer` predicts steps."""
     wanted = config.speculation
     if wanted is None:
         return None
-    made: DraftController = DRAFT_CONTROLLERS.get("fixed")(
-        num_drafts(wanted), wanted.max_depth, max_batch=wanted.disable_by_batch_size
-    )
+    make = DRAFT_CONTROLLERS.get(wanted.controller)
+    made: DraftController
+    if wanted.controller == "fixed":
+        made = make(num_drafts(wanted), wanted.max_depth, max_batch=wanted.disable_by_batch_size)
+    else:
+        made = make(num_drafts(wanted), wanted.max_depth, timer=timer, branching=branches(wanted))
     return made
+
+
+def branches(config: SpeculativeConfig) -> bool:
+    """Whether a drafter's guesses are trees that branch."""
+    return config.tree != "chain" or config.method in BRANCHING
 
 
 def num_drafts(config: SpeculativeConfig) -> int:

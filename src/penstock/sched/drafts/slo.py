@@ -1,0 +1,47 @@
+"""Sequences that were promised a pace: how many guesses they need to keep it."""
+
+from __future__ import annotations
+
+from penstock.core.sequence import Sequence
+
+
+def slo_of_request(seq: Sequence) -> float | None:
+    """Seconds per output token that a request was promised, where requests say so."""
+    slo_s: float | None = getattr(seq.request, "slo_tpot_s", None)
+    return slo_s
+
+
+class Pace:
+    """How a sequence stands against its promise of `slo_s` seconds per token.
+
+    Source: AdaServe, arXiv 2501.12162, section 4.1: the tokens that a sequence must get in a step so that its mean time
+    per token is within its promise at the end of it.
+    """
+
+    __slots__ = ("elapsed_s", "num_tokens", "slo_s")
+
+    LEAST_GAIN = 0.3
+    """A guess less likely to be used than that does not help to keep a promise."""
+
+    def __init__(self, slo_s: float) -> None:
+        self.slo_s = slo_s
+        self.elapsed_s = 0.0
+        self.num_tokens = 0
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        self.elapsed_s += seconds
+        self.num_tokens += num_tokens
+
+    def guesses(self, gains: list[float], has: float, step_s: float) -> int:
+        """Guesses that a step of `step_s` needs for it; fewer if even those would not do it.
+
+        `gains`: the chance of each guess to be used; `has`: the share of proposals that hold any.
+        """
+        short = (self.elapsed_s + step_s) / self.slo_s - self.num_tokens - 1.0
+        count = 0
+        for gain in gains:
+            if short <= 0.0 or gain < self.LEAST_GAIN:
+                break
+            short -= has * gain
+            count += 1
+        return count

@@ -1,0 +1,180 @@
+"""Speculation on the virtual clock: texts whose guesses are right or wrong by a rule, and a run over one of them.
+
+Whether a guess is right is settled per sequence and position before the run (except for `Spiteful`), so that every
+controller meets the same text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.base.clock import VirtualClock
+from penstock.config import EngineConfig
+from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import DraftController, StepTimer
+from penstock.core.request import Request
+from penstock.core.sampling import TokenRules
+from penstock.engine.core import EngineCore
+from penstock.engine.record import Recorder
+from penstock.executor.sim import GuessModel, SimExecutor
+from penstock.launch.assemble import engine_core
+from penstock.plan.resolve import Plan
+
+Marks = tuple[bytearray, bytearray]
+"""Per position: whether a guess for it is right; whether the drafter has guesses that begin there."""
+LENGTH = 1 << 12
+
+
+class SettledText:
+    """`marks(rng)` makes one sequence's LENGTH marks. `draft_cost(room, num_rows)`: seconds."""
+
+    def __init__(
+        self, seed: int, marks: Callable[[random.Random], Marks], draft_cost: Callable[[int, int], float]
+    ) -> None:
+        self._seed = seed
+        self._marks = marks
+        self.draft_s = draft_cost
+        self._sequences: dict[int, Marks] = {}
+
+    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+        found = self._sequences.get(seq_id)
+        if found is None:
+            found = self._sequences[seq_id] = self._marks(random.Random(self._seed * 1_000_003 + seq_id))
+        right, has = found
+        if not has[position % LENGTH]:
+            return 0, 0
+        accepted = 0
+        while accepted < room and right[(position + accepted) % LENGTH]:
+            accepted += 1
+        return room, accepted
+
+
+class SpitefulText:
+    """Right as long as nobody guesses: `patience` tokens without a guess earn `lure` right guesses, then all are wrong.
+
+    No controller can win here; it can only lose less.
+    """
+
+    def __init__(self, patience: int, lure: int, draft_cost: Callable[[int, int], float]) -> None:
+        self._patience, self._lure = patience, lure
+        self.draft_s = draft_cost
+        self._sequences: dict[int, tuple[int, int]] = {}
+
+    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+        last, lure = self._sequences.get(seq_id, (0, 0))
+        if position - last > self._patience:
+            lure = self._lure
+        accepted = min(room, lure)
+        self._sequences[seq_id] = (position + accepted, lure - accepted)
+        return room, accepted
+
+
+def repetitive(rng: random.Random) -> Marks:
+    """Runs of some 80 right guesses, one to four wrong ones between them; the drafter always has some."""
+    right = bytearray()
+    while len(right) < LENGTH:
+        right += b"\1" * max(1, round(rng.expovariate(1 / 80))) + b"\0" * rng.randint(1, 4)
+    return right[:LENGTH], bytearray(b"\1" * LENGTH)
+
+
+def ordinary(rng: random.Random) -> Marks:
+    """Three of ten positions have guesses, and each guess is right with probability 0.6."""
+    right = bytearray(rng.random() < 0.6 for _ in range(LENGTH))
+    return right, bytearray(rng.random() < 0.3 for _ in range(LENGTH))
+
+
+def steady(rng: random.Random) -> Marks:
+    """Guesses everywhere, each right with probability 0.7: a draft model."""
+    return bytearray(rng.random() < 0.7 for _ in range(LENGTH)), bytearray(b"\1" * LENGTH)
+
+
+def switching(rng: random.Random) -> Marks:
+    """Stretches of 20 to 200 tokens in which all guesses are wrong or nearly all right: each makes the last a lie."""
+    right = bytearray()
+    good = rng.random() < 0.5
+    while len(right) < LENGTH:
+        share = 0.98 if good else 0.0
+        right += bytearray(rng.random() < share for _ in range(rng.randint(20, 200)))
+        good = not good
+    return right[:LENGTH], bytearray(b"\1" * LENGTH)
+
+
+def hopeless(rng: random.Random) -> Marks:
+    """No guess is ever right."""
+    return bytearray(LENGTH), bytearray(b"\1" * LENGTH)
+
+
+TEXTS: dict[str, Callable[[random.Random], Marks]] = {
+    "repetitive": repetitive, "ordinary": ordinary, "steady": steady, "switching": switching, "hopeless": hopeless,
+}  # fmt: skip
+SPITEFUL = "spiteful"
+
+
+def make_text(name: str, seed: int, draft_cost: Callable[[int, int], float]) -> GuessModel:
+    if name == SPITEFUL:
+        return SpitefulText(8 + seed, 4 + seed, draft_cost)
+    return SettledText(seed, TEXTS[name], draft_cost)
+
+
+class GuessRun(NamedTuple):
+    """`seconds` of virtual time for `num_tokens`; `tpot_s`: per request, seconds per token after its first one."""
+
+    num_tokens: int
+    seconds: float
+    num_steps: int
+    num_guess_steps: int
+    tpot_s: dict[str, float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def guess_engine(
+    config: EngineConfig,
+    spec: ModelSpec,
+    plan: Plan,
+    timer: StepTimer,
+    text: GuessModel,
+    drafts: DraftController | None,
+) -> EngineCore:
+    """The engine that serves, on a simulated device that guesses as `text` does."""
+    clock = VirtualClock()
+    executor = SimExecutor(timer, clock, vocab_size=spec.vocab_size, guesses=text)
+    return engine_core(config, plan, executor, clock, timer=timer, seconds_budget=False, drafts=drafts)
+
+
+def run_guesses(core: EngineCore, requests: list[Request], recorder: Recorder | None = None) -> GuessRun:
+    """All requests at once, to the end; as many run side by side as the engine's `max_num_seqs`."""
+    core.recorder = recorder
+    for request in requests:
+        core.add(request)
+    first: dict[str, float] = {}
+    tpot: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    steps = guess_steps = 0
+    while core.has_work:
+        before = core.stats.num_spec_steps
+        outs = core.step()
+        now = core.clock.now()
+        steps += 1
+        guess_steps += core.stats.num_spec_steps - before
+        for out in outs:
+            name = out.request_id
+            first.setdefault(name, now)
+            counts[name] = counts.get(name, 0) + len(out.token_ids)
+            if out.finish_reason is not None:
+                tpot[name] = (now - first[name]) / max(1, counts[name] - 1)
+    return GuessRun(sum(counts.values()), core.clock.now(), steps, guess_steps, tpot)
+
+
+def plain_requests(count: int, num_prompt: int, num_output: int) -> list[Request]:
+    return [
+        Request(
+            request_id=f"r{i}", prompt_token_ids=[(7 * i + j) % 97 + 3 for j in range(num_prompt)],
+            rules=TokenRules(), max_tokens=num_output,
+        )
+        for i in range(count)
+    ]  # fmt: skip
