@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from penstock.core.output import EngineOutput
 from penstock.core.sequence import Sequence
 from penstock.engine.beams import Beams
-from penstock.engine.gain import Gain
 from penstock.engine.guesses import Guesses
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class Commit:
         self.stats = scheduler.stats
         self.beams = Beams(scheduler, groups, sequences, new_sequence, emitted)
         self.guesses = Guesses(self)
-        self.gain = Gain(self.stats) if scheduler.drafts is not None else None
 
     def apply(
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
@@ -86,8 +84,7 @@ class Commit:
         for pooled in result.pooled:
             if pooled.seq_id in alive and pooled.seq_id in self.sequences:
                 self._pooled(alive[pooled.seq_id], pooled)
-        if self.gain is not None:
-            self.gain.observe(output, result, self.stats.num_sampled_tokens - before)
+        self.guesses.after(output, result, self.stats.num_sampled_tokens - before)
 
     # -- one row -------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,8 @@ class EngineCore:
             self._take_aborts()
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
-            self.scheduler.observe(output, result)
+            if self.scheduler.drafts is not None:
+                self.scheduler.drafts.observe(output, result)
         if self.check_invariants:
             self.kv.check_invariants(self._sequences.values())
         emitted, self._emitted[:] = list(self._emitted), []

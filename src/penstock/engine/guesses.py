@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.sequence import Sequence
+from penstock.engine.gain import Gain
 
 if TYPE_CHECKING:
-    from penstock.core.batch import StepOutput, Verified
+    from penstock.core.batch import SchedulerOutput, StepOutput, Verified
     from penstock.engine.commit import Commit
 
 
@@ -17,6 +18,12 @@ class Guesses:
     def __init__(self, commit: Commit) -> None:
         self._commit = commit
         self._stats = commit.stats
+        self._gain = Gain(commit.stats) if commit.scheduler.drafts is not None else None
+
+    def after(self, output: SchedulerOutput, result: StepOutput, num_tokens: int) -> None:
+        """A step, with guesses or without, has made `num_tokens` tokens known."""
+        if self._gain is not None:
+            self._gain.observe(output, result, num_tokens)
 
     def apply(self, alive: dict[int, Sequence], result: StepOutput, failed: set[int]) -> None:
         """Mutates: the sequences of `result.verified` that are `alive`. `failed`: those that end with an error."""

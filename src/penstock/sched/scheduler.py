@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import EngineError
-from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, StepOutput
+from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
 from penstock.core.sequence import Sequence, Status
 from penstock.core.step_shape import EMPTY
@@ -106,11 +106,6 @@ class Scheduler:
         """Commit made these tokens known; the rank hears of it with the next step."""
         if seq.seq_id in self._on_rank:
             self._appended.setdefault(seq.seq_id, []).extend(token_ids)
-
-    def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
-        """A step has been committed."""
-        if self.drafts is not None:
-            self.drafts.observe(output, result)
 
     def remove(self, seq: Sequence) -> None:
         """The sequence is finished or aborted: it owns nothing afterwards."""
@@ -276,8 +271,7 @@ class Scheduler:
     def _with_guesses(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
         """A decode with room for at most `room` (guesses, depth), as far as budget and memory go; None: without any.
 
-        Nobody is preempted for guesses. Slots behind the last token that may still come are nobody's, so there are
-        no more guesses than that, however they branch.
+        Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no guesses there.
         """
         num_left = seq.request.max_tokens - seq.num_generated - 1
         num_drafts = min(room[0], num_left, budget - 1)
