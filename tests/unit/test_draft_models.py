@@ -276,6 +276,15 @@ def test_k_ary_trees_have_the_choice_and_the_likeliest_others() -> None:
     assert not sick.guesses, "a sick row has no choice"
 
 
+def test_D28_the_small_model_falls_back_where_it_is_unsure() -> None:
+    sprout = Sprout(job(), 5, 4)
+    unsure = KAry(1, least=0.5)
+    unsure.grow(sprout, np.array([[0.6, 0.2, 0.2, 0.0]], np.float32), [0])
+    assert pairs(sprout) == [(0, ROOT)]
+    unsure.grow(sprout, np.array([[0.4, 0.3, 0.2, 0.1]], np.float32), [0])
+    assert (pairs(sprout), sprout.front) == ([(0, ROOT)], [])
+
+
 def test_D25_opt_trees_keep_the_likeliest_paths() -> None:
     """What is given up makes room for what is likelier behind others; entries count up to the first that went."""
     sprout = Sprout(job(num_nodes=3), 3, 9)

@@ -86,10 +86,19 @@ class Counted:
 
 
 class KAry(Counted):
-    """The same number of guesses behind each; 1: a chain. Source: SpecInfer, arXiv 2305.09781, section 3."""
+    """The same number of guesses behind each; 1: a chain. Source: SpecInfer, arXiv 2305.09781, section 3.
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    `least`: it ends where no guess is as likely (the fallback of BiLD, Kim et al., arXiv 2302.07863, section 3).
+    """
+
+    def __init__(self, width: int, least: float = 0.0) -> None:
+        self._width, self._least = width, least
+
+    def grow(self, sprout: Sprout, probs: F32, choices: Sequence[int]) -> None:
+        if self._least and float(probs.max(axis=1).max()) < self._least:
+            sprout.add([])
+            return
+        super().grow(sprout, probs, choices)
 
     def counts(self, sprout: Sprout) -> list[int]:
         return [self._width] * len(sprout.front)
@@ -173,4 +182,5 @@ def expander(bench: DraftBench) -> Expander:
         return Sequoia()
     if tree in ("opt", "grown"):
         return Likeliest(0 if tree == "opt" else max(2, bench.config.branches))
-    return KAry(bench.config.branches if tree == "k-ary" else 1)
+    least = bench.config.fallback if verifier == "bild" else 0.0
+    return KAry(bench.config.branches if tree == "k-ary" else 1, least)
