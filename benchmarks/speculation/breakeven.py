@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation.breakeven --model nano --draft pico,random --out FILE.json --html FILE.html
 
-Quality is varied in two ways. Drafts are models (--draft pico,pico@int4-wo,FOLDER,...; `random`: the first one's
+Quality is varied in two ways. Drafts are models (--draft pico,FOLDER,...; `random`: the first one's
 shape with weights at random). And for the curve, guesses of the first draft are exchanged for random tokens with a
 given probability (`Spoiled`): the same cost, any acceptance. Speculation on and off take turns in one engine, in pairs;
 their tokens must be equal, or the run fails.
@@ -105,10 +105,7 @@ class Engine:
     """One model with one draft; guesses on and off, K and spoiling are switched between runs."""
 
     def __init__(self, model: str, draft: str, options: dict[str, Any], max_tokens: int) -> None:
-        name, _, scheme = draft.partition("@")
-        config: dict[str, Any] = {"method": "draft-model", "model": name, "controller": "fixed"}
-        if scheme:
-            config["quantization"] = scheme
+        config: dict[str, Any] = {"method": "draft-model", "model": draft, "controller": "fixed"}
         self.llm = LLM(model, speculative_config=config, enable_prefix_caching=False, **options)
         core = self.llm.engine.core
         runner: Any = core.executor.runner  # type: ignore[attr-defined]
@@ -182,32 +179,49 @@ def break_even(rows: list[dict[str, Any]], k: int, batch: int, temperature: floa
     return None
 
 
+STYLE = """text{font:12px sans-serif;fill:#444}.grid{stroke:#ddd}.axis{stroke:#888}.line{fill:none;stroke-width:2}
+.c0{stroke:#1b6ca8}.c1{stroke:#c8501e}.c2{stroke:#2f8f4e}.c3{stroke:#8a4fa3}.c4{stroke:#777;stroke-dasharray:5 4}
+.dot{fill:#fff;stroke-width:2}"""
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """Gain over acceptance for each K: one chart per batch and temperature, of the first draft, spoiled."""
+    rows = [r for r in result["rows"] if r["draft"] == result["rows"][0]["draft"]]
+    out = []
+    for batch, temperature in sorted({(r["batch"], r["temperature"]) for r in rows}):
+        chart = Chart(f"batch {batch}, temperature {temperature:g}: gain over the share of accepted first guesses")
+        own = [r for r in rows if (r["batch"], r["temperature"]) == (batch, temperature)]
+        for style, k in enumerate(sorted({r["K"] for r in own})):
+            points = sorted((r["first_accepted"], r["gain"]) for r in own if r["K"] == k)
+            xs, ys = [p[0] for p in points], [p[1] for p in points]
+            dots = [(xs[-1], ys[-1], f"K = {k}"), *((x, y, "") for x, y in points[:-1])]
+            chart.lines.append(Line(f"K = {k}", xs, ys, style, dots))
+        chart.lines.append(Line("off", [0.0, max(r["first_accepted"] for r in own)], [1.0, 1.0], 4))
+        out.append(chart)
+    return out
+
+
+def drawing(chart: Chart) -> str:
+    """A chart as a file of its own."""
+    head, rest = chart.svg().split(">", 1)
+    ground = '<rect width="100%" height="100%" fill="#fff"/>'
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{ground}{rest}'
+
+
 def page(result: dict[str, Any]) -> str:
-    """Gain over acceptance for each K, one chart per batch and temperature."""
-    rows = result["rows"]
-    first = rows[0]["draft"]
-    parts = ["<!doctype html><meta charset=utf-8><title>Break-even of speculation</title>",
-             "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto;color:#222}svg{width:100%}</style>",
-             f"<h1>Break-even of speculation</h1><p>{html.escape(json.dumps(result['about']))}</p>"]  # fmt: skip
-    for batch in sorted({r["batch"] for r in rows}):
-        for temperature in sorted({r["temperature"] for r in rows}):
-            chart = Chart(f"batch {batch}, temperature {temperature}: gain over the share of accepted first guesses")
-            for style, k in enumerate(sorted({r["K"] for r in rows})):
-                points = sorted(
-                    (r["first_accepted"], r["gain"]) for r in rows
-                    if (r["K"], r["batch"], r["temperature"], r["draft"]) == (k, batch, temperature, first)
-                )  # fmt: skip
-                chart.lines.append(Line(f"K = {k}", [p[0] for p in points], [p[1] for p in points], style))
-            chart.lines.append(Line("off", [0, 1], [1, 1], 7))
-            legend = ", ".join(line.label for line in chart.lines)
-            parts.append(f"<h2>{html.escape(chart.title)}</h2><p>{html.escape(legend)}</p>{chart.svg()}")
+    parts = [
+        "<!doctype html><meta charset=utf-8><title>Break-even of speculation</title>",
+        f"<style>body{{font:15px sans-serif;max-width:60em;margin:2em auto}}svg{{width:100%}}{STYLE}</style>",
+        f"<h1>Break-even of speculation</h1><p>{html.escape(json.dumps(result['about']))}</p>",
+    ]
+    parts += [f"<h2>{html.escape(chart.title)}</h2>{chart.svg()}" for chart in charts(result)]
     return "\n".join(parts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano")
-    parser.add_argument("--draft", default="pico,random", help="models, with commas; NAME@SCHEME: quantised")
+    parser.add_argument("--draft", default="pico,random", help="models, with commas; random: the first one as noise")
     parser.add_argument("--lengths", default="1,2,4,8")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--temperatures", default="0,0.8")
@@ -217,6 +231,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--html", type=Path)
+    parser.add_argument("--images", type=Path, help="folder for the charts as files")
     args = parser.parse_args()
     args.drafts = args.draft.split(",")
     args.lengths = [int(n) for n in args.lengths.split(",")]
@@ -234,13 +249,15 @@ def main() -> None:
         {"K": k, "batch": b, "temperature": t, "first_accepted": break_even(rows, k, b, t)}
         for k in args.lengths for b in args.batches for t in args.temperatures
     ]  # fmt: skip
-    settings = {name: value for name, value in vars(args).items() if name not in ("out", "html")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "html", "images")}
     result = {"about": about(**settings), "rows": rows, "break_even": points}
     show(result)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.html:
         args.html.write_text(page(result))
+    for i, chart in enumerate(charts(result) if args.images else ()):
+        (args.images / f"break-even-{i}.svg").write_text(drawing(chart))
 
 
 def show(result: dict[str, Any]) -> None:
