@@ -58,6 +58,7 @@ def engine(args: argparse.Namespace, batches: Sequence[int], drafter: str | None
     settings: dict[str, Any] = {
         "max_model_len": args.max_model_len, "max_num_seqs": max(batches), "block_size": BLOCK,
         "num_gpu_blocks_override": blocks * max(batches), "quantization": args.quantization, "threads": args.threads,
+        "enable_prefix_caching": False,  # the plain engine stays from drafter to drafter, and would know the prompts
     }  # fmt: skip
     if drafter is not None:
         settings["speculative_config"] = config_of(drafter)

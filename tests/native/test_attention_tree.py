@@ -134,7 +134,7 @@ KINDS = ("bushy", "deep", "wide", "chain")
 @each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nodes_are_their_paths(isa: str, dtype: str, kind: str) -> None:
+def test_C51_nodes_are_their_paths(isa: str, dtype: str, kind: str) -> None:
     """At a page's beginning, across the end of a chunk of keys, and from nothing, beside ordinary tokens."""
     rule = Rule(6, 2, 16, 24)
     rng = np.random.default_rng([KINDS.index(kind), 4])
