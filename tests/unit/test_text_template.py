@@ -123,7 +123,7 @@ def test_a_real_template_of_quadratic_time_is_stopped():
     started = time.process_time()
     with pytest.raises(InputError, match="too much work"):
         render_chat(template("gemma-4.chat_template.jinja"), many)
-    assert time.process_time() - started < 6
+    assert time.process_time() - started < 10  # 4 to 6.6 s on a slow core; without the meter it is 20 on a fast one
 
 
 def test_output_cap_is_a_parameter():
