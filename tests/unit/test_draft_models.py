@@ -19,9 +19,10 @@ from penstock.core.machine import Machine
 from penstock.core.sampling import TokenRules
 from penstock.drafters.aligned import Alignment
 from penstock.drafters.choose import Chooser, Guess, Sprout
-from penstock.drafters.expanders import KAry, Likeliest, Sequoia
+from penstock.drafters.expanders import MIN_GAIN, KAry, Likeliest, Sequoia
 from penstock.drafters.filled import Filled
 from penstock.drafters.specinfer import Merged, Rates, SpecInferDrafter, best_nodes, best_path, merge, side_by_side
+from penstock.drafters.tree_shapes import RankStatistics, best_shape
 from penstock.launch.build import plan_of, start
 from penstock.launch.bundled import bundled_model
 from penstock.launch.drafts import check_method
@@ -32,6 +33,7 @@ from penstock.plan.report import report
 from penstock.runner.sampler import Sampler
 from penstock.runner.sampler import draw as sample
 from penstock.runner.truncate import truncate
+from tests.trees import fill, grown_tree, opt_tree
 from tests.unit.test_plan import FULL, GIB, LATENT, MIB, SLIDING, SLOT, machine, model, why
 
 
@@ -301,6 +303,40 @@ def test_D25_opt_trees_keep_the_likeliest_paths() -> None:
     assert (sprout.num_run, sprout.front) == (1, [2]), "what stood in the second place has moved"
     opt.grow(sprout, np.array([[0.05, 0.05, 0.05, 0.85]], np.float32), [3])
     assert sprout.front == [], "a level that adds nothing ends it"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_D24_D25_what_grows_level_by_level_is_the_oracle_s_tree(seed: int) -> None:
+    """opt, grown and sequoia beside the same trees made all at once, over random probabilities of two tokens back."""
+    rng = np.random.default_rng(seed)
+    table = rng.dirichlet(np.full(6, 0.3), (7, 7)).astype(np.float32)
+    num_nodes, depth, width = int(rng.integers(1, 14)), int(rng.integers(1, 7)), int(rng.integers(2, 4))
+
+    def probs(paths: Any) -> Any:
+        return np.stack([table[([6, 6, *path])[-2], ([6, 6, *path])[-1]] for path in paths])
+
+    def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+        out: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            out.append((*(out[parent] if parent != ROOT else ()), token))
+        return sorted(out)
+
+    def grown(expander: Any) -> list[tuple[int, ...]]:
+        sprout = Sprout(job(num_nodes, depth), num_nodes, depth)
+        while sprout.front:
+            rows = probs([sprout.path(node) for node in sprout.front])
+            expander.grow(sprout, rows, rows.argmax(axis=1).tolist())
+        return paths_of(sprout.token_ids, sprout.parents)
+
+    shape, _ = best_shape(RankStatistics(4).acceptance(), num_nodes, depth)
+    wanted = {
+        "opt": opt_tree(probs, num_nodes, depth, min_gain=MIN_GAIN),
+        "grown": grown_tree(probs, num_nodes, depth, width),
+        "sequoia": fill(shape, probs),
+    }
+    found = {"opt": grown(Likeliest()), "grown": grown(Likeliest(width)), "sequoia": grown(Sequoia())}
+    for name, tree in wanted.items():
+        assert found[name] == paths_of(tree.token_ids, tree.parents), name
 
 
 def test_D24_sequoia_learns_its_shape() -> None:

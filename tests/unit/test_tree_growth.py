@@ -13,7 +13,7 @@ import pytest
 
 from penstock.core.draft import ROOT, UNKNOWN, DraftTree, Outcome, chain
 from penstock.drafters.tree_shapes import RankStatistics, Shape, best_shape, k_ary
-from penstock.drafters.trees import (
+from tests.trees import (
     Expand,
     Path,
     draw_distinct,

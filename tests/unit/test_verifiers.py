@@ -17,7 +17,6 @@ from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.draft import ROOT, DraftTree
 from penstock.core.sampling import TokenRules
 from penstock.drafters.tree_shapes import Shape, k_ary
-from penstock.drafters.trees import Expand, draw_distinct, draw_independent, fill, likeliest, merge
 from penstock.runner.guess import Guess
 from penstock.runner.sampler import Sampler
 from penstock.runner.verifiers import EXACT_DISTRIBUTION, EXACT_TOKENS, LABELS, LOSSY, VERIFIERS, draws
@@ -25,6 +24,7 @@ from penstock.runner.verifiers.draws import Drawn, DrawRule, Select, inverse, on
 from penstock.runner.verifiers.spectr import division, k_sequential
 from penstock.runner.verifiers.walk import OWN_DRAW, RuleVerifier, probabilities
 from penstock.runner.verify import Verifier, VerifyOutput
+from tests.trees import Expand, draw_distinct, draw_independent, fill, likeliest, merge
 
 VOCAB = 5
 SURE = 1e-4  # a right verifier fails one chi-square in 10000; seeds are fixed

@@ -41,7 +41,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_spec_steps: int = 0
-    """Steps with at least one such row; `draft_s` and `spec_step_s`: seconds of their drafters, and of all of them."""
+    """Steps in which somebody had room for guesses; `draft_s`, `spec_step_s`: seconds of their drafters, and in all."""
     draft_s: float = 0.0
     spec_step_s: float = 0.0
     spec_compared_s: float = 0.0

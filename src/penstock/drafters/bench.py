@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.config import SpeculativeConfig
@@ -62,5 +62,4 @@ class DraftBench:
     sampler: Sampler | None = None
     models: Sequence[DraftModel] = ()
     encode: Callable[[str], list[int]] | None = None
-    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     target: Target | None = None

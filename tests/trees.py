@@ -1,4 +1,4 @@
-"""From a draft model's probabilities to trees of guesses. No model here: `Expand` is asked for probabilities.
+"""The oracle of `drafters.expanders`: whole trees out of a draft's probabilities, written plainly and all at once.
 
 Trees that are filled into a fixed shape (`fill`; shapes: `drafters.tree_shapes`) and trees that grow by the draft's own
 probabilities (`opt_tree`, `grown_tree`). Guesses are chosen, the likeliest first, or drawn (`draw_distinct`,
