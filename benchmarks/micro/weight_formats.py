@@ -45,7 +45,7 @@ FORMATS = {
     "int4-w4a8:128": ("bfloat16", "int4-w4a8:128"),
 }  # fmt: skip
 """Name -> type of the weights before packing, scheme."""
-LIMITS = {"float32": 0.0, "bfloat16": 0.03, "int8-wo": 0.05, "int8-w8a8": 0.08, "int4-wo": 0.6, "int4-w4a8:128": 0.6}
+LIMITS = {"float32": 0.0, "bfloat16": 0.03, "int8-wo": 0.08, "int8-w8a8": 0.08, "int4-wo": 0.8, "int4-w4a8:128": 0.8}
 """Root mean square of the logits' differences from float32's, over the logits' deviation."""
 STEP_TOKENS = 512
 

@@ -1,7 +1,8 @@
-"""Speculation beside llama.cpp's own, on the same model, the same prompts, in turns.
+"""Speculation beside llama.cpp's and vLLM's own, on the same model, the same prompts, in turns.
 
     python tools/widen.py src/penstock/bundled/nano WIDE --shape 896,24,14,2,64,4864 --dtype bfloat16
-    python -m benchmarks.speculation.peers --model WIDE --draft pico --llama-server PATH/llama-server --out FILE.json
+    python -m benchmarks.speculation.peers --model WIDE --draft pico --out FILE.json
+        [--llama-server PATH/llama-server] [--vllm-python PYTHON]
 
 The model is nano in Qwen2.5-0.5B's layers: real text, real bytes. Both engines greedy, one request at a time, the same
 number of threads, bfloat16. Every turn runs all settings of both engines on one prompt, beginning with another one each
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -61,6 +63,11 @@ THEIRS: dict[str, list[str]] = {
     "ngram-cache": ["--spec-type", "ngram-cache"],
     "draft-simple": ["--spec-type", "draft-simple"],
 }  # fmt: skip
+
+VLLM: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+}
 
 Run = Callable[[list[int], int], tuple[list[int], float]]
 """(prompt, tokens wanted) -> (tokens, tokens/s from the first one on)."""
@@ -117,6 +124,31 @@ class LlamaServer:
         self._process.wait()
 
 
+class VllmWorker:
+    """A process of vLLM with one setting (CPU, eager). Ends with `close`."""
+
+    def __init__(self, python: Path, model: str, setting: dict[str, Any] | None, threads: int) -> None:
+        words = [str(python), str(Path(__file__).with_name("vllm_worker.py")), model, json.dumps(setting)]
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""},
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        if not self._out.readline():
+            raise SystemExit(f"vLLM did not start with {setting}")
+
+    def run(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        print(json.dumps({"prompt": prompt, "count": count}), file=self._in, flush=True)
+        got = json.loads(self._out.readline())
+        return got["tokens"], got["rate"]
+
+    def close(self) -> None:
+        self._in.close()
+        self._process.wait(30)
+
+
 def measure(runs: dict[str, Run], encode: Callable[[str], list[int]], turns: int, count: int) -> list[dict[str, Any]]:
     """One row per engine, setting and kind of text."""
     names, rows = list(runs), []
@@ -153,6 +185,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the widened model")
     parser.add_argument("--draft", default="pico")
     parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--vllm-python", type=Path, help="the interpreter of an environment that has vLLM's CPU build")
+    parser.add_argument("--vllm", default=",".join(VLLM))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=2, help="per prompt")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -165,7 +199,7 @@ def main() -> None:
         runs[f"penstock:{name}"] = penstock(args.model, args.draft, OURS[name], args.threads)
     tokenizer = LLM(args.draft, threads=1).engine.tokenizer
     assert tokenizer is not None
-    servers: list[LlamaServer] = []
+    servers: list[LlamaServer | VllmWorker] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             if args.llama_server:
@@ -173,9 +207,13 @@ def main() -> None:
                 for source, file in zip((args.model, args.draft), files, strict=True):
                     to_gguf(Path(local_path(source)), file)
                 for i, name in enumerate(args.theirs.split(",")):
-                    server = LlamaServer(args.llama_server, files, THEIRS[name], args.threads, 18300 + i)
-                    servers.append(server)
-                    runs[f"llama.cpp:{name}"] = server.run
+                    llama = LlamaServer(args.llama_server, files, THEIRS[name], args.threads, 18300 + i)
+                    servers.append(llama)
+                    runs[f"llama.cpp:{name}"] = llama.run
+            for name in args.vllm.split(",") if args.vllm_python else ():
+                worker = VllmWorker(args.vllm_python, args.model, VLLM[name], args.threads)
+                servers.append(worker)
+                runs[f"vllm:{name}"] = worker.run
             rows = measure(runs, lambda text: list(tokenizer.encode(text)), args.turns, args.max_tokens)
         finally:
             for server in servers:

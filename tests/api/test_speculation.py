@@ -312,3 +312,27 @@ def test_openais_client_sends_and_reads_them(guessing: LiveServer) -> None:
     assert details is not None
     assert details.accepted_prediction_tokens is not None
     assert details.accepted_prediction_tokens <= answer.usage.completion_tokens
+
+
+# -- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_D27_a_promised_pace_reaches_the_engine_and_is_counted(guessing: LiveServer) -> None:
+    before = scrape(guessing.url)
+    assert post(guessing, COMPLETIONS, tpot_slo_ms=60_000)["choices"][0]["text"]
+    assert post(guessing, CHAT, tpot_slo_ms=1e-6)["choices"][0]["message"]["content"]
+    after = grown(before, scrape(guessing.url))
+    assert after["penstock:request_tpot_slo_total{met=yes}"] == 1, after
+    assert after["penstock:request_tpot_slo_total{met=no}"] == 1, after
+
+
+@pytest.mark.parametrize("value", [0, -5, 60_001, float("inf")])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/v1/responses"])
+def test_a_pace_that_cannot_be_meant_is_refused(guessing: LiveServer, path: str, value: float) -> None:
+    chat = path in (CHAT, "/v1/messages")
+    given: dict[str, Any] = {"messages": HELLO, "max_tokens": 4} if chat else {"prompt": STORY}
+    given = {"input": STORY} if path == "/v1/responses" else given
+    body = json.dumps(given | {"tpot_slo_ms": value}).replace("Infinity", "1e999")
+    answer = httpx.post(guessing.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert "tpot_slo_ms" in answer.text or value == float("inf"), answer.text

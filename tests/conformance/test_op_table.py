@@ -27,7 +27,7 @@ def test_complete(table: OpTable) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("t", "n", "m"), [(1, 1, 1), (3, 17, 5), (9, 64, 172), (16, 33, 1031)])
-def test_linear_is_right_within_its_bound(table: OpTable, dtype: str, t: int, n: int, m: int) -> None:
+def test_C53_linear_is_right_within_its_bound(table: OpTable, dtype: str, t: int, n: int, m: int) -> None:
     """|error| <= 4 n eps |x| |w|, with the weights as they are after rounding to their type."""
     rng = np.random.default_rng(t * n * m)
     x = rng.standard_normal((t, n)).astype(np.float32)

@@ -17,6 +17,7 @@ import pytest
 from penstock.core.draft import ROOT
 from penstock.core.model_spec import ModelSpec
 from penstock.core.request import Control, Request
+from penstock.core.sequence import guessers
 from penstock.drafters.draft_model import CATCH_UP, DraftModelDrafter
 from penstock.engine.core import EngineCore
 from penstock.sched.drafts.fixed import FixedDrafts
@@ -196,7 +197,8 @@ class Later:
     def __init__(self, begin: int, num_drafts: int) -> None:
         self.begin, self._room = begin, (num_drafts, 63)
 
-    def begin_step(self, decoding: Any) -> Any:
+    def begin_step(self, running: Any, now_s: float | None = None) -> Any:
+        decoding = guessers(running)
         if not decoding:
             return {}
         self.begin -= 1

@@ -239,7 +239,7 @@ def test_instruction_sets_agree(format: Format, group: int, act: Act) -> None:
 @each_kind
 @pytest.mark.parametrize("act", [Act.F32, Act.BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("num_rows", "num_cols"), SHAPES)
-def test_weight_only(isa: str, format: Format, group: int, act: Act, num_rows: int, num_cols: int) -> None:
+def test_C89_E01_weight_only(isa: str, format: Format, group: int, act: Act, num_rows: int, num_cols: int) -> None:
     x = normal(12, 9, num_cols)
     m = pack(library(isa), [normal(13, num_rows, num_cols)], format, act, group=group)
     seen = widen(narrow(x)) if act == Act.BF16 else x

@@ -251,8 +251,12 @@ class DraftController(Protocol):
 
     name: str
 
-    def begin_step(self, decoding: Seq[Sequence]) -> Mapping[int, tuple[int, int]]:
-        """Sequence id -> (guesses, depth) for some of the sequences that decode; the scheduler may give less."""
+    def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+        """Sequence id -> (guesses, depth) for some of those that run and may guess; the scheduler may give less.
+
+        `running`: everybody who runs (`core.sequence.guessers` finds who may guess); `now_s`: when the step begins, a
+        recorded time.
+        """
         ...
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:

@@ -48,6 +48,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
         arrival_s: clock reading at arrival; metrics, and policies that look at ages.
         tenant: whose request it is, by name; `weight`: that tenant's share (only the policy `fair` looks at them).
+        slo_tpot_s: seconds that a token after the first should take on average; guesses go to those who are behind
+            first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
     """
 
@@ -66,6 +68,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     arrival_s: float = 0.0
     tenant: str = ""
     weight: float = 1.0
+    slo_tpot_s: float | None = None
     resume: Resume | None = None
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | None]:

@@ -182,7 +182,7 @@ class Scheduler:
             self._clockwork.begin(self._step_limit_s())
         rooms: Mapping[int, tuple[int, int]] = {}
         if self.drafts is not None:
-            rooms = self.drafts.begin_step([s for s in self.running if s.is_decoding and s.request.beam is None])
+            rooms = self.drafts.begin_step(self.running, now_s)
         num_running_ahead = len(self.running)
         num_decodes = decode_context = 0  # those the seconds budget has not heard of yet
         for seq in self.policy.order(self.running, self.waiting):

@@ -67,7 +67,11 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
         messages=body.messages,
         params=body.sampling(sampling_defaults(server), max_tokens=max_tokens, logprobs=logprobs),
         options=Options(
-            stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
+            stream=bool(body.stream),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            timeout_s=body.timeout,
+            tpot_slo_ms=body.tpot_slo_ms,
         ),
         tools=body.tools,
         tool_choice=body.tool_choice,

@@ -48,8 +48,9 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     check_stream_options(body.stream, body.stream_options)
     params, scoring = _params(server, body)
     options = Options(
-        stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
-    )
+        stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
+        tpot_slo_ms=body.tpot_slo_ms,
+    )  # fmt: skip
     request_id = new_id("cmpl-")
     prompts = await _prompts(server, body)
     streams: list[Stream] = []

@@ -47,6 +47,7 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
+    `slo_tpot_s`: seconds that a token after the first should take on average.
     """
 
     prompt: Prompt
@@ -57,6 +58,7 @@ class Call:
     priority: int = 0
     cache_salt: str | None = None
     deadline_s: float | None = None
+    slo_tpot_s: float | None = None
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None

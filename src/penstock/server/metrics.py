@@ -208,6 +208,8 @@ class Metrics(Collector):
         yield from self._labelled(
             CounterMetricFamily, "tenant", "Requests and tokens by tenant.", ("tenant", "kind"), s.tenants
         )
+        text = "Finished requests with a tpot_slo_ms, by whether they kept it."
+        yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
         restarts = self.server.client.num_restarts
         yield from self._counter("engine_restarts", "Engines that had to be started again.", restarts)
         yield from self._counter("request_replays", "Requests that a new engine went on with.", s.num_replays)

@@ -191,6 +191,7 @@ class Service:
             arrival_s=call.arrival_s,
             param=call.prompt.param,
             reference=call.reference,
+            slo_tpot_s=call.slo_tpot_s,
         )
 
     @staticmethod

@@ -101,6 +101,8 @@ class Stats:
         self.prompt_lengths, self.generation_lengths = Distribution(lengths), Distribution(lengths)
         self.longest_sample, self.computed_lengths = Distribution(lengths), Distribution(lengths)
         self.params_max_tokens, self.params_n = Distribution(lengths), Distribution((1, 2, 5, 10, 20))
+        self.tpot_slo: Counter[str] = Counter({"yes": 0, "no": 0})
+        """Finished requests with a tpot_slo_ms, by whether they kept it: "yes", "no"."""
         self.preemptions = Distribution((0, 1, 2, 5, 10, 20, 50))
         self.step_tokens = Distribution(_STEP)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generation_tokens = 0
@@ -186,6 +188,9 @@ class Stats:
             value = t[name]
             if value is not None:
                 distribution.observe(value)
+        tpot_s, slo_s = t["tpot_s"], request.slo_tpot_s
+        if tpot_s is not None and slo_s is not None:
+            self.tpot_slo["yes" if tpot_s <= slo_s else "no"] += 1
         self.recent.append({
             "id": stream.request_id, "endpoint": call.endpoint if call is not None else "", "ending": ended,
             "time_s": metrics.finished_s, "prompt_tokens": prompt, "cached_tokens": output.num_cached_tokens,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
+MAX_TPOT_SLO_MS = 60_000
 PROMPT_TAIL = 64
 """Tokens of a prompt's end that show whether it has opened a thought."""
 
@@ -79,12 +80,14 @@ def _timeout_s(request: Request) -> float | None:
 
 @dataclass(kw_only=True)
 class Options:
-    """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival."""
+    """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
+    milliseconds that a token after the first should take on average."""
 
     stream: bool = False
     priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
+    tpot_slo_ms: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -323,9 +326,16 @@ def make_call(
         raise InputError(
             f"timeout must be above 0 and at most {MAX_TIMEOUT_S} seconds, not {timeout_s:g}", param="timeout"
         )
+    slo_ms = options.tpot_slo_ms
+    if slo_ms is not None and not 0 < slo_ms <= MAX_TPOT_SLO_MS:
+        raise InputError(
+            f"tpot_slo_ms must be above 0 and at most {MAX_TPOT_SLO_MS:,} milliseconds, not {slo_ms:g}",
+            param="tpot_slo_ms",
+        )
     return Call(
         prompt=prompt, params=params, request_id=request_id, endpoint=endpoint, tenant=caller.tenant,
         priority=priority, cache_salt=options.cache_salt, deadline_s=timeout_s, arrival_s=caller.arrival_s,
+        slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
         stream=options.stream, facts={"http_request_id": caller.request_id, **options.facts},
     )  # fmt: skip
 

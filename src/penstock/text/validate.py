@@ -207,10 +207,11 @@ def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
+    slo_tpot_s: float | None = None,
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
-    `reference`: ids of a text that the output is likely to repeat.
+    `reference`: ids of a text that the output is likely to repeat. `slo_tpot_s`: see `Request`.
     """
     beam: BeamSearchParams | None = None
     if isinstance(params, BeamSearchParams):
@@ -234,7 +235,7 @@ def build_request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
-        namespace=namespace, taint=taint, arrival_s=arrival_s,
+        namespace=namespace, taint=taint, arrival_s=arrival_s, slo_tpot_s=slo_tpot_s,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What is believed of a sequence's guesses: a distribution over how often the next one is right.
+"""What is believed of each sequence's guesses: a distribution over how often the next one is right.
 
 A belief weighs a few levels p. Each verification multiplies the weights by p^accepted, and by 1 - p if a guess was
 wrong, and then a small share goes back to what is believed of strangers, because text changes: so a belief follows a
@@ -6,130 +6,115 @@ change within a few steps, and under steady text it remembers some `1 / HAZARD` 
 reached and right is the mean of p^d, so what follows accepted guesses is likelier to be accepted: as it is in text.
 Source: forward filter with restarts (Adams and MacKay, arXiv 0710.3742, with one hazard and without run lengths).
 
-Weights are rounded to half a bit, so there are few beliefs. Each knows its successors: to learn from a step
-costs one look-up.
+All beliefs lie in two arrays, so a step costs a few calls of numpy, however many sequences it has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from math import ceil, log2
-from operator import mul
 
-LEVELS = (0.0, 0.2, 0.4, 0.53, 0.65, 0.76, 0.86, 0.94, 0.985)
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+
+LEVELS = np.array([0.0, 0.2, 0.4, 0.53, 0.65, 0.76, 0.86, 0.94, 0.985])
 HAZARD = 1 / 96
 """Share of a belief that each verification gives back to the strangers' belief."""
 LEAST_GAIN = 0.004
 """A guess less likely to be used is never made."""
-_STEPS_PER_BIT = 2
-_FLOOR = -11 * _STEPS_PER_BIT
-_MAX_BELIEFS = 4096
 _EVEN = 0.25
 """Share of the strangers' belief that favours no level: text can always change to what nobody has seen."""
-_RENEWED = 0.2
-"""The strangers' belief is renewed when it has moved by so much (sum of absolute differences)."""
-
-
-class Belief:
-    """Attributes:
-    gains: chance that guess d + 1 is used, falling with d; ends where that is too little.
-    falling: the same with the opposite sign, for bisection.
-    chance: the first of them.
-    """
-
-    __slots__ = ("after", "chance", "falling", "gains", "number", "weights")
-
-    def __init__(self, number: int, weights: tuple[float, ...], gains: list[float]) -> None:
-        self.number = number
-        self.weights = weights
-        self.gains = gains
-        self.falling = [-gain for gain in gains]
-        self.chance = gains[0] if gains else 0.0
-        self.after: dict[int, Belief] = {}
+_SEEN = 1 / 32
+"""Weight of one look at a known belief in what is believed of strangers."""
+_LEAST = 1e-4
+"""No level becomes less likely than that of the likeliest one: a belief must be able to turn."""
+_MOST = 512
+"""Guesses that are learned from at once."""
+STRANGER = 0
+"""The slot of what is believed of a sequence of which nothing is known."""
 
 
 class Beliefs:
-    """All beliefs there are. `branching`: guesses form trees, of which only size and accepted depth are known.
+    """Beliefs by slot. `branching`: guesses form trees, of which only size and accepted depth are known.
 
     A tree of k guesses is then taken to be log2(1 + k) deep: what it accepts grows with the logarithm of its size
     (Sequoia, Chen et al., arXiv 2402.12374, section 3).
+
+    Attributes:
+        gains: [slots, D] chance that guess d + 1 is used, falling with d; 0 where that is too little.
     """
 
     def __init__(self, max_guesses: int, max_depth: int, *, branching: bool = False) -> None:
-        self._max_guesses = max_guesses
-        self._branching = branching
         self._max_depth = max_depth
+        self._branching = branching
         deepest = min(max_guesses, max_depth)
-        self._powers = [tuple([p**d for p in LEVELS]) for d in range(1, deepest + 1)]
-        self._known: dict[tuple[int, ...], Belief] = {}
-        self._num_made = 0
-        even = 1.0 / len(LEVELS)
-        self._seen = [even] * len(LEVELS)
-        self.stranger = self._rounded(self._seen)
+        self._powers = LEVELS[:, None] ** np.arange(1, deepest + 1)
+        self._scale: F64 | None = None
+        if branching:  # guess k of a tree makes it log2(1 + k) - log2(k) deeper
+            sizes = range(1, max_guesses + 1)
+            self._depth_of = np.array([min(ceil(log2(1 + k)), deepest) - 1 for k in sizes])
+            reached = np.array([ceil(log2(1 + k)) <= deepest for k in sizes])
+            self._scale = np.array([log2(1 + k) - log2(k) for k in sizes]) * reached
+        counts = np.arange(_MOST + 1)[:, None]
+        self._right, self._wrong = LEVELS**counts, (1.0 - LEVELS) ** counts
+        even = np.full(len(LEVELS), 1 / len(LEVELS))
+        self._seen = even
+        self._weights = even[None].copy()
+        self.gains = self._gains(self._weights)
+        self._free: list[int] = []
 
-    def learn(self, belief: Belief, num_guesses: int, num_accepted: int) -> Belief:
-        """The belief after `num_guesses` > 0 of which `num_accepted` were used."""
-        key = num_guesses << 8 | num_accepted
-        found = belief.after.get(key)
-        if found is None:
-            found = belief.after[key] = self._learn(belief, num_guesses, num_accepted)
-        return found
+    def meet(self) -> int:
+        """A slot for another sequence."""
+        if not self._free:
+            count = len(self._weights)
+            self._weights = np.concatenate([self._weights, np.zeros_like(self._weights)])
+            self.gains = np.concatenate([self.gains, np.zeros_like(self.gains)])
+            self._free = list(range(2 * count - 1, count - 1, -1))
+        slot = self._free.pop()
+        self._weights[slot] = self._weights[STRANGER]
+        self.gains[slot] = self.gains[STRANGER]
+        return slot
 
-    def see(self, belief: Belief) -> None:
-        """One of the beliefs that are held now: strangers are taken to be like those who are known."""
-        self._seen = [was + (now - was) / 32 for was, now in zip(self._seen, belief.weights, strict=True)]
+    def forget(self, slot: int) -> None:
+        self._free.append(slot)
+
+    def evidence(self, num_guesses: int, num_accepted: int) -> tuple[int, int]:
+        """What a verification of `num_guesses` > 0 says: (right guesses on one path, 1 if a wrong one ended it)."""
+        depth = num_guesses
+        if self._branching:
+            depth = num_guesses.bit_length()  # the whole number above log2(1 + k)
+        if depth > self._max_depth:
+            depth = self._max_depth
+        return (num_accepted, 1) if num_accepted < depth else (depth, 0)
+
+    def learn(self, slots: Seq[int], num_right: Seq[int], num_wrong: Seq[int], num_times: Seq[int]) -> None:
+        """Add `evidence`: sums over so many verifications of each of these sequences."""
+        at = np.array(slots)
+        weights = (
+            self._weights[at] * self._right[np.minimum(num_right, _MOST)] * self._wrong[np.minimum(num_wrong, _MOST)]
+        )
+        weights = np.maximum(weights, _LEAST * weights.max(1, keepdims=True))
+        hazard = 1.0 - (1.0 - HAZARD) ** np.array(num_times)[:, None]
+        weights *= (1.0 - hazard) / weights.sum(1, keepdims=True)
+        weights += hazard * self._weights[STRANGER]
+        self._weights[at] = weights
+        self.gains[at] = self._gains(weights)
+
+    def see(self, slot: int, num_times: int = 1) -> None:
+        """One of the beliefs that are held now, and for how many verifications: strangers are taken to be like it."""
+        self._seen = self._seen + (1.0 - (1.0 - _SEEN) ** num_times) * (self._weights[slot] - self._seen)
 
     def renew(self) -> None:
-        """Bring the strangers' belief up to date, if it is far off; what follows from it is then found anew."""
-        even = _EVEN / len(LEVELS)
-        weights = [even + (1 - _EVEN) * weight for weight in self._seen]
-        moved = sum([abs(a - b) for a, b in zip(weights, self.stranger.weights, strict=True)])
-        if moved > _RENEWED:
-            self._clear()
-            self.stranger = self._rounded(weights)
+        """Bring the strangers' belief up to date."""
+        weights = _EVEN / len(LEVELS) + (1.0 - _EVEN) * self._seen
+        self._weights[STRANGER] = weights
+        self.gains[STRANGER] = self._gains(weights[None])[0]
 
-    def _clear(self) -> None:
-        for old in self._known.values():
-            old.after.clear()
-        self._known.clear()
-
-    def _learn(self, belief: Belief, num_guesses: int, num_accepted: int) -> Belief:
-        depth = min(ceil(log2(1 + num_guesses)) if self._branching else num_guesses, self._max_depth)
-        accepted = min(num_accepted, depth)
-        wrong = accepted < depth
-        weights = [w * p**accepted * (1.0 - p if wrong else 1.0) for w, p in zip(belief.weights, LEVELS, strict=True)]
-        total = sum(weights)
-        if total <= 0.0:
-            return self.stranger
-        strange = self.stranger.weights
-        return self._rounded([(1 - HAZARD) * w / total + HAZARD * s for w, s in zip(weights, strange, strict=True)])
-
-    def _rounded(self, weights: list[float]) -> Belief:
-        top = max(weights)
-        key = tuple([max(_FLOOR, round(_STEPS_PER_BIT * log2(w / top))) if w > 0.0 else _FLOOR for w in weights])
-        found = self._known.get(key)
-        if found is None:
-            if len(self._known) >= _MAX_BELIEFS:
-                self._clear()
-            raw = [2.0 ** (step / _STEPS_PER_BIT) for step in key]
-            total = sum(raw)
-            normal = tuple([w / total for w in raw])
-            self._num_made += 1
-            found = self._known[key] = Belief(self._num_made, normal, self._gains(normal))
-        return found
-
-    def _gains(self, weights: tuple[float, ...]) -> list[float]:
-        chances: list[float] = []  # that depth d + 1 is reached and right
-        for powers in self._powers:
-            chance = sum(map(mul, weights, powers))
-            if chance < LEAST_GAIN:
-                break
-            chances.append(chance)
-        if not self._branching:
-            return chances
-        gains = []
-        for k in range(1, self._max_guesses + 1):
-            depth = ceil(log2(1 + k))
-            if depth > len(chances):
-                break
-            gains.append(chances[depth - 1] * (log2(1 + k) - log2(k)))
-        return gains
+    def _gains(self, weights: F64) -> F64:
+        chances = weights @ self._powers  # that depth d + 1 is reached and right
+        if self._scale is not None:
+            chances = np.minimum.accumulate(chances[:, self._depth_of] * self._scale, 1)
+        chances[chances < LEAST_GAIN] = 0.0
+        return np.asarray(chances)

@@ -1,63 +1,72 @@
 """As many guesses as pay, or none: the expected tokens per second of each step decide.
 
 In every step the likeliest guesses of all sequences are made, as many as give most expected tokens per expected second;
-no guess at all must be beaten by a margin. Chances come from `acceptance`, seconds from `cost`. Sources: SpecServe,
-arXiv 2503.05096 (draft length from a model of efficiency and the load at hand); AdaServe, arXiv 2501.12162, section 4
-(a step's budget goes to the guesses likeliest to be accepted, after those that sequences with a deadline need).
+no guess at all must be beaten by a margin. Chances come from `acceptance`, seconds from `cost`, the best number from
+`planner`. Sources: SpecServe, arXiv 2503.05096 (draft length from a model of efficiency and the load at hand);
+AdaServe, arXiv 2501.12162, section 4 (a step's budget goes to the guesses likeliest to be accepted, after those that
+sequences with a deadline need).
 
 What nobody can know is kept small by a purse, in seconds. It holds START_STEPS steps at first, gets SHARE of all time,
 and what guesses have won or lost against plain decoding; while it is empty nobody guesses. So whatever the text does,
-it costs at most SHARE of the time and a few steps. Sequences whose guesses do not pay are probed, at intervals that
-double up to MAX_INTERVAL steps.
+it costs at most SHARE of the time and a few steps. Sequences whose guesses do not pay are probed (`probes`).
+
+Deciding costs time itself, which counts where a step takes a millisecond. There a decision is kept for a few steps,
+while the same sequences run and guesses come out as was expected; what is heard meanwhile is learned at once before
+the next one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 from penstock.core.batch import SchedulerOutput, StepOutput, Verified
 from penstock.core.protocols import StepTimer
-from penstock.core.sequence import Sequence
-from penstock.sched.drafts.acceptance import Belief, Beliefs
-from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer, context_class
-from penstock.sched.drafts.slo import Pace, slo_of_request
+from penstock.core.sequence import Sequence, guessers
+from penstock.sched.drafts.acceptance import Beliefs
+from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
+from penstock.sched.drafts.planner import Planner
+from penstock.sched.drafts.probes import Probes, Rooms
+from penstock.sched.drafts.slo import Pace, slo_of_request, tightened
+from penstock.sched.drafts.track import Track
 
 SHARE = 0.005
 """Of all time, what finding out may cost."""
-PROBE_SHARE = 0.004
-"""Of that, what probes may cost."""
 START_STEPS = 3.0
 MAX_STEPS = 12.0
 """Plain steps that the purse holds at first, and at most: what was won long ago must not pay for losses now."""
-MARGIN = 0.015
-"""A plan with guesses must promise so much more than one without."""
-MAX_INTERVAL = 128
-PROBE_COST = 0.1
-"""A probe has more than one guess if that makes the step longer by this share at most."""
-SURPRISE = 0.1
-MAX_PLANS = 4096
-FIRST_GUESSES = 16
 REMEASURE = 256
 """Steps with guesses after which a plain one is run, to know what it takes now; the next one if that was never known
 and the timer is found to be wrong."""
+DECIDING_S = 1e-4
+"""What a decision takes, about (and for 16 sequences twice that: measured on a slow core)."""
+DECIDING_SHARE = 0.01
+"""Of a step, what decisions may take, if keeping them for KEPT steps suffices for it."""
+KEPT = 8
+QUIET = 16
+"""Steps for which the decision that nobody guesses is kept at most."""
+AROUND = 4.0
+"""What stands around a step may be longer than it by this factor; beyond it the engine had nothing to do."""
 
 
-class Track:
-    """What is known of one sequence. `interval`: steps between probes; `pace`: its deadline, if it has one."""
+class _Ran(NamedTuple):
+    """A step in which everybody decoded. `num_made`: guesses that were run; `gained`: tokens beyond one each; `room`:
+    guesses of the sequence that had most; `num_asked`: sequences with room.
+    """
 
-    __slots__ = ("belief", "interval", "pace", "probed")
-
-    def __init__(self, belief: Belief, pace: Pace | None) -> None:
-        self.belief = belief
-        self.interval = 2
-        self.probed = False
-        self.pace = pace
+    duration_s: float
+    draft_s: float
+    num_rows: int
+    context: int
+    num_made: int
+    gained: int
+    room: int
+    num_asked: int
 
 
 class AdaptiveDrafts:
-    """See `core.protocols.DraftController`. All it knows comes from results, so a recorded run replays.
+    """See `core.protocols.DraftController`. All it knows comes from results and recorded times, so runs replay.
 
     `num_drafts`, `depth`: guesses of a sequence in a step at most, and how many on one path. `timer` predicts steps;
     None: they are learned from nothing. `branching`: the drafter's guesses are trees. `slo_of`: seconds per output
@@ -77,225 +86,92 @@ class AdaptiveDrafts:
     ) -> None:
         self.costs = StepCosts(timer or UnitTimer())
         self.draft_costs = DraftCosts()
+        self.beliefs = Beliefs(num_drafts, depth, branching=branching)
+        self.purse_s: float | None = None
+        """None: nothing was measured yet."""
+        self.num_steps = 0
+        self.tracks: dict[int, Track] = {}
+        self._planner = Planner(self.costs, self.draft_costs)
+        self._probes = Probes(self.costs, self.draft_costs, num_drafts, depth)
         self._depth = depth
         self._slo_of = slo_of
-        self._beliefs = Beliefs(num_drafts, depth, branching=branching)
-        self._num_drafts = num_drafts
-        self._tracks: dict[int, Track] = {}
-        self._purse_s: float | None = None  # None: nothing was measured yet
-        self._probe_purse_s: float | None = None
-        self._probe_cost_s = 0.0
-        self._gap = 1  # steps between any probes, while none finds anything
-        self._next_probe = 0
-        self._num_steps = 0
+        self._heard: list[Track] = []
         self._since_plain = 0
         self._prompts = 0  # prompt tokens of the last step
         self._company = 0  # those to be expected in the next one
         self._has = 1.0  # share of proposals that hold a guess
-        self._chosen = 0
-        self._plan_key: tuple[int, ...] = ()
-        self._plans: dict[tuple[int, ...], int] = {}
-        self._plans_version = 0
         self._paced = False
+        self._rooms: Rooms = {}
+        self._again = 0  # the step in which is decided anew
+        self._for: tuple[int, Sequence | None, int] = (0, None, 0)
+        self._expected = self._drift = 0.0  # tokens gained in a step; how much more they were since the decision
+        self._began_s: float | None = None  # when the last step began
+        self._ran: _Ran | None = None  # a step whose time is not known to its end yet
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
-    def begin_step(self, decoding: Seq[Sequence]) -> Mapping[int, tuple[int, int]]:
-        seqs = [seq for seq in decoding if not seq.num_inflight]
+    def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+        self._settle(now_s)
+        if not running:
+            return {}
+        who = (len(running), running[-1], self._company)
+        if self.num_steps >= self._again or self._for != who:
+            self._for = who
+            self._rooms = self._decide(running)
+        return self._rooms
+
+    def _decide(self, running: Seq[Sequence]) -> Rooms:
+        step = self._again = self.num_steps
+        self._drift = 0.0
+        seqs = guessers(running)
         if not seqs or self._since_plain >= REMEASURE:
             return {}
-        if self._purse_s is not None and self._purse_s <= 0.0:
+        if self.purse_s is not None and self.purse_s <= 0.0:
             return {}
-        known = self._tracks
         tracks, context = [], 0
         for seq in seqs:
-            track = known.get(seq.seq_id)
+            track = self.tracks.get(seq.seq_id)
             tracks.append(self._meet(seq) if track is None else track)
             context += seq.num_computed
-        beliefs = [track.belief for track in tracks]
-        count = self._plan(beliefs, context)
-        rooms: dict[int, tuple[int, int]] = {}
-        depth, step = self._depth, self._num_steps
-        if count:
-            for seq, room in zip(seqs, share(beliefs, count), strict=True):
+        if self._heard:
+            self._learn()
+        gains = self.beliefs.gains[[track.slot for track in tracks]]
+        plan = self._planner.plan(gains, context, self._company, self._has)
+        depth = self._depth
+        rooms: Rooms = {}
+        if plan:
+            for seq, room in zip(seqs, plan, strict=True):
                 if room:
                     rooms[seq.seq_id] = (room, room if room < depth else depth)
         if self._paced:
-            self._tighten(seqs, tracks, rooms, context)
-        self._probe_cost_s = 0.0
-        due = [
-            seq for seq, track in zip(seqs, tracks, strict=True)
-            if not step % track.interval and seq.seq_id not in rooms
-        ]  # fmt: skip
-        if due and rooms:
-            self._swap(due, rooms)
-        elif due and not self._company and self._num_steps >= self._next_probe:
-            self._probe(due, [seq for seq in seqs if seq.seq_id not in rooms], rooms, len(seqs), context)
+            self._tighten(tracks, rooms, context)
+        probing = self._probes.add(rooms, tracks, step, context, self._company, self.purse_s)
+        keep = self._steps_to_keep(len(seqs), context)
+        if not rooms:
+            soonest = max(self._probes.next_step, min([track.due_at for track in tracks]), step + keep)
+            self._again = min(soonest, step + QUIET)
+        elif not probing and not self._paced and keep > 1:
+            self._again = step + keep
+            gained = sum([sum(row[:room]) for row, room in zip(gains.tolist(), plan, strict=True)])
+            self._expected = self._has * gained
         return rooms
+
+    def _steps_to_keep(self, num_rows: int, context: int) -> int:
+        """One, where steps take so long that deciding in each of them costs nothing."""
+        worth_s = DECIDING_SHARE * self.costs.seconds(num_rows, context, num_rows)
+        return max(1, min(KEPT, round(DECIDING_S * (1.0 + num_rows / 16) / worth_s)))
 
     def _meet(self, seq: Sequence) -> Track:
         slo_s = self._slo_of(seq)
-        track = self._tracks[seq.seq_id] = Track(self._beliefs.stranger, None if slo_s is None else Pace(slo_s))
+        pace = None if slo_s is None else Pace(slo_s)
+        track = self.tracks[seq.seq_id] = Track(seq.seq_id, self.beliefs.meet(), self.num_steps, pace)
         self._paced = self._paced or slo_s is not None
         return track
 
-    def _plan(self, beliefs: list[Belief], context: int) -> int:
-        """How many guesses to make in all."""
-        num_rows = len(beliefs)
-        if num_rows > 4:  # a number suits for some steps; for whom they are is looked at in each of them
-            key: tuple[int, ...] = (num_rows, self._company, self._num_steps * 4 // num_rows)
-            if key != self._plan_key:
-                self._plan_key = key
-                self._chosen = self._best(beliefs, context)
-            return self._chosen
-        key = (
-            self._company,
-            context_class(context),
-            round(8 * self._has),
-            *[b.number for b in beliefs],
-        )
-        if self._plans_version != self.costs.version or len(self._plans) > MAX_PLANS:
-            self._plans_version = self.costs.version
-            self._plans.clear()
-        found = self._plans.get(key)
-        if found is None:
-            found = self._plans[key] = self._best(beliefs, context)
-        return found
-
-    def _best(self, beliefs: list[Belief], context: int) -> int:
-        """The number of guesses, likeliest first, that gives most tokens per second.
-
-        A drafter has nothing for some sequences, so the width of the step is not certain: with one or two sequences it
-        is one of two, with more the mean over one standard deviation less and more stands for all.
-        """
-        num_rows, has = len(beliefs), self._has
-        table, fill = self.costs.table(num_rows, context), self.costs.fill
-        plain_s = table.get(num_rows) or fill(table, num_rows, context, num_rows)
-        best, chosen = num_rows / plain_s * (1.0 + MARGIN * has), 0
-        gained, deepest, draft_s = 0.0, 0, 0.0
-        flat = sorted([(-gain, d) for b in beliefs for d, gain in enumerate(b.gains, 1)])
-        spread = (has * (1.0 - has) / num_rows) ** 0.5 if num_rows > 2 and has < 0.99 else 0.0
-        if not self.costs.confirmed:  # a table that nothing has confirmed yet may be far off
-            flat = flat[: max(FIRST_GUESSES, num_rows)]
-        for count, (gain, d) in enumerate(flat, 1):
-            gained -= has * gain
-            if d > deepest:
-                deepest = d
-                draft_s = self.draft_costs.seconds(d, num_rows)
-            if spread:
-                low, high = round((has - spread) * count), round((has + spread) * count)
-                low = num_rows + (low if low > 0 else 0)
-                high = num_rows + (high if high < count else count)
-                seconds = table.get(low) or fill(table, num_rows, context, low)
-                seconds = (seconds + (table.get(high) or fill(table, num_rows, context, high))) / 2.0
-            elif num_rows <= 2:
-                width = num_rows + count
-                seconds = table.get(width) or fill(table, num_rows, context, width)
-                seconds = has * seconds + (1.0 - has) * plain_s
-            else:
-                width = num_rows + round(has * count)
-                seconds = table.get(width) or fill(table, num_rows, context, width)
-            rate = (num_rows + gained) / (seconds + draft_s)
-            if rate > best:
-                best, chosen = rate, count
-            elif rate < 0.5 * best:  # kernels may work in tiles, so one dip is not the end, but this one is
-                break
-        if self._company and chosen:
-            least = self._least_gain(best, num_rows, context)
-            while chosen and -flat[chosen - 1][0] < least:
-                chosen -= 1
-        return chosen
-
-    def _least_gain(self, rate: float, num_rows: int, context: int) -> float:
-        """Guesses beside prompt tokens must bring as much per second as they do without: the prompts come anyway."""
-        costs, company = self.costs, self._company
-        more_s = costs.predicted_s(num_rows, context, 2 * num_rows, company)
-        more_s -= costs.predicted_s(num_rows, context, num_rows, company)
-        return rate * more_s / num_rows
-
-    def _seconds(self, num_rows: int, context: int, width: int) -> float:
-        table = self.costs.table(num_rows, context)
-        found = table.get(width)
-        return self.costs.fill(table, num_rows, context, width) if found is None else found
-
-    def _probe(
-        self, due: list[Sequence], idle: list[Sequence], rooms: dict[int, tuple[int, int]], num_rows: int, context: int
-    ) -> None:
-        """Let some of those for whom guesses do not pay guess, as far as the probes' purse goes.
-
-        Those who are `due`; all who are `idle` if that takes no longer: where a step is bound by reading weights, or
-        runs in tiles, company is free.
-        """
-        width = num_rows + sum([room for room, _ in rooms.values()])
-        budget_s = self._probe_purse_s
-        room = min(8, self._num_drafts)
-        plain_s = self._seconds(num_rows, context, num_rows)
-        if budget_s is None or self._purse_s is None:
-            budget_s = plain_s
-        else:  # what guesses have won may go into finding more of them
-            budget_s += max(0.0, self._purse_s - START_STEPS * plain_s)
-        while True:
-            cost_s = self._probe_s(room, len(due), num_rows, context, width)
-            if room == 1 or cost_s <= PROBE_COST * self._seconds(num_rows, context, width):
-                break
-            room //= 2
-        if cost_s > budget_s:
-            count = len(due) // 2
-            while count and self._probe_s(room, count, num_rows, context, width) > budget_s:
-                count //= 2
-            turn = self._num_steps % len(due)
-            due = (due[turn:] + due[:turn])[:count]
-        elif self._probe_s(room, len(idle), num_rows, context, width) <= 1.05 * cost_s:
-            due = idle
-        for seq in due:
-            self._tracks[seq.seq_id].probed = True
-            rooms[seq.seq_id] = (room, min(room, self._depth))
-        if due:
-            self._probe_cost_s = self._probe_s(room, len(due), num_rows, context, width)
-            self._gap = min(2 * self._gap, MAX_INTERVAL)
-            self._next_probe = self._num_steps + self._gap
-
-    def _swap(self, due: list[Sequence], rooms: dict[int, tuple[int, int]]) -> None:
-        """While others guess, who is due gets the last guess of whoever has most: the step takes as long as before."""
-        for seq in due[:4]:
-            rich = max(rooms, key=lambda seq_id: rooms[seq_id][0])
-            room = rooms[rich][0] - 1
-            if not room:
-                return
-            rooms[rich] = (room, min(room, self._depth))
-            rooms[seq.seq_id] = (1, 1)
-            self._tracks[seq.seq_id].probed = True
-
-    def _probe_s(self, room: int, count: int, num_rows: int, context: int, width: int) -> float:
-        more_s = self._seconds(num_rows, context, width + count * room) - self._seconds(num_rows, context, width)
-        return max(more_s, 0.0) + self.draft_costs.seconds(room, num_rows)
-
-    def _tighten(
-        self, seqs: list[Sequence], tracks: list[Track], rooms: dict[int, tuple[int, int]], context: int
-    ) -> None:
-        """Those who are behind their deadline get the guesses they need, the least likely of others make place."""
-        needs = [(seq, track, track.pace) for seq, track in zip(seqs, tracks, strict=True) if track.pace is not None]
-        num_rows, taken = len(seqs), 0
-        in_time = {seq.seq_id for seq in seqs}
-        step_s = self._seconds(num_rows, context, num_rows + sum([room for room, _ in rooms.values()]))
-        for seq, track, pace in sorted(needs, key=lambda need: need[2].slo_s):
-            has_room = rooms.get(seq.seq_id, (0, 0))[0]
-            wanted = pace.guesses(track.belief.gains, self._has, step_s)
-            if wanted:
-                in_time.discard(seq.seq_id)
-            if wanted > has_room:
-                rooms[seq.seq_id] = (wanted, min(wanted, self._depth))
-                taken += wanted - has_room
-        gains = {seq.seq_id: track.belief.gains for seq, track in zip(seqs, tracks, strict=True)}
-        while taken > 0:
-            others = [(gains[seq_id][room - 1], seq_id) for seq_id, (room, _) in rooms.items() if seq_id in in_time]
-            if not others:
-                return
-            _, seq_id = min(others)
-            room = rooms.pop(seq_id)[0] - 1
-            if room:
-                rooms[seq_id] = (room, min(room, self._depth))
-            taken -= 1
+    def _tighten(self, tracks: list[Track], rooms: Rooms, context: int) -> None:
+        width = len(tracks) + sum([room for room, _ in rooms.values()])
+        step_s = self.costs.seconds(len(tracks), context, width)
+        tightened(rooms, tracks, self.beliefs.gains[[t.slot for t in tracks]].tolist(), self._has, step_s, self._depth)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -316,108 +192,121 @@ class AdaptiveDrafts:
         self._prompts = prompts
         if not rows:
             return
-        self._num_steps += 1
-        if self._num_steps & 15 == 0:
-            self._beliefs.renew()
-        num_made = self._learn(verified) if verified else 0
+        self.num_steps = step = self.num_steps + 1
+        if step & 15 == 0:
+            self.beliefs.renew()
+        num_made = gained = 0
+        if verified:
+            num_made, gained = self._hear(verified)
         if self._paced:
             self._keep_pace(result)
         if result.duration_s <= 0.0:
             return
         if prompts == 0 and context:
-            gained = sum([len(v.token_ids) for v in verified]) - len(verified)
-            self._price(result, num_rows, context, num_made, gained, room, num_asked)
-        if self._purse_s is not None:
-            self._purse_s += SHARE * result.duration_s
-            self._probe_purse_s = (self._probe_purse_s or 0.0) + PROBE_SHARE * result.duration_s
+            took = (result.duration_s, result.draft_s)
+            self._ran = _Ran(*took, num_rows, context, num_made, gained, room, num_asked)
+        if self.purse_s is not None:
+            self.purse_s += SHARE * result.duration_s
+            self._probes.earn(result.duration_s)
 
-    def _learn(self, verified: list[Verified]) -> int:
-        """Beliefs after these verifications; returns the guesses that were run."""
-        tracks, learn = self._tracks, self._beliefs.learn
-        num_made = 0
-        has = self._has
+    def _hear(self, verified: list[Verified]) -> tuple[int, int]:
+        """Notes what came of guesses; returns how many were run, and the tokens beyond one for each sequence."""
+        num_made = gained = 0
+        has, evidence = self._has, self.beliefs.evidence
         for one in verified:
             made = one.num_drafted
+            accepted = len(one.token_ids) - 1
+            gained += accepted
             has += ((1.0 if made else 0.0) - has) / 64
-            track = tracks.get(one.seq_id)
-            if not made or track is None:  # it had no guess: that says nothing about guesses
+            track = self.tracks.get(one.seq_id)
+            if not made or track is None:  # who had no guess says nothing about guesses
                 continue
             num_made += made
-            accepted = len(one.token_ids) - one.whole
-            if accepted:
-                self._gap = self._next_probe = 1
-            before = track.belief
-            track.belief = after = learn(before, made, accepted)
-            probed, track.probed = track.probed, False
-            if not probed:
-                track.interval = 2
-            elif after.chance - before.chance > SURPRISE:
-                track.interval = 1
-            elif not accepted:
-                track.interval = min(2 * track.interval, MAX_INTERVAL)
+            if not track.num_heard:
+                self._heard.append(track)
+            right, wrong = evidence(made, accepted + 1 - one.whole)
+            track.num_heard += 1
+            track.num_right += right
+            track.num_wrong += wrong
         self._has = has
-        if num_made:
-            one = verified[self._num_steps % len(verified)]
-            track = tracks.get(one.seq_id)
-            if track is not None and one.num_drafted:
-                self._beliefs.see(track.belief)
-        return num_made
+        self._drift += gained - self._expected
+        if abs(self._drift) > 1.5 * self._expected + 1.0 + self._for[0] / 16:
+            self._again = 0
+        return num_made, gained
 
-    def _price(
-        self, result: StepOutput, num_rows: int, context: int, num_made: int, gained: int, room: int, num_asked: int
-    ) -> None:
-        """Costs and the purse after a step in which everybody decoded; `gained`: tokens beyond one each."""
-        costs = self.costs
-        draft_s = result.draft_s
-        forward_s = max(result.duration_s - draft_s, 0.0)
-        costs.observe(num_rows, context, num_rows + num_made, forward_s)
-        plain_s = self._seconds(num_rows, context, num_rows)
-        if self._purse_s is None:
-            self._purse_s = START_STEPS * plain_s
-            self._probe_purse_s = plain_s
-        if not num_asked:
-            self._since_plain = 0
+    def _learn(self) -> None:
+        """What was heard since the last decision goes into the beliefs."""
+        heard, self._heard = [track for track in self._heard if track.slot >= 0], []
+        if not heard:
             return
-        if self._probe_purse_s is not None:
-            self._probe_purse_s = max(0.0, self._probe_purse_s - self._probe_cost_s)
-        self._since_plain = self._since_plain + 1 if num_made else 0
-        if costs.doubtful(num_rows):
+        slots = [track.slot for track in heard]
+        before = self.beliefs.gains[slots, 0].tolist()
+        self.beliefs.learn(
+            slots, [t.num_right for t in heard], [t.num_wrong for t in heard], [t.num_heard for t in heard]
+        )
+        after = self.beliefs.gains[slots, 0].tolist()
+        self._probes.heard(heard, before, after, self.num_steps)
+        self.beliefs.see(slots[self.num_steps % len(slots)], min([t.num_heard for t in heard]))
+        for track in heard:
+            track.num_heard = track.num_right = track.num_wrong = 0
+
+    def _settle(self, now_s: float | None) -> None:
+        """The next step begins: what the last one took is known with all that stood around it.
+
+        What an engine does between two steps (scheduling, committing, telling clients, this class) costs time too, and
+        guesses make more of it: for small models it decides whether they pay. Source: own measurements, docs/log.md.
+        """
+        ran, self._ran = self._ran, None
+        began_s, self._began_s = self._began_s, now_s
+        if ran is None:
+            return
+        around_s = 0.0
+        if began_s is not None and now_s is not None:
+            around_s = min(max(0.0, now_s - began_s - ran.duration_s), AROUND * ran.duration_s)
+        forward_s = max(ran.duration_s - ran.draft_s, 0.0) + around_s
+        if not ran.num_asked:
+            self._since_plain = 0
+            if self.num_steps & 3 == 0 or self.num_steps >= self._again or self.purse_s is None:
+                self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s)
+                self._fill_purses(ran)
+            return
+        self.costs.observe(ran.num_rows, ran.context, ran.num_rows + ran.num_made, forward_s)
+        self.draft_costs.observe(ran.room, ran.num_rows, ran.draft_s)
+        self._fill_purses(ran)
+        self._account(ran, forward_s + ran.draft_s)
+
+    def _fill_purses(self, ran: _Ran) -> None:
+        """At first."""
+        if self.purse_s is None:
+            plain_s = self.costs.seconds(ran.num_rows, ran.context, ran.num_rows)
+            self.purse_s = START_STEPS * plain_s
+            self._probes.purse_s = plain_s
+
+    def _account(self, ran: _Ran, took_s: float) -> None:
+        """What a step with guesses has won or lost."""
+        num_rows, context, seconds = ran.num_rows, ran.context, self.costs.seconds
+        self._probes.pay(ran.num_made)
+        self._since_plain = self._since_plain + 1 if ran.num_made else 0
+        if self.costs.doubtful(num_rows):
             self._since_plain = REMEASURE
-        if self.draft_costs.observe(room, num_rows, draft_s):
-            self.costs.version += 1
-        expected_s = self._seconds(num_rows, context, num_rows + num_made)
-        expected_s += self.draft_costs.seconds(room, num_rows)
-        took_s = min(forward_s + draft_s, 2.0 * expected_s)  # somebody else's work is not the guesses' fault
-        won_s = plain_s * (1.0 + gained / num_rows) - took_s
-        self._purse_s = min(self._purse_s + won_s, MAX_STEPS * plain_s)
+        plain_s = seconds(num_rows, context, num_rows)
+        expected_s = seconds(num_rows, context, num_rows + ran.num_made) + self.draft_costs.seconds(ran.room, num_rows)
+        took_s = min(took_s, 2.0 * expected_s)  # somebody else's work is not the guesses' fault
+        won_s = plain_s * (1.0 + ran.gained / num_rows) - took_s
+        assert self.purse_s is not None
+        self.purse_s = min(self.purse_s + won_s, MAX_STEPS * plain_s)
+        if self.purse_s <= 0.0 or self._since_plain >= REMEASURE:
+            self._again = 0
 
     def _keep_pace(self, result: StepOutput) -> None:
-        tracks = self._tracks
         produced = {sampled.seq_id: 1 for sampled in result.sampled}
         produced.update({v.seq_id: len(v.token_ids) for v in result.verified})
-        for seq_id, track in tracks.items():
+        for seq_id, track in self.tracks.items():
             if track.pace is not None:
                 track.pace.add(result.duration_s, produced.get(seq_id, 0))
 
     def forget(self, seq_id: int) -> None:
-        self._tracks.pop(seq_id, None)
-
-
-def share(beliefs: list[Belief], count: int) -> list[int]:
-    """Guesses for each sequence, if the `count` likeliest ones of all are made; of equal ones the first."""
-    if len(beliefs) == 1:
-        return [min(count, len(beliefs[0].gains))]
-    flat = sorted([gain for belief in beliefs for gain in belief.falling])
-    if not flat:
-        return [0] * len(beliefs)
-    cut = flat[min(count, len(flat)) - 1]
-    spare = count - bisect_left(flat, cut)
-    rooms = []
-    for belief in beliefs:
-        falling = belief.falling
-        room = bisect_left(falling, cut)
-        while spare and room < len(falling) and falling[room] == cut:
-            room += 1
-            spare -= 1
-        rooms.append(room)
-    return rooms
+        track = self.tracks.pop(seq_id, None)
+        if track is not None:
+            self.beliefs.forget(track.slot)
+            track.slot = -1

@@ -68,11 +68,9 @@ class StepCosts:
         self._tables: dict[tuple[int, int], dict[int, float]] = {}
         self.confirmed = False
         """A step with guesses was measured."""
-        self.version = 0
-        """Changes with what is known."""
 
     def table(self, num_rows: int, context: int) -> dict[int, float]:
-        """Width -> seconds, for `fill`; valid until `version` changes."""
+        """Width -> seconds, for `fill`; valid until the next measurement."""
         key = (num_rows, context_class(context))
         table = self._tables.get(key)
         if table is None:
@@ -83,6 +81,11 @@ class StepCosts:
         """Seconds of a step of `width` tokens, noted in the table."""
         seconds = table[width] = self.step_s(num_rows, class_middle(context), width)
         return seconds
+
+    def seconds(self, num_rows: int, context: int, width: int) -> float:
+        """Seconds of a step of `width` tokens."""
+        table = self.table(num_rows, context)
+        return table.get(width) or self.fill(table, num_rows, context, width)
 
     def step_s(self, num_rows: int, context: int, width: int) -> float:
         """Seconds; `context`: cached tokens of all sequences together."""
@@ -106,7 +109,6 @@ class StepCosts:
         if recent is None:
             recent = kinds[kind] = _Recent()
         if recent.add(seconds / predicted):
-            self.version += 1
             self._tables.clear()
 
     def doubtful(self, num_rows: int) -> bool:

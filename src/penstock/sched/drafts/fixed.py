@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from penstock.core.batch import SchedulerOutput, StepOutput
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import Sequence, guessers
 
 
 class FixedDrafts:
@@ -21,7 +21,8 @@ class FixedDrafts:
         self._room = (num_drafts, depth)
         self._max_batch = max_batch
 
-    def begin_step(self, decoding: Seq[Sequence]) -> Mapping[int, tuple[int, int]]:
+    def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+        decoding = guessers(running)
         if self._max_batch and len(decoding) > self._max_batch:
             return {}
         return {seq.seq_id: self._room for seq in decoding}

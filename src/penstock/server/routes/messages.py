@@ -69,8 +69,9 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
     model = check_model(caller.server, body.model)
     asked = _conversation(body, _params(caller, body))
     asked.options = Options(
-        stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
-    )
+        stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
+        tpot_slo_ms=body.tpot_slo_ms,
+    )  # fmt: skip
     turn = await begin(caller, asked, "messages", prefix="msg_")
     return MessageRun(turn, model, caller.server.config.max_stream_chars)
 

@@ -140,7 +140,11 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         messages=chat_messages(items, body.instructions, num_stored=len(before)),
         params=_formatted(params, body),
         options=Options(
-            stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout
+            stream=bool(body.stream),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            timeout_s=body.timeout,
+            tpot_slo_ms=body.tpot_slo_ms,
         ),
         tools=chat_tools(body.tools),
         tool_choice=chat_tool_choice(body.tool_choice),

@@ -117,6 +117,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputsField | None = None
     response_format: ResponseFormat | None = None
     priority: int | None = None
+    tpot_slo_ms: float | None = None
     cache_salt: str | None = None
     timeout: float | None = None
     request_id: str | None = None

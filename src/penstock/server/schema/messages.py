@@ -38,6 +38,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     priority: int | None = None
+    tpot_slo_ms: float | None = None
     cache_salt: str | None = None
     timeout: float | None = None
 
