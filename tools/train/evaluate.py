@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock import LLM, SamplingParams
+from penstock.eval.intervals import wilson
 from train import skills
 from train.kneser_ney import baseline
 from train.report import heat_map, markdown
@@ -36,16 +37,6 @@ CHATS = (
     "Tom has the ball. Tom is in the garden.\n\nWho has the ball?", "What is the capital of France?",
 )  # fmt: skip
 _WINDOW = 1024
-
-
-def wilson(right: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % interval of a rate. Source: Wilson, Probable inference, J. Am. Stat. Assoc. 22 (1927)."""
-    if n == 0:
-        return 0.0, 1.0
-    p = right / n
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def score(rights: Sequence[bool]) -> dict[str, Any]:

@@ -94,6 +94,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_quantize_arguments(quantize)
 
+    evaluate = commands.add_parser(
+        "eval", allow_abbrev=False, help="how well a model does: tasks with intervals, a page, a gate for releases"
+    )
+    from penstock.cli.eval import add_arguments as add_eval_arguments
+
+    add_eval_arguments(evaluate)
+
     datastore = commands.add_parser("datastore", allow_abbrev=False, help="texts to guess from, for the drafter rest")
     from penstock.cli.datastore import add_arguments as add_datastore_arguments
 
@@ -152,6 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.quantize import quantize
 
             return quantize(args)
+        if args.command == "eval":
+            from penstock.cli.eval import eval_
+
+            return eval_(args)
         if args.command == "datastore":
             from penstock.cli.datastore import datastore
 

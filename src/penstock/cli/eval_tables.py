@@ -1,0 +1,169 @@
+"""An evaluation for people in a terminal: figures with intervals, maps, curves, what changed, the gate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.eval.gate import Verdict
+    from penstock.eval.paired import Difference, Speed
+    from penstock.eval.result import Result, TaskResult, Value
+    from penstock.eval.tasks.base import Tag
+
+_BAR = 24
+
+
+def shown(value: float, kind: str) -> str:
+    """A share as a percentage, anything else as a number."""
+    return f"{value:.1%}" if kind in ("rate", "mean") else f"{value:,.3f}"
+
+
+def between(value: Value) -> str:
+    if value.interval is None:
+        return ""
+    return f"{shown(value.interval[0], value.kind)} to {shown(value.interval[1], value.kind)}"
+
+
+def tag_text(axis: str, tag: Tag) -> str:
+    return f"{tag:.0%}" if axis in ("depth", "position") and isinstance(tag, float) else str(tag)
+
+
+def print_tasks() -> None:
+    """All names, with what they measure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.eval.tasks import DEFAULT, FILES, RUNS_CODE, TASKS
+
+    table = Table(title="Tasks", title_justify="left", box=None)
+    for column in ("task", "asked if none is named", "file, in the folder of --data"):
+        table.add_column(column, no_wrap=column == "task")
+    with_file = ("longbench", "ruler")
+    for name in TASKS:
+        file = FILES.get(name, "named as NAME:FILE" if name in with_file else "")
+        code = " (runs code)" if name in RUNS_CODE else ""
+        table.add_row(name, "yes" if name in DEFAULT else "", file + code)
+    Console().print(table)
+
+
+def print_result(result: Result) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{result.model}", title_justify="left", box=None)
+    for column in ("task", "metric", "value", "95 %", "n"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for task in result.tasks:
+        for i, value in enumerate(task.values):
+            name = task.name if i == 0 else ""
+            table.add_row(name, value.name, shown(value.value, value.kind), between(value), f"{value.n:,}")
+    console.print(table)
+    for task in result.tasks:
+        if len(task.axes) == 2:
+            _print_map(console, task)
+        elif len(task.axes) == 1:
+            _print_curve(console, task)
+        if task.left_out:
+            console.print(
+                f"{task.name}: {task.left_out} examples do not fit the context and were left out", style="dim"
+            )
+    console.print()
+    how = [f"examples of seed {result.seed}", "greedy", "as chat" if result.chat else "as plain text"]
+    how += [f"{name} {value}" for name, value in result.settings.items()]
+    console.print(
+        f"Conditions: {', '.join(how)}. Intervals: rates Wilson's, others bootstrap over examples.", style="dim"
+    )
+
+
+def _print_map(console: Console, task: TaskResult) -> None:
+    from rich.table import Table
+
+    from penstock.eval.result import grouped
+
+    head = task.values[0]
+    cells = grouped(task, head.name, task.axes)
+    down, across = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    across.sort(key=lambda tag: (isinstance(tag, str), tag))
+    console.print(f"\n{task.name}: {head.name}, {task.axes[0]} by {task.axes[1]}", style="italic")
+    table = Table(box=None)
+    for column in (task.axes[0], *(tag_text(task.axes[1], tag) for tag in across)):
+        table.add_column(column, justify="right")
+    for row in down:
+        found = [cells.get((row, column)) for column in across]
+        texts = ["" if v is None else f"[{_colour(v.value)}]{v.value:.0%}[/]" for v in found]
+        table.add_row(tag_text(task.axes[0], row), *texts)
+    console.print(table)
+
+
+def _colour(share: float) -> str:
+    return "green" if share >= 0.9 else "yellow" if share >= 0.5 else "red"
+
+
+def _print_curve(console: Console, task: TaskResult) -> None:
+    from rich.table import Table
+
+    from penstock.eval.result import grouped
+
+    head, axis = task.values[0], task.axes[0]
+    console.print(f"\n{task.name}: {head.name} by {axis}", style="italic")
+    table = Table(box=None)
+    for column in (axis, "", head.name, "95 %", "n"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for (tag,), value in grouped(task, head.name, [axis]).items():
+        bar = "█" * round(_BAR * min(1.0, value.value)) if head.kind in ("rate", "mean") else ""
+        table.add_row(tag_text(axis, tag), bar, shown(value.value, value.kind), between(value), str(value.n))
+    console.print(table)
+
+
+def print_baseline(changed: Sequence[Difference], timed: Sequence[Speed]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="Against the baseline, in pairs of examples", title_justify="left", box=None)
+    for column in ("task", "metric", "before", "now", "difference", "95 %", "p"):
+        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    for d in changed:
+        now, before = shown(d.metric.value, d.metric.kind), shown(d.before.value, d.metric.kind)
+        table.add_row(d.task, d.metric.name, before, now, signed(d.value, d.metric.kind), spread_of(d), p_of(d))
+    console.print(table)
+    for speed in timed:
+        if speed.ratio is None:
+            console.print(f"{speed.task}: {speed.refused}", style="yellow")
+        else:
+            console.print(
+                f"{speed.task}: {speed.same} of {speed.n} answers are the same tokens; {speed.ratio:.2f} times the "
+                "baseline's speed (two runs at different times: an indication)",
+                style="dim",
+            )
+
+
+def signed(value: float, kind: str) -> str:
+    return f"{100 * value:+.1f} points" if kind in ("rate", "mean") else f"{value:+.3f}"
+
+
+def spread_of(d: Difference) -> str:
+    if d.interval is None:
+        return ""
+    low, high = d.interval
+    if d.metric.kind in ("rate", "mean"):
+        return f"{100 * low:+.1f} to {100 * high:+.1f}"
+    return f"{low:+.3f} to {high:+.3f}"
+
+
+def p_of(d: Difference) -> str:
+    return "" if d.p is None else f"{d.p:.3f}" if d.p >= 0.001 else "<0.001"
+
+
+def print_gate(judged: Sequence[Verdict], *, quiet: bool) -> None:
+    """One line on stderr for each rule that does not hold; `quiet`: nothing else on stdout."""
+    for verdict in judged:
+        if not verdict.passed:
+            print(f"penstock: gate: {verdict.why}", file=sys.stderr)
+    if judged and not quiet and all(v.passed for v in judged):
+        print(f"Gate: all {len(judged)} rules hold.")

@@ -1,0 +1,100 @@
+"""How free text is compared with what was expected; every rule in one place, with its source.
+
+`normal`, `exact` and `f1` are SQuAD's (Rajpurkar et al., arXiv 1606.05250, section 6.1): lower case, without
+punctuation, without the words a, an and the, words one space apart; F1 counts common words with their multiplicity.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
+from difflib import SequenceMatcher
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_CJK = re.compile(r"([\u3400-\u9fff])")
+
+
+def said(text: str) -> str:
+    """A short answer: up to its first full stop or end of line, without spaces around it."""
+    return re.split(r"[.\n]", text.strip(), maxsplit=1)[0].strip()
+
+
+def normal(text: str) -> str:
+    """As SQuAD compares it."""
+    plain = re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION))
+    return " ".join(plain.split())
+
+
+def exact(text: str, accepted: Iterable[str]) -> float:
+    """1 if the whole text is one of the answers, normalised."""
+    return float(normal(text) in {normal(answer) for answer in accepted})
+
+
+def holds(text: str, accepted: Iterable[str]) -> float:
+    """1 if one of the answers stands in the text, both normalised, as whole words."""
+    whole = f" {normal(text)} "
+    return float(any(f" {normal(answer)} " in whole for answer in accepted))
+
+
+def stands(text: str, value: str) -> float:
+    """1 if `value` itself stands in the text, not as a part of a longer word or number."""
+    return float(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) is not None)
+
+
+def f1(text: str, accepted: Iterable[str]) -> float:
+    """The best F1 of words over the answers. Chinese characters count as a word each."""
+    return max(_f1(_words(text), _words(answer)) for answer in accepted)
+
+
+def rouge_l(text: str, accepted: Iterable[str]) -> float:
+    """The best F1 of the longest common subsequence of words (Lin, ROUGE, 2004, with equal weights)."""
+    return max(_rouge(_words(text), _words(answer)) for answer in accepted)
+
+
+def similarity(text: str, other: str) -> float:
+    """2 M / T: characters in matching blocks over all of both (Ratcliff and Obershelp, 1988); 1 for equal texts."""
+    return SequenceMatcher(None, text, other, autojunk=False).ratio()
+
+
+def last_number(text: str) -> Decimal | None:
+    """The number behind `####` if there is one, else the last number; commas between digits are dropped."""
+    _, mark, behind = text.rpartition("####")
+    found = _NUMBER.findall(behind) if mark else _NUMBER.findall(text)
+    if mark:
+        found = found[:1]
+    try:
+        return Decimal(found[-1].replace(",", "")) if found else None
+    except InvalidOperation:
+        return None
+
+
+def whole_numbers(text: str) -> list[str]:
+    return re.findall(r"\d+", text)
+
+
+def _words(text: str) -> list[str]:
+    return normal(_CJK.sub(r" \1 ", text)).split()
+
+
+def _f1(words: list[str], expected: list[str]) -> float:
+    if not words or not expected:
+        return float(words == expected)
+    common = sum((Counter(words) & Counter(expected)).values())
+    return 2 * common / (len(words) + len(expected))
+
+
+def _rouge(words: list[str], expected: list[str]) -> float:
+    if not words or not expected:
+        return float(words == expected)
+    row = [0] * (len(expected) + 1)
+    for word in words:
+        diagonal = 0
+        for i, other in enumerate(expected, 1):
+            above = row[i]
+            row[i] = diagonal + 1 if word == other else max(above, row[i - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(words) + len(expected))

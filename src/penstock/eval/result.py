@@ -1,0 +1,157 @@
+"""What an evaluation found: every example's scores, the figures of them, and what they were measured under. Plain data,
+written as JSON and read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.base.errors import InputError
+from penstock.eval.intervals import Interval, bootstrap, wilson
+from penstock.eval.tasks.base import Metric, MetricKind, Tag
+from penstock.formats.files import quoted, read_whole
+
+FORMAT = 1
+_MAX_BYTES = 1 << 30
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True):
+    """One example. `scores`: as its judge gave them (nats for perplexity and bits). `said` and `expected`: cut to 200
+    characters. `output`: a digest of the generated ids; two equal ones are equal answers."""
+
+    scores: dict[str, float]
+    tags: dict[str, Tag] = {}
+    weights: dict[str, float] = {}
+    said: str = ""
+    expected: str = ""
+    output: str = ""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of a metric over `n` examples, with its interval of 95 % (None for one example)."""
+
+    name: str
+    kind: MetricKind
+    value: float
+    n: int
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def interval(self) -> Interval | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
+    def lower_is_better(self) -> bool:
+        return Metric(self.name, self.kind).lower_is_better
+
+
+class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. `name`: as it was asked for. `digest`: of its prompts, of what is expected and of how answers are
+    decoded; results may be compared if it is equal. `left_out`: examples that do not fit the context."""
+
+    name: str
+    task: str
+    kind: str
+    source: str
+    digest: str
+    values: list[Value]
+    examples: list[Scored]
+    axes: list[str] = []
+    left_out: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+    def value(self, metric: str) -> Value:
+        """Raises KeyError."""
+        for found in self.values:
+            if found.name == metric:
+                return found
+        raise KeyError(metric)
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole evaluation. `settings`: those of the engine that are not its defaults."""
+
+    penstock_eval: int
+    version: str
+    model: str
+    seed: int
+    limit: int
+    chat: bool
+    bos: bool
+    settings: dict[str, Any]
+    tasks: list[TaskResult]
+
+    def task(self, name: str) -> TaskResult:
+        """Raises KeyError."""
+        for found in self.tasks:
+            if found.name == name:
+                return found
+        raise KeyError(name)
+
+
+def figure(metric: Metric, examples: Sequence[Scored]) -> Value:
+    """The metric over these examples, at least one."""
+    scores = [e.scores[metric.name] for e in examples]
+    n = len(scores)
+    if metric.kind == "rate":
+        low, high = wilson(round(sum(scores)), n)
+        return Value(name=metric.name, kind=metric.kind, value=sum(scores) / n, n=n, low=low, high=high)
+    weights = weights_of(metric.name, examples)
+    interval = bootstrap(lambda s, w: of_means(metric.kind, s, w), scores, weights)
+    value = float(of_means(metric.kind, sum(scores) / n, sum(weights) / n))
+    ends = {} if interval is None else {"low": interval[0], "high": interval[1]}
+    return Value(name=metric.name, kind=metric.kind, value=value, n=n, **ends)
+
+
+def weights_of(metric: str, examples: Iterable[Scored]) -> list[float]:
+    return [e.weights.get(metric, 1.0) for e in examples]
+
+
+def of_means(kind: MetricKind, scores: Any, weights: Any) -> Any:
+    """A figure from mean score and mean weight, of one sample or of many (arrays)."""
+    share = scores / weights
+    if kind == "perplexity":
+        return np.exp(np.minimum(share, 700.0))  # the largest number of all, not infinity: JSON has none
+    return share / math.log(2) if kind == "bits" else share
+
+
+def grouped(task: TaskResult, metric: str, axes: Sequence[str]) -> dict[tuple[Tag, ...], Value]:
+    """The figure by values of tags, in order; examples without one of the tags are left out."""
+    kind = task.value(metric).kind
+    cells: dict[tuple[Tag, ...], list[Scored]] = {}
+    for example in task.examples:
+        if all(axis in example.tags for axis in axes):
+            cells.setdefault(tuple(example.tags[axis] for axis in axes), []).append(example)
+    ordered = sorted(cells, key=lambda key: [(isinstance(tag, str), tag) for tag in key])
+    return {key: figure(Metric(metric, kind), cells[key]) for key in ordered}
+
+
+def encode(result: Result) -> dict[str, Any]:
+    """As plain data for JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(result)
+    return plain
+
+
+def load(path: Path) -> Result:
+    """Read back what was written. Raises ModelError or InputError."""
+    try:
+        result = msgspec.json.decode(read_whole(path, _MAX_BYTES), type=Result)
+    except msgspec.DecodeError as error:
+        raise InputError(
+            f"{quoted(path)} is not a result of `penstock eval --json`: {error}", param="baseline"
+        ) from None
+    if result.penstock_eval != FORMAT:
+        raise InputError(
+            f"{quoted(path)} is a result of another form ({result.penstock_eval}); this is {FORMAT}: measure it again",
+            param="baseline",
+        )
+    return result

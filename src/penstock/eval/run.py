@@ -1,0 +1,177 @@
+"""Ask a model all examples of some tasks, judge its answers, keep every score.
+
+Alignment: examples are made before anything runs, and they and the way answers are decoded (greedy, so many tokens,
+these stops) are put into a digest. Engine settings can change neither, so what two configurations answered can be
+compared example by example, and what cannot be compared is noticed (`eval.paired`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock import __version__
+from penstock.base.errors import EngineError, InputError
+from penstock.base.hashing import digest
+from penstock.config import SETTINGS
+from penstock.core.output import Logprob, RequestOutput
+from penstock.core.sampling import SamplingParams
+from penstock.eval.result import FORMAT, Result, Scored, TaskResult, figure
+from penstock.eval.tasks import Asked, make_tasks
+from penstock.eval.tasks.base import Answer, Example, Reader
+from penstock.launch.llm import LLM
+
+_SHOWN = 200
+_NOT_TOLD = ("model",)
+Told = Callable[[str, int], None]
+"""(task, how many examples): what begins now."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task with the examples that fit, and their digest."""
+
+    asked: Asked
+    examples: tuple[Example, ...]
+    left_out: int
+    digest: str
+
+
+def evaluate(
+    llm: LLM, tasks: Sequence[str | Asked], *, seed: int = 0, limit: int = 100, chat: bool = False, bos: bool = False,
+    show_progress: bool = False, told: Told = lambda name, n: None,
+) -> Result:  # fmt: skip
+    """Everything: `tasks` by name (`eval.tasks`) or made. Raises ConfigError, InputError, EngineError."""
+    made = [task if isinstance(task, Asked) else make_tasks([task])[0] for task in tasks]
+    prepared = prepare(llm, made, seed=seed, limit=limit, chat=chat, bos=bos)
+    return run(llm, prepared, seed=seed, limit=limit, chat=chat, bos=bos, show_progress=show_progress, told=told)
+
+
+def prepare(
+    llm: LLM, tasks: Sequence[Asked], *, seed: int = 0, limit: int = 100, chat: bool = False, bos: bool = False
+) -> list[Prepared]:
+    """The examples, before any of them runs.
+
+    `limit`: about how many of each task; `seed`: which. `chat`: prompts are messages of a user (likelihoods are of
+    plain text all the same). `bos`: plain texts begin with the token that begins a text, whatever the tokenizer does.
+    Raises InputError.
+    """
+    if limit < 1:
+        raise InputError(f"limit must be at least 1, not {limit}", param="limit")
+    template = llm.engine.chat_template if chat else None
+    if chat and template is None:
+        raise InputError("--chat: this model has no chat template; leave --chat away", param="chat")
+    reader = Reader(llm.get_tokenizer(), llm.engine.limits.max_model_len, template=template, bos=bos)
+    return [_prepare(asked, reader, seed, limit) for asked in tasks]
+
+
+def _prepare(asked: Asked, reader: Reader, seed: int, limit: int) -> Prepared:
+    examples = asked.task.examples(reader, seed, limit)
+    kept = tuple(e for e in examples if e.num_tokens <= reader.room)
+    if not kept:
+        least = min((e.num_tokens for e in examples), default=0)
+        raise InputError(
+            f"task {asked.spec!r}: none of its {len(examples)} examples fits a context of {reader.room} tokens; the "
+            f"shortest needs {least}",
+            param="tasks",
+        )
+    said = [asked.task.name, asked.task.kind, [m.name for m in asked.task.metrics], [_plain(e) for e in kept]]
+    return Prepared(asked, kept, len(examples) - len(kept), digest(b"eval", msgspec.json.encode(said)).hex())
+
+
+def _plain(e: Example) -> list[object]:
+    """All that an example asks, and how it is decoded and judged."""
+    readings = [[r.ids, r.first] for r in e.readings]
+    return [e.prompt, readings, e.expected, e.max_tokens, e.stop, dict(e.tags), dict(e.weights)]
+
+
+def run(
+    llm: LLM, prepared: Sequence[Prepared], *, seed: int = 0, limit: int = 100, chat: bool = False, bos: bool = False,
+    show_progress: bool = False, told: Told = lambda name, n: None,
+) -> Result:  # fmt: skip
+    """Ask what was prepared. Raises EngineError if the engine fails at an example."""
+    results = []
+    for task in prepared:
+        told(task.asked.spec, len(task.examples))
+        results.append(_run(llm, task, show_progress))
+    return Result(
+        penstock_eval=FORMAT, version=__version__, model=str(llm.config.model.model), seed=seed, limit=limit, chat=chat,
+        bos=bos, settings=settings_of(llm), tasks=results,
+    )  # fmt: skip
+
+
+def settings_of(llm: LLM) -> dict[str, object]:
+    """Settings that are not the defaults."""
+    given = llm.config.as_kwargs()
+    return {name: value for name, value in given.items() if name not in _NOT_TOLD and value != SETTINGS[name].default}
+
+
+def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
+    task, examples = prepared.asked.task, prepared.examples
+    started = time.perf_counter()
+    asks = [_generated(e) for e in examples] if task.kind == "generate" else [r for e in examples for r in _scored(e)]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asks], [p for _, p in asks], use_tqdm=show_progress)
+    seconds = time.perf_counter() - started
+    failed = next((output.error for output in outputs if output.error is not None), None)
+    if failed is not None:
+        raise EngineError(f"task {prepared.asked.spec!r}: {failed}")
+    left = iter(outputs)
+    scored = []
+    for example in examples:
+        if task.kind == "generate":
+            output = next(left)
+            answer, made = Answer(output.outputs[0].text), _output_digest(output)
+        else:
+            answer, made = _likelihoods(example, [next(left) for _ in example.readings]), ""
+        scores = task.judge(example, answer)
+        assert scores.keys() == {m.name for m in task.metrics}, "a judge gives a score for every metric"
+        expected = (
+            example.expected if isinstance(example.expected, str) else msgspec.json.encode(example.expected).decode()
+        )
+        scored.append(
+            Scored(
+                scores=scores, tags=dict(example.tags), weights=dict(example.weights), said=answer.text[:_SHOWN],
+                expected=expected[:_SHOWN], output=made,
+            )
+        )  # fmt: skip
+    return TaskResult(
+        name=prepared.asked.spec, task=task.name, kind=task.kind, source=task.source, digest=prepared.digest,
+        values=[figure(metric, scored) for metric in task.metrics], examples=scored, axes=list(task.axes),
+        left_out=prepared.left_out, prompt_tokens=sum(len(ids) for ids, _ in asks),
+        output_tokens=sum(len(o.outputs[0].token_ids) for o in outputs) if task.kind == "generate" else 0,
+        seconds=seconds,
+    )  # fmt: skip
+
+
+def _generated(e: Example) -> tuple[tuple[int, ...], SamplingParams]:
+    return e.prompt, SamplingParams(temperature=0.0, max_tokens=e.max_tokens, stop=list(e.stop) or None)
+
+
+def _scored(e: Example) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    return [(reading.ids, params) for reading in e.readings]
+
+
+def _likelihoods(example: Example, outputs: Sequence[RequestOutput]) -> Answer:
+    sums, greedy = [], []
+    for reading, output in zip(example.readings, outputs, strict=True):
+        entries = [_entry(output, reading.ids, at) for at in range(reading.first, len(reading.ids))]
+        sums.append(sum(entry.logprob for entry in entries))
+        greedy.append(all(entry.rank == 1 for entry in entries))
+    return Answer(logprobs=tuple(sums), greedy=tuple(greedy))
+
+
+def _entry(output: RequestOutput, ids: tuple[int, ...], at: int) -> Logprob:
+    entries = output.prompt_logprobs
+    assert entries is not None, "they were asked for"
+    entry = entries[at]
+    assert entry is not None, "only the first token has none"
+    return entry[ids[at]]
+
+
+def _output_digest(output: RequestOutput) -> str:
+    ids = output.outputs[0].token_ids
+    return digest(b"output", msgspec.json.encode(ids), size=8).hex()
