@@ -73,7 +73,7 @@ class SpeculativeConfig(Section):
     function: str | None = setting(
         None, "function: your own drafter, as module:name; called with the tokens so far and how many to guess."
     )
-    heads: str | None = setting(None, "medusa: folder of the trained heads; early-exit: of an adapter.")
+    heads: str | None = setting(None, "medusa, eagle: folder of the trained heads; early-exit: of an adapter.")
     exit_layer: int | None = setting(None, "early-exit: the layer behind which the draft is read.", minimum=1)
     skip_layers: str | None = setting(
         None, "self-draft: layers that the draft leaves out, as 3,4,7; by default every second one of the middle."

@@ -9,6 +9,7 @@ DRAFTERS.add("ngram", "penstock.drafters.ngram:make")
 DRAFTERS.add("early-exit", "penstock.drafters.self_draft:make_early_exit")
 DRAFTERS.add("self-draft", "penstock.drafters.self_draft:make_self_draft")
 DRAFTERS.add("medusa", "penstock.drafters.medusa:make")
+DRAFTERS.add("eagle", "penstock.drafters.eagle:make")
 DRAFTERS.add("draft-model", "penstock.drafters.draft_model:make")
 DRAFTERS.add("draft_model", "penstock.drafters.draft_model:make")  # as vLLM spells it
 DRAFTERS.add("specinfer", "penstock.drafters.specinfer:make")

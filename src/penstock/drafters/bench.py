@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.config import SpeculativeConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec
@@ -33,12 +36,14 @@ class Target:
     Attributes:
         forward: what verifies. Its results live in its own arena: a drafter may run it between steps only.
         part: layers -> the model without all others, over the same weights and the same cache groups.
+        embeddings: token ids [P] -> their rows of its embedding table, float32 [P, E], without any scale.
         fingerprint: of its weights (`model.weights.fingerprint`): what was trained on another model does not fit.
     """
 
     spec: ModelSpec
     forward: Forward
     part: Callable[[Collection[int]], Forward]
+    embeddings: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float32]]
     fingerprint: Callable[[], str]
 
 

@@ -37,14 +37,28 @@ class Heads(NamedTuple):
 
 def read_heads(folder: Path, kind: str, hidden_size: int, fingerprint: str) -> tuple[Heads, Mapping[str, Any]]:
     """What `tools/train/heads.py` wrote, and its config.json. `kind`: medusa or adapter. Raises: ConfigError."""
+    tensors, config = open_heads(folder, kind, hidden_size, fingerprint)
+    weight, bias = (numbers(tensors, folder, name) for name in ("weight", "bias"))
+    fits = weight.ndim == 4 and weight.shape[2:] == (hidden_size, hidden_size) and bias.shape == weight.shape[:3]
+    if not fits or 0 in weight.shape or not (np.isfinite(weight).all() and np.isfinite(bias).all()):
+        raise heads_problem(f"heads {quoted(folder)} are unsound: weight {list(weight.shape)}, bias {list(bias.shape)}")
+    return Heads(weight, bias), config
+
+
+def open_heads(
+    folder: Path, kind: str, hidden_size: int, fingerprint: str
+) -> tuple[dict[str, TensorRef], Mapping[str, Any]]:
+    """The tensors of heads of one kind and their config.json. Raises ConfigError unless they fit the model."""
     try:
         config = read_json_object(folder / "config.json")
         tensors = read_safetensors(folder / "model.safetensors")
     except ModelError as error:
         raise heads_problem(f"heads {quoted(folder)} cannot be read: {error}") from None
     if config.get("kind") != kind:
+        trainer = "eagle" if kind == "eagle" else "heads"
         raise heads_problem(
-            f"heads {quoted(folder)} are of kind {config.get('kind')!r}, not {kind!r}; tools/train/heads.py trains them"
+            f"heads {quoted(folder)} are of kind {config.get('kind')!r}, not {kind!r}; tools/train/{trainer}.py trains "
+            "them"
         )
     found = config.get("hidden_size")
     if found != hidden_size or config.get("base") != fingerprint:
@@ -52,14 +66,11 @@ def read_heads(folder: Path, kind: str, hidden_size: int, fingerprint: str) -> t
             f"heads {quoted(folder)} were trained on another model (hidden size {found}, fingerprint "
             f"{config.get('base')}) than this (hidden size {hidden_size}, fingerprint {fingerprint})"
         )
-    weight, bias = (_numbers(tensors, folder, name) for name in ("weight", "bias"))
-    fits = weight.ndim == 4 and weight.shape[2:] == (hidden_size, hidden_size) and bias.shape == weight.shape[:3]
-    if not fits or 0 in weight.shape or not (np.isfinite(weight).all() and np.isfinite(bias).all()):
-        raise heads_problem(f"heads {quoted(folder)} are unsound: weight {list(weight.shape)}, bias {list(bias.shape)}")
-    return Heads(weight, bias), config
+    return tensors, config
 
 
-def _numbers(tensors: dict[str, TensorRef], folder: Path, name: str) -> F32:
+def numbers(tensors: dict[str, TensorRef], folder: Path, name: str) -> F32:
+    """Raises: ConfigError."""
     ref = tensors.get(name)
     kinds: dict[str, npt.DTypeLike] = {"BF16": "<u2", "F32": "<f4"}
     if ref is None or ref.dtype not in kinds:

@@ -22,7 +22,7 @@ from penstock.launch.speculation import DraftMeans, make_controller, make_drafte
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
 from penstock.model.program import Program
-from penstock.model.weights import fingerprint
+from penstock.model.weights import embedding_rows, fingerprint
 from penstock.ops import OP_TABLES
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
@@ -90,6 +90,7 @@ def assemble(
                 spec=spec,
                 forward=forward,
                 part=partial(part_of, program, forward, plan),
+                embeddings=partial(embedding_rows, weights["embed"]),
                 fingerprint=partial(fingerprint, weights),
             ),
             encode=encode,

@@ -19,7 +19,7 @@ from penstock.runner.verify import Verifying
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 
 OTHER_DRAFTS = 8
-BRANCHING = frozenset({"lookahead", "medusa", "specinfer", "suffix"})
+BRANCHING = frozenset({"eagle", "lookahead", "medusa", "specinfer", "suffix"})
 """Drafters whose guesses branch whatever the setting `tree` says."""
 
 

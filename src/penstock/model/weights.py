@@ -80,8 +80,16 @@ def fingerprint(weights: Mapping[str, Array]) -> str:
     table = weights["embed"]
     parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
     parts += [weights[name] for name in ("final_norm", "final_norm.bias") if name in weights]
-    wide = [widen(part) if part.dtype == np.uint16 else part.astype(np.float32) for part in parts]
-    return digest(*(narrow(part).astype("<u2").tobytes() for part in wide), size=8).hex()
+    return digest(*(narrow(_wide(part)).astype("<u2").tobytes() for part in parts), size=8).hex()
+
+
+def embedding_rows(table: Array, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Rows of an embedding table as it was loaded. Shapes: table [V, E], token_ids [P] -> [P, E]."""
+    return _wide(table[token_ids])
+
+
+def _wide(part: Array) -> npt.NDArray[np.float32]:
+    return widen(part) if part.dtype == np.uint16 else part.astype(np.float32)
 
 
 def _narrowed(ref: WeightRef) -> WeightRef:
