@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from penstock.config import ModelConfig
+from penstock.families.stretch import stretched
 from train.corpus import Mixture
 from train.export import export, read_weights
 from train.induction import plant, plantable, planted_weights, token_dims
@@ -39,6 +42,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder that train.corpus wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="model folder to go on from")
+    parser.add_argument(
+        "--rope-scaling", metavar="JSON",
+        help="go on with other positions (linear, ntk, yarn); the folder that is written needs the same switch to run",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--minutes", type=float, help="end earlier: the schedule follows the clock instead of steps")
     parser.add_argument("--rows", type=int, default=16, help="sequences per step, of the first length")
@@ -206,7 +213,9 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     spec = RECIPES[args.recipe]
-    model = SpecModule(spec, max(512, *(length for length, _ in args.lengths)))
+    changed = stretched(spec, ModelConfig(model=args.recipe, rope_scaling=args.rope_scaling))
+    changed = msgspec.structs.replace(spec, layers=changed.layers)
+    model = SpecModule(changed, max(512, *(length for length, _ in args.lengths)))
     if args.resume is not None:
         model.load(read_weights(args.resume, spec))
     planted = planted_weights(spec) if plantable(spec) and not args.plain_start else ()

@@ -48,6 +48,7 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.config.load import from_args
     from penstock.core.machine import Machine
     from penstock.families.registry import read_spec
+    from penstock.families.stretch import stretched
     from penstock.launch.build import check_names
     from penstock.launch.drafts import draft_specs
     from penstock.launch.hub import local_path
@@ -61,7 +62,7 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    spec = stretched(read_spec(local_path(config.model.model, config.model.revision, weights=False)), config.model)
     machine = probe()
     chosen: tuple[Decision, ...] = ()
     if args.device is None:

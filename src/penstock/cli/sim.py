@@ -226,6 +226,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[EngineConfig, ModelSpec, st
     """(settings, spec, label) of every run. Raises ConfigError for settings, ModelError for a broken config.json."""
     from penstock.base.errors import ConfigError
     from penstock.config import SETTINGS, from_args
+    from penstock.families.stretch import stretched
     from penstock.launch.build import check_names
 
     spec, name = _spec(args)
@@ -239,7 +240,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[EngineConfig, ModelSpec, st
         config = from_args(argparse.Namespace(**(given | chosen), model=name))
         check_names(config)
         label = ", ".join(_labelled(key, value) for key, value in chosen.items())
-        out.append((config, spec, label or name))
+        out.append((config, stretched(spec, config.model), label or name))
     return out
 
 

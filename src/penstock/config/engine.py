@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import ConfigError
+from penstock.config.positions import parse_rope_scaling
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
 
@@ -43,6 +44,13 @@ class ModelConfig(Section):
         "Longest sequence, prompt and output together, in tokens; by default what the model was made for.",
         minimum=1,
     )
+    rope_scaling: str | None = setting(
+        None,
+        'Other rotary positions than the checkpoint\'s, as a JSON object: {"rope_type": "yarn", "factor": 4.0}. Kinds: '
+        "default, linear, ntk, dynamic, llama3, yarn, longrope. The longest context becomes factor times as long.",
+        takes_object=True,
+    )
+    rope_theta: float | None = setting(None, "Another base of rotary frequencies than the checkpoint's.", above=0.0)
     skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = setting(0, "Seed from which requests that bring none get theirs.", minimum=0, maximum=2**64 - 1)
 
@@ -162,6 +170,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         cache = self.cache
+        parse_rope_scaling(self.model.rope_scaling)
         parse_speculative(self.execution.speculative_config)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import ModelSpec, cache_spec
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
+from penstock.families.stretch import stretched
 from penstock.launch.build import check_names
 from penstock.launch.hub import local_path
 from penstock.launch.native import choose_ops
@@ -143,6 +144,7 @@ def load(config: EngineConfig) -> LoadedModel:
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
     checkpoint = open_model(path)
+    checkpoint = replace(checkpoint, spec=stretched(checkpoint.spec, config.model))
     config, _ = choose_ops(config, checkpoint.spec)
     plan = resolve(config, checkpoint.spec, probe())
     files = checkpoint.tokenizer

@@ -47,7 +47,7 @@ def read_rope(
     dim = int(head_dim * part)
     if part > 1.0 or dim < 2 or dim % 2:
         raise ModelError(f"{WHERE}: {partial_name} {part:g} of a head dimension {head_dim} leaves no whole pairs")
-    rope = _scaled(scaling, fields, Rope(dim=dim, theta=found_theta, interleaved=interleaved), max_position)
+    rope = read_scaling(scaling, fields, Rope(dim=dim, theta=found_theta, interleaved=interleaved), max_position)
     scaling.refuse_unread()
     return rope
 
@@ -72,14 +72,15 @@ def read_ropes(
         theta = section.number("rope_theta", default=default if given is None else given)
         if given is not None and theta != given:
             raise ModelError(f"{WHERE} gives two thetas for {kind}: {name} {given:g} and rope_theta {theta:g}")
-        out[kind] = _scaled(section, fields, Rope(dim=head_dim, theta=theta), max_position)
+        out[kind] = read_scaling(section, fields, Rope(dim=head_dim, theta=theta), max_position)
         section.refuse_unread()
     if new is not None:
         new.refuse_unread()
     return out
 
 
-def _scaled(scaling: Fields, outer: Fields, rope: Rope, max_position: int) -> Rope:
+def read_scaling(scaling: Fields, outer: Fields, rope: Rope, max_position: int) -> Rope:
+    """The plain `rope`, stretched as `scaling` says; `outer` is the object around it. See `read_rope`."""
     kind = scaling.string("rope_type", default=scaling.string("type", default="default"))
     if scaling.string("type", default=kind) != kind:
         raise ModelError(f"{WHERE} gives two kinds of rope scaling, {quoted(kind)} and another under type")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,6 +17,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model, read_spec
+from penstock.families.stretch import stretch_decision, stretched
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
@@ -82,6 +83,8 @@ def start(
         path = local_path(config.model.model, config.model.revision, download)
         checkpoint = open_model(path)
         guessers = open_drafts(config, download)
+    own = checkpoint.spec
+    checkpoint = replace(checkpoint, spec=stretched(own, config.model))
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
     plan = resolve(config, checkpoint.spec, machine, [(d.name, d.checkpoint.spec) for d in guessers])
@@ -91,7 +94,7 @@ def start(
     tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
     for guesser in guessers:
         check_tokens(guesser, checkpoint.spec, tokenizer)
-    plan = msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
+    plan = msgspec.structs.replace(plan, decisions=(*chosen, *stretch_decision(own, checkpoint.spec), *plan.decisions))
     packed = packed_weights(config, checkpoint, plan)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
@@ -145,10 +148,12 @@ def grammar_cache(tokenizer: Tokenizer | None, limits: Limits, max_bytes: int) -
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    spec = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    own = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
     plan = resolve(config, spec, machine or probe(), draft_specs(config))
-    return msgspec.structs.replace(plan, decisions=(*chosen, *plan.decisions))
+    changed = stretch_decision(own, spec)
+    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 
 
 def check_names(config: EngineConfig) -> None:

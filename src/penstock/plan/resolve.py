@@ -217,7 +217,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, decisions: _Decisions)
     if given > spec.max_position:
         raise ConfigError(
             f"max_model_len: {given} is more than the {spec.max_position} positions this model was made for; "
-            f"use at most {spec.max_position}",
+            f"use at most {spec.max_position}, or stretch rotary positions with rope_scaling",
             field="max_model_len",
         )
     return given

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,12 +16,17 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     as llama2.c and GPT-J do; otherwise component i pairs with i + dim/2. `attention_factor` multiplies the rotated
     components of q and k (YaRN, section 3.4). Kinds:
 
-    `default`; `linear` divides positions by `factor` (Chen et al., arXiv 2306.15595); `dynamic` enlarges theta for
-    contexts beyond `original_max_position` by their length and `factor` (NTK-aware); `llama3` stretches low frequencies
-    only (Llama 3.1 model card); `yarn` mixes stretched and kept frequencies between `beta_slow` and `beta_fast` turns
-    over the original context, bounds rounded outwards if `truncate` (Peng et al., arXiv 2309.00071); `longrope` divides
-    each frequency by its own entry of `short_factor`, or of `long_factor` for contexts beyond `original_max_position`
-    (Ding et al., arXiv 2402.13753). What depends on the length of the context is fixed at start by max_model_len.
+    `default`; `linear` divides positions by `factor` (Chen et al., arXiv 2306.15595); `ntk` enlarges theta so that the
+    slowest pair turns `factor` times slower and the fastest as before (NTK-aware; Peng et al., arXiv 2309.00071,
+    section 3.1); `dynamic` does so for contexts beyond `original_max_position`, by their length and `factor`; `llama3`
+    stretches low frequencies only (Llama 3.1 model card); `yarn` mixes stretched and kept frequencies between
+    `beta_slow` and `beta_fast` turns over the original context, bounds rounded outwards if `truncate` (arXiv
+    2309.00071); `longrope` divides each frequency by its own entry of `short_factor`, or for contexts beyond
+    `original_max_position` of `long_factor`, from position `start_tokens` on (Ding et al., arXiv 2402.13753). What
+    depends on the length of the context is fixed at start by max_model_len.
+
+    `head_factors`: positions of kv head g, and of the query heads that share it, are divided by head_factors[g] besides
+    (Ms-PoE: Zhang et al., arXiv 2403.04797); () divides none.
     """
 
     kind: RopeKind = "default"
@@ -38,6 +43,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    start_tokens: int = 0
+    head_factors: tuple[float, ...] = ()
 
 
 class Alibi(msgspec.Struct, frozen=True, kw_only=True):

@@ -183,14 +183,18 @@ class _Emitter:
     def _rope(self, i: int, node: Node) -> None:
         x, angles = node.inputs
         interleaved, first = (*node.bound, 0)[:2]
-        table = np.ascontiguousarray(angles.constant)
+        # A table for each run of heads is an operation for each: all of them in place, on parts of the same rows.
+        tables = [angles.constant] if angles.constant.ndim == 3 else list(np.moveaxis(angles.constant, 2, 0))
         assert x.heads is not None
         if not self._is_dead(i, x):
             raise NotNativeError("a rotation of something that is read unrotated too")
-        _, num_positions, half = table.shape
-        n = (x.heads, x.width // x.heads, first, half, int(interleaved), num_positions)
-        register = self.register(x)
-        self._add_op(Kind.ROPE, "", (register,), self._in_place(node, x), n=n, pointers=(table,))
+        heads, width = x.heads // len(tables), x.width // len(tables)
+        for run, table in enumerate(tables):
+            _, num_positions, half = table.shape
+            n = (heads, x.width // x.heads, first, half, int(interleaved), num_positions)
+            register, pointers = self.register(x.view(run * width, width)), (np.ascontiguousarray(table),)
+            self._add_op(Kind.ROPE, "", (register,), register, n=n, pointers=pointers)
+        self._in_place(node, x)
 
     def _write_kv(self, i: int, node: Node) -> None:
         a, b = node.inputs

@@ -22,6 +22,8 @@ def rope_frequencies(rope: Rope, max_model_len: int) -> F64:
             return base
         case "linear":
             return base / rope.factor
+        case "ntk":
+            return _ntk(rope, rope.factor)
         case "dynamic":
             return _dynamic(rope, max_model_len)
         case "llama3":
@@ -42,11 +44,15 @@ def _is_long(rope: Rope, max_model_len: int) -> bool:
     return max_model_len > rope.original_max_position
 
 
-def _dynamic(rope: Rope, max_model_len: int) -> F64:
-    """NTK-aware: a larger theta, so that the slowest pair is stretched most and the fastest not at all."""
-    length = max(max_model_len, rope.original_max_position)
-    stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1.0)
+def _ntk(rope: Rope, stretch: float) -> F64:
+    """A larger theta, so that the slowest pair is stretched by `stretch` and the fastest not at all."""
     return _powers(rope.theta * stretch ** (rope.dim / (rope.dim - 2)), rope.dim)
+
+
+def _dynamic(rope: Rope, max_model_len: int) -> F64:
+    """NTK-aware, by the length. Up to the original one nothing is stretched."""
+    length = max(max_model_len, rope.original_max_position)
+    return _ntk(rope, rope.factor * length / rope.original_max_position - (rope.factor - 1.0))
 
 
 def _llama3(rope: Rope, base: F64) -> F64:
@@ -82,20 +88,33 @@ def _yarn(rope: Rope, base: F64) -> F64:
 def rope_table(rope: Rope, max_model_len: int) -> F32:
     """Cosines and sines of positions 0 ... max_model_len-1 times the attention factor: [2, max_model_len, dim/2].
 
-    Angles are taken in float64.
+    With factors for G kv heads each has its own: [2, max_model_len, G, dim/2]. Angles are taken in float64.
     """
-    angles = np.arange(max_model_len, dtype=np.float64)[:, None] * rope_frequencies(rope, max_model_len)
+    positions = np.arange(max_model_len, dtype=np.float64)[:, None]
+    frequencies = rope_frequencies(rope, max_model_len)
+    angles = positions * frequencies
+    first = rope.start_tokens
+    if first and _is_long(rope, max_model_len):
+        angles[:first] = positions[:first] * _powers(rope.theta, rope.dim)
+    if rope.head_factors:
+        angles = angles[:, None, :] / np.array(rope.head_factors)[:, None]
     return (np.stack([np.cos(angles), np.sin(angles)]) * rope.attention_factor).astype(np.float32)
 
 
 def rope_angles(positions: I32, table: F32) -> F32:
-    """Entries [2, T, dim/2] of the table for `positions` [T]."""
+    """Entries [2, T, dim/2], or [2, T, G, dim/2], of the table for `positions` [T]."""
     return table[:, positions]
 
 
 def rope(x: F32, angles: F32, interleaved: bool, first: int = 0) -> F32:
-    """Rotate components first ... first+dim of every head of x [T, H, D] by angles [2, T, dim/2] -> [T, H, D]."""
-    cos, sin = angles[:, :, None, :]
+    """Rotate components first ... first+dim of every head of x [T, H, D] by angles [2, T, dim/2] -> [T, H, D].
+
+    Angles [2, T, G, dim/2] are those of G equal runs of heads, one after another.
+    """
+    if angles.ndim == 3:
+        cos, sin = angles[:, :, None, :]
+    else:
+        cos, sin = np.repeat(angles, x.shape[1] // angles.shape[2], axis=2)
     half = angles.shape[-1]
     if interleaved:
         a, b = slice(first, first + 2 * half, 2), slice(first + 1, first + 2 * half, 2)
