@@ -29,6 +29,8 @@ export MKL_NUM_THREADS ?= 1
 # Oracles must never go looking for models on the network.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start a hundred interpreters. Where no bytecode may be written, each of them compiles all of Penstock again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-sanitize

@@ -145,6 +145,7 @@ def reach_of(layer: Layer) -> int:
     return (getattr(layer.mixer, "reach", None) or 1) if layer.mixer is not None else 1
 
 
+@cache
 def _beams(name: str, kv_dtype: str) -> list[tuple[list[int], float, str]]:
     beam = next(r for r in workload(tiny(name)[0].vocab_size) if r.beam is not None)
     return beam_search(oracle(name, kv_dtype), beam)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ def test_the_wastes_of_one_sequence_are_what_the_definitions_say() -> None:
         assert got.total == 80
 
 
+@cache
 def measured(load: str, allocator: str, block_size: int = 16) -> study.Result:
     """One line of the study's table: some hundred requests in the memory of ten full-length sequences."""
     n = 150 if load == "uniform" else 300

@@ -29,7 +29,8 @@ from penstock.model.weights import fingerprint, load_weights
 from penstock.ops.native.library import best_library
 from penstock.runner.runner import Runner
 from tests.engine.harness import Knobs, config_for, plan_for, request, run, tiny
-from tests.engine.naive import generate, model_logits
+from tests.engine.naive import generate
+from tests.engine.test_laws_models import oracle
 from tests.oracle import NaiveModel
 
 RULES: list[dict[str, Any]] = [
@@ -73,12 +74,11 @@ def requests(company: int = 1) -> list[Any]:
 @pytest.mark.parametrize("name", ["llama_gqa", "layernorm", "latent", "windowed", "sandwich", "experts"])
 def test_a_part_of_the_model_drafts_and_no_token_changes(name: str, way: dict[str, Any]) -> None:
     """Against naive decoding; storage begins as NaN, so what is read before it is written shows."""
-    spec, weights = tiny(name)
     core = engine(name, Knobs(num_blocks=96, budget=24), way)
     asked = requests()
     got = run(core, asked)
     for r in asked:
-        assert got[r.request_id].tokens[0] == generate(model_logits(NaiveModel(spec, weights)), r)[0]
+        assert got[r.request_id].tokens[0] == generate(oracle(name), r)[0]
     assert core.stats.num_drafts > 0
 
 

@@ -1,11 +1,9 @@
-"""The command line as a person types it: real processes, real exit codes."""
+"""The command line as a person types it: words, exit codes, and that a process of its own says the same as `main`."""
 
 from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,36 +11,42 @@ import pytest
 
 from penstock import __version__
 from penstock.core.model_spec import weight_shapes
+from tests.command import penstock, process
 from tests.shared import shared
 
 
-def penstock(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *args], input=stdin, capture_output=True, text=True, timeout=120
-    )
-
-
 def test_version_and_help() -> None:
-    assert penstock("--version").stdout == f"penstock {__version__}\n"
-    shown = penstock("--help")
+    assert process("--version").stdout == f"penstock {__version__}\n"
+    shown = process("--help")
     assert shown.returncode == 0
     assert "run" in shown.stdout
     assert "doctor" in shown.stdout
     assert penstock().returncode == 2
 
 
+def test_a_process_ends_as_main_returns() -> None:
+    """Most tests here call `main`: that stands for a process, streams and status and all."""
+    model = str(shared("models", "stories260K"))
+    for args, status in (
+        (["run", model, "--prompt", "Once", "--max-num-sequences", "3"], 2),
+        (["run", model, "--prompt", "Once", "--temperature", "-1"], 1),
+        (["run", model, "--prompt", "Once", "--temperature", "0", "--max-tokens", "9"], 0),
+    ):
+        real, here = process(*args), penstock(*args)
+        assert (real.returncode, real.stdout, real.stderr) == (status, here.stdout, here.stderr)
+        assert here.returncode == status
+
+
 def test_run_writes_the_recorded_text() -> None:
     reference = shared("models", "stories260K", "reference_greedy.txt").read_text(encoding="utf-8")
     model = str(shared("models", "stories260K"))
-    done = penstock(
-        "run", model, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "100", "--stats"
-    )
+    done = process("run", model, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "100", "--stats")
     assert done.returncode == 0
     text = done.stdout.rstrip("\n")
     assert len(text) > 150
     assert reference.startswith(text)
     assert "generated 100 tokens" in done.stderr
-    piped = penstock("run", model, "--temperature", "0", "--max-tokens", "100", stdin="Once upon a time")
+    piped = process("run", model, "--temperature", "0", "--max-tokens", "100", stdin="Once upon a time")
     assert piped.stdout == done.stdout
 
 

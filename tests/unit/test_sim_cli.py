@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from penstock.sim.specs import SPECS, find_spec
+from tests.command import penstock, process
 from tests.shared import shared
 
 TRACE = "synthetic:poisson?rate=20&requests=30&prompt=100&output=10&shared=64&groups=3"
 
 
-def sim(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock.cli.main", "sim", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+def sim(*args: str) -> CompletedProcess[str]:
+    return penstock("sim", *args)
 
 
 def test_one_run(tmp_path: Path) -> None:
     page, numbers = tmp_path / "x.html", tmp_path / "x.json"
-    done = sim("--trace", TRACE, "--device", "h100-sxm", "--out", str(page), "--json", str(numbers))
+    done = process("sim", "--trace", TRACE, "--device", "h100-sxm", "--out", str(page), "--json", str(numbers))
     assert done.returncode == 0, done.stderr
     assert "TTFT p99" in done.stdout
     assert done.stderr.splitlines() == [f"wrote {numbers}", f"wrote {page}"]

@@ -47,9 +47,10 @@ class Audit:
         for pool in self.pools:
             pool.check_invariants()
         blocks, checkpoints = self.cache.contents()
-        self._handles(blocks)
-        self._count(self.per_token, [self._slabs(block) for block in blocks])
-        self._count(self.slots, checkpoints)
+        columns = list(zip(*blocks, strict=True)) or [()] * len(self.per_token)
+        self._handles(columns)
+        self._count(self.per_token, [self._found(g, column) for g, column in zip(self.per_token, columns, strict=True)])
+        self._count(self.slots, list(zip(*checkpoints, strict=True)) or [()] * len(self.slots))
         cached = [set(counter) for counter in self.slabs]
         for g, counter in enumerate(self.slabs):
             assert all(n == 1 for n in counter.values()), f"group {g}: the prefix cache keeps a slab twice"
@@ -58,32 +59,38 @@ class Audit:
         self._references()
         self.held.extend(leaving)
         self.cache.check_invariants(self.held)
-        alone = sum(
-            all(self.pools[g].refs[s] == 1 for g, s in zip(self.per_token, block, strict=True) if g in self.full)
-            for block in blocks
-        )
+        alone = len(self._alone(columns, len(blocks)))
         assert self.cache.num_evictable <= alone, (
             f"{self.cache.num_evictable} blocks count as evictable, but evicting frees {alone} at most"
         )
         owners = {seq.seq_id for seq in live if seq.tables}
         assert pending <= owners, f"table updates wait for sequences {pending - owners} that own nothing"
 
-    def _count(self, groups: list[int], entries: list[tuple[int, ...]]) -> None:
-        for slabs in entries:
-            for g, slab in zip(groups, slabs, strict=True):
-                if slab != GONE:
-                    self.slabs[g][slab] += 1
+    def _count(self, groups: list[int], columns: Sequence[Sequence[int]]) -> None:
+        """`columns`: of each group, the slabs that somebody holds."""
+        for g, column in zip(groups, columns, strict=True):
+            self.slabs[g].update(column)
+            self.slabs[g].pop(GONE, None)
 
-    def _slabs(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """A block of the prefix cache with slabs for handles."""
-        pools = (self.pools[g] for g in self.per_token)
-        return tuple(p.slab_of(x) if isinstance(p, WindowPool) else x for p, x in zip(pools, block, strict=True))
+    def _found(self, g: int, column: Sequence[int]) -> Sequence[int]:
+        """What blocks of the prefix cache have in group `g`, with slabs for handles."""
+        pool = self.pools[g]
+        return [pool.slab_of(x) for x in column] if isinstance(pool, WindowPool) else column
 
-    def _handles(self, blocks: list[tuple[int, ...]]) -> None:
+    def _alone(self, columns: list[tuple[int, ...]], num_blocks: int) -> set[int]:
+        """Indices of the cache's blocks that nobody else holds."""
+        alone = set(range(num_blocks))
+        for g, column in zip(self.per_token, columns, strict=True):
+            if g in self.full:
+                refs = self.pools[g].refs
+                alone = {i for i in alone if refs[column[i]] == 1}
+        return alone
+
+    def _handles(self, columns: list[tuple[int, ...]]) -> None:
         """Every handle belongs to one block of the cache."""
         for g, pool in enumerate(self.pools):
             if isinstance(pool, WindowPool):
-                names = [block[self.per_token.index(g)] for block in blocks]
+                names = columns[self.per_token.index(g)]
                 assert len(set(names)) == len(names), f"group {g}: two blocks have one handle"
                 lost = pool.alive().keys() - set(names)
                 assert not lost, f"group {g}: handles {lost} are alive, but no block of the prefix cache has them"
@@ -109,7 +116,7 @@ class Audit:
         cursor: Cursor = seq.node
         assert cursor is not None, f"{seq} owns memory but has no cursor"
         if cursor.staged is not None:
-            self._count(self.slots, [cursor.staged[1]])
+            self._count(self.slots, [(slab,) for slab in cursor.staged[1]])
         if cursor.holding and cursor.generation == self.generation:
             self.held.append(cursor.entry)
             self._path(seq, cursor)
@@ -136,20 +143,20 @@ class Audit:
         if self.cache.name != "none":
             assert len(path) == cursor.num_blocks, f"{seq} stands at block {len(path)}, not {cursor.num_blocks}"
         assert len(path) * self.block_size <= seq.num_computed, f"{seq} put blocks into the cache before computing them"
-        path = [self._slabs(block) for block in path]
         for j, g in enumerate(self.per_token):
             table = seq.tables[g]
             if table.layers is None:
-                theirs = [slabs[j] for slabs in path[table.base :]]
+                theirs = list(self._found(g, [block[j] for block in path[table.base :]]))
                 mine = table.ids[table.base : len(path)]
                 assert mine == theirs, f"{seq}: the table of group {g} left the prefix cache's path"
 
     def _references(self) -> None:
         for g, pool in enumerate(self.pools):
-            for slab, count in enumerate(pool.refs):
-                holders = self.slabs[g][slab]
-                expected = 0 if count == BROKEN else count
-                assert expected == holders, f"group {g}: slab {slab} has {count} references and {holders} holders"
+            held = self.slabs[g]
+            counted = {slab: count for slab, count in enumerate(pool.refs) if count not in (0, BROKEN)}
+            for slab in () if counted == held else sorted(counted.keys() | held.keys()):
+                count, holders = counted.get(slab, 0), held[slab]
+                assert count == holders, f"group {g}: slab {slab} has {count} references and {holders} holders"
             assert dict(self.pages[g]) == pool.page_refs, (
                 f"group {g}: pages have references {pool.page_refs} and holders {dict(self.pages[g])}"
             )

@@ -224,14 +224,14 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raises AssertionError unless every slab and page is in exactly one state and free ones are unreferenced."""
         width = self.pages_per_slab
-        state: dict[int, str] = {}
+        state = dict.fromkeys(self._free, "free")
 
         def put(slab: int, name: str) -> None:
             assert slab not in state, f"slab {slab} is both {state[slab]} and {name}"
             state[slab] = name
 
+        assert len(state) == len(self._free), f"a slab stands twice among the free ones: {sorted(self._free)}"
         for slab in self._free:
-            put(slab, "free")
             assert self.refs[slab] == 0, f"free slab {slab} has {self.refs[slab]} references"
         waiting_pages: set[int] = set()
         for step, which, is_page in self._quarantine:
@@ -242,7 +242,7 @@ class BlockPool:
             else:
                 put(which, "quarantined")
                 assert self.refs[which] == 0, f"quarantined slab {which} has {self.refs[which]} references"
-        assert self._num_quarantined == sum(s == "quarantined" for s in state.values()), "quarantine is miscounted"
+        assert self._num_quarantined == len(state) - len(self._free), "quarantine is miscounted"
         busy = dict.fromkeys(self._broken, 0)
         for page in self.page_refs:
             assert self.page_refs[page] > 0, f"page {page} is kept without a reference"

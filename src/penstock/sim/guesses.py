@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.base.clock import VirtualClock
@@ -27,6 +28,12 @@ Marks = tuple[bytearray, bytearray]
 LENGTH = 1 << 12
 
 
+@lru_cache(maxsize=512)
+def _settled(marks: Callable[[random.Random], Marks], seed: int) -> Marks:
+    """Remembered, as every controller that is compared meets the same text; nobody writes to it."""
+    return marks(random.Random(seed))
+
+
 class SettledText:
     """`marks(rng)` makes one sequence's LENGTH marks. `draft_cost(room, num_rows)`: seconds."""
 
@@ -41,7 +48,7 @@ class SettledText:
     def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
         found = self._sequences.get(seq_id)
         if found is None:
-            found = self._sequences[seq_id] = self._marks(random.Random(self._seed * 1_000_003 + seq_id))
+            found = self._sequences[seq_id] = _settled(self._marks, self._seed * 1_000_003 + seq_id)
         right, has = found
         if not has[position % LENGTH]:
             return 0, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from functools import lru_cache
 
 from penstock.base.hashing import digest
 from penstock.core.protocols import EvictionPolicy
@@ -26,6 +27,7 @@ class HashChain(PrefixTree):
         """`hash_block(parent's key, tokens)` names a block; a namespace is the parent of its first blocks."""
         self._index: dict[bytes, Node] = {}
         self._hash = hash_block
+        self._hash_again = lru_cache(maxsize=4096)(hash_block)  # for checks, which ask for the same ones at every step
         super().__init__(block_size, policy)
 
     def _clear(self) -> None:
@@ -87,6 +89,6 @@ class HashChain(PrefixTree):
 
     def _check_key(self, node: Node) -> None:
         assert node.parent is not None
-        assert node.key == self._hash(node.parent.key, bytes(node.tokens)), "an entry is not named by its hash"
+        assert node.key == self._hash_again(node.parent.key, bytes(node.tokens)), "an entry is not named by its hash"
         assert self._index.get(node.key) is node, "an entry is not in the index"
         assert len(node.slabs) == 1, "an entry has more than one block"

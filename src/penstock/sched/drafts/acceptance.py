@@ -30,8 +30,8 @@ _SEEN = 1 / 32
 """Weight of one look at a known belief in what is believed of strangers."""
 _LEAST = 1e-4
 """No level becomes less likely than that of the likeliest one: a belief must be able to turn."""
-_MOST = 512
-"""Guesses that are learned from at once."""
+MOST = 512
+"""Guesses of a sequence that can be learned from at once."""
 STRANGER = 0
 """The slot of what is believed of a sequence of which nothing is known."""
 
@@ -57,8 +57,9 @@ class Beliefs:
             self._depth_of = np.array([min(ceil(log2(1 + k)), deepest) - 1 for k in sizes])
             reached = np.array([ceil(log2(1 + k)) <= deepest for k in sizes])
             self._scale = np.array([log2(1 + k) - log2(k) for k in sizes]) * reached
-        counts = np.arange(_MOST + 1)[:, None]
+        counts = np.arange(MOST + 1)[:, None]
         self._right, self._wrong = LEVELS**counts, (1.0 - LEVELS) ** counts
+        self._hazard = 1.0 - (1.0 - HAZARD) ** counts
         even = np.full(len(LEVELS), 1 / len(LEVELS))
         self._seen = even
         self._weights = even[None].copy()
@@ -90,13 +91,13 @@ class Beliefs:
         return (num_accepted, 1) if num_accepted < depth else (depth, 0)
 
     def learn(self, slots: Seq[int], num_right: Seq[int], num_wrong: Seq[int], num_times: Seq[int]) -> None:
-        """Add `evidence`: sums over so many verifications of each of these sequences."""
+        """Add `evidence`: sums (MOST at most) over so many verifications of each of these sequences."""
         at = np.array(slots)
-        weights = (
-            self._weights[at] * self._right[np.minimum(num_right, _MOST)] * self._wrong[np.minimum(num_wrong, _MOST)]
-        )
+        weights = self._weights[at]
+        weights *= self._right[num_right]
+        weights *= self._wrong[num_wrong]
         weights = np.maximum(weights, _LEAST * weights.max(1, keepdims=True))
-        hazard = 1.0 - (1.0 - HAZARD) ** np.array(num_times)[:, None]
+        hazard = self._hazard[num_times]
         weights *= (1.0 - hazard) / weights.sum(1, keepdims=True)
         weights += hazard * self._weights[STRANGER]
         self._weights[at] = weights

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from penstock.core.batch import SchedulerOutput, StepOutput, Verified
 from penstock.core.protocols import StepTimer
 from penstock.core.sequence import Sequence, guessers
-from penstock.sched.drafts.acceptance import Beliefs
+from penstock.sched.drafts.acceptance import MOST, Beliefs
 from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes, Rooms
@@ -222,12 +222,13 @@ class AdaptiveDrafts:
             if not made or track is None:  # who had no guess says nothing about guesses
                 continue
             num_made += made
+            right, wrong = evidence(made, accepted + 1 - one.whole)
             if not track.num_heard:
                 self._heard.append(track)
-            right, wrong = evidence(made, accepted + 1 - one.whole)
-            track.num_heard += 1
-            track.num_right += right
-            track.num_wrong += wrong
+            if track.num_right + right <= MOST:
+                track.num_heard += 1
+                track.num_right += right
+                track.num_wrong += wrong
         self._has = has
         self._drift += gained - self._expected
         if abs(self._drift) > 1.5 * self._expected + 1.0 + self._for[0] / 16:

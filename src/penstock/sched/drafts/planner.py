@@ -35,14 +35,16 @@ class Planner:
         expected in the step; `has`: the share of proposals that hold a guess.
         """
         falling = -gains.ravel()
-        order = falling.argsort(kind="stable")
+        order = np.arange(len(falling)) if len(gains) == 1 else falling.argsort(kind="stable")
         falling = falling[order]
-        most = int(np.searchsorted(falling, 0.0))
+        most = int(falling.searchsorted(0.0))
         if not self._costs.confirmed:  # a table that nothing has confirmed yet may be far off
             most = min(most, max(FIRST_GUESSES, len(gains)))
         depths = order[:most] % gains.shape[1] + 1
         count = self._best(falling[:most], depths, len(gains), context, company, has) if most else 0
-        return share(gains, count) if count else []
+        if not count:
+            return []
+        return [count] if len(gains) == 1 else share(gains, count)
 
     def _best(self, falling: F64, depths: F64, num_rows: int, context: int, company: int, has: float) -> int:
         """The number of guesses, likeliest first, that gives most tokens per second.
@@ -57,7 +59,7 @@ class Planner:
             return table.get(width) or fill(table, num_rows, context, width)
 
         plain_s = seconds(num_rows)
-        lost, deepest = np.cumsum(falling).tolist(), np.maximum.accumulate(depths).tolist()
+        lost, deepest = falling.cumsum().tolist(), np.maximum.accumulate(depths).tolist()
         spread = (has * (1.0 - has) / num_rows) ** 0.5 if num_rows > 2 and has < 0.99 else 0.0
 
         def rate(count: int) -> float:
