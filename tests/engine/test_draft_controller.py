@@ -21,7 +21,7 @@ from penstock.launch.speculation import make_controller
 from penstock.plan.resolve import resolve
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.drafts.acceptance import STRANGER, Beliefs
-from penstock.sched.drafts.adaptive import AdaptiveDrafts
+from penstock.sched.drafts.adaptive import FIRST_MEASURE, AdaptiveDrafts
 from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.planner import Planner, share
@@ -355,8 +355,11 @@ def test_whoever_has_lost_too_much_guesses_no_more() -> None:
 
     step(0, 0, plain_s)
     for _ in range(12):  # guesses that pay: beliefs are high, and so is the purse
-        assert drafts.begin_step(decoding) or drafts.num_steps < 3
-        step(8, 8, plain_s)
+        if drafts.begin_step(decoding):
+            step(8, 8, plain_s)
+        else:
+            assert drafts.num_steps < 3 or drafts.num_steps == 1 + FIRST_MEASURE, "a plain step, to know what it takes"
+            step(0, 0, plain_s)
     purse_s = drafts.purse_s
     assert purse_s is not None
     assert purse_s > 5 * plain_s
@@ -392,7 +395,7 @@ def test_what_an_engine_does_around_a_step_decides_too() -> None:
             now_s += plain_s + (around_s if room else 0.0)
         return count
 
-    assert guesses(0.0) >= 198, "one plain step in REMEASURE"
+    assert guesses(0.0) >= 195, "a few plain steps"
     assert guesses(0.9 * plain_s) > 150, "1.9 of a step for 2 tokens pays"
     assert guesses(1.5 * plain_s) < 20, "2.5 of a step for 2 tokens does not"
 

@@ -37,15 +37,16 @@ START_STEPS = 3.0
 MAX_STEPS = 12.0
 """Plain steps that the purse holds at first, and at most: what was won long ago must not pay for losses now."""
 REMEASURE = 256
-"""Steps with guesses after which a plain one is run, to know what it takes now; the next one if that was never known
-and the timer is found to be wrong."""
-DECIDING_S = 1e-4
-"""What a decision takes, about (and for 16 sequences twice that: measured on a slow core)."""
-DECIDING_SHARE = 0.01
+FIRST_MEASURE = 8
+"""Steps with guesses after which a plain one is run, to know what it takes now: few at first, then twice as many each
+time, up to REMEASURE. The next one if that was never known and the timer is found to be wrong."""
+DECIDING_S = 2e-4
+"""What a decision takes, about, and for 48 sequences twice that: on a slow core whose caches hold weights."""
+DECIDING_SHARE = 0.015
 """Of a step, what decisions may take, if keeping them for KEPT steps suffices for it."""
 KEPT = 8
-QUIET = 16
-"""Steps for which the decision that nobody guesses is kept at most."""
+QUIET = 8
+"""The decision that nobody guesses is kept for so many times as many."""
 AROUND = 4.0
 """What stands around a step may be longer than it by this factor; beyond it the engine had nothing to do."""
 
@@ -97,6 +98,7 @@ class AdaptiveDrafts:
         self._slo_of = slo_of
         self._heard: list[Track] = []
         self._since_plain = 0
+        self._measure_after = FIRST_MEASURE
         self._prompts = 0  # prompt tokens of the last step
         self._company = 0  # those to be expected in the next one
         self._has = 1.0  # share of proposals that hold a guess
@@ -124,7 +126,7 @@ class AdaptiveDrafts:
         step = self._again = self.num_steps
         self._drift = 0.0
         seqs = guessers(running)
-        if not seqs or self._since_plain >= REMEASURE:
+        if not seqs or self._since_plain >= self._measure_after:
             return {}
         if self.purse_s is not None and self.purse_s <= 0.0:
             return {}
@@ -149,7 +151,7 @@ class AdaptiveDrafts:
         keep = self._steps_to_keep(len(seqs), context)
         if not rooms:
             soonest = max(self._probes.next_step, min([track.due_at for track in tracks]), step + keep)
-            self._again = min(soonest, step + QUIET)
+            self._again = min(soonest, step + QUIET * keep)
         elif not probing and not self._paced and keep > 1:
             self._again = step + keep
             gained = sum([sum(row[:room]) for row, room in zip(gains.tolist(), plan, strict=True)])
@@ -159,7 +161,7 @@ class AdaptiveDrafts:
     def _steps_to_keep(self, num_rows: int, context: int) -> int:
         """One, where steps take so long that deciding in each of them costs nothing."""
         worth_s = DECIDING_SHARE * self.costs.seconds(num_rows, context, num_rows)
-        return max(1, min(KEPT, round(DECIDING_S * (1.0 + num_rows / 16) / worth_s)))
+        return max(1, min(KEPT, round(DECIDING_S * (1.0 + num_rows / 48) / worth_s)))
 
     def _meet(self, seq: Sequence) -> Track:
         slo_s = self._slo_of(seq)
@@ -266,6 +268,8 @@ class AdaptiveDrafts:
             around_s = min(max(0.0, now_s - began_s - ran.duration_s), AROUND * ran.duration_s)
         forward_s = max(ran.duration_s - ran.draft_s, 0.0) + around_s
         if not ran.num_asked:
+            if self._since_plain >= self._measure_after:
+                self._measure_after = min(2 * self._measure_after, REMEASURE)
             self._since_plain = 0
             if self.num_steps & 3 == 0 or self.num_steps >= self._again or self.purse_s is None:
                 self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s)
@@ -289,14 +293,14 @@ class AdaptiveDrafts:
         self._probes.pay(ran.num_made)
         self._since_plain = self._since_plain + 1 if ran.num_made else 0
         if self.costs.doubtful(num_rows):
-            self._since_plain = REMEASURE
+            self._since_plain = self._measure_after
         plain_s = seconds(num_rows, context, num_rows)
         expected_s = seconds(num_rows, context, num_rows + ran.num_made) + self.draft_costs.seconds(ran.room, num_rows)
         took_s = min(took_s, 2.0 * expected_s)  # somebody else's work is not the guesses' fault
         won_s = plain_s * (1.0 + ran.gained / num_rows) - took_s
         assert self.purse_s is not None
         self.purse_s = min(self.purse_s + won_s, MAX_STEPS * plain_s)
-        if self.purse_s <= 0.0 or self._since_plain >= REMEASURE:
+        if self.purse_s <= 0.0 or self._since_plain >= self._measure_after:
             self._again = 0
 
     def _keep_pace(self, result: StepOutput) -> None:

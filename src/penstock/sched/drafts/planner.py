@@ -62,6 +62,8 @@ class Planner:
         lost, deepest = falling.cumsum().tolist(), np.maximum.accumulate(depths).tolist()
         spread = (has * (1.0 - has) / num_rows) ** 0.5 if num_rows > 2 and has < 0.99 else 0.0
 
+        drafting: dict[int, float] = {}
+
         def rate(count: int) -> float:
             if spread:
                 low, high = max(0, round((has - spread) * count)), min(count, round((has + spread) * count))
@@ -70,8 +72,11 @@ class Planner:
                 step_s = has * seconds(num_rows + count) + (1.0 - has) * plain_s
             else:
                 step_s = seconds(num_rows + round(has * count))
-            step_s += draft_s(deepest[count - 1], num_rows)
-            return float((num_rows - has * lost[count - 1]) / step_s)
+            deep = deepest[count - 1].bit_length()  # draft costs go by powers of two
+            more_s = drafting.get(deep)
+            if more_s is None:
+                more_s = drafting[deep] = draft_s(deepest[count - 1], num_rows)
+            return float((num_rows - has * lost[count - 1]) / (step_s + more_s))
 
         best, chosen = num_rows / plain_s * (1.0 + MARGIN * has), 0
         for count in _counts(num_rows, len(falling)):
