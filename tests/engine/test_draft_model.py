@@ -17,10 +17,10 @@ import pytest
 from penstock.core.draft import ROOT
 from penstock.core.model_spec import ModelSpec
 from penstock.core.request import Control, Request
-from penstock.core.sequence import guessers
 from penstock.drafters.draft_model import CATCH_UP, DraftModelDrafter
 from penstock.engine.core import EngineCore
 from penstock.sched.drafts.fixed import FixedDrafts
+from penstock.sched.drafts.track import guessers
 from tests import specs
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, run, tiny
 from tests.engine.naive import generate

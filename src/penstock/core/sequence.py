@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +93,3 @@ class Sequence:
             f"Sequence({self.seq_id}, {self.request.request_id}[{self.index}], {self.status.name}, "
             f"computed={self.num_computed}+{self.num_inflight}/{self.num_known})"
         )
-
-
-def guessers(running: Seq[Sequence]) -> list[Sequence]:
-    """Those for whom guesses can be verified: they decode, alone, and no step in flight works on them."""
-    return [s for s in running if s.is_decoding and not s.num_inflight and s.request.beam is None]

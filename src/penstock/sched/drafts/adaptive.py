@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 from penstock.core.batch import SchedulerOutput, StepOutput, Verified
 from penstock.core.protocols import StepTimer
-from penstock.core.sequence import Sequence, guessers
+from penstock.core.sequence import Sequence
 from penstock.sched.drafts.acceptance import MOST, Beliefs
 from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes, Rooms
 from penstock.sched.drafts.slo import Pace, slo_of_request, tightened
-from penstock.sched.drafts.track import Track
+from penstock.sched.drafts.track import Track, guessers
 
 SHARE = 0.005
 """Of all time, what finding out may cost."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from penstock.core.batch import SchedulerOutput, StepOutput
-from penstock.core.sequence import Sequence, guessers
+from penstock.core.sequence import Sequence
+from penstock.sched.drafts.track import guessers
 
 
 class FixedDrafts:

@@ -1,7 +1,10 @@
-"""What the controller knows of one sequence."""
+"""Whom a controller decides about, and what it knows of each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
+from penstock.core.sequence import Sequence
 from penstock.sched.drafts.slo import Pace
 
 
@@ -24,3 +27,8 @@ class Track:
         self.probed = False
         self.pace = pace
         self.num_heard = self.num_right = self.num_wrong = 0
+
+
+def guessers(running: Seq[Sequence]) -> list[Sequence]:
+    """Those for whom guesses can be verified: they decode, alone, and no step in flight works on them."""
+    return [s for s in running if s.is_decoding and not s.num_inflight and s.request.beam is None]
