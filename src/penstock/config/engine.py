@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.config.positions import parse_rope_scaling
+from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
 
@@ -87,6 +88,20 @@ class CacheConfig(Section):
         "auto",
         "Type of keys and values. auto: the same as dtype. int8: 8 bits with one float32 scale per token and head.",
         choices=KV_DTYPES,
+    )
+    kv_selector: str = setting(
+        "none",
+        "What of its context a sequence keeps. none: all of it. Every other one gives up accuracy for memory or speed; "
+        "penstock cap says how much of each.",
+    )
+    kv_budget: str = setting(
+        "25%",
+        "How much a kv_selector keeps of each sequence: tokens (512), or a share of those that there are (25%).",
+    )
+    kv_selector_config: str | None = setting(
+        None,
+        'Options of the kv_selector, as a JSON object: {"sinks": 4, "recent": 32, "interval": 64}.',
+        takes_object=True,
     )
     swap_space: float = setting(
         0.0, "GiB of host memory to which preempted sequences may be swapped; 0: they are recomputed.", minimum=0
@@ -172,6 +187,7 @@ class EngineConfig:
         cache = self.cache
         parse_rope_scaling(self.model.rope_scaling)
         parse_speculative(self.execution.speculative_config)
+        parse_selection(cache.kv_selector, cache.kv_budget, cache.kv_selector_config)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(
                 f"num_gpu_blocks_override: {cache.num_gpu_blocks_override} contradicts kv_cache_memory_bytes "
@@ -183,6 +199,11 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """`speculative_config`, parsed."""
         return parse_speculative(self.execution.speculative_config)
+
+    @property
+    def selection(self) -> SelectionConfig | None:
+        """`kv_selector`, `kv_budget` and `kv_selector_config`, parsed; None: everything is kept."""
+        return parse_selection(self.cache.kv_selector, self.cache.kv_budget, self.cache.kv_selector_config)
 
     def as_kwargs(self) -> dict[str, Any]:
         """Every setting by its flat name: `from_kwargs(**config.as_kwargs()) == config`."""

@@ -47,15 +47,22 @@ class CacheSpec(msgspec.Struct, frozen=True):
 
     `window`: tokens that a query may see, itself included; blocks that lie wholly before it are given up (kind `window`
     only).
+    `lanes`: runs of kv heads that have pages of their own, so that they may keep different tokens: 1, or the number of
+    kv heads. A page then holds heads / lanes heads; the pages of a slab are those of layer 0, lane by lane, and so on.
+    `page_planes`: what a page has besides its tokens, `heads` x `dim` numbers each (bounds of its keys, say).
     """
 
     kind: Literal["paged", "window", "slot"]
     planes: tuple[Plane, ...]
     window: int | None = None
+    lanes: int = 1
+    page_planes: tuple[Plane, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind == "window"), f"{self.kind} with window {self.window}"
         assert self.window is None or self.window > 0, f"window {self.window}"
+        assert all(p.heads % self.lanes == 0 for p in (*self.planes, *self.page_planes)), f"{self.lanes} lanes"
+        assert self.kind == "paged" or (self.lanes == 1 and not self.page_planes), f"{self.kind} with lanes or bounds"
 
     @property
     def per_token(self) -> bool:
@@ -64,7 +71,7 @@ class CacheSpec(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per token (paged, window) or per sequence (slot), of one layer."""
+        """Bytes per token (paged, window) or per sequence (slot), of one layer, without what a page has besides."""
         return sum(p.num_bytes for p in self.planes)
 
     def first_block(self, num_computed: int, block_size: int) -> int:
@@ -83,8 +90,9 @@ class CacheSpec(msgspec.Struct, frozen=True):
 class CacheGroup(msgspec.Struct, frozen=True):
     """Layers with equal CacheSpecs: one pool and one block table per sequence serve them all.
 
-    A *slab* is one block of all layers of the group: `len(layers)` consecutive pages, page = slab * len(layers) + i for
-    the i-th layer of the group. For `slot` groups a slab is the whole state of one sequence.
+    A *slab* is one block of all layers of the group: W = len(layers) * lanes consecutive pages, page = slab * W +
+    i * lanes + j for lane j of the i-th layer of the group. For `slot` groups a slab is the whole state of one
+    sequence.
     """
 
     index: int
@@ -93,11 +101,12 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
     @property
     def pages_per_slab(self) -> int:
-        return len(self.layers)
+        return len(self.layers) * self.spec.lanes
 
     def slab_bytes(self, block_size: int) -> int:
         tokens = block_size if self.spec.per_token else 1
-        return self.pages_per_slab * self.spec.num_bytes * tokens
+        besides = sum(p.num_bytes for p in self.spec.page_planes)
+        return len(self.layers) * (self.spec.num_bytes * tokens + besides)
 
 
 def without_windows(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:

@@ -23,20 +23,33 @@ Planes = dict[str, npt.NDArray[Any]]
 class GroupPlan:
     """Where the sequences of a step keep one cache group.
 
-    `tables[b]` has shape [1, M] for a shared table (ids are slabs: layer i reads page id * num_layers + i) or
-    [num_layers, M] for a ragged one (ids are that layer's pages). Blocks that lie wholly before the window of the
-    sequence's first token may be gone: their ids, and so their pages, are negative and must not be looked up.
+    A *line* is what has pages of its own: lane j of the group's i-th layer is line i * lanes + j, and there are
+    `num_layers` of them (without lanes: as many as layers). `tables[b]` has shape [1, M] for a shared table (ids are
+    slabs: line i reads page id * num_layers + i) or [num_layers, M] for a ragged one (ids are that line's pages).
+    Blocks that lie wholly before the window of the sequence's first token may be gone: their ids, and so their pages,
+    are negative and must not be looked up.
+
+    `dropped[b]` is None, or [num_layers]: how many tokens before this step each line has forgotten (DESIGN 3.5). The
+    token at position p is in *slot* p - dropped of the line, and sees slots 0 ... p - dropped: what is kept stands
+    together, in order, with the keys as they were rotated when they came. None for all: `dropped` is None.
     """
 
     num_layers: int
     block_size: int
     tables: tuple[I32, ...]
+    lanes: int = 1
+    dropped: tuple[I32 | None, ...] | None = None
 
-    def pages(self, b: int, layer: int) -> I32:
-        """Pages [M] of sequence `b` for the `layer`-th layer of the group."""
-        table = self.tables[b]
-        pages: I32 = table[0] * np.int32(self.num_layers) + np.int32(layer) if table.shape[0] == 1 else table[layer]
+    def pages(self, b: int, layer: int, lane: int = 0) -> I32:
+        """Pages [M] of sequence `b` for a lane of the `layer`-th layer of the group."""
+        table, line = self.tables[b], layer * self.lanes + lane
+        pages: I32 = table[0] * np.int32(self.num_layers) + np.int32(line) if table.shape[0] == 1 else table[line]
         return pages
+
+    def num_dropped(self, b: int, layer: int, lane: int = 0) -> int:
+        """Tokens that a lane of sequence `b` has forgotten."""
+        gone = None if self.dropped is None else self.dropped[b]
+        return 0 if gone is None else int(gone[layer * self.lanes + lane])
 
 
 @dataclass(frozen=True)

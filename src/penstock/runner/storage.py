@@ -28,8 +28,9 @@ _ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
 class Storage:
     """One array per plane per cache group.
 
-    Shapes: `planes[g][name]` is [num_pages, S, heads, dim] for a paged or window group and [num_pages, heads, dim] for
-    a slot group, where num_pages = num_slabs[g] * pages_per_slab.
+    Shapes: `planes[g][name]` is [num_pages, S, heads, dim] for a paged or window group ([num_pages, 1, heads, dim] for
+    its `page_planes`; with lanes a page has heads / lanes heads) and [num_pages, heads, dim] for a slot group, where
+    num_pages = num_slabs[g] * pages_per_slab.
 
     `poison` fills fresh memory with NaN instead of zero, so that a test sees any read of a page nobody handed out.
     """
@@ -163,7 +164,8 @@ def _planes(
 ) -> Planes:
     per_page = (block_size,) if group.spec.per_token else ()
     planes: Planes = {}
-    for plane in group.spec.planes:
+    for besides, plane in [(False, p) for p in group.spec.planes] + [(True, p) for p in group.spec.page_planes]:
         dtype, nan = _ARRAYS[plane.dtype]
-        planes[plane.name] = new((num_pages, *per_page, plane.heads, plane.dim), dtype, nan if poison else 0)
+        shape = (num_pages, *((1,) if besides else per_page), plane.heads // group.spec.lanes, plane.dim)
+        planes[plane.name] = new(shape, dtype, nan if poison else 0)
     return planes

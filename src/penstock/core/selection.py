@@ -1,0 +1,95 @@
+"""What passes between a KV selector and the rank: what a sequence keeps, and what attention said about it.
+
+A *line* is one kv head of one layer (or a whole layer, where a cache has no lanes): see `ops.plan.GroupPlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    F32 = npt.NDArray[np.float32]
+    I32 = npt.NDArray[np.int32]
+
+Watches = Literal["nothing", "recent", "all"]
+"""Whose attention a selector must see: nobody's, that of the last `observe` tokens, or every token's."""
+Drops = Literal["tokens", "blocks", "nothing"]
+"""What a selector gives up: single tokens, chosen on the rank; whole blocks, by position alone; or nothing at all, when
+it only reads less (the memory stays)."""
+
+
+@dataclass
+class Line:
+    """What one line of a sequence's cache holds, slot by slot, before a selection.
+
+    Attributes:
+        layer, head: the model's layer, and the kv head in it.
+        positions: int32 [n], ascending: which tokens these are.
+        stats: name -> float32 [n], a selector's own numbers about each token. Those of dropped tokens are forgotten,
+            new tokens begin with 0.
+        keys: gives the keys [n, D], rotated as they stand in the cache.
+        values: gives the values [n, W].
+        recent: gives the attention weights float32 [w, H/G, n] of the last w <= `observe` tokens, head by head of those
+            that read this line, over its n slots: each row sums to 1, and a token's own weight and those of tokens
+            behind it are where they belong (zeros behind). Only for selectors that watch something.
+    """
+
+    layer: int
+    head: int
+    positions: I32
+    stats: dict[str, F32] = field(default_factory=dict)
+    keys: Callable[[], F32] = lambda: _missing("keys")
+    values: Callable[[], F32] = lambda: _missing("values")
+    recent: Callable[[], F32] = lambda: _missing("attention")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+def _missing(what: str) -> F32:
+    raise AssertionError(f"a line without {what}")
+
+
+@dataclass(frozen=True)
+class Selecting:
+    """One selection of one sequence: `budget` of its `num_tokens` tokens per line; `tokens` [num_tokens] are their ids.
+
+    A selector may give some lines more and others less, as long as all together keep at most budget x lines.
+    `num_dropped`: the least that some line has dropped before. `prompt_len`: how many of the tokens are the prompt.
+    """
+
+    num_tokens: int
+    prompt_len: int
+    budget: int
+    tokens: I32
+
+
+class KVSelector(Protocol):
+    """Decides what of a sequence's cache is kept. One file each in `penstock.select`; `make(SelectionBench)`."""
+
+    name: str
+    drops: Drops
+    watches: Watches
+    per_head: bool
+    """Whether kv heads of a layer may keep different tokens; else a layer is a line."""
+    cache_positions: bool
+    """Whether tokens stand, for rotary positions, where they stand in the cache (StreamingLLM), not where they came."""
+
+    def watch(self, line: Line, weights: F32, first: int) -> None:
+        """Told of tokens that have just run, if it watches all: attention weights float32 [t, H/G, n] of tokens at
+        positions first ... first+t-1 over the line's n slots, which theirs are among. Mutates: line.stats.
+        """
+        ...
+
+    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+        """Ascending slots that each line keeps, int32, in the order of `lines` (layer by layer, head by head).
+
+        Must follow from its arguments alone. At a full budget everything is kept. Mutates: nothing but line.stats.
+        """
+        ...
