@@ -18,7 +18,9 @@ from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
+from penstock.launch.selection import keeping_of
 from penstock.plan.drafts import plan_drafts
+from penstock.plan.keeping import lanes_of
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward
@@ -54,6 +56,9 @@ class Knobs:
     num_drafts: int = 0  # guesses of a sequence in a step
     draft_depth: int = 63
     draft_share: float = 0.7
+    selector: str = "none"
+    kept: str = "25%"
+    selector_config: str | None = None
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
@@ -61,7 +66,9 @@ def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> P
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
         [(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
-        group_layers([cache_spec(layer, k.kv_dtype) for layer in spec.layers]),
+        group_layers(
+            [cache_spec(layer, k.kv_dtype, lanes_of(spec, keeping_of(config_for(k)))) for layer in spec.layers]
+        ),
         dtypes=["float32"] * len(guessers),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
@@ -101,6 +108,9 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         slot_checkpoint_tokens=k.checkpoint_tokens,
         preemption_mode=k.preemption,
         kv_allocator=k.kv_allocator,
+        kv_selector=k.selector,
+        kv_budget=k.kept,
+        kv_selector_config=k.selector_config,
         schedule_conservativeness=k.conservativeness,
         speculative_config=speculation,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.base.errors import ConfigError
 from penstock.config.setting import Section, setting, settings_of
+from penstock.core.selection import Drops, Watches
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ class SelectionConfig:
         if o.prompt_interval:
             return min(prompt_len, (position // o.prompt_interval + 1) * o.prompt_interval)
         return prompt_len
+
+
+class Keeping(NamedTuple):
+    """What memory must know of an engine's selector: its traits (see `core.selection.KVSelector`) and its settings."""
+
+    config: SelectionConfig
+    drops: Drops
+    watches: Watches
+    per_head: bool
+    cache_positions: bool
 
 
 def parse_budget(text: str) -> Budget:

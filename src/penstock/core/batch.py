@@ -52,8 +52,9 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks `start, start+1, ...` of a sequence's table in `group` are now `ids` (GONE: left the window).
 
     Shared table (`layer` < 0): ids are slabs; layer i of the group reads page id * pages_per_slab + i.
-    Ragged table (`layer` >= 0): ids are the pages of that layer of the group.
+    Ragged table (`layer` >= 0): ids are the pages of that layer (of that line, where the group has lanes).
     A row that was shared and gets ragged updates gets them for every layer at once.
+    `dropped` >= 0: the table, or the line, begins anew with these ids; before them it has forgotten so many tokens.
     """
 
     seq_id: int
@@ -61,10 +62,12 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     ids: list[int]
     layer: int = -1
+    dropped: int = -1
 
 
-TIER_DEVICE, TIER_OUT, TIER_IN = 0, 1, 2
-"""Where a PageOp reads and writes: within the device, device -> host, host -> device."""
+TIER_DEVICE, TIER_OUT, TIER_IN, TIER_PACK = 0, 1, 2, 3
+"""Where a PageOp reads and writes: within the device, device -> host, host -> device. Pack: what the selection of
+sequence `src` keeps moves from the pages it had into the pages `lines`, line by line."""
 
 
 class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -75,6 +78,7 @@ class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dst: int
     count: int
     tier: int = TIER_DEVICE
+    lines: tuple[tuple[int, ...], ...] = ()
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -86,6 +90,8 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `pooling` ("last", "mean", "cls") folds the hidden states of these tokens into one; see `runner.pooling`.
     `num_drafts` > 0: the rank may guess so many tokens that follow, at most `draft_depth` of them on one path, and
     verify them in this step: there is memory for them behind the last token. The row then yields a Verified.
+    `keeps` > 0: choose what the sequence keeps once these tokens have run, so many tokens per line; the row then yields
+    a Selected.
     """
 
     seq_id: int
@@ -97,6 +103,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pooling: str = ""
     num_drafts: int = 0
     draft_depth: int = 0
+    keeps: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -156,6 +163,18 @@ class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.token_ids) - self.whole
 
 
+class Selected(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Result of a row with `keeps`: how many tokens each line of `group` shall have from now on.
+
+    The rank knows which; they move when a PageOp of TIER_PACK says so, and the choice is void if the next step that
+    runs the row brings none.
+    """
+
+    seq_id: int
+    group: int
+    counts: list[int]
+
+
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`entries[j]` belongs to prompt position `start + j`."""
 
@@ -194,3 +213,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     verified: list[Verified] = []
     draft_s: float = 0.0
     """Seconds of `duration_s` that the drafter took."""
+    selected: list[Selected] = []

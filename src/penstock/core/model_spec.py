@@ -147,8 +147,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(prod(shape) for shape in weight_shapes(self).values())
 
 
-def cache_spec(layer: Layer, kv_dtype: str) -> CacheSpec | None:
-    """What one layer keeps between steps; None for a layer without a mixer. Recurrent state is always float32."""
+def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1) -> CacheSpec | None:
+    """What one layer keeps between steps; None for a layer without a mixer. Recurrent state is always float32.
+
+    `lanes`: runs of kv heads with pages of their own (attention only).
+    """
     if layer.mixer is None:
         return None
     spec = layer.mixer.cache(kv_dtype)
@@ -156,7 +159,7 @@ def cache_spec(layer: Layer, kv_dtype: str) -> CacheSpec | None:
         assert isinstance(layer.mixer, Rwkv4 | Rwkv7), "channel mixing goes with RWKV's time mixing"
         shift = Plane("ffn_shift", 1, layer.mixer.width, "float32")
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
-    return spec
+    return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
 
 
 def weight_shapes(spec: ModelSpec) -> Shapes:

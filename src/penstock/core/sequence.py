@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -38,12 +39,13 @@ class Sequence:
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         scheduled_s: clock reading of the step that first computed a part of it, or None.
         held: beam member that has its candidates and waits for its siblings.
+        next_selection: tokens computed at which what it keeps is chosen next. Belongs to `kv`.
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "node", "num_cached",
-        "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done", "request",
-        "scheduled_s", "seq_id", "status", "tables", "taint_start", "token_ids", "writable",
+        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "next_selection",
+        "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done",
+        "request", "scheduled_s", "seq_id", "status", "tables", "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -65,6 +67,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
+        self.next_selection = sys.maxsize
         self.scheduled_s: float | None = None
         self.host: Any = None
         self.prompt_logprobs_done = 0

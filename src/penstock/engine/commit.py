@@ -51,6 +51,7 @@ class Commit:
         failed = {error.seq_id for error in result.errors}
         guessed = {verified.seq_id for verified in result.verified}
         known, keep = self.sequences, self.kv.commit
+        chosen = {s.seq_id: s.counts for s in result.selected} if result.selected else None
         before = self.stats.num_sampled_tokens
         for seq, num_tokens, num_preemptions in rows:
             seq_id = seq.seq_id
@@ -63,6 +64,8 @@ class Commit:
             seq.num_computed += num_tokens
             if seq_id not in failed:  # what a sick row computed must not be found by others
                 keep(seq)
+                if chosen is not None and seq_id in chosen:
+                    self.kv.select(seq, chosen[seq_id])
         if result.verified:
             self.guesses.apply(alive, result, failed)
         for prompt in result.prompt_logprobs:

@@ -122,7 +122,12 @@ class Audit:
             self._path(seq, cursor)
 
     def _capacity(self, seq: Seq, g: int, table: BlockTable) -> None:
-        assert table.num_blocks * self.block_size >= seq.num_computed, f"{seq}: table of group {g} is too short"
+        lines = [table.ids] if table.layers is None else table.layers
+        for line, gone in zip(lines, table.dropped or [0] * len(lines), strict=True):
+            slots = seq.num_computed - gone
+            assert slots > 0 or not table.dropped, f"{seq}: a line of group {g} has nothing left"
+            assert len(line) * self.block_size >= slots, f"{seq}: table of group {g} is too short"
+        assert not table.dropped or seq.taint_start is not None, f"{seq} has dropped tokens and is not lossy"
         base = self.groups[g].spec.first_block(seq.num_computed, self.block_size)
         assert table.base == base, f"{seq}: {table.base} blocks of group {g} are given up, {base} cannot be seen"
         for line in (table.ids,) if table.layers is None else table.layers:
@@ -135,7 +140,8 @@ class Audit:
         assert len(table.layers) == self.groups[g].pages_per_slab, f"{seq}: group {g} misses layers"
         flat = [page for pages in table.held_pages for page in pages]
         assert len(set(flat)) == len(flat), f"{seq}: a page stands twice in the table of group {g}"
-        assert len({len(pages) for pages in table.layers}) == 1, f"{seq}: layers of group {g} differ in length"
+        if not table.dropped:
+            assert len({len(pages) for pages in table.layers}) == 1, f"{seq}: layers of group {g} differ in length"
 
     def _path(self, seq: Seq, cursor: Cursor) -> None:
         """A sequence's table begins with the slabs of the entry it stands on."""
@@ -148,6 +154,7 @@ class Audit:
             if table.layers is None:
                 theirs = list(self._found(g, [block[j] for block in path[table.base :]]))
                 mine = table.ids[table.base : len(path)]
+                assert not table.dropped, f"{seq} has dropped tokens of group {g} and stands in the prefix cache"
                 assert mine == theirs, f"{seq}: the table of group {g} left the prefix cache's path"
 
     def _references(self) -> None:

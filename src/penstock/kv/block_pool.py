@@ -138,6 +138,14 @@ class BlockPool:
             pages.append(page)
         return pages
 
+    def split(self, slab: int) -> None:
+        """A slab with one holder becomes single pages with one reference each, which this holder has now."""
+        assert self.refs[slab] == 1, f"slab {slab} has {self.refs[slab]} holders"
+        width = self.pages_per_slab
+        self.refs[slab] = BROKEN
+        self._broken[slab] = width
+        self.page_refs.update(dict.fromkeys(range(slab * width, (slab + 1) * width), 1))
+
     def ref_slabs(self, slabs: Iterable[int]) -> None:
         """One more reference to each."""
         refs = self.refs

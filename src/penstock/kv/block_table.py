@@ -12,14 +12,17 @@ class BlockTable:
         ids: slabs, block by block; empty when ragged.
         layers: None, or one list of pages per layer of the group.
         base: blocks at the beginning that left the window; they are given up and stand as `core.batch.GONE`.
+        dropped: tokens that a selection has taken out of each line (of a shared table: one number for all), so that the
+            token at position p is in slot p - dropped; empty as long as nothing was.
     """
 
-    __slots__ = ("base", "ids", "layers")
+    __slots__ = ("base", "dropped", "ids", "layers")
 
     def __init__(self, ids: list[int] | None = None, layers: list[list[int]] | None = None, base: int = 0) -> None:
         self.ids: list[int] = [] if ids is None else ids
         self.layers = layers
         self.base = base
+        self.dropped: list[int] = []
 
     @property
     def held(self) -> list[int]:

@@ -49,9 +49,9 @@ class HostTier:
         return sum(self.need(g, num_tokens) * g.slab_bytes(self._block_size) for g in self._groups)
 
     def copy_out(self, seq: Seq) -> HostCopy | None:
-        """Plan the copies of everything `seq` has computed; None if the host lacks room or the sequence is ragged."""
+        """Plan the copies of everything `seq` has computed; None if the host lacks room, or some of it was dropped."""
         n = seq.num_computed
-        if any(table.layers is not None for table in seq.tables):
+        if any(table.layers is not None or table.dropped for table in seq.tables):
             return None
         needs = [self.need(g, n) for g in self._groups]
         if any(need > pool.num_free for need, pool in zip(needs, self.pools, strict=True)):

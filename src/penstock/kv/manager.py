@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
+from penstock.config.selection import Keeping
 from penstock.core.batch import PageOp, TableUpdate
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import EvictionPolicy, PrefixCache
@@ -25,9 +26,11 @@ from penstock.kv.cursor import NEVER, Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.host import HostCopy, HostTier
+from penstock.kv.lines import line_blocks
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
+from penstock.kv.selection import Selections
 from penstock.kv.sharing import Sharing
 from penstock.kv.stats import GroupStats, KVStats
 from penstock.kv.window_pool import WindowPool
@@ -50,6 +53,7 @@ class KVManager:
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
+        keeping: what sequences give up of their caches; only where there is one full group and no other.
 
     Raises ConfigError for unknown names.
 
@@ -67,6 +71,7 @@ class KVManager:
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
         step_tokens: int | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -91,6 +96,10 @@ class KVManager:
         self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self._outbox, block_size)
         self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
         self.host = HostTier(self.groups, host_slabs or [0] * len(self.groups), block_size, self._outbox)
+        self.selections: Selections | None = None
+        if keeping is not None:
+            assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
+            self.selections = Selections(keeping, 0, self.pools[0], self._room, self._outbox, block_size)
         self._submitted = -1
         self._retired = -1
         self._leaving: deque[tuple[int, Any]] = deque()
@@ -114,6 +123,8 @@ class KVManager:
         limit = seq.num_known - 1
         if seq.taint_start is not None:
             limit = min(limit, seq.taint_start)
+        if self.selections is not None:
+            limit = self.selections.limit(seq, limit)
         entry, num_blocks, tails = self._windows.match(
             self.cache, namespace, seq.token_ids, limit // self.block_size, seq.block_keys, bool(self._slots)
         )
@@ -170,6 +181,8 @@ class KVManager:
         seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
+        if self.selections is not None:
+            self.selections.enter(seq)
 
     def _rank(self, seq: Sequence) -> None:
         """Tell the eviction policy whose entries it is about to see."""
@@ -221,6 +234,8 @@ class KVManager:
         needed, and only if that is enough.
         """
         start = seq.num_computed + seq.num_inflight
+        if self.selections is not None:
+            return self.selections.grow(seq, start, num_tokens)
         first = start // self.block_size
         end = -(-num_tokens // self.block_size)
         tables = seq.tables
@@ -250,8 +265,29 @@ class KVManager:
     # -- following a sequence ------------------------------------------------------------------------------------
 
     def cut(self, seq: Sequence, start: int, n: int) -> int:
-        """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint of slots; at least 1."""
-        return self._states.cut(seq, start, n)
+        """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint of slots or selection.
+
+        At least 1; 0 while a step in flight reaches a selection.
+        """
+        return min(self._states.cut(seq, start, n), seq.next_selection - start)
+
+    def keeps(self, seq: Sequence, end: int) -> int:
+        """Tokens per line that the rank shall choose from once `seq` has computed `end` tokens; 0: none."""
+        return 0 if self.selections is None else self.selections.keeps(seq, end)
+
+    def select(self, seq: Sequence, counts: Seq[int]) -> None:
+        """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
+        assert self.selections is not None
+        if seq.tables and self.selections.cut(seq, counts):
+            self._lost(seq)
+
+    def _lost(self, seq: Sequence) -> None:
+        """`seq` has given up a part of its cache: what it computes from now on is lossy."""
+        if seq.taint_start is None:
+            seq.taint_start = seq.num_computed
+        cursor: Cursor = seq.node
+        self._stop_following(cursor)
+        self._leave(cursor)
 
     def commit(self, seq: Sequence) -> None:
         """`seq.num_computed` has advanced: put new full blocks, and a slot checkpoint where one is due, in the cache.
@@ -267,6 +303,8 @@ class KVManager:
             self._follow(seq, cursor)
         if seq.num_computed >= cursor.next_slide:
             cursor.next_slide = self._windows.slide(seq)
+        if self.selections is not None and self.selections.passed(seq):
+            self._lost(seq)
 
     def _follow(self, seq: Sequence, cursor: Cursor) -> None:
         if cursor.generation != self._generation:
@@ -310,12 +348,16 @@ class KVManager:
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
             elif table.layers is None:
-                copy = BlockTable(table.ids[:num_blocks], base=table.base)
+                dropped = table.dropped[0] if table.dropped else 0
+                copy = BlockTable(table.ids[: num_blocks - dropped // self.block_size], base=table.base)
                 pool.ref_slabs(copy.held)
             else:
-                copy = BlockTable(layers=[pages[:num_blocks] for pages in table.layers], base=table.base)
+                gone = table.dropped or [0] * len(table.layers)
+                ends = [line_blocks(parent.num_computed - d, self.block_size) for d in gone]
+                copy = BlockTable(layers=[p[:e] for p, e in zip(table.layers, ends, strict=True)], base=table.base)
                 for pages in copy.held_pages:
                     pool.ref_pages(pages)
+            copy.dropped = list(table.dropped)
             child.tables.append(copy)
             self._outbox.whole_table(child.seq_id, g, copy)
         cursor: Cursor = parent.node
@@ -329,6 +371,7 @@ class KVManager:
         child.num_cached = 0
         child.block_keys = list(parent.block_keys)
         child.taint_start = parent.taint_start
+        child.next_selection = parent.next_selection
         return True
 
     def make_ragged(self, seq: Sequence, group_index: int) -> bool:
@@ -368,6 +411,7 @@ class KVManager:
         seq.node = None
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
+        seq.next_selection = NEVER
 
     def _leave(self, cursor: Cursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.core.batch import TIER_DEVICE, PageOp, TableUpdate
+from penstock.core.batch import TIER_DEVICE, TIER_PACK, PageOp, TableUpdate
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 
@@ -21,18 +21,17 @@ class Outbox:
         self._ops: list[PageOp] = []
         self._tables: dict[int, list[TableUpdate]] = {}
 
-    def table(self, seq_id: int, group: int, start: int, ids: list[int], layer: int = -1) -> None:
+    def table(self, seq_id: int, group: int, start: int, ids: list[int], layer: int = -1, dropped: int = -1) -> None:
         """Blocks `start`, `start + 1`, ... of the sequence's table are now `ids` (copied: the list may change)."""
         if ids:
-            self._tables.setdefault(seq_id, []).append(TableUpdate(seq_id, group, start, list(ids), layer))
+            self._tables.setdefault(seq_id, []).append(TableUpdate(seq_id, group, start, list(ids), layer, dropped))
 
     def whole_table(self, seq_id: int, group: int, table: BlockTable) -> None:
         """The table from its first block on, every layer of it."""
-        if table.layers is None:
-            self.table(seq_id, group, 0, table.ids)
-        else:
-            for layer, pages in enumerate(table.layers):
-                self.table(seq_id, group, 0, pages, layer)
+        lines = [table.ids] if table.layers is None else table.layers
+        for line, ids in enumerate(lines):
+            dropped = table.dropped[line] if table.dropped else -1
+            self.table(seq_id, group, 0, ids, -1 if table.layers is None else line, dropped)
 
     def zero_slabs(self, group: int, slabs: list[int]) -> None:
         """Fill slabs with zeros; ascending neighbours share one operation."""
@@ -59,6 +58,11 @@ class Outbox:
     def copy_page(self, group: int, src: int, dst: int) -> None:
         assert src >= 0, "a block that is gone is copied"
         self._ops.append(PageOp(group, src, dst, 1))
+
+    def pack(self, seq_id: int, group: int, lines: list[list[int]]) -> None:
+        """What the sequence's selection keeps moves into these pages. They are named here, because a fork may go on
+        with them when the sequence itself has ended."""
+        self._ops.append(PageOp(group, seq_id, 0, 1, TIER_PACK, tuple(map(tuple, lines))))
 
     def discard(self, seq_id: int) -> None:
         """Forget the table updates of a sequence that is gone. Its page operations stay: they harm nobody."""

@@ -10,6 +10,7 @@ from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
+from penstock.core.selection import KVSelector
 from penstock.drafters.bench import Target
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
@@ -18,6 +19,7 @@ from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
 from penstock.launch.drafts import LoadedDraft, draft_models
 from penstock.launch.native import PackedWeights, native_forward
+from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of, watch_rows
 from penstock.launch.speculation import DraftMeans, make_controller, make_drafter, make_verifier
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
@@ -58,16 +60,18 @@ def assemble(
     drafts: DraftController | None = None,
     guessers: Sequence[LoadedDraft] = (),
     encode: Callable[[str], list[int]] | None = None,
+    kinds: TokenKinds = NO_KINDS,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
     `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
     kernels find their weights at the second start. `guessers`: the draft models of `plan.drafts`, in that order.
-    `encode`: text -> ids, for drafters that read text.
+    `encode`: text -> ids, for drafters that read text; `kinds`: what tokens look like, for KV selectors.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
     `wire` sends every message through its encoded form.
     """
+    selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
     program = program_of(config, spec, weights, plan)
     forward = native_forward(config, program, plan, packed) if config.execution.ops == "native" else program
     return connect(
@@ -95,6 +99,7 @@ def assemble(
             ),
             encode=encode,
         ),
+        select=None if selector is None else (selector, spec),
     )
 
 
@@ -110,6 +115,7 @@ def program_of(
         max_model_len=plan.max_model_len,
         attention=config.execution.attention_backend,
         ops=OP_TABLES.get("ref" if ops == "auto" else ops),
+        reading=reading_of(keeping_of(config)),
     )
 
 
@@ -137,9 +143,11 @@ def connect(
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
     means: DraftMeans | None = None,
+    select: tuple[KVSelector, ModelSpec] | None = None,
 ) -> EngineCore:
     """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
     clock = clock or MonotonicClock()
+    keeping = keeping_of(config)
     virtual = config.cache.kv_allocator == "virtual"
     num_slabs = plan.num_slabs
     if virtual:  # the plan counts memory; the rank needs addresses
@@ -156,7 +164,10 @@ def connect(
         storage=LazyStorage if virtual else Storage,
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
+        keeping=keeping,
     )
+    if select is not None and keeping is not None:
+        watch_rows(runner, *select, keeping)
     runner.drafter = drafter or make_drafter(config, runner, means or DraftMeans())
     runner.verifier = make_verifier(config, runner)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
@@ -192,6 +203,7 @@ def engine_core(
         slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
         host_slabs=plan.num_host_slabs or None,
         step_tokens=plan.step_tokens,
+        keeping=keeping_of(config),
     )
     scheduler = Scheduler(
         kv,

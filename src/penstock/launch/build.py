@@ -26,6 +26,7 @@ from penstock.launch.drafts import check_method, check_tokens, draft_specs, open
 from penstock.launch.hub import local_path
 from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
+from penstock.launch.selection import keeping_of, kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.weights import load_weights
 from penstock.ops import OP_TABLES
@@ -87,7 +88,8 @@ def start(
     checkpoint = replace(checkpoint, spec=stretched(own, config.model))
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
-    plan = resolve(config, checkpoint.spec, machine, [(d.name, d.checkpoint.spec) for d in guessers])
+    named = [(d.name, d.checkpoint.spec) for d in guessers]
+    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config))
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
@@ -119,6 +121,7 @@ def start(
         packed=packed,
         guessers=loaded,
         encode=None if tokenizer is None else tokenizer.encode_inner,
+        kinds=kinds_of(tokenizer),
     )
     return Engine(
         core=core,
@@ -151,7 +154,7 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     own = read_spec(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    plan = resolve(config, spec, machine or probe(), draft_specs(config))
+    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config))
     changed = stretch_decision(own, spec)
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 
@@ -165,6 +168,7 @@ def check_names(config: EngineConfig) -> None:
     if config.execution.ops != "auto":
         OP_TABLES.get(config.execution.ops)
     parse_scheme(config.model.quantization)
+    keeping_of(config)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)
     EXECUTORS.get(config.execution.executor)
     if config.speculation is not None:

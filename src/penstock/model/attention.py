@@ -7,6 +7,7 @@ import numpy as np
 from penstock.core.model_spec import Attention, Latent, QkNorm
 from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.product import as_float32
+from penstock.ops.ref.rotary import rope_table
 
 
 def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) -> None:
@@ -22,7 +23,7 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     for name in ("q", "k"):
         if per_head is not None and not per_head.after_rope:
             _qk_norm(b, p, name, per_head)
-        if m.rope is not None:
+        if m.rope is not None and not (name == "k" and b.reading.raw_keys):
             b.rope(name, m.rope)
         if per_head is not None and per_head.after_rope:
             _qk_norm(b, p, name, per_head)
@@ -30,11 +31,16 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         s = m.query_scale
         b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
     b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")))
+    if b.reading.observe:
+        b.emit("observe", ("q", "step"), "", bound=place)
+    more = {}
+    if b.reading.raw_keys and m.rope is not None:
+        more["rotation"] = (rope_table(m.rope, b.max_model_len), m.rope.interleaved, 0)
     slopes = None if m.alibi is None else np.array(m.alibi.slopes(m.num_heads), np.float32)
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v",
         scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
-        slopes=slopes, sinks=b.vector(p + "sinks"),
+        slopes=slopes, sinks=b.vector(p + "sinks"), **more,
     )  # fmt: skip
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")

@@ -18,6 +18,21 @@ from penstock.ops.table import Op, OpTable
 Weights = dict[str, npt.NDArray[Any]]
 
 
+class Reading(NamedTuple):
+    """How attention uses the cache, for KV selectors.
+
+    Attributes:
+        raw_keys: keys are kept as they are and turn when they are read (positions inside the cache).
+        observe: the program shows its queries (`runner.forward.ObservedForward`).
+    """
+
+    raw_keys: bool = False
+    observe: bool = False
+
+
+PLAIN = Reading()
+
+
 class Place(NamedTuple):
     """Where a layer keeps what it keeps: the `layer`-th layer of cache group `group`."""
 
@@ -29,8 +44,10 @@ class Emitter:
     """`code` grows by one `Call` per `emit`."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: OpTable, backend: AttentionBackend, max_model_len: int
-    ) -> None:
+        self, spec: ModelSpec, weights: Weights, ops: OpTable, backend: AttentionBackend, max_model_len: int,
+        reading: Reading,
+    ) -> None:  # fmt: skip
+        self.reading = reading
         self.code: list[Call] = []
         self.spec = spec
         self.weights = weights

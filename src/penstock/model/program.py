@@ -56,6 +56,12 @@ class Program:
         self.max_model_len = max_model_len
         self.calls: Counter[str] = Counter()
         self.rows: Counter[str] = Counter()
+        self._queries: list[F32] = []
+
+    def queries(self, num_tokens: int) -> list[F32]:
+        """See `runner.forward.ObservedForward`."""
+        assert all(len(q) == num_tokens for q in self._queries), "the step that ran last had other tokens"
+        return self._queries
 
     def run(self, plan: StepPlan, planes: Sequence[Planes]) -> F32:
         """Logits [R, V] of `plan.logits_indices`, as float32.
@@ -71,8 +77,9 @@ class Program:
         rows, num_logits = plan.logits_indices, len(plan.logits_indices)
         if plan.hidden_indices.size:
             rows = np.concatenate([rows, plan.hidden_indices])
+        step = Step(plan, planes)
         registers: dict[str, Any] = {
-            "step": Step(plan, planes),
+            "step": step,
             "token_ids": plan.token_ids,
             "positions": plan.positions,
             "rows": rows,
@@ -83,6 +90,7 @@ class Program:
             x = registers["x"]
             registers["x"] = x[:num_logits]
             self._execute(self._head, registers)
+        self._queries = step.observed
         logits: F32 = registers["logits"]
         return logits, x[num_logits:]
 

@@ -31,15 +31,17 @@ class Step:
         plan: what runs.
         planes: storage of each cache group, in the order of the plan's groups. Ops that write a cache mutate it.
         memo: room for what an op works out once per step and reads once per layer; keys start with the op's name.
+        observed: queries [T, H, D] of the layers that op `observe` has seen so far.
     """
 
-    __slots__ = ("bounds", "memo", "plan", "planes")
+    __slots__ = ("bounds", "memo", "observed", "plan", "planes")
 
     def __init__(self, plan: StepPlan, planes: Sequence[Planes]) -> None:
         self.plan = plan
         self.planes = planes
         self.bounds: list[int] = plan.query_start_loc.tolist()
         self.memo: dict[Any, Any] = {}
+        self.observed: list[Any] = []
 
     @property
     def num_sequences(self) -> int:
@@ -59,9 +61,10 @@ class Step:
                 yield State(int(where.pages(b, layer)[0]), start, stop, bool(self.plan.positions[start] == 0))
 
     def token_pages(self, group: int) -> tuple[I32, I32]:
-        """Where this step's tokens live in a paged group: pages [layers of the group, T] and offsets in them [T].
+        """Where this step's tokens live in a paged group: pages [lines, T] and offsets in them, [T] or [lines, T].
 
-        They live at their positions, or, in a tree, at the slots of `ops.tree`.
+        They live at their positions, or, in a tree, at the slots of `ops.tree`; where lines have dropped tokens, so
+        much further to the front.
         """
         key = ("token_pages", group)
         if key not in self.memo:
@@ -78,6 +81,8 @@ class Step:
 
     def _find_token_pages(self, group: int) -> tuple[I32, I32]:
         where, plan = self.plan.groups[group], self.plan
+        if where.dropped is not None:
+            return self._find_kept_pages(group)
         at = plan.positions if plan.mask is None else slots(plan.positions, plan.query_start_loc)
         blocks, offsets = np.divmod(at, np.int32(where.block_size))
         pages = np.empty((where.num_layers, len(blocks)), np.int32)
@@ -86,4 +91,17 @@ class Step:
             own = slice(self.bounds[b], self.bounds[b + 1])
             ids = table[:, blocks[own]]
             pages[:, own] = ids * np.int32(where.num_layers) + lanes if table.shape[0] == 1 else ids
+        return pages, offsets
+
+    def _find_kept_pages(self, group: int) -> tuple[I32, I32]:
+        where, plan = self.plan.groups[group], self.plan
+        assert plan.mask is None, "a sequence that has dropped tokens runs no tree"
+        pages = np.empty((where.num_layers, len(plan.positions)), np.int32)
+        offsets = np.empty_like(pages)
+        for b in range(self.num_sequences):
+            own = slice(self.bounds[b], self.bounds[b + 1])
+            for line in range(where.num_layers):
+                at = plan.positions[own] - np.int32(where.num_dropped(b, 0, line))
+                blocks, offsets[line, own] = np.divmod(at, np.int32(where.block_size))
+                pages[line, own] = where.pages(b, 0, line)[blocks]
         return pages, offsets

@@ -9,11 +9,13 @@ import msgspec
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers, without_windows
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec, cache_spec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
+from penstock.plan.keeping import check_keeping, lanes_of
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
 
 DEFAULT_NUM_SEQS = 64
@@ -59,25 +61,34 @@ class _Decisions(list[Decision]):
         self.append(Decision(name, value, why))
 
 
-def resolve(config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = ()) -> Plan:
+def resolve(
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    drafts: Sequence[NamedSpec] = (),
+    keeping: Keeping | None = None,
+) -> Plan:
     """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
 
-    `drafts`: models that guess for it; their weights and caches are planned beside its own.
+    `drafts`: models that guess for it; their weights and caches are planned beside its own. `keeping`: the traits of
+    `config`'s kv_selector.
 
     Raises ConfigError for settings that contradict the model or each other, CapacityError (a ConfigError) for what
     does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
     """
     decisions = _Decisions()
+    if keeping is not None:
+        check_keeping(config, spec, keeping)
     dtype = _dtype(config, spec, machine, decisions)
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
     check_weights(weight_bytes, dtype, spec, machine)
-    max_model_len = _max_model_len(config, spec, decisions)
+    max_model_len = _max_model_len(config, spec, keeping, decisions)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
 
     groups, planned, why_drafts = plan_drafts(
         drafts,
-        group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers]),
+        group_layers([cache_spec(layer, kv_dtype, lanes_of(spec, keeping)) for layer in spec.layers]),
         dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
         kv_dtype=kv_dtype,
         max_model_len=max_model_len,
@@ -209,11 +220,15 @@ def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Dec
     return dtype
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec, decisions: _Decisions) -> int:
+def _max_model_len(config: EngineConfig, spec: ModelSpec, keeping: Keeping | None, decisions: _Decisions) -> int:
     given = config.model.max_model_len
     if given is None:
         decisions.add("max_model_len", spec.max_position, "the longest context the model was made for")
         return spec.max_position
+    if given > spec.max_position and keeping is not None and keeping.cache_positions:
+        why = f"more than the model's {spec.max_position} positions: {keeping.config.method} counts inside the cache"
+        decisions.add("max_model_len", given, why)
+        return given
     if given > spec.max_position:
         raise ConfigError(
             f"max_model_len: {given} is more than the {spec.max_position} positions this model was made for; "

@@ -41,3 +41,12 @@ class HeadForward(PoolingForward, Protocol):
     def run_head(self, hidden: npt.NDArray[np.float32], planes: Sequence[Planes]) -> npt.NDArray[np.float32]:
         """Logits [R, V] of hidden states [R, E] behind the final norm; as `run`, but nothing is cached."""
         ...
+
+
+@runtime_checkable
+class ObservedForward(Forward, Protocol):
+    """A model that was built to show its queries (`model.builder.build`, `observe`)."""
+
+    def queries(self, num_tokens: int) -> Sequence[npt.NDArray[np.float32]]:
+        """Of the step that ran last, which had T = `num_tokens`: [T, H, D] of each attention layer, rotated."""
+        ...

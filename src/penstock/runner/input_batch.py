@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.config.selection import Keeping
 from penstock.core.batch import ScheduledRow
 from penstock.core.draft import DraftTree
 from penstock.core.sampling import TokenRules
@@ -44,8 +45,12 @@ _NO_IDS: I32 = np.zeros(0, np.int32)
 class InputBatch:
     """Buffers of one step, reused by the next: a plan is valid until the following `build`."""
 
-    def __init__(self, rows: RowStore) -> None:
+    def __init__(self, rows: RowStore, keeping: Keeping | None = None) -> None:
+        """`keeping`: rows may drop tokens. With cache positions their tokens stand where they stand in the cache, so a
+        row's start moves by what it has dropped, and kernels see a shorter sequence."""
         self._rows = rows
+        self._cache_positions = keeping is not None and keeping.cache_positions
+        self._dropping = keeping is not None and not keeping.cache_positions
         self._shape = (-1, -1, -1)
         self._reserve(64, 64)
 
@@ -78,11 +83,12 @@ class InputBatch:
             start, n = job.start, job.num_tokens
             end = start + n
             assert 0 <= start < end <= row.num_tokens, f"{job}: only {row.num_tokens} tokens are known"
+            shift = row.shift if self._cache_positions else 0
             if n == 1:
-                tokens[t], positions[t] = row.known[start], start
+                tokens[t], positions[t] = row.known[start], start - shift
             else:
                 self._tokens[t : t + n] = row.tokens[start:end]
-                self._positions[t : t + n] = np.arange(start, end, dtype=np.int32)
+                self._positions[t : t + n] = np.arange(start - shift, end - shift, dtype=np.int32)
             if job.num_drafts:
                 guess, n = guesses_of(job, row, trees, r, guessed, (self._tokens, self._positions), t)
                 guesses.append(guess)
@@ -100,7 +106,7 @@ class InputBatch:
                     picks.append(pick)
             t += n
             starts[b + 1] = t
-            lens[b] = end
+            lens[b] = end - shift
             chosen.append(row)
         assert len({job.seq_id for job in scheduled}) == len(scheduled), "a sequence is scheduled twice in one step"
         if self._shape != (t, len(chosen), r):
@@ -146,10 +152,18 @@ class InputBatch:
         group, size = self._rows.groups[g], self._rows.block_size
         if group.spec.per_token:
             lens = self._words[4]
+            if self._dropping and any(row.tables[g].dropped is not None for row in chosen):
+                return self._dropped_plan(g, chosen)
             tables = tuple([row.tables[g].view(-(-lens[b] // size)) for b, row in enumerate(chosen)])
         else:
             tables = tuple([row.tables[g].view(1) for row in chosen])
-        return GroupPlan(group.pages_per_slab, size, tables)
+        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes)
+
+    def _dropped_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:
+        group, size = self._rows.groups[g], self._rows.block_size
+        own = [row.tables[g] for row in chosen]
+        tables = tuple([t.view(-(-t.slots(self._words[4][b]) // size)) for b, t in enumerate(own)])
+        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes, tuple([t.dropped for t in own]))
 
     def _reserve(self, num_tokens: int, num_rows: int) -> None:
         self._tokens, self._positions, self._logits = (np.empty(2 * num_tokens, np.int32) for _ in range(3))

@@ -37,6 +37,12 @@ class Row:
         """Known tokens [num_tokens]: a view, valid until the next append."""
         return self._buffer[: self.num_tokens]
 
+    @property
+    def shift(self) -> int:
+        """Tokens that every line of the row has dropped, where all drop the same."""
+        gone = self.tables[0].dropped
+        return 0 if gone is None else int(gone[0])
+
     def append(self, token_ids: Sequence[int], rollback: int) -> None:
         """Drop the newest `rollback` tokens, then add `token_ids`. Mutates: self."""
         kept = self.num_tokens - rollback
@@ -116,7 +122,7 @@ class RowStore:
         for op in updates:
             assert 0 <= op.group < len(self.groups), f"{op}: no such cache group"
             table = self[op.seq_id].tables[op.group]
-            table.update(op.start, op.ids, op.layer)
+            table.update(op.start, op.ids, op.layer, op.dropped)
             touched.append(table)
         for table in touched:
             table.settle()
@@ -138,6 +144,13 @@ class RowStore:
             for job in scheduled:
                 end = self.num_blocks(g, job.start + job.num_tokens + job.num_drafts)
                 table = self[job.seq_id].tables[g]
+                if table.dropped is not None:
+                    for page in self._written(table, job):
+                        other = owner.setdefault(page, job.seq_id)
+                        assert other == job.seq_id, (
+                            f"group {g}: sequences {other} and {job.seq_id} both write page {page}"
+                        )
+                    continue
                 seen = table.pages(group.spec.first_block(job.start, self.block_size), end)
                 assert seen.min() >= 0, f"group {g}: sequence {job.seq_id} would look at blocks that are gone"
                 first = job.start // self.block_size if group.spec.per_token else 0
@@ -146,9 +159,25 @@ class RowStore:
                     assert other == job.seq_id, f"group {g}: sequences {other} and {job.seq_id} both write page {page}"
             for seq_id, row in self._rows.items():
                 table = row.tables[g]
-                for page in table.pages(0, min(self.num_blocks(g, row.num_tokens), table.num_blocks)).tolist():
+                for page in self._used(table, self.num_blocks(g, row.num_tokens), row.num_tokens):
                     writer = owner.get(page, seq_id)  # nobody writes negative ones
                     assert writer == seq_id, f"group {g}: sequence {writer} writes page {page} of sequence {seq_id}"
+
+    def _written(self, table: RowTable, job: ScheduledRow) -> list[int]:
+        """Pages that a row writes whose lines have dropped tokens."""
+        assert table.dropped is not None
+        pages: list[int] = []
+        for line, dropped in enumerate(table.dropped.tolist()):
+            first, end = job.start - dropped, job.start + job.num_tokens - dropped
+            pages += table.pages_of(line, first // self.block_size, -(-end // self.block_size)).tolist()
+        return pages
+
+    def _used(self, table: RowTable, num_blocks: int, num_tokens: int) -> list[int]:
+        if table.dropped is None:
+            pages: list[int] = table.pages(0, min(num_blocks, table.num_blocks)).tolist()
+            return pages
+        ends = [min(-(-(num_tokens - d) // self.block_size), table.num_blocks) for d in table.dropped.tolist()]
+        return [page for line, end in enumerate(ends) for page in table.pages_of(line, 0, end).tolist()]
 
     def _insert(self, seq_id: int, tokens: I32, prompt_len: int, rules: TokenRules, sample_index: int) -> None:
         assert seq_id not in self._rows, f"sequence {seq_id} is on this rank already"

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from penstock.base.bf16 import F32
 from penstock.base.clock import Clock
-from penstock.core.batch import ScheduledRow, SchedulerOutput, StepOutput, Verified
+from penstock.config.selection import Keeping
+from penstock.core.batch import ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.runner.forward import Forward, PoolingForward
+from penstock.runner.forward import Forward, ObservedForward, PoolingForward
 from penstock.runner.guess import Guess
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
+from penstock.runner.selecting import Selections
 from penstock.runner.storage import Storage
 from penstock.runner.undo import Undo
 from penstock.runner.verify import Verifier, Verifying
@@ -52,8 +55,9 @@ class Runner:
         storage: type[Storage] = Storage,
         grammars: GrammarCache | None = None,
         sampler: Sampler | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
-        """`sampler`: another than the reference, with these `grammars`."""
+        """`sampler`: another than the reference, with these `grammars`. `keeping`: rows may drop tokens."""
         self.vocab_size = vocab_size
         self.storage = storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
         self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
@@ -64,7 +68,9 @@ class Runner:
         """Guesses for rows with room for guesses; None: they run without."""
         self.verifier: Verifying = Verifier(self.sampler)
         self._undo = Undo(self.storage, self.rows)
-        self._batch = InputBatch(self.rows)
+        self._batch = InputBatch(self.rows, keeping)
+        self.selections: Selections | None = None
+        """Who chooses what rows keep; None: they keep everything, or drop by position alone."""
         self._forward = forward
         self._clock = clock
         self._strict = poison
@@ -81,7 +87,11 @@ class Runner:
         self.rows.apply(output)
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
-        self.storage.apply(output.page_ops)
+        if self.selections is None:
+            self.storage.apply(output.page_ops)
+        else:
+            self.selections.track(output)
+            self.storage.apply(output.page_ops, self.selections.pack)
         if not output.scheduled:
             return StepOutput(output.step, duration_s=self._clock.now() - start_s)
         if self._strict:
@@ -100,6 +110,13 @@ class Runner:
         else:
             logits, hidden = self._forward.run(plan, self.storage.planes), _NO_STATES
         pooled, failed = self.pooler.fold(hidden[:num_pooled])
+        selected: list[Selected] = []
+        if self.selections is not None:
+            queries: Sequence[F32] = ()
+            if self.selections.watching:
+                assert isinstance(self._forward, ObservedForward), "this model gives no queries"
+                queries = self._forward.queries(len(plan.token_ids))
+            selected = self.selections.after(output.scheduled, plan.query_start_loc, queries)
         if self.spoil is not None:
             self.spoil(logits)
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
@@ -116,7 +133,7 @@ class Runner:
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
             output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts,
-            verified, draft_s,
+            verified, draft_s, selected,
         )  # fmt: skip
 
     # -- guesses -------------------------------------------------------------------------------------------------

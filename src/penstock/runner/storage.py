@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
+from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, TIER_PACK, PageOp
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import populate, zeroed
@@ -75,13 +75,19 @@ class Storage:
         """Bytes of all arrays, as numpy counts them."""
         return sum(array.nbytes for planes in self.planes for array in planes.values())
 
-    def apply(self, ops: Iterable[PageOp]) -> None:
+    def apply(self, ops: Iterable[PageOp], pack: Callable[[PageOp], None] | None = None) -> None:
         """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote.
+
+        `pack` carries out those of TIER_PACK.
 
         Mutates: `planes`. A page id outside its group, or a copy onto itself, is our own bug (AssertionError).
         """
         for op in ops:
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
+            if op.tier == TIER_PACK:
+                assert pack is not None, f"{op}: nobody selects"
+                pack(op)
+                continue
             (source, num_source), (target, num_target) = self._sides[op.tier]
             pages = num_target[op.group]
             assert op.count > 0, f"{op}: nothing to do"

@@ -14,13 +14,16 @@ class RowTable:
     """Ids of a row's blocks.
 
     Shapes: shared [1, M], ids are slabs; ragged [num_layers, M], ids are pages. A group of one layer has no difference
-    between the two (slab = page), so its table always has one line.
+    between the two (slab = page), so its table always has one line. With lanes a line is one of them: `num_layers` is
+    the number of pages in a slab.
+
+    `dropped`: None, or int32 [num_layers]: tokens that each line has forgotten (`ops.plan.GroupPlan`).
 
     Entries from before a rollback stay behind the end of the sequence; nobody reads them, because a plan sees only the
     blocks that the tokens need. With `window` blocks may be GONE.
     """
 
-    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "_view", "num_layers", "num_slabs")
+    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "_view", "dropped", "num_layers", "num_slabs")
 
     def __init__(self, num_layers: int, num_slabs: int, *, window: bool = False) -> None:
         self.num_layers = num_layers
@@ -30,6 +33,7 @@ class RowTable:
         self._view: I32 = self._ids[:, :0]
         self._lengths = [0]
         self._unmoved: set[int] = set()
+        self.dropped: I32 | None = None
 
     @property
     def ragged(self) -> bool:
@@ -37,11 +41,17 @@ class RowTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every line has."""
-        return min(self._lengths)
+        """Blocks that the longest line has: all have as many, unless they have dropped different tokens."""
+        return max(self._lengths)
 
-    def update(self, start: int, ids: Sequence[int], layer: int) -> None:
+    def slots(self, num_tokens: int) -> int:
+        """Slots of the longest line once the sequence has so many tokens."""
+        return num_tokens if self.dropped is None else num_tokens - int(self.dropped.min())
+
+    def update(self, start: int, ids: Sequence[int], layer: int, dropped: int = -1) -> None:
         """Blocks start, start+1, ... are now `ids`: slabs (`layer` < 0) or pages of one layer. Mutates: self.
+
+        `dropped` >= 0: these are all blocks of the line (of a shared table: of all); it has forgotten so many tokens.
 
         The first ragged update of a layer replaces everything from `start` on; below it the shared blocks stay, now
         named by their pages. Ids that are not in the pool, or that would leave a hole, are our own bug
@@ -63,6 +73,12 @@ class RowTable:
                 assert start <= self._lengths[line], f"hole before block {start}"
                 self._unmoved.discard(line)
                 self._lengths[line] = start
+        if dropped >= 0:
+            assert start == 0, "what begins anew begins with its first block"
+            gone = np.zeros(self.num_layers, np.int32) if self.dropped is None else self.dropped.copy()
+            gone[slice(None) if layer < 0 else layer] = dropped
+            self.dropped = gone  # a plan in use keeps the old ones
+            self._lengths[line] = 0
         length = self._lengths[line]
         end = start + len(ids)
         assert 0 <= start <= length, f"blocks {start}... would leave a hole after block {length}"
@@ -91,6 +107,13 @@ class RowTable:
         if not self.ragged:
             ids = ids * np.int32(self.num_layers) + np.arange(self.num_layers, dtype=np.int32)[:, None]
         return ids.ravel()
+
+    def pages_of(self, line: int, first: int, last: int) -> I32:
+        """Page ids of blocks [first, last) of one line."""
+        if self.ragged:
+            return self._ids[line, first:last].copy()
+        ids: I32 = self._ids[0, first:last] * np.int32(self.num_layers) + np.int32(line)
+        return ids
 
     def _spread(self) -> None:
         layers = np.arange(self.num_layers, dtype=np.int32)[:, None]

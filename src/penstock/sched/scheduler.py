@@ -10,6 +10,8 @@ from bisect import insort
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
@@ -325,7 +327,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, lag: int, budget: int) -> int:
         """Tokens of `seq` to run in this step; 0 if none."""
-        if lag <= 0 or seq.held:
+        if lag <= 0 or seq.held or seq.num_computed + seq.num_inflight >= seq.next_selection:
             return 0
         n = self.policy.num_tokens(seq, lag, budget)
         if self.long_prefill_token_threshold > 0:
@@ -380,7 +382,9 @@ class Scheduler:
         prompt_from = -1
         if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
             prompt_from = max(start, seq.prompt_logprobs_done)
-        return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling)
+        row = ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling)
+        keeps = self.kv.keeps(seq, start + n)
+        return row if not keeps else msgspec.structs.replace(row, keeps=keeps)
 
     def _emit(
         self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence], num_tokens: int

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from penstock.base.registry import Registry
+from penstock.core.selection import Drops, Watches
 
 KV_SELECTORS = Registry("kv_selector")
 KV_SELECTORS.add("streaming", "penstock.select.streaming:make")
@@ -16,3 +19,27 @@ KV_SELECTORS.add("adakv", "penstock.select.adakv:make")
 KV_SELECTORS.add("fastgen", "penstock.select.fastgen:make")
 KV_SELECTORS.add("retrieval", "penstock.select.retrieval:make")
 KV_SELECTORS.add("quest", "penstock.select.quest:make")
+
+
+class Traits(NamedTuple):
+    """What must be known of a selector before a weight is read; the same as its attributes."""
+
+    drops: Drops = "tokens"
+    watches: Watches = "nothing"
+    per_head: bool = True
+    cache_positions: bool = False
+
+
+TRAITS: dict[str, Traits] = {
+    "streaming": Traits("blocks", per_head=False, cache_positions=True),
+    "window": Traits(per_head=False),
+    "random": Traits(),
+    "h2o": Traits(watches="all"),
+    "scissorhands": Traits(watches="all"),
+    "snapkv": Traits(watches="recent"),
+    "pyramidkv": Traits(watches="recent"),
+    "adakv": Traits(watches="recent"),
+    "fastgen": Traits(watches="recent"),
+    "retrieval": Traits(),
+    "quest": Traits("nothing", per_head=False),
+}

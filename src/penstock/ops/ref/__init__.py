@@ -37,7 +37,7 @@ from penstock.ops.ref.rwkv import (
     wkv4,
     wkv7,
 )
-from penstock.ops.ref.storage import write_kv
+from penstock.ops.ref.storage import observe, write_kv
 from penstock.ops.table import OpTable
 
 REF = OpTable(
@@ -65,6 +65,7 @@ REF = OpTable(
         "route": route,
         "experts": experts,
         "write_kv": write_kv,
+        "observe": observe,
         "latent_query": latent_query,
         "latent_output": latent_output,
         "recurrent": recurrent,

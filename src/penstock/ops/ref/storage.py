@@ -47,14 +47,22 @@ def write_kv(step: Step, a: F32, b: F32, group: int, layer: int, names: tuple[st
     in this step or in another one.
     """
     pages, offsets = step.token_pages(group)
-    own = pages[layer]
-    for name, x in zip(names, (a, b), strict=True):
-        planes = step.planes[group]
-        plane = planes[name]
-        if plane.dtype == np.int8:
-            plane[own, offsets], planes[scale_name(name)][own, offsets] = quantise(x)
-        else:
-            plane[own, offsets] = to_storage(x, plane.dtype)
+    planes, lanes = step.planes[group], step.plan.groups[group].lanes
+    for lane in range(lanes):
+        line = layer * lanes + lane
+        own, at = pages[line], offsets if offsets.ndim == 1 else offsets[line]
+        for name, x in zip(names, (a, b), strict=True):
+            plane, heads = planes[name], x.shape[1] // lanes
+            part = x if lanes == 1 else x[:, lane * heads : (lane + 1) * heads]
+            if plane.dtype == np.int8:
+                plane[own, at], planes[scale_name(name)][own, at] = quantise(part)
+            else:
+                plane[own, at] = to_storage(part, plane.dtype)
+
+
+def observe(q: F32, step: Step, group: int, layer: int) -> None:
+    """Show the queries [T, H, D] of a layer of cache group `group` to who looks at attention beside the program."""
+    step.observed.append(q)
 
 
 def read_kv(planes: Planes, name: str, pages: I32, lo: int, hi: int) -> F32:

@@ -11,8 +11,12 @@ import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.ops.plan import I32
+from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
+
+Rotation = tuple[F32, bool, int]
+"""Table [2, positions, dim/2], interleaved, first component: how raw keys turn when they are read, at their slots."""
 
 
 class Rule(NamedTuple):
@@ -22,6 +26,20 @@ class Rule(NamedTuple):
     soft_cap: float | None
     slopes: F32 | None
     sinks: F32 | None
+
+
+class _Lane(NamedTuple):
+    """The arguments of `attend` for one lane's heads."""
+
+    keys: tuple[str, ...]
+    value: str
+    scale: float
+    window: int | None
+    chunk: int | None
+    soft_cap: float | None
+    slopes: F32 | None
+    sinks: F32 | None
+    rotation: Rotation | None
 
 
 class AttendRow(Protocol):
@@ -61,39 +79,64 @@ class RowBackend:
     def attend(
         self, q: F32, step: Step, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None, slopes: F32 | None = None,
-        sinks: F32 | None = None,
+        sinks: F32 | None = None, rotation: Rotation | None = None,
     ) -> F32:  # fmt: skip
         """See `core.protocols.AttentionBackend.attend`.
 
         The token at position p reduces over the keys first_key(p) ... p, in order, and over no others: what follows in
         its chunk is sliced off, not masked, so its shapes depend on p alone. In a tree (`ops.tree`) the keys of its
-        path are put together before, in the order of their positions.
+        path are put together before, in the order of their positions. A line that has dropped tokens is the same with
+        slots for positions.
         """
-        plan, planes = step.plan, step.planes[group]
-        rows: list[F32] = []
-        for b in range(step.num_sequences):
-            lo, hi = step.bounds[b], step.bounds[b + 1]
-            if lo == hi:
-                continue
-            start, end = int(plan.positions[lo]), int(plan.positions[lo]) + hi - lo
-            base = first_key(start, window, chunk)
-            pages = plan.groups[group].pages(b, layer)
-            parts = {name: read_kv(planes, name, pages, base, end) for name in {*keys, value}}
-            k = parts[keys[0]] if len(keys) == 1 else np.concatenate([parts[name] for name in keys], axis=-1)
-            v = parts[value]
-            per_kv_head = (k.shape[1], q.shape[1] // k.shape[1])
-            rule = Rule(scale, soft_cap, *(None if x is None else x.reshape(*per_kv_head, 1) for x in (slopes, sinks)))
-            paths = step.trees(b)
-            for t in range(lo, hi):
-                p = int(plan.positions[t])
-                first = first_key(p, window, chunk)
-                reach: slice | I32 = slice(first - base, p + 1 - base)
-                if paths is not None:
-                    cached = np.arange(start - base, dtype=np.int32)
-                    seen = np.array(paths[t - lo], np.int32) + np.int32(start - base - lo)
-                    reach = np.concatenate([cached, seen])[reach]
-                own = q[t].reshape(*per_kv_head, k.shape[2])
-                rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
-        if not rows:
+        planes, lanes = step.planes[group], step.plan.groups[group].lanes
+        if not step.bounds[-1]:
             return np.zeros((0, q.shape[1], planes[value].shape[-1]), np.float32)
-        return np.stack(rows).reshape(len(rows), q.shape[1], -1)
+        heads = q.shape[1] // lanes
+        parts: list[F32] = []
+        for lane in range(lanes):
+            own = slice(lane * heads, (lane + 1) * heads)
+            call = _Lane(
+                keys, value, scale, window, chunk, soft_cap, None if slopes is None else slopes[own],
+                None if sinks is None else sinks[own], rotation,
+            )  # fmt: skip
+            rows = [
+                row
+                for b in range(step.num_sequences)
+                for row in self._rows(q[:, own], step, group, layer, lane, b, call)
+            ]
+            parts.append(np.stack(rows).reshape(len(rows), heads, -1))
+        return parts[0] if lanes == 1 else np.concatenate(parts, axis=1)
+
+    def _rows(self, q: F32, step: Step, group: int, layer: int, lane: int, b: int, call: _Lane) -> list[F32]:
+        """The tokens of sequence `b` over one lane's keys: [G, H/G, W] each."""
+        plan, planes, where = step.plan, step.planes[group], step.plan.groups[group]
+        lo, hi = step.bounds[b], step.bounds[b + 1]
+        if lo == hi:
+            return []
+        gone = where.num_dropped(b, layer, lane)
+        start = int(plan.positions[lo]) - gone
+        end = start + hi - lo
+        base = first_key(start, call.window, call.chunk)
+        pages = where.pages(b, layer, lane)
+        parts = {name: read_kv(planes, name, pages, base, end) for name in {*call.keys, call.value}}
+        k = parts[call.keys[0]] if len(call.keys) == 1 else np.concatenate([parts[n] for n in call.keys], axis=-1)
+        v = parts[call.value]
+        if call.rotation is not None:
+            table, interleaved, first_dim = call.rotation
+            k = rope(k, rope_angles(np.arange(base, end, dtype=np.int32), table), interleaved, first_dim)
+        per_kv_head = (k.shape[1], q.shape[1] // k.shape[1])
+        bent = (None if x is None else x.reshape(*per_kv_head, 1) for x in (call.slopes, call.sinks))
+        rule = Rule(call.scale, call.soft_cap, *bent)
+        paths = step.trees(b)
+        rows: list[F32] = []
+        for t in range(lo, hi):
+            p = int(plan.positions[t]) - gone
+            first = first_key(p, call.window, call.chunk)
+            reach: slice | I32 = slice(first - base, p + 1 - base)
+            if paths is not None:
+                cached = np.arange(start - base, dtype=np.int32)
+                seen = np.array(paths[t - lo], np.int32) + np.int32(start - base - lo)
+                reach = np.concatenate([cached, seen])[reach]
+            own = q[t].reshape(*per_kv_head, k.shape[2])
+            rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
+        return rows

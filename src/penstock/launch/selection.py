@@ -1,0 +1,74 @@
+"""From the settings to a KV selector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
+from penstock.core.model_spec import ModelSpec
+from penstock.core.selection import KVSelector
+from penstock.model.emitter import Reading
+from penstock.runner.runner import Runner
+from penstock.runner.selecting import Selections
+from penstock.select import KV_SELECTORS, TRAITS
+from penstock.select.bench import SelectionBench
+from penstock.text.tokenizer import Tokenizer
+
+
+class TokenKinds(NamedTuple):
+    """What tokens look like, for selectors that keep some for it."""
+
+    is_special: Callable[[int], bool] = lambda token: False
+    is_punctuation: Callable[[int], bool] = lambda token: False
+
+
+NO_KINDS = TokenKinds()
+
+
+def kinds_of(tokenizer: Tokenizer | None) -> TokenKinds:
+    """No token is anything without a tokenizer."""
+    if tokenizer is None or tokenizer.table is None:
+        return NO_KINDS
+    special, table = frozenset(tokenizer.special_ids), tokenizer.table
+
+    def is_punctuation(token: int) -> bool:
+        text = table[token].decode("utf-8", "ignore").strip()
+        return bool(text) and not any(c.isalnum() for c in text)
+
+    return TokenKinds(special.__contains__, is_punctuation)
+
+
+def keeping_of(config: EngineConfig) -> Keeping | None:
+    """What memory must know of the selector; None: everything is kept. Raises: ConfigError for an unknown one."""
+    selection = config.selection
+    if selection is None:
+        return None
+    KV_SELECTORS.get(selection.method)
+    return Keeping(selection, *TRAITS[selection.method])
+
+
+def reading_of(keeping: Keeping | None) -> Reading:
+    """What the model has to do otherwise for it."""
+    if keeping is None:
+        return Reading()
+    return Reading(raw_keys=keeping.cache_positions, observe=keeping.drops == "tokens" and keeping.watches != "nothing")
+
+
+def make_selector(
+    config: EngineConfig, spec: ModelSpec, kinds: TokenKinds, fingerprint: Callable[[], str]
+) -> KVSelector | None:
+    """Raises: ConfigError for options that do not fit this model (a profile of another one)."""
+    selection = config.selection
+    if selection is None:
+        return None
+    made: KVSelector = KV_SELECTORS.get(selection.method)(SelectionBench(selection, spec, *kinds, fingerprint))
+    return made
+
+
+def watch_rows(runner: Runner, selector: KVSelector, spec: ModelSpec, keeping: Keeping) -> None:
+    """Let `selector` choose what the rows of `runner` keep. Mutates: runner."""
+    if selector.drops == "tokens":
+        observe = keeping.config.options.observe
+        runner.selections = Selections(selector, spec, runner.rows, runner.storage, observe=observe)

@@ -1,0 +1,52 @@
+"""What a KV selector can be combined with, and what it changes about the caches."""
+
+from __future__ import annotations
+
+from penstock.base.errors import ConfigError
+from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
+from penstock.core.mixers.attention import Attention
+from penstock.core.model_spec import ModelSpec
+
+
+def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> None:
+    """Raises: ConfigError, with what to change, if the selector cannot serve this model or these settings."""
+    name = keeping.config.method
+
+    def wrong(why: str) -> ConfigError:
+        return ConfigError(f"kv_selector: {name} {why}", field="kv_selector")
+
+    if config.cache.kv_allocator != "paged":
+        raise wrong(f"gives pages back one by one, and kv_allocator {config.cache.kv_allocator} has none; use paged")
+    if config.execution.speculative_config is not None:
+        raise wrong("cannot be combined with speculative_config: guesses are verified against the whole context")
+    for n, layer in enumerate(spec.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention):
+            raise wrong(f"needs keys and values in every layer, and layer {n} has none of its own kind; use none")
+        if mixer.window is not None or mixer.chunk is not None:
+            raise wrong(f"is for layers that see all of their context, and layer {n} has a window; use none")
+        if mixer.alibi is not None:
+            raise wrong(f"moves tokens within the cache, and layer {n} scores by distance (ALiBi); use none")
+        if keeping.cache_positions:
+            _check_positions(n, mixer, wrong)
+    if len({layer.mixer.num_kv_heads for layer in spec.layers if isinstance(layer.mixer, Attention)}) > 1:
+        raise wrong("needs as many kv heads in every layer; use none")
+
+
+def _check_positions(n: int, mixer: Attention, wrong: object) -> None:
+    rope, norm = mixer.rope, mixer.qk_norm
+    assert callable(wrong)
+    if rope is None:
+        raise wrong(f"gives tokens rotary positions inside the cache, and layer {n} has none; use another selector")
+    if rope.head_factors or (norm is not None and norm.after_rope):
+        raise wrong(f"keeps keys as they are before their rotation, and layer {n} does more behind it; use another")
+
+
+def lanes_of(spec: ModelSpec, keeping: Keeping | None) -> int:
+    """Runs of kv heads with pages of their own: one per kv head where heads may keep different tokens."""
+    if keeping is None or not keeping.per_head or keeping.drops != "tokens":
+        return 1
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, Attention), "check_keeping has looked"
+    return mixer.num_kv_heads

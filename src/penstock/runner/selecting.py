@@ -1,0 +1,228 @@
+"""The rank's side of a KV selection: what lines hold, what attention says of it, and moving what stays.
+
+The scheduler says when and how much (`ScheduledRow.keeps`), the selector says what, the KV manager says where to
+(`kv.selection`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.base.bf16 import F32
+from penstock.core.batch import PageOp, ScheduledRow, SchedulerOutput, Selected
+from penstock.core.mixers.attention import Attention
+from penstock.core.model_spec import ModelSpec
+from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.ops.plan import I32
+from penstock.ops.ref.storage import read_kv
+from penstock.runner.rows import Row, RowStore
+from penstock.runner.storage import Storage
+from penstock.runner.weighing import Score, attention_weights
+
+GROUP = 0
+"""Selections are for models whose layers share one cache group."""
+
+
+class _Choice(NamedTuple):
+    """Slots that each line keeps, and the pages that it had."""
+
+    kept: list[I32]
+    pages: list[I32]
+
+
+class _Sequence:
+    """What is known of one sequence.
+
+    Attributes:
+        positions: [n] of each line: which tokens it holds. None: all of them, from 0 on.
+        stats: a selector's numbers about each of them.
+        queries: the last tokens' queries, [t, H, D] of each layer, which ended at position `end`.
+        choice: what the newest selection wants, until it has been carried out.
+    """
+
+    def __init__(self, num_lines: int, num_layers: int) -> None:
+        self.positions: list[I32] | None = None
+        self.stats: list[dict[str, F32]] = [{} for _ in range(num_lines)]
+        self.queries: list[F32 | None] = [None] * num_layers
+        self.end = 0
+        self.choice: _Choice | None = None
+
+    def copy(self) -> _Sequence:
+        other = _Sequence(len(self.stats), len(self.queries))
+        other.positions = None if self.positions is None else list(self.positions)
+        other.stats = [dict(stats) for stats in self.stats]
+        other.queries, other.end, other.choice = list(self.queries), self.end, self.choice
+        return other
+
+
+class Selections:
+    """`observe`: last tokens whose queries are remembered.
+
+    Raises nothing: what a model cannot do was refused by `launch.selection`.
+    """
+
+    def __init__(
+        self, selector: KVSelector, spec: ModelSpec, rows: RowStore, storage: Storage, *, observe: int
+    ) -> None:
+        self.selector = selector
+        self._rows, self._storage = rows, storage
+        self._observe = observe
+        group = rows.groups[GROUP]
+        self._lanes = group.spec.lanes
+        self._scores: list[Score] = []
+        for n in group.layers:
+            mixer = spec.layers[n].mixer
+            assert isinstance(mixer, Attention), "launch.selection has looked"
+            scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+            self._scores.append(Score(mixer.num_kv_heads, scale, mixer.soft_cap))
+        self._layers = group.layers
+        self._known: dict[int, _Sequence] = {}
+        self._left: dict[int, _Sequence] = {}
+        """Those that this step removes: what they chose may still have to move, for their forks."""
+
+    @property
+    def watching(self) -> bool:
+        """Whether the forward pass has to give its queries."""
+        return self.selector.watches != "nothing"
+
+    # -- rows and memory -----------------------------------------------------------------------------------------
+
+    def track(self, output: SchedulerOutput) -> None:
+        """The row lists of a step, once the rows have changed; before `pack`."""
+        for fork in output.forked:
+            self._known[fork.child_id] = self._known[fork.parent_id].copy()
+        self._left = {seq_id: self._known.pop(seq_id) for seq_id in output.removed}
+        num_lines = len(self._layers) * self._lanes
+        for added in output.added:
+            self._known[added.seq_id] = _Sequence(num_lines, len(self._layers))
+        # A sequence whose tables begin anew has been cut as it chose; so has the copy of one.
+        for seq_id in {u.seq_id for u in output.tables if u.dropped >= 0}:
+            known = self._known[seq_id]
+            if known.choice is not None:
+                known.positions = [p[k] for p, k in zip(self._positions(known), known.choice.kept, strict=True)]
+                known.stats = [
+                    {name: x[kept] for name, x in stats.items()}
+                    for stats, kept in zip(known.stats, known.choice.kept, strict=True)
+                ]
+
+    def pack(self, op: PageOp) -> None:
+        """Move what sequence `op.src` keeps into the pages of its new table. Mutates: the storage's planes.
+
+        New pages may be among the old ones, of any line: all is read before anything is written.
+        """
+        known = self._left.get(op.src) or self._known[op.src]
+        assert known.choice is not None, f"{op}: nothing was chosen"
+        for plane in self._storage.planes[op.group].values():
+            size = plane.shape[1]
+            tokens = [plane[old[kept // size], kept % size] for kept, old in zip(*known.choice, strict=True)]
+            for moved, pages in zip(tokens, op.lines, strict=True):
+                new, slots = np.array(pages, np.int32), np.arange(len(moved))
+                plane[new] = 0
+                plane[new[slots // size], slots % size] = moved
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def after(self, scheduled: Sequence[ScheduledRow], starts: I32, queries: Sequence[F32]) -> list[Selected]:
+        """Once a step has run: remember its queries, let the selector watch, and choose for the rows that ask for it.
+
+        Shapes: starts [B+1], where the rows' tokens are; queries[i] [T, H, D] of the group's i-th layer, rotated; none
+        for a selector that watches nothing.
+        """
+        out: list[Selected] = []
+        for b, job in enumerate(scheduled):
+            known = self._known[job.seq_id]
+            known.choice = None
+            row = self._rows[job.seq_id]
+            end = job.start + job.num_tokens
+            own = [q[starts[b] : starts[b + 1]] for q in queries]
+            if known.positions is not None:
+                fresh = np.arange(job.start, end, dtype=np.int32)
+                known.positions = [np.concatenate([p, fresh]) for p in known.positions]
+            self._remember(known, own, end)
+            if self.selector.watches == "all":
+                for i in range(len(self._layers)):
+                    for line, weights in self._weights(known, row, i, own[i], end):
+                        self.selector.watch(line, weights, job.start)
+            if job.keeps:
+                out.append(self._choose(job, known, row, end))
+        return out
+
+    def _remember(self, known: _Sequence, own: Sequence[F32], end: int) -> None:
+        known.end = end
+        for i, q in enumerate(own):
+            before = known.queries[i]
+            held = q if before is None else np.concatenate([before, q])
+            known.queries[i] = held[-self._observe :].copy()
+
+    def _positions(self, known: _Sequence) -> list[I32]:
+        if known.positions is None:
+            return [np.arange(known.end, dtype=np.int32)] * len(known.stats)
+        return known.positions
+
+    def _lines(self, known: _Sequence, row: Row) -> list[Line]:
+        lines = []
+        for i, (stats, positions) in enumerate(zip(known.stats, self._positions(known), strict=True)):
+            layer, lane = divmod(i, self._lanes)
+            for name, x in stats.items():
+                if len(x) < len(positions):
+                    stats[name] = np.concatenate([x, np.zeros(len(positions) - len(x), np.float32)])
+            lines.append(
+                Line(
+                    self._layers[layer], lane, positions, stats,
+                    keys=partial(self._read, "k", row, i, len(positions)),
+                    values=partial(self._read, "v", row, i, len(positions)),
+                    recent=partial(self._recent, known, row, i),
+                )
+            )  # fmt: skip
+        return lines
+
+    def _choose(self, job: ScheduledRow, known: _Sequence, row: Row, end: int) -> Selected:
+        lines = self._lines(known, row)
+        at = Selecting(end, row.prompt_len, job.keeps, row.tokens[:end])
+        kept = self.selector.select(at, lines)
+        table = row.tables[GROUP]
+        size = self._rows.block_size
+        pages = [table.pages_of(i, 0, -(-len(line) // size)) for i, line in enumerate(lines)]
+        known.choice = _Choice(kept, pages)
+        for line, stats in zip(lines, known.stats, strict=True):
+            assert line.stats is stats, "a selector's numbers stay where they are"
+        return Selected(job.seq_id, GROUP, [len(k) for k in kept])
+
+    # -- attention -----------------------------------------------------------------------------------------------
+
+    def _read(self, name: str, row: Row, line: int, num_slots: int) -> F32:
+        """What a line holds [n, D]; of a group without lanes, all its heads side by side [n, G * D]."""
+        pages = row.tables[GROUP].pages_of(line, 0, -(-num_slots // self._rows.block_size))
+        x = read_kv(self._storage.planes[GROUP], name, pages, 0, num_slots)
+        return x.reshape(num_slots, -1)
+
+    def _recent(self, known: _Sequence, row: Row, line: int) -> F32:
+        layer, lane = divmod(line, self._lanes)
+        queries = known.queries[layer]
+        assert queries is not None, "the selector watches nothing"
+        return self._weigh(known, row, layer, lane, queries, known.end)
+
+    def _weights(self, known: _Sequence, row: Row, layer: int, q: F32, end: int) -> list[tuple[Line, F32]]:
+        lines = self._lines(known, row)[layer * self._lanes : (layer + 1) * self._lanes]
+        return [(line, self._weigh(known, row, layer, lane, q, end)) for lane, line in enumerate(lines)]
+
+    def _weigh(self, known: _Sequence, row: Row, layer: int, lane: int, q: F32, end: int) -> F32:
+        """Weights [t, H/G, n] of queries [t, H, D], the last t tokens before position `end`, over a line's slots."""
+        line = layer * self._lanes + lane
+        positions = self._positions(known)[line]
+        score = self._scores[layer]
+        keys = self._read("k", row, line, len(positions))
+        if self._lanes == score.num_kv_heads:
+            per = q.shape[1] // score.num_kv_heads
+            return attention_weights(q[:, lane * per : (lane + 1) * per], keys, positions, end, score)
+        per_head = keys.reshape(len(keys), score.num_kv_heads, -1)
+        per = q.shape[1] // score.num_kv_heads
+        parts = [
+            attention_weights(q[:, g * per : (g + 1) * per], per_head[:, g], positions, end, score)
+            for g in range(score.num_kv_heads)
+        ]
+        return np.concatenate(parts, axis=1)

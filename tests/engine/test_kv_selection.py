@@ -1,0 +1,127 @@
+"""KV selectors in the engine: what is served is what the naive model with a cut cache says, whatever the chunk, block
+size, batch company, prefix state, preemption and forks; what is dropped is free for others."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from penstock.config.selection import parse_selection
+from penstock.core.request import Abort, Control, Request
+from penstock.launch.selection import NO_KINDS
+from penstock.select import KV_SELECTORS, TRAITS
+from penstock.select.bench import SelectionBench
+from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, tiny
+from tests.engine.naive import Logits, generate, model_logits
+from tests.selective import SelectiveModel
+
+MODELS = ["llama_gqa", "llama_mha"]
+OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16}
+CUTTING = [name for name in TRAITS if TRAITS[name].drops != "nothing" and name not in ("retrieval", "fastgen")]
+
+
+def settings_of(name: str, *, prompt_interval: int = 0) -> str:
+    return json.dumps({**OPTIONS, "prompt_interval": prompt_interval})
+
+
+def workload(vocab: int) -> list[Request]:
+    rng = random.Random(11)
+    stem = [rng.randrange(3, vocab) for _ in range(18)]
+    other = [rng.randrange(3, vocab) for _ in range(9)]
+    return [
+        request(stem, request_id="greedy", max_tokens=13),
+        request(stem[:12] + other, request_id="shared", max_tokens=9, temperature=0.9, seed=11),
+        request(stem + other, request_id="n", n=2, max_tokens=7, temperature=1.1, seed=5),
+        request(other[:7], request_id="short", max_tokens=14),
+    ]
+
+
+@cache
+def oracle(model: str, name: str, budget: str, prompt_interval: int, block_size: int) -> Logits:
+    spec, weights = tiny(model)
+    config = parse_selection(name, budget, settings_of(name, prompt_interval=prompt_interval))
+    assert config is not None
+    selector = KV_SELECTORS.get(name)(SelectionBench(config, spec, *NO_KINDS, lambda: ""))
+    return model_logits_of(SelectiveModel(spec, weights, selector, config, block_size=block_size))
+
+
+def model_logits_of(model: SelectiveModel) -> Any:
+    by_prompt: dict[int, Logits] = {}
+
+    def of(prompt_len: int) -> Logits:
+        if prompt_len not in by_prompt:
+            inner = model_logits(model)
+
+            def logits(tokens: tuple[int, ...]) -> Any:
+                model.prompt_len = prompt_len
+                return inner(tokens)
+
+            by_prompt[prompt_len] = logits
+        return by_prompt[prompt_len]
+
+    return of
+
+
+@cache
+def expected(model: str, name: str, budget: str, prompt_interval: int, block_size: int) -> dict[str, Any]:
+    logits: Any = oracle(model, name, budget, prompt_interval, block_size)
+    return {
+        r.request_id: [generate(logits(len(r.prompt_token_ids)), r, i) for i in range(r.n)]
+        for r in workload(tiny(model)[0].vocab_size)
+    }
+
+
+def draw_knobs(rng: random.Random, name: str, budget: str, prompt_interval: int) -> Knobs:
+    block_size = 4 if TRAITS[name].drops == "blocks" else rng.choice([1, 2, 4, 8])
+    return Knobs(
+        block_size=block_size,
+        num_blocks=256 // block_size * rng.choice([1, 1, 4]),
+        budget=rng.choice([1, 5, 16, 64, 256]),
+        max_num_seqs=rng.choice([1, 3, 8]),
+        policy=rng.choice(["fcfs", "prefill-first", "static"]),
+        prefix_cache=rng.choice(["radix", "radix", "hash", "none"]),
+        depth=rng.choice([1, 1, 2]),
+        wire=rng.random() < 0.5,
+        threshold=rng.choice([0, 0, 4]),
+        attention=rng.choice(["ref"]),
+        selector=name,
+        kept=budget,
+        selector_config=settings_of(name, prompt_interval=prompt_interval),
+    )
+
+
+@pytest.mark.parametrize("prompt_interval", [0, 8])
+@pytest.mark.parametrize("budget", ["100%", "40%", "12"])
+@pytest.mark.parametrize("name", CUTTING)
+def test_tokens_are_those_of_the_naive_model_with_a_cut_cache(name: str, budget: str, prompt_interval: int) -> None:
+    rng = random.Random(f"{name}-{budget}-{prompt_interval}")
+    model = rng.choice(MODELS)
+    spec, weights = tiny(model)
+    for _ in range(5):
+        knobs = draw_knobs(rng, name, budget, prompt_interval)
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        todo = workload(spec.vocab_size)
+        rng.shuffle(todo)
+        disturbances, steps = 12, 0
+        while todo or core.has_work:
+            while todo and rng.random() < 0.5:
+                core.add(todo.pop())
+            if core.groups and disturbances and rng.random() < 0.2:
+                disturbances -= 1
+                kind = rng.choice(["preempt", "preempt", "reset_prefix_cache"])
+                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
+            collector.take(core.step())
+            steps += 1
+            assert steps < 5000, f"starved with {knobs}"
+        assert_idle(core)
+        assert core.kv.selections is not None
+        assert core.kv.selections.num_missed == 0, "memory was meant to be enough"
+        assert (core.kv.selections.num_cut > 0) == (budget != "100%"), knobs
+        for request_id, samples in expected(model, name, budget, prompt_interval, 4).items():
+            got = collector.requests[request_id]
+            assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (request_id, knobs)
