@@ -125,3 +125,83 @@ def test_tokens_are_those_of_the_naive_model_with_a_cut_cache(name: str, budget:
         for request_id, samples in expected(model, name, budget, prompt_interval, 4).items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (request_id, knobs)
+
+
+def long_engine(selector: str, kept: str, *, blocks: int = 40, **knobs: Any) -> Any:
+    spec, weights = tiny("llama_gqa")
+    given = None if selector == "none" else settings_of(selector)
+    k = Knobs(
+        block_size=4, num_blocks=blocks, budget=64, max_num_seqs=32, prefix_cache="radix", selector=selector, kept=kept,
+        selector_config=given, **knobs,
+    )  # fmt: skip
+    return real_engine(spec, weights, k)
+
+
+def crowd(count: int, length: int, max_tokens: int) -> list[Request]:
+    rng = random.Random(3)
+    return [
+        request([rng.randrange(3, 61) for _ in range(length)], request_id=f"r{i:02d}", max_tokens=max_tokens)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", ["window", "snapkv", "h2o", "adakv", "streaming"])
+def test_what_is_dropped_lets_others_in(name: str) -> None:
+    """F01 F03 F06 F23: real blocks come back. 40 blocks of 4 hold three prompts of 48 tokens with their answers."""
+    peak = {}
+    for selector, kept in (("none", "25%"), (name, "25%")):
+        core = long_engine(selector, kept)
+        collector = Collector()
+        for r in crowd(14, 48, 24):
+            core.add(r)
+        drain(core, collector)
+        assert_idle(core)
+        assert all(len(c.tokens[0]) == 24 for c in collector.requests.values())
+        peak[selector] = core.stats.peak_running
+    assert peak["none"] <= 3
+    assert peak[name] >= 2.5 * peak["none"], peak
+
+
+def test_a_stream_goes_on_for_ever_in_the_same_memory() -> None:
+    """F01: ten times its budget and more, in blocks that would not hold a quarter of it."""
+    core = long_engine("streaming", "24", blocks=16)
+    most = 0
+    collector = Collector()
+    core.add(request([5, 9, 11, 7] * 4, request_id="long", max_tokens=300))
+    while core.has_work:
+        collector.take(core.step())
+        most = max(most, core.kv.stats().groups[0].used)
+    assert len(collector.requests["long"].tokens[0]) == 300
+    assert most <= (24 + OPTIONS["interval"]) // 4 + 2
+    assert_idle(core)
+
+
+def test_without_memory_for_the_copy_a_sequence_goes_on_with_all_it_has() -> None:
+    core = long_engine("snapkv", "80%", blocks=16)
+    collector = Collector()
+    core.add(request(list(range(3, 51)), request_id="big", max_tokens=10))
+    drain(core, collector)
+    assert len(collector.requests["big"].tokens[0]) == 10
+    assert core.kv.selections.num_cut + core.kv.selections.num_missed > 0
+    assert_idle(core)
+
+
+def test_an_ended_parents_choice_still_moves_for_its_forks() -> None:
+    """The first sample of two ends with the very token behind the selection; the other goes on with what was kept."""
+    model = "llama_gqa"
+    spec, weights = tiny(model)
+    prompt = workload(spec.vocab_size)[0].prompt_token_ids
+    for aborted in (0, 1):
+        logits: Any = oracle(model, "snapkv", "40%", 0, 4)
+        knobs = Knobs(selector="snapkv", kept="40%", selector_config=settings_of("snapkv"))
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        r = request(prompt, request_id="two", n=2, max_tokens=8, temperature=1.0, seed=9)
+        core.add(r)
+        while not collector.requests.get("two"):
+            collector.take(core.step())
+        core.add(Abort(request_id="two", index=aborted))
+        drain(core, collector)
+        got = collector.requests["two"].tokens[1 - aborted]
+        assert got == generate(logits(len(prompt)), r, 1 - aborted)[0]
+        assert_idle(core)

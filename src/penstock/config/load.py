@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
 def _add_flag(group: argparse._ArgumentGroup, item: Setting) -> None:
     text = item.help.replace("%", "%%")
     if item.default is not None and item.default != "auto":
-        text += f" (default: {item.default})"
+        text += f" (default: {item.default})".replace("%", "%%")
     if item.kind is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(item.flag, dest=item.name, action=action, default=argparse.SUPPRESS, help=text)

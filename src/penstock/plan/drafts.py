@@ -58,7 +58,7 @@ def plan_drafts(
 
 
 def _decisions(plan: DraftPlan, own: Sequence[CacheGroup], max_model_len: int, number: str) -> list[Decision]:
-    layers = sum(g.pages_per_slab for g in own)
+    layers = sum(len(g.layers) for g in own)
     why = (
         f"weights {gib(plan.weight_bytes)} as {plan.dtype}; its {layers} layers are cache group "
         f"{', '.join(map(str, plan.groups))} of every sequence and take {gib(sum(g.slab_bytes(1) for g in own))} per "

@@ -192,7 +192,7 @@ def _group_line(group: CacheGroup, model: str) -> GroupLine:
     planes = " + ".join(f"{p.name} {p.heads}x{p.dim}" for p in group.spec.planes) + f", {dtypes}"
     return GroupLine(
         kind=group.spec.kind,
-        num_layers=group.pages_per_slab,
+        num_layers=len(group.layers),
         planes=planes,
         num_bytes=group.slab_bytes(1),
         window=group.spec.window,
