@@ -147,12 +147,12 @@ def crowd(count: int, length: int, max_tokens: int) -> list[Request]:
 
 @pytest.mark.parametrize("name", ["window", "snapkv", "h2o", "adakv", "streaming"])
 def test_what_is_dropped_lets_others_in(name: str) -> None:
-    """F01 F03 F06 F23: real blocks come back. 40 blocks of 4 hold three prompts of 48 tokens with their answers."""
+    """F01 F03 F06 F23: real blocks come back. 96 blocks of 4 hold three prompts of 96 tokens with their answers."""
     peak = {}
     for selector, kept in (("none", "25%"), (name, "25%")):
-        core = long_engine(selector, kept)
+        core = long_engine(selector, kept, blocks=96)
         collector = Collector()
-        for r in crowd(14, 48, 24):
+        for r in crowd(14, 96, 24):
             core.add(r)
         drain(core, collector)
         assert_idle(core)
