@@ -67,7 +67,9 @@ def test_ones_own_pages_are_used_again_and_the_rest_is_free() -> None:
     assert [(u.layer, u.start, u.ids, u.dropped) for u in updates] == [
         (0, 0, table.layers[0], 14), (1, 0, table.layers[1], 21)
     ]  # fmt: skip
-    assert [(op.src, op.tier, op.lines) for op in ops] == [(7, TIER_PACK, tuple(map(tuple, table.layers)))]
+    assert [(op.src, op.tier, op.lines, op.sources) for op in ops] == [
+        (7, TIER_PACK, tuple(map(tuple, table.layers)), (tuple(before),))
+    ]
 
 
 def test_shared_blocks_stay_as_they_are_and_copies_come_from_the_pool() -> None:

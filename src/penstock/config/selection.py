@@ -36,11 +36,20 @@ class SelectionOptions(Section):
     prompt_interval: int = setting(
         0, "Selections within the prompt, at multiples of so many tokens; 0: only at its end.", minimum=0
     )
-    observe: int = setting(32, "snapkv, pyramidkv, adakv: last tokens whose attention decides.", minimum=1, maximum=512)
+    observe: int = setting(
+        32, "snapkv, pyramidkv, adakv, fastgen: last tokens whose attention decides.", minimum=1, maximum=512
+    )
     pool: int = setting(5, "snapkv, pyramidkv, adakv: neighbours over which attention is smoothed.", minimum=1)
+    heavy: float = setting(0.5, "h2o: share of the budget that heavy hitters get.", minimum=0.0, maximum=1.0)
     history: int = setting(256, "scissorhands: tokens whose attention is counted.", minimum=1)
     threshold: float = setting(
         0.95, "fastgen: share of the attention that a head's policy has to recover.", above=0.0, maximum=1.0
+    )
+    frequent: float = setting(
+        0.3, "fastgen: share of the context that a policy with frequent tokens keeps of them.", minimum=0.0, maximum=1.0
+    )
+    local: float = setting(
+        0.3, "fastgen: share of the context that a policy with local tokens keeps of them.", minimum=0.0, maximum=1.0
     )
     slope: float = setting(2.0, "pyramidkv: the lowest layer's budget over the mean one's.", minimum=1.0, maximum=2.0)
     floor: float = setting(
@@ -85,6 +94,7 @@ class Keeping(NamedTuple):
     watches: Watches
     per_head: bool
     cache_positions: bool
+    always: bool = False
 
 
 def parse_budget(text: str) -> Budget:

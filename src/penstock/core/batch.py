@@ -67,7 +67,7 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 TIER_DEVICE, TIER_OUT, TIER_IN, TIER_PACK = 0, 1, 2, 3
 """Where a PageOp reads and writes: within the device, device -> host, host -> device. Pack: what the selection of
-sequence `src` keeps moves from the pages it had into the pages `lines`, line by line."""
+sequence `src` keeps moves, line by line, from `sources` (one line: slabs, of all lines) into the pages `lines`."""
 
 
 class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -79,6 +79,7 @@ class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     count: int
     tier: int = TIER_DEVICE
     lines: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[tuple[int, ...], ...] = ()
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

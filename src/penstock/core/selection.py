@@ -36,8 +36,8 @@ class Line:
         keys: gives the keys [n, D], rotated as they stand in the cache.
         values: gives the values [n, W].
         recent: gives the attention weights float32 [w, H/G, n] of the last w <= `observe` tokens, head by head of those
-            that read this line, over its n slots: each row sums to 1, and a token's own weight and those of tokens
-            behind it are where they belong (zeros behind). Only for selectors that watch something.
+            that read this line, over its n slots: a row sums to 1, and has zeros for tokens behind its own (it is all
+            zeros for a token whose own slot and all before it are gone). Only for selectors that watch something.
     """
 
     layer: int
@@ -61,7 +61,7 @@ class Selecting:
     """One selection of one sequence: `budget` of its `num_tokens` tokens per line; `tokens` [num_tokens] are their ids.
 
     A selector may give some lines more and others less, as long as all together keep at most budget x lines.
-    `num_dropped`: the least that some line has dropped before. `prompt_len`: how many of the tokens are the prompt.
+    `prompt_len`: how many of the tokens are the prompt.
     """
 
     num_tokens: int
@@ -90,6 +90,7 @@ class KVSelector(Protocol):
     def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
         """Ascending slots that each line keeps, int32, in the order of `lines` (layer by layer, head by head).
 
-        Must follow from its arguments alone. At a full budget everything is kept. Mutates: nothing but line.stats.
+        Must follow from its arguments alone. At a full budget everything is kept, unless the selector is one that
+        `always` chooses (`select.Traits`). Mutates: nothing but line.stats.
         """
         ...

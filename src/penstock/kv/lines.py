@@ -84,6 +84,7 @@ def cut_lines(
     The rank fills the pages (`Outbox.pack`). A line's own pages are used again before others are taken. Mutates: table,
     pool, outbox.
     """
+    sources = [table.ids] if table.layers is None else table.layers
     if table.layers is None:
         width = pool.pages_per_slab
         mine = [slab for slab in table.ids if pool.refs[slab] == 1]
@@ -106,7 +107,7 @@ def cut_lines(
         assert more is not None
         pages += more
     # What was freed here is handed out, and zeroed, behind this.
-    outbox.pack(seq_id, group, kept)
+    outbox.pack(seq_id, group, kept, sources)
     table.ids, table.layers = [], kept
     table.dropped = [num_tokens - count for count in counts]
     outbox.whole_table(seq_id, group, table)

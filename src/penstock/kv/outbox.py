@@ -59,10 +59,13 @@ class Outbox:
         assert src >= 0, "a block that is gone is copied"
         self._ops.append(PageOp(group, src, dst, 1))
 
-    def pack(self, seq_id: int, group: int, lines: list[list[int]]) -> None:
-        """What the sequence's selection keeps moves into these pages. They are named here, because a fork may go on
-        with them when the sequence itself has ended."""
-        self._ops.append(PageOp(group, seq_id, 0, 1, TIER_PACK, tuple(map(tuple, lines))))
+    def pack(self, seq_id: int, group: int, lines: list[list[int]], sources: list[list[int]]) -> None:
+        """What the sequence's selection keeps moves from the pages `sources` into the pages `lines`.
+
+        Both are named, because the rank's own table may be older (a block may have changed for that of the prefix
+        cache since), and newer (a fork goes on with the new pages when the sequence itself has ended).
+        """
+        self._ops.append(PageOp(group, seq_id, 0, 1, TIER_PACK, tuple(map(tuple, lines)), tuple(map(tuple, sources))))
 
     def discard(self, seq_id: int) -> None:
         """Forget the table updates of a sequence that is gone. Its page operations stay: they harm nobody."""

@@ -63,7 +63,7 @@ class Selections:
         """What has to go of a line that has dropped so many of `num_tokens` tokens: tokens, or whole blocks."""
         over = num_tokens - dropped - self._config.budget.of(num_tokens)
         if self._keeping.drops == "tokens":
-            return over
+            return max(over, 1) if self._keeping.always else over
         # The blocks of the sinks stay, and what the newest tokens stand in.
         size = self._block_size
         blocks = (num_tokens - dropped) // size - line_blocks(self._config.options.sinks, size)

@@ -176,8 +176,11 @@ class RowStore:
         if table.dropped is None:
             pages: list[int] = table.pages(0, min(num_blocks, table.num_blocks)).tolist()
             return pages
-        ends = [min(-(-(num_tokens - d) // self.block_size), table.num_blocks) for d in table.dropped.tolist()]
-        return [page for line, end in enumerate(ends) for page in table.pages_of(line, 0, end).tolist()]
+        used: list[int] = []
+        for line, dropped in enumerate(table.dropped.tolist()):
+            end = min(-(-(num_tokens - dropped) // self.block_size), table.line_blocks(line))
+            used += table.pages_of(line, 0, end).tolist()
+        return used
 
     def _insert(self, seq_id: int, tokens: I32, prompt_len: int, rules: TokenRules, sample_index: int) -> None:
         assert seq_id not in self._rows, f"sequence {seq_id} is on this rank already"

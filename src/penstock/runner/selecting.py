@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +26,6 @@ GROUP = 0
 """Selections are for models whose layers share one cache group."""
 
 
-class _Choice(NamedTuple):
-    """Slots that each line keeps, and the pages that it had."""
-
-    kept: list[I32]
-    pages: list[I32]
-
-
 class _Sequence:
     """What is known of one sequence.
 
@@ -41,7 +33,7 @@ class _Sequence:
         positions: [n] of each line: which tokens it holds. None: all of them, from 0 on.
         stats: a selector's numbers about each of them.
         queries: the last tokens' queries, [t, H, D] of each layer, which ended at position `end`.
-        choice: what the newest selection wants, until it has been carried out.
+        choice: slots that each line keeps, by the newest selection, until it has been carried out.
     """
 
     def __init__(self, num_lines: int, num_layers: int) -> None:
@@ -49,7 +41,7 @@ class _Sequence:
         self.stats: list[dict[str, F32]] = [{} for _ in range(num_lines)]
         self.queries: list[F32 | None] = [None] * num_layers
         self.end = 0
-        self.choice: _Choice | None = None
+        self.choice: list[I32] | None = None
 
     def copy(self) -> _Sequence:
         other = _Sequence(len(self.stats), len(self.queries))
@@ -103,10 +95,10 @@ class Selections:
         for seq_id in {u.seq_id for u in output.tables if u.dropped >= 0}:
             known = self._known[seq_id]
             if known.choice is not None:
-                known.positions = [p[k] for p, k in zip(self._positions(known), known.choice.kept, strict=True)]
+                known.positions = [p[k] for p, k in zip(self._positions(known), known.choice, strict=True)]
                 known.stats = [
                     {name: x[kept] for name, x in stats.items()}
-                    for stats, kept in zip(known.stats, known.choice.kept, strict=True)
+                    for stats, kept in zip(known.stats, known.choice, strict=True)
                 ]
 
     def pack(self, op: PageOp) -> None:
@@ -116,9 +108,13 @@ class Selections:
         """
         known = self._left.get(op.src) or self._known[op.src]
         assert known.choice is not None, f"{op}: nothing was chosen"
+        old = [np.array(ids, np.int32) for ids in op.sources]
+        if len(old) < len(op.lines):  # slabs, which have a page of every line
+            width = np.int32(len(op.lines))
+            old = [old[0] * width + np.int32(line) for line in range(width)]
         for plane in self._storage.planes[op.group].values():
             size = plane.shape[1]
-            tokens = [plane[old[kept // size], kept % size] for kept, old in zip(*known.choice, strict=True)]
+            tokens = [plane[pages[k // size], k % size] for pages, k in zip(old, known.choice, strict=True)]
             for moved, pages in zip(tokens, op.lines, strict=True):
                 new, slots = np.array(pages, np.int32), np.arange(len(moved))
                 plane[new] = 0
@@ -184,10 +180,7 @@ class Selections:
         lines = self._lines(known, row)
         at = Selecting(end, row.prompt_len, job.keeps, row.tokens[:end])
         kept = self.selector.select(at, lines)
-        table = row.tables[GROUP]
-        size = self._rows.block_size
-        pages = [table.pages_of(i, 0, -(-len(line) // size)) for i, line in enumerate(lines)]
-        known.choice = _Choice(kept, pages)
+        known.choice = kept
         for line, stats in zip(lines, known.stats, strict=True):
             assert line.stats is stats, "a selector's numbers stay where they are"
         return Selected(job.seq_id, GROUP, [len(k) for k in kept])

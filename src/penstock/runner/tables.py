@@ -41,8 +41,12 @@ class RowTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the longest line has: all have as many, unless they have dropped different tokens."""
-        return max(self._lengths)
+        """Blocks that every line has; where lines have dropped tokens, those of the longest."""
+        return min(self._lengths) if self.dropped is None else max(self._lengths)
+
+    def line_blocks(self, line: int) -> int:
+        """Blocks that one line has."""
+        return self._lengths[line if self.ragged else 0]
 
     def slots(self, num_tokens: int) -> int:
         """Slots of the longest line once the sequence has so many tokens."""

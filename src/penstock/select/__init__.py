@@ -28,6 +28,8 @@ class Traits(NamedTuple):
     watches: Watches = "nothing"
     per_head: bool = True
     cache_positions: bool = False
+    always: bool = False
+    """Whether it chooses even where the budget would hold everything: it has a measure of its own."""
 
 
 TRAITS: dict[str, Traits] = {
@@ -39,7 +41,7 @@ TRAITS: dict[str, Traits] = {
     "snapkv": Traits(watches="recent"),
     "pyramidkv": Traits(watches="recent"),
     "adakv": Traits(watches="recent"),
-    "fastgen": Traits(watches="recent"),
+    "fastgen": Traits(watches="recent", always=True),
     "retrieval": Traits(),
     "quest": Traits("nothing", per_head=False),
 }
