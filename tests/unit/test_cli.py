@@ -183,3 +183,17 @@ def test_the_folder_of_these_tests_is_fine_when_nothing_harms_it(tmp_path: Path)
     assert "tokenizer" in done.stderr, "it has no tokenizer.json, and that alone must be what is wrong"
     done = penstock("doctor", str(tmp_path / "model"))
     assert done.returncode == 0
+
+
+def test_run_compresses_its_prompt() -> None:
+    given = ("run", "nano", "--prompt", "The old house stood there. " * 8, "--max-tokens", "2", "--temperature", "0",
+             "--max-model-len", "64", "--num-gpu-blocks-override", "8", "--stats")  # fmt: skip
+    plain = penstock(*given)
+    assert "prompt 49 tokens" in plain.stderr
+    done = penstock(*given, "--prompt-compression", '{"method": "random", "rate": 0.5, "keep_last": 0}')
+    assert done.returncode == 0
+    assert "prompt 25 tokens" in done.stderr
+    for text in ("half", "[1]"):
+        bad = penstock(*given, "--prompt-compression", text)
+        assert bad.returncode != 0
+        assert "--prompt-compression must be a JSON object" in bad.stderr

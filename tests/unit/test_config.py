@@ -49,7 +49,8 @@ def parse(*words: str, positional: bool = False) -> EngineConfig:
 def test_defaults_are_the_documented_ones() -> None:
     assert from_kwargs(model="m").as_kwargs() == {
         "model": "m", "revision": None, "tokenizer": None, "dtype": "auto", "max_model_len": None,
-        "rope_scaling": None, "rope_theta": None, "skip_tokenizer_init": False, "seed": 0, "block_size": 32,
+        "rope_scaling": None, "rope_theta": None, "skip_tokenizer_init": False, "seed": 0,
+        "prompt_compressor": "pico", "block_size": 32,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sampling.add_argument(flag, type=number, default=None, help=text, metavar="N")
     sampling.add_argument("--stop", action="append", help="end at this text (may be repeated)")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    parser.add_argument(
+        "--prompt-compression",
+        metavar="JSON",
+        help='drop tokens of the prompt first: {"method": "llmlingua", "rate": 0.5}',
+    )
     parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
     parser.add_argument("--stats", action="store_true", help="print tokens and times to standard error at the end")
     add_engine_arguments(parser, model_positional=True)
@@ -58,6 +63,26 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
         given["ignore_eos"] = True
     given.setdefault("max_tokens", 128)
     return given
+
+
+def _compression(text: str | None) -> dict[str, Any] | None:
+    """Raises InputError for what is no JSON object; what it says is checked with the prompt."""
+    import json
+
+    from penstock.base.errors import InputError
+
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(
+            '--prompt-compression must be a JSON object such as {"method": "llmlingua", "rate": 0.5}',
+            param="prompt_compression",
+        )
+    return found
 
 
 def with_default_model(args: argparse.Namespace) -> argparse.Namespace:
@@ -84,14 +109,18 @@ def run(args: argparse.Namespace) -> int:
         prompt = sys.stdin.read()
     if not prompt:
         raise InputError("prompt must not be empty", param="prompt")
-    params = SamplingParams(**_sampling(args))
+    params, compression = SamplingParams(**_sampling(args)), _compression(args.prompt_compression)
     llm = LLM.from_config(from_args(with_default_model(args)))
     if args.explain:
         for d in llm.engine.decisions:
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
     started = time.perf_counter()
     # Checked here, before anything is printed: the request is made at once, only its tokens come later.
-    stream = llm.stream_chat([{"role": "user", "content": prompt}], params) if args.chat else llm.stream(prompt, params)
+    if args.chat:
+        messages = [{"role": "user", "content": prompt}]
+        stream = llm.stream_chat(messages, params, prompt_compression=compression)
+    else:
+        stream = llm.stream(prompt, params, prompt_compression=compression)
     last = None
     written = 0
     if not args.chat and params.n == 1:

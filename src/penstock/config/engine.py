@@ -54,6 +54,12 @@ class ModelConfig(Section):
     rope_theta: float | None = setting(None, "Another base of rotary frequencies than the checkpoint's.", above=0.0)
     skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = setting(0, "Seed from which requests that bring none get theirs.", minimum=0, maximum=2**64 - 1)
+    prompt_compressor: str = setting(
+        "pico",
+        "Model that reads the prompts of requests with prompt_compression; it needs the served model's tokens. pico "
+        "comes with Penstock and is loaded when a request first asks; any other is loaded at the start. none: no such "
+        "requests are taken.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

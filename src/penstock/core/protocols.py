@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from penstock.core.batch import SchedulerOutput, StepOutput
+    from penstock.core.compression import ContextJob
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
     from penstock.core.sampling import TokenRules
@@ -265,6 +266,33 @@ class DraftController(Protocol):
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended."""
+        ...
+
+
+class TokenReader(Protocol):
+    """A small model that says how surprising tokens are. One job at a time."""
+
+    def nats(self, prefix: Seq[int], ids: Seq[int]) -> npt.NDArray[np.float64]:
+        """[len(ids)]: minus the natural logarithm of each id's probability behind `prefix` and the ids before it.
+
+        Texts beyond the model's context are read in windows. Behind nothing at all an id costs ln(vocabulary). Work
+        on a `prefix` that begins as the last text did is not done again.
+        """
+        ...
+
+
+class ContextTransform(Protocol):
+    """Chooses which tokens of a prompt the engine gets to see. Made of the request's options; see `compress`."""
+
+    name: str
+    reads: bool
+    """Whether it asks a model; if not, it is given no reader."""
+
+    def keep(self, job: ContextJob, reader: TokenReader | None) -> list[int]:
+        """Places in `job.ids` of the compressible tokens that stay: exactly `job.target`, ascending.
+
+        A function of the job and of what the reader says: the same request gives the same prompt. Mutates nothing.
+        """
         ...
 
 

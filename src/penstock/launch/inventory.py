@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.base.registry import Registry
+from penstock.compress import CONTEXT_TRANSFORMS
 from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
 from penstock.families.registry import FAMILIES
@@ -29,6 +30,7 @@ REGISTRIES: tuple[Registry, ...] = (
     EXECUTORS,
     DRAFTERS,
     DRAFT_CONTROLLERS,
+    CONTEXT_TRANSFORMS,
 )
 
 

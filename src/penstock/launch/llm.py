@@ -10,7 +10,9 @@ from typing import Any
 from penstock.base.errors import EngineError, InputError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
+from penstock.compress.options import read_options
 from penstock.config import EngineConfig, from_kwargs
+from penstock.core.compression import PromptCompression
 from penstock.core.output import (
     BeamSearchOutput,
     EmbeddingOutput,
@@ -23,6 +25,7 @@ from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.core.vector import check_dimensions, embedding
 from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
+from penstock.launch.compressor import ChatSource, Compressor
 from penstock.launch.progress import StepProgress, loading
 from penstock.text.grammar.source import kind_of
 from penstock.text.template import encode_chat
@@ -30,6 +33,7 @@ from penstock.text.validate import build_pooling_request, build_request
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
+Compression = PromptCompression | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class _Tokens:
     ids: Any
     namespace: bytes = b""
     param: str = "prompt"
+    chat: ChatSource | None = None
+    """The conversation that it was made of."""
 
 
 class LLM:
@@ -69,6 +75,7 @@ class LLM:
         self.config = config
         with loading() as progress:
             self._engine: Engine = start(self.config, progress=progress)
+        self._compressor = Compressor(self.config, self._engine.tokenizer)
         self._processor = OutputProcessor(self._engine.tokenizer, self._engine.clock)
         self._counter = 0
         self._news: set[str] = set()
@@ -81,6 +88,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        prompt_compression: Compression | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
@@ -88,12 +96,16 @@ class LLM:
         A prompt is a string, `{"prompt": str}` or `{"prompt_token_ids": [ids]}`; the dictionaries may add
         `"cache_salt"`, which keeps its cached blocks from requests with another salt. All prompts are checked before
         any of them runs. `priority`: one number per prompt, smaller goes first under `scheduling_policy="priority"`.
+        `prompt_compression`: drop tokens of every prompt first (`core.compression`); what is left is the prompt.
         Raises InputError naming the field that has to change.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
         ranks = self._priorities(priority, len(listed))
-        made = [(*self._request(self._tokens(p), s, rank), s) for p, s, rank in zip(listed, params, ranks, strict=True)]
+        made = [
+            (*self._request(self._tokens(p), s, rank, prompt_compression), s)
+            for p, s, rank in zip(listed, params, ranks, strict=True)
+        ]
         return self._run(made, use_tqdm)
 
     def chat(
@@ -106,9 +118,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        prompt_compression: Compression | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them. Text in a message can never open a role."""
+        """Answer one conversation, or a list of them. Text in a message can never open a role.
+
+        `prompt_compression` as in `generate`.
+        """
         if len(messages) == 0:
             raise InputError("messages must not be empty", param="messages")
         many = not isinstance(messages[0], Mapping)
@@ -116,7 +132,7 @@ class LLM:
         params = self._params_for(sampling_params, len(conversations))
         made = []
         for conversation, s in zip(conversations, params, strict=True):
-            ids = self._encode_chat(
+            prompt = self._chat_tokens(
                 conversation,
                 chat_template=chat_template,
                 tools=tools,
@@ -124,7 +140,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            made.append((*self._request(_Tokens(None, ids, param="messages"), s), s))
+            made.append((*self._request(prompt, s, 0, prompt_compression), s))
         return self._run(made, use_tqdm)
 
     def beam_search(
@@ -174,21 +190,32 @@ class LLM:
             made.append(EmbeddingRequestOutput(request.request_id, EmbeddingOutput(vector), request.prompt_token_ids))
         return made
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_compression: Compression | None = None,
+    ) -> Iterator[RequestOutput]:
         """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it.
 
         The prompt is checked by the call itself, not by the first `next`. Raises InputError.
         """
         params = sampling_params or SamplingParams()
-        return self._stream(*self._request(self._tokens(prompt), params), params)
+        return self._stream(*self._request(self._tokens(prompt), params, 0, prompt_compression), params)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **chat: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        prompt_compression: Compression | None = None,
+        **chat: Any,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
         params = sampling_params or SamplingParams()
-        ids = self._encode_chat(messages, **chat)
-        return self._stream(*self._request(_Tokens(None, ids, param="messages"), params), params)
+        prompt = self._chat_tokens(messages, **chat)
+        return self._stream(*self._request(prompt, params, 0, prompt_compression), params)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises InputError if the engine was started without one."""
@@ -256,21 +283,24 @@ class LLM:
         ids: list[int] = self.get_tokenizer().encode(text)
         return ids
 
-    def _encode_chat(
+    def _chat_tokens(
         self,
         messages: Any,
         *,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
         **options: Any,
-    ) -> list[int]:
+    ) -> _Tokens:
         template = chat_template or self._engine.chat_template
         if template is None:
             raise InputError(
                 "this model has no chat template; pass chat_template=... or use generate()", param="chat_template"
             )
-        ids: list[int] = encode_chat(self.get_tokenizer(), template, messages, kwargs=chat_template_kwargs, **options)
-        return ids
+        tokenizer = self.get_tokenizer()
+        options |= {"tools": tools, "kwargs": chat_template_kwargs}
+        ids = encode_chat(tokenizer, template, messages, **options)
+        return _Tokens(None, ids, param="messages", chat=ChatSource.of(tokenizer, template, messages, options))
 
     @staticmethod
     def _priorities(priority: Sequence[int] | None, num_prompts: int) -> list[int]:
@@ -282,27 +312,38 @@ class LLM:
         return ranks
 
     def _request(
-        self, prompt: _Tokens, params: SamplingParams | BeamSearchParams, priority: int = 0
+        self,
+        prompt: _Tokens,
+        params: SamplingParams | BeamSearchParams,
+        priority: int = 0,
+        compression: Compression | None = None,
     ) -> tuple[Request, str | None]:
         """Check everything, then make the engine's request. Raises InputError."""
-        number = self._counter
+        number, arrival_s = self._counter, self._engine.clock.now()
+        ids, text = prompt.ids, prompt.text
+        if compression is not None:
+            options = read_options(compression)
+            asks = isinstance(params, SamplingParams) and params.prompt_logprobs is not None
+            self._compressor.check(options, prompt_logprobs=asks)
+            found = self._compressor.compress(ids, options, chat=prompt.chat, param=prompt.param)
+            ids, text = found.ids, found.text
         request = build_request(
             str(number),
-            prompt.ids,
+            ids,
             params,
             limits=self._engine.limits,
             tokenizer=self._engine.tokenizer,
             seed=derive_seed(self.config.model.seed, number),
             priority=priority,
             namespace=prompt.namespace,
-            arrival_s=self._engine.clock.now(),
+            arrival_s=arrival_s,
             param=prompt.param,
         )
         if request.rules.grammar is not None and self._engine.grammars is not None:
             kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""
             self._engine.grammars.check(request.rules.grammar, f"structured_outputs.{kind}")
         self._counter += 1
-        return request, prompt.text
+        return request, text
 
     def _pooling_request(self, prompt: _Tokens, pooling: str) -> Request:
         request = build_pooling_request(

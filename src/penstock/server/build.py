@@ -15,7 +15,17 @@ from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link, ThreadLink
 from penstock.engine.process_link import ProcessLink
 from penstock.launch.front import Front, limits_from, local_engine, open_front
-from penstock.server import admission, batch_runner, file_store, grammars, keys, metrics, request_log, store
+from penstock.server import (
+    admission,
+    batch_runner,
+    compression,
+    file_store,
+    grammars,
+    keys,
+    metrics,
+    request_log,
+    store,
+)
 from penstock.server.context import Server
 from penstock.server.keys import fair_share
 from penstock.server.parsing.choose import check_parsers
@@ -61,6 +71,7 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
         server.closers += [client.stop, service.offload.close]
         if tls is not None:
             server.closers.append(Watching(tls).close)
+        compression.install(server, config.engine)
         for part in _PARTS:
             await part.install(server)
     except BaseException:

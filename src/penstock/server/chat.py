@@ -82,6 +82,7 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
         continue_final_message=bool(body.continue_final_message),
         names=names,
         prediction="" if body.prediction is None else body.prediction.text(),
+        compression=body.prompt_compression,
     )
 
 

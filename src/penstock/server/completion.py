@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
+from penstock.server.compression import check_compression, compress_prompt
 from penstock.server.context import Prompt, Server
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import LogprobWriter, prompt_logprobs
@@ -52,7 +53,11 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
         tpot_slo_ms=body.tpot_slo_ms,
     )  # fmt: skip
     request_id = new_id("cmpl-")
+    asks = params.prompt_logprobs is not None
+    check_compression(server, body.prompt_compression, echo=bool(body.echo), prompt_logprobs=asks)
     prompts = await _prompts(server, body)
+    if body.prompt_compression is not None:
+        prompts = [await compress_prompt(server, prompt, body.prompt_compression) for prompt in prompts]
     streams: list[Stream] = []
     try:
         for i, prompt in enumerate(prompts):

@@ -35,11 +35,16 @@ ANYONE = Tenant()
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as ids. `text` is what was encoded, if anything was; `param` is how errors call it."""
+    """A prompt as ids. `text` is what was encoded, if anything was; `param` is how errors call it.
+
+    `compressed_from`: tokens it had before it was compressed, 0 if it was not; `compression_s`: seconds that took.
+    """
 
     ids: list[int]
     text: str | None = None
     param: str = "prompt"
+    compressed_from: int = 0
+    compression_s: float = 0.0
 
 
 @dataclass(kw_only=True)

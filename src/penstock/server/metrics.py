@@ -90,6 +90,7 @@ class Metrics(Collector):
         yield from self._counters()
         if self.server.speculates:
             yield from self._speculation()
+        yield from self._compression()
         yield from self._info()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
@@ -128,9 +129,11 @@ class Metrics(Collector):
                 family.add_metric([*self._labels, *map(str, key if isinstance(key, tuple) else (key,))], value)
             yield family
 
-    def _histogram(self, name: str, text: str, distribution: Distribution) -> Iterator[Metric]:
+    def _histogram(
+        self, name: str, text: str, distribution: Distribution, prefixes: tuple[str, ...] = BOTH
+    ) -> Iterator[Metric]:
         buckets = distribution.cumulative()
-        for prefix in BOTH:
+        for prefix in prefixes:
             family = HistogramMetricFamily(prefix + name, text, labels=LABELS)
             family.add_metric(self._labels, buckets, distribution.total)
             yield family
@@ -240,6 +243,15 @@ class Metrics(Collector):
         ):
             if share is not None:
                 yield from self._gauge("spec_decode_" + name, text, share)
+
+    def _compression(self) -> Iterator[Metric]:
+        part = self.server.parts["compression"]
+        text = "Seconds from a prompt to its compressed form, its turn waited for; part of the time to first token."
+        yield from self._histogram("prompt_compression_seconds", text, part.seconds, OURS)
+        text = "Tokens of compressed prompts, before and after."
+        yield from self._labelled(CounterMetricFamily, "prompt_compression_tokens", text, ("stage",), part.tokens)
+        text = "Prompts compressed, by method."
+        yield from self._labelled(CounterMetricFamily, "prompt_compressions", text, ("method",), part.prompts)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

@@ -63,8 +63,8 @@ def steps(largest: int) -> tuple[float, ...]:
 
 
 # fmt: off
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-         2560)
+TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
+          2560)
 _TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
           40, 80)
 _REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
@@ -95,7 +95,7 @@ class Stats:
         self.clock = clock
         longest = client.info.max_model_len if client.info is not None else 1 << 20
         lengths = steps(longest)
-        self.ttft, self.itl, self.tpot = Distribution(_TTFT), Distribution(_TOKEN), Distribution(_TOKEN)
+        self.ttft, self.itl, self.tpot = Distribution(TTFT_S), Distribution(_TOKEN), Distribution(_TOKEN)
         self.e2e, self.queue, self.prefill = Distribution(_REQUEST), Distribution(_REQUEST), Distribution(_REQUEST)
         self.decode, self.inference = Distribution(_REQUEST), Distribution(_REQUEST)
         self.prompt_lengths, self.generation_lengths = Distribution(lengths), Distribution(lengths)

@@ -19,9 +19,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from penstock.base.errors import EngineError, InputError, RefusedError
+from penstock.core.compression import PromptCompression
 from penstock.core.output import Logprob, RequestMetrics
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
+from penstock.server.compression import check_compression, compress_chat
 from penstock.server.context import ANYONE, Call, Prompt, Server, Tenant
 from penstock.server.decode import renamed
 from penstock.server.errors import WireError, wire_error
@@ -99,6 +101,7 @@ class Conversation:
         names: our field -> the client's, for errors ("max_tokens" -> "max_output_tokens", ...).
         param: how errors call the messages.
         prediction: text that the answer is likely to repeat.
+        compression: how the prompt is to be made shorter.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -114,6 +117,7 @@ class Conversation:
     names: Mapping[str, str] = field(default_factory=dict)
     param: str = "messages"
     prediction: str = ""
+    compression: PromptCompression | None = None
 
 
 @dataclass
@@ -237,6 +241,7 @@ class Meter:
 
     def __init__(self, streams: Sequence[Stream], *, speculates: bool = False) -> None:
         self._prompt = {s.request_id: len(s.request.prompt_token_ids) for s in streams}
+        self._before = sum(s.call.prompt.compressed_from for s in streams if s.call is not None)
         self._cached: dict[str, int] = {}
         self._speculates = speculates
         self._metrics: dict[str, RequestMetrics] = {}
@@ -251,7 +256,9 @@ class Meter:
 
     def usage(self) -> Usage:
         prompt = sum(self._prompt.values())
-        cached = PromptTokensDetails(cached_tokens=sum(self._cached.values()))
+        cached = PromptTokensDetails(
+            cached_tokens=sum(self._cached.values()), compressed_from=self._before if self._before else UNSET
+        )
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.generated, total_tokens=prompt + self.generated,
             prompt_tokens_details=cached, completion_tokens_details=self._guesses() if self._speculates else UNSET,
@@ -289,15 +296,19 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     server, choice = caller.server, asked.tool_choice
     tools = check_tools(asked.tools, choice) or None
     parallel = asked.parallel_tool_calls
+    check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
+    shown = None if choice == "none" else tools
     prompt = await server.service.encode_chat(
         asked.messages,
-        tools=None if choice == "none" else tools,
+        tools=shown,
         chat_template=asked.chat_template,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
         param=asked.param,
     )
+    if asked.compression is not None:
+        prompt = await compress_chat(server, prompt, asked.compression, asked, shown)
     reference = await server.service.encode_reference(asked.prediction, param="prediction.content")
     ends = server.service.need_tokenizer().decode(prompt.ids[-PROMPT_TAIL:], skip_special_tokens=False)
     parsers = [
@@ -336,8 +347,16 @@ def make_call(
         prompt=prompt, params=params, request_id=request_id, endpoint=endpoint, tenant=caller.tenant,
         priority=priority, cache_salt=options.cache_salt, deadline_s=timeout_s, arrival_s=caller.arrival_s,
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
-        stream=options.stream, facts={"http_request_id": caller.request_id, **options.facts},
+        stream=options.stream,
+        facts={"http_request_id": caller.request_id, **compression_facts(prompt), **options.facts},
     )  # fmt: skip
+
+
+def compression_facts(prompt: Prompt) -> dict[str, float]:
+    """For the log."""
+    if not prompt.compressed_from:
+        return {}
+    return {"compressed_from": prompt.compressed_from, "compression_ms": round(prompt.compression_s * 1000, 3)}
 
 
 def new_id(prefix: str) -> str:

@@ -72,6 +72,7 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
     )  # fmt: skip
+    asked.compression = body.prompt_compression
     turn = await begin(caller, asked, "messages", prefix="msg_")
     return MessageRun(turn, model, caller.server.config.max_stream_chars)
 

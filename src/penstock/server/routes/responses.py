@@ -152,6 +152,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         chat_template_kwargs=kwargs or None,
         names={"max_tokens": "max_output_tokens", "messages": "input"},
         param="input",
+        compression=body.prompt_compression,
     )
     return asked, items
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.core.compression import PromptCompression
 from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.text.grammar.schema import json_schema_check
 
@@ -121,6 +122,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     timeout: float | None = None
     request_id: str | None = None
+    prompt_compression: PromptCompression | None = None
 
     def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the validator takes it. `defaults`: the model's own. Raises InputError."""

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.core.compression import PromptCompression
+
 
 class CountRequest(msgspec.Struct, kw_only=True):
     """What a prompt is made of. `system`: a text or a list of text blocks."""
@@ -39,6 +41,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_token_ids: list[int] | None = None
     priority: int | None = None
     tpot_slo_ms: float | None = None
+    prompt_compression: PromptCompression | None = None
     cache_salt: str | None = None
     timeout: float | None = None
 

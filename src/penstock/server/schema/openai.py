@@ -64,7 +64,10 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """`compressed_from`: with `prompt_compression`, how many tokens the prompt had before."""
+
     cached_tokens: int = 0
+    compressed_from: int | UnsetType = UNSET
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):

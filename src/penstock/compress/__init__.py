@@ -1,0 +1,11 @@
+"""Prompt compression: transforms above the engine that drop tokens of a prompt. What they choose is the prompt."""
+
+from penstock.base.registry import Registry
+
+CONTEXT_TRANSFORMS = Registry("context transform")
+CONTEXT_TRANSFORMS.add("random", "penstock.compress.random_drop:RandomDrop")
+CONTEXT_TRANSFORMS.add("selective-context", "penstock.compress.selective:SelectiveContext")
+CONTEXT_TRANSFORMS.add("llmlingua", "penstock.compress.llmlingua:LLMLingua")
+
+DEFAULT_COMPRESSOR = "pico"
+"""The bundled model that reads prompts where the setting `prompt_compressor` names no other."""

@@ -1,0 +1,126 @@
+"""Prompt compression in a server: one worker thread beside the event loop, bounded, given up with its client.
+
+A prompt is compressed between its encoding and its admission, on the request's own clock: the time counts in the time
+to the first token and towards its time limit. What admission, the context's length and the usage see is what is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from penstock.base.errors import RefusedError
+from penstock.config import EngineConfig
+from penstock.core.compression import PromptCompression
+from penstock.launch.compressor import ChatSource, Compressed, Compressor
+from penstock.server.context import Prompt, Server
+from penstock.server.stats import TTFT_S, Distribution
+from penstock.text.template import choose_template
+
+if TYPE_CHECKING:
+    from penstock.server.turns import Conversation
+
+MAX_QUEUED_TOKENS = 1 << 20
+"""Of prompts that wait to be compressed or are being compressed: some minutes of work at most."""
+
+
+class _Left(Exception):
+    """The client has gone; nobody waits for this prompt."""
+
+
+class PromptCompressing:
+    """server.parts["compression"]. Numbers for metrics; units: seconds and tokens."""
+
+    def __init__(self, compressor: Compressor, *, max_queued_tokens: int = MAX_QUEUED_TOKENS) -> None:
+        self.compressor = compressor
+        self.seconds = Distribution(TTFT_S)
+        """From being asked for to the shorter prompt, the wait for others included."""
+        self.tokens: Counter[str] = Counter({"before": 0, "after": 0})
+        self.prompts: Counter[str] = Counter()
+        """Prompts by method."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-compress")
+        self._max_queued_tokens = max_queued_tokens
+        self._queued_tokens = 0
+
+    def memory_bytes(self) -> int:
+        return self.compressor.num_bytes
+
+    async def run(self, prompt: Prompt, options: PromptCompression, chat: ChatSource | None = None) -> Prompt:
+        """Raises InputError, EngineError, RefusedError (503) if too much waits. Cancelling ends it at its next step."""
+        size = len(prompt.ids)
+        if self._queued_tokens and self._queued_tokens + size > self._max_queued_tokens:
+            raise RefusedError(
+                f"{self._queued_tokens} tokens are waiting to be compressed already; try again later, or leave "
+                "prompt_compression out", status=503, code="overloaded", retry_after_s=1.0,
+            )  # fmt: skip
+        loop, left = asyncio.get_running_loop(), threading.Event()
+        began = loop.time()
+
+        def check() -> None:
+            if left.is_set():
+                raise _Left
+
+        def work() -> Compressed:
+            return self.compressor.compress(prompt.ids, options, chat=chat, param=prompt.param, check=check)
+
+        self._queued_tokens += size
+        try:
+            found = await loop.run_in_executor(self._pool, work)
+        finally:
+            left.set()
+            self._queued_tokens -= size
+        took_s = loop.time() - began
+        self.seconds.observe(took_s)
+        self.prompts[options.method] += 1
+        self.tokens["before"] += size
+        self.tokens["after"] += len(found.ids)
+        return Prompt(found.ids, found.text, prompt.param, compressed_from=size, compression_s=took_s)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def check_compression(
+    server: Server, options: PromptCompression | None, *, echo: bool = False, prompt_logprobs: bool = False
+) -> None:
+    """Before anything is encoded. Raises InputError."""
+    if options is not None:
+        _part(server).compressor.check(options, echo=echo, prompt_logprobs=prompt_logprobs)
+
+
+async def compress_prompt(server: Server, prompt: Prompt, options: PromptCompression) -> Prompt:
+    """As `PromptCompressing.run`."""
+    return await _part(server).run(prompt, options)
+
+
+async def compress_chat(
+    server: Server, prompt: Prompt, options: PromptCompression, asked: Conversation,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> Prompt:  # fmt: skip
+    """The same for the prompt that `asked` has become. `tools`: those it was rendered with."""
+    service = server.service
+    template = choose_template(
+        service.chat_template, asked.chat_template, trusted=service.config.trust_request_chat_template
+    )
+    rendered = {
+        "tools": tools, "kwargs": asked.chat_template_kwargs, "add_generation_prompt": asked.add_generation_prompt,
+        "continue_final_message": asked.continue_final_message,
+    }  # fmt: skip
+    chat = ChatSource.of(service.need_tokenizer(), template, asked.messages, rendered)
+    return await _part(server).run(prompt, options, chat)
+
+
+def _part(server: Server) -> PromptCompressing:
+    part: PromptCompressing = server.parts["compression"]
+    return part
+
+
+def install(server: Server, config: EngineConfig) -> None:
+    """Raises ConfigError for a compressor that is named and cannot be used."""
+    part = PromptCompressing(Compressor(config, server.service.tokenizer))
+    server.parts["compression"] = part
+    server.closers.append(part.close)
