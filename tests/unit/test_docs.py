@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -149,3 +150,47 @@ def test_the_families_page_names_every_family_and_architecture() -> None:
     assert set(FAMILIES.names()) <= set(rows)
     for architecture, family in ARCHITECTURES.items():
         assert architecture in rows[family]
+
+
+def test_every_registered_name_is_in_the_list_of_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be turned on is combined with everything: docs/matrix.md leaves nothing out."""
+    switches = load("switches")
+    assert switches.unlisted() == [], "add a line to SWITCHES in tools/switches.py"
+    names = [s.name for s in switches.SWITCHES]
+    assert len(set(names)) == len(names)
+    monkeypatch.setattr(switches, "SWITCHES", tuple(s for s in switches.SWITCHES if s.name != "policy fair"))
+    assert switches.unlisted() == ["scheduling_policy=fair"]
+
+
+def test_the_table_of_pairs_has_every_pair_of_what_exists() -> None:
+    """A selector whose file is not there yet is left out until it is; then this test asks for it."""
+    switches, tried = load("switches"), load("pairs").read()
+    there = switches.present()
+    wanted = {(s.name, s.name) for s in there}
+    wanted |= {(a.name, b.name) for a, b in combinations(there, 2) if switches.possible(a, b)}
+    found = {(p.first, p.second) for p in tried}
+    assert found == wanted, "run python tools/pairs.py NAME for what is new, then python tools/matrix.py"
+    assert len(found) == len(tried)
+    assert {p.verdict for p in tried} <= {"exact", "lossy", "conflict"}, "a pair that should work does not"
+    assert all(p.said for p in tried if p.verdict == "conflict")
+    gains = [p for p in tried if p.kv]
+    assert 0 < len(gains) <= 60
+    families = {s.name: s.family for s in there}
+    assert all(families[p.first] != families[p.second] for p in gains)
+
+
+def test_a_pair_is_judged_by_its_tokens() -> None:
+    pairs = load("pairs")
+    switch = pairs.Switch
+    bench = object.__new__(pairs.Bench)
+    bench.files, bench.plain = Path("/nowhere"), ([[1, 2]], True)
+    exact, other = switch("a", "x", {}), switch("b", "y", {})
+    lossy = switch("c", "z", {}, exact=False)
+    bench._alone = {"c": ([[1, 3]], True)}
+    for a, b, found, verdict in (
+        (exact, other, ([[1, 2]], True), "exact"), (exact, other, ([[1, 3]], True), "differs"),
+        (exact, other, ([[1, 2]], False), "varies"), (exact, lossy, ([[1, 3]], True), "lossy"),
+        (exact, lossy, ([[1, 2]], True), "differs"), (lossy, lossy, ([[9, 9]], True), "lossy"),
+        (lossy, lossy, ([[9, 9]], False), "varies"), (exact, lossy, ("conflict", "no"), "conflict"),
+    ):  # fmt: skip
+        assert bench._judge(a, b, found)[0] == verdict

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from penstock.eval.gate import Verdict
     from penstock.eval.paired import Difference
     from penstock.eval.result import Result, Scored, TaskResult, Value
+    from penstock.eval.tasks.base import Tag
 
 _WRONG = 5
+MAP_STYLE = """td.cell, .map thead th { text-align: center; } .map { width: auto; }
+.map td.cell { min-width: 64px; border: 2px solid var(--card); }"""
+"""What `heat_map` needs."""
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{style}
 .span {{ fill: var(--a0); opacity: 0.35; }} .mid {{ fill: var(--c0); }} .track {{ fill: var(--grid); }}
-td.cell {{ text-align: center; }} td.bar {{ width: 36%; min-width: 160px; }} td.bad {{ color: var(--c1); }}
-.map {{ width: auto; }} .map td.cell {{ min-width: 64px; border: 2px solid var(--card); }}</style></head>
+td.gauge {{ width: 36%; min-width: 160px; }} td.bad {{ color: var(--c1); }}
+.charts {{ grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }}
+.named th:nth-child(2), .named td:nth-child(2) {{ text-align: left; }} p.end {{ margin-top: 28px; }}
+{map_style}</style></head>
 <body><main><h1>{title}</h1><p class="soft">{about}</p>{gate}
-<h2>Figures</h2><div class="card scroll"><table class="num"><thead><tr><th>task</th><th>metric</th><th>value</th>
+<h2>Figures</h2><div class="card scroll"><table class="num named"><thead><tr><th>task</th><th>metric</th><th>value</th>
 <th>95 %</th><th>n</th><th>from 0 to 100 %</th></tr></thead><tbody>{rows}</tbody></table></div>
 {changed}{maps}{curves}{wrong}
-<p class="soft">Equal prompts and greedy decoding for every configuration; digests in the JSON. Intervals: rates
+<p class="soft end">Equal prompts and greedy decoding for every configuration; digests in the JSON. Intervals: rates
 Wilson's, everything else percentile bootstrap over examples, both 95 %.</p></main></body></html>
 """
 
@@ -38,7 +44,8 @@ def html_page(result: Result, changed: Sequence[Difference], judged: Sequence[Ve
     maps = "".join(_map(task) for task in result.tasks if len(task.axes) == 2)
     curves = "".join(_curve(task) for task in result.tasks if len(task.axes) == 1)
     return _PAGE.format(
-        title=f"Evaluation of {escape(result.model)}", style=STYLE, about=escape(", ".join(told)), gate=_gate(judged),
+        title=f"Evaluation of {escape(result.model)}", style=STYLE, map_style=MAP_STYLE, about=escape(", ".join(told)),
+        gate=_gate(judged),
         rows="".join(_rows(task) for task in result.tasks), changed=_changed(changed), maps=maps,
         curves=f'<h2>By position, length, subject</h2><div class="charts">{curves}</div>' if curves else "",
         wrong="".join(_wrong(task) for task in result.tasks),
@@ -60,7 +67,7 @@ def _rows(task: TaskResult) -> str:
     head = f'<td title="{escape(task.source, quote=True)}">{escape(task.name)}{left}</td>'
     return "".join(
         f"<tr>{head if i == 0 else '<td></td>'}<td>{escape(v.name)}</td><td>{shown(v.value, v.kind)}</td>"
-        f'<td>{between(v)}</td><td>{v.n:,}</td><td class="bar">{_bar(v)}</td></tr>'
+        f'<td>{between(v)}</td><td>{v.n:,}</td><td class="gauge">{_bar(v)}</td></tr>'
         for i, v in enumerate(task.values)
     )
 
@@ -90,25 +97,31 @@ def _changed(changed: Sequence[Difference]) -> str:
     heads = ("task", "metric", "before", "now", "difference", "95 %", "p (McNemar)")
     head = "".join(f"<th>{h}</th>" for h in heads)
     return (
-        f'<h2>Against the baseline</h2><div class="card scroll"><table class="num"><thead><tr>{head}</tr></thead>'
+        f'<h2>Against the baseline</h2><div class="card scroll"><table class="num named"><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
 
 
 def _map(task: TaskResult) -> str:
+    down, across = task.axes
+    head = f"{task.name}: {task.values[0].name}, {down} (down) by {across} (across)"
+    return f"<h2>{escape(head)}</h2>{heat_map(task)}"
+
+
+def heat_map(task: TaskResult, columns: Sequence[Tag] = ()) -> str:
+    """The headline metric by the task's two axes. `columns`: values of the second one, where they are to be the same on
+    several maps."""
     from penstock.eval.result import grouped
 
-    head = task.values[0]
-    cells = grouped(task, head.name, task.axes)
+    cells = grouped(task, task.values[0].name, task.axes)
     down = list(dict.fromkeys(key[0] for key in cells))
-    across = sorted({key[1] for key in cells}, key=lambda tag: (isinstance(tag, str), tag))
+    across = list(columns) or sorted({key[1] for key in cells}, key=lambda tag: (isinstance(tag, str), tag))
     top = "".join(f"<th>{escape(tag_text(task.axes[1], tag))}</th>" for tag in across)
     body = ""
     for row in down:
         body += f"<tr><th>{escape(tag_text(task.axes[0], row))}</th>"
         body += "".join(_cell(cells.get((row, column))) for column in across) + "</tr>"
     return (
-        f"<h2>{escape(task.name)}: {head.name}, {escape(task.axes[0])} (down) by {escape(task.axes[1])} (across)</h2>"
         f'<div class="card scroll"><table class="map num"><thead><tr><th></th>{top}</tr></thead><tbody>{body}</tbody>'
         "</table></div>"
     )
@@ -133,7 +146,7 @@ def _curve(task: TaskResult) -> str:
     if any(isinstance(tag, str) for tag in cells) or len(cells) < 2:
         rows = "".join(
             f"<tr><td>{escape(str(tag))}</td><td>{shown(v.value, v.kind)}</td><td>{v.n}</td>"
-            f'<td class="bar">{_bar(v)}</td></tr>'
+            f'<td class="gauge">{_bar(v)}</td></tr>'
             for tag, v in cells.items()
         )
         drawn = f'<div class="scroll"><table class="num"><tbody>{rows}</tbody></table></div>'
@@ -145,7 +158,7 @@ def _curve(task: TaskResult) -> str:
         chart = Chart(title, x_format=x_format, y_format=percent, y_max=1.0)
         dots = [(x, v.value, "") for x, v in zip(xs, values, strict=True)]
         chart.lines = [
-            Line("95 %, low", xs, [low for low, _ in ends], 4), Line("95 %, high", xs, [high for _, high in ends], 4),
+            Line("95 %, low", xs, [low for low, _ in ends], 7), Line("95 %, high", xs, [high for _, high in ends], 7),
             Line(head.name, xs, [v.value for v in values], 0, dots),
         ]  # fmt: skip
         drawn = chart.svg()

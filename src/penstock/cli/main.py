@@ -101,6 +101,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_eval_arguments(evaluate)
 
+    cap = commands.add_parser(
+        "cap", allow_abbrev=False, help="what settings do to context, accuracy and performance, and what they claim"
+    )
+    from penstock.cli.cap import add_arguments as add_cap_arguments
+
+    add_cap_arguments(cap)
+
     datastore = commands.add_parser("datastore", allow_abbrev=False, help="texts to guess from, for the drafter rest")
     from penstock.cli.datastore import add_arguments as add_datastore_arguments
 
@@ -163,6 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.eval import eval_
 
             return eval_(args)
+        if args.command == "cap":
+            from penstock.cli.cap import cap
+
+            return cap(args)
         if args.command == "datastore":
             from penstock.cli.datastore import datastore
 

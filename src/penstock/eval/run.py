@@ -51,21 +51,29 @@ def evaluate(
 
 
 def prepare(
-    llm: LLM, tasks: Sequence[Asked], *, seed: int = 0, limit: int = 100, chat: bool = False, bos: bool = False
-) -> list[Prepared]:
+    llm: LLM, tasks: Sequence[Asked], *, seed: int = 0, limit: int = 100, chat: bool = False, bos: bool = False,
+    room: int | None = None,
+) -> list[Prepared]:  # fmt: skip
     """The examples, before any of them runs.
 
     `limit`: about how many of each task; `seed`: which. `chat`: prompts are messages of a user (likelihoods are of
     plain text all the same). `bos`: plain texts begin with the token that begins a text, whatever the tokenizer does.
+    `room`: tokens that the context holds, where it is not this engine's own (several engines are asked the same).
     Raises InputError.
     """
     if limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}", param="limit")
+    reader = reader_of(llm, chat=chat, bos=bos, room=room)
+    return [_prepare(asked, reader, seed, limit) for asked in tasks]
+
+
+def reader_of(llm: LLM, *, chat: bool = False, bos: bool = False, room: int | None = None) -> Reader:
+    """How texts become ids. Raises InputError if the model has no chat template, or no token that begins a text."""
     template = llm.engine.chat_template if chat else None
     if chat and template is None:
         raise InputError("--chat: this model has no chat template; leave --chat away", param="chat")
-    reader = Reader(llm.get_tokenizer(), llm.engine.limits.max_model_len, template=template, bos=bos)
-    return [_prepare(asked, reader, seed, limit) for asked in tasks]
+    room = llm.engine.limits.max_model_len if room is None else room
+    return Reader(llm.get_tokenizer(), room, template=template, bos=bos)
 
 
 def _prepare(asked: Asked, reader: Reader, seed: int, limit: int) -> Prepared:

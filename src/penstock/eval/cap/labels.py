@@ -1,0 +1,94 @@
+"""What each optimisation claims: which of Context, Accuracy and Performance it is there to improve.
+
+The six types C, A, P, CA, CP, AP are those of the CAP survey (arXiv 2405.11299, table 1): it holds that no optimisation
+improves all three. Its table: positional embedding C; sparse attention, quantisation and pruning P; prompt compression
+CP; StreamingLLM, in its text, CP. What it leaves to other surveys (paging, batching, caches, kernels, speculation) is P
+here, and exact: accuracy must not move. A label is a claim; the board says whether it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config.speculative import parse_speculative
+
+AXES = "CAP"
+_LOSSY_VERIFIERS = ("typical", "bild")
+_AS_MODEL = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Label:
+    """`axes`: letters of AXES, in that order; empty: nothing is claimed. `exact`: no token may change."""
+
+    axes: str
+    exact: bool
+    why: str
+
+
+_SELECTOR = Label("CP", False, "drops keys and values: room for context, less to read (StreamingLLM: CP, 2405.11299)")
+_READS_LESS = Label("P", False, "sparse attention: P (2405.11299, table 1); it frees no memory")
+_KV_CODEC = Label("CP", False, "quantisation: P (2405.11299, table 1); of keys and values it makes room, C, as well")
+_WEIGHTS = Label("P", False, "quantisation: P (2405.11299, table 1)")
+_POSITIONS = Label("C", False, "positional embedding: C (2405.11299, table 1)")
+_SYSTEM = Label("P", True, "a system method: P, and no token changes (2407.12391)")
+_NUMBERS = Label("P", False, "other number formats or sums: P")
+_LONGER = Label("C", True, "how long a sequence may be: C")
+
+LABELS: dict[str, Label] = {
+    "kv_selector": _SELECTOR,
+    "kv_cache_dtype": _KV_CODEC,
+    "quantization": _WEIGHTS,
+    "rope_scaling": _POSITIONS,
+    "rope_theta": _POSITIONS,
+    "max_model_len": _LONGER,
+    "dtype": _NUMBERS,
+    "ops": _NUMBERS,
+    "attention_backend": _NUMBERS,
+    "speculative_config": _SYSTEM,
+    "enable_prefix_caching": _SYSTEM,
+    "prefix_cache": _SYSTEM,
+    "eviction": _SYSTEM,
+    "kv_allocator": _SYSTEM,
+    "block_size": _SYSTEM,
+    "swap_space": _SYSTEM,
+    "slot_checkpoint_tokens": _SYSTEM,
+    "scheduling_policy": _SYSTEM,
+    "max_num_seqs": _SYSTEM,
+    "max_num_batched_tokens": _SYSTEM,
+    "preemption_mode": _SYSTEM,
+    "schedule_conservativeness": _SYSTEM,
+    "enable_chunked_prefill": _SYSTEM,
+    "long_prefill_token_threshold": _SYSTEM,
+    "threads": _SYSTEM,
+    "executor": _SYSTEM,
+    "depth": _SYSTEM,
+}
+"""By setting. One that is not here (kv_budget, say) is a part of another, and claims nothing by itself."""
+
+VALUES: dict[tuple[str, Any], Label | None] = {
+    ("kv_selector", "quest"): _READS_LESS,
+    ("kv_selector", "none"): None,
+    ("quantization", "none"): None,
+    **{("kv_cache_dtype", dtype): _NUMBERS for dtype in _AS_MODEL},
+}
+"""Values that claim something else than their setting does; None: nothing."""
+
+
+def label_of(settings: Mapping[str, Any]) -> Label:
+    """What a configuration claims: all that any of its settings claims; exact only if all of them are."""
+    found = [label for name, value in settings.items() if (label := _one(name, value)) is not None]
+    axes = "".join(axis for axis in AXES if any(axis in label.axes for label in found))
+    return Label(axes, all(label.exact for label in found), "; ".join(dict.fromkeys(label.why for label in found)))
+
+
+def _one(name: str, value: Any) -> Label | None:
+    if isinstance(value, str) and (name, value) in VALUES:
+        return VALUES[name, value]
+    if name == "speculative_config":
+        speculation = parse_speculative(value)
+        if speculation is not None and speculation.verifier in _LOSSY_VERIFIERS:
+            return Label("P", False, f"speculation with the verifier {speculation.verifier}: P, for accuracy")
+    return LABELS.get(name)

@@ -1,0 +1,134 @@
+"""Whether the data say so: an axis is improved, unchanged or worse only where an interval says it, else "not shown".
+
+Gains are relative (or, of scores, in shares), positive is better, and come with an interval of 95 % over pairs. `same`:
+an interval within it is no change worth telling; `beyond`: where a gain or a loss has to begin to count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from penstock.eval.cap.labels import AXES, Label
+from penstock.eval.intervals import Interval
+
+Word = Literal["improved", "unchanged", "worse", "mixed", "not shown"]
+"""mixed: by one measure of the axis better, by another worse."""
+Confirmed = Literal["confirmed", "in part", "not confirmed", "not shown", "more than declared", "nothing declared"]
+# Student's t, two-sided 95 %, for 1 ... 30 degrees of freedom.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of an axis beside the plain configuration's, in its own `unit`, and the gain with its interval."""
+
+    axis: str
+    name: str
+    unit: str
+    before: float
+    after: float
+    gain: float
+    low: float | None
+    high: float | None
+    word: Word
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a configuration. `words`: by axis. `trilemma`: at most two of the three improved."""
+
+    declared: str
+    exact: bool
+    why: str
+    words: dict[str, Word]
+    label: Confirmed
+    said: str
+    trilemma: bool
+
+
+def measure(
+    axis: str, name: str, unit: str, before: float, after: float, gain: float, interval: Interval | None, *,
+    same: float, beyond: float,
+) -> Measure:  # fmt: skip
+    low, high = (None, None) if interval is None else interval
+    return Measure(
+        axis=axis, name=name, unit=unit, before=before, after=after, gain=gain, low=low, high=high,
+        word=judge(interval, same=same, beyond=beyond),
+    )  # fmt: skip
+
+
+def judge(interval: Interval | None, *, same: float, beyond: float) -> Word:
+    if interval is None:
+        return "not shown"
+    low, high = interval
+    if -same <= low and high <= same:
+        return "unchanged"
+    if low > beyond:
+        return "improved"
+    return "worse" if high < -beyond else "not shown"
+
+
+def together(words: Iterable[Word]) -> Word:
+    """What several measures of one axis say."""
+    found = set(words)
+    if {"improved", "worse"} <= found or "mixed" in found:
+        return "mixed"
+    if "improved" in found or "worse" in found:
+        return "improved" if "improved" in found else "worse"
+    return "unchanged" if found == {"unchanged"} else "not shown"
+
+
+def verdict(label: Label, measures: Sequence[Measure]) -> Verdict:
+    words: dict[str, Word] = {axis: together(m.word for m in measures if m.axis == axis) for axis in AXES}
+    confirmed, said = confirm(label, words)
+    better = [m.name for m in measures if m.word == "improved"]
+    if better:
+        said += f" (better: {', '.join(better)})"
+    held = not all(word == "improved" for word in words.values())
+    return Verdict(
+        declared=label.axes, exact=label.exact, why=label.why, words=words, label=confirmed, said=said, trilemma=held
+    )
+
+
+def confirm(label: Label, words: Mapping[str, Word]) -> tuple[Confirmed, str]:
+    """Whether the axes that improved are those that were declared, and a sentence on what is not so."""
+    if not label.axes:
+        return "nothing declared", "nothing was declared"
+    missed = [axis for axis in label.axes if words[axis] in ("unchanged", "worse")]
+    broken = label.exact and words["A"] in ("worse", "mixed")
+    hidden = [axis for axis in label.axes if words[axis] == "not shown"]
+    partly = [axis for axis in label.axes if words[axis] == "mixed"]
+    more = [axis for axis in AXES if axis not in label.axes and words[axis] == "improved"]
+    parts = [f"{axis} is {words[axis]}" for axis in missed]
+    parts += ["A is worse, though no token may change"] if broken else []
+    parts += [f"{axis} is not shown" for axis in hidden]
+    parts += [f"{axis} is better by one measure and worse by another" for axis in partly]
+    parts += [f"{axis} improved as well" for axis in more]
+    said = "; ".join(parts) or "as declared"
+    if missed or broken:
+        return "not confirmed", said
+    if hidden:
+        return "not shown", said
+    if partly:
+        return "in part", said
+    return ("more than declared" if more else "confirmed"), said
+
+
+def ratio_interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, Interval | None]:
+    """Gain of pairs where less is better (times): the geometric mean of before / after, minus 1, and its interval.
+
+    Student's t over the logarithms: a handful of rounds is too few to draw from. Needs equal lengths; None for fewer
+    than two pairs.
+    """
+    logs = np.log(np.asarray(before, np.float64) / np.asarray(after, np.float64))
+    mean, n = float(logs.mean()), len(logs)
+    if n < 2:
+        return math.expm1(mean), None
+    half = (_T[n - 2] if n - 2 < len(_T) else 1.96) * float(logs.std(ddof=1)) / math.sqrt(n)
+    return math.expm1(mean), (math.expm1(mean - half), math.expm1(mean + half))
