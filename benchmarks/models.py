@@ -10,8 +10,7 @@ import numpy.typing as npt
 from benchmarks.peers.make_models import DEVIATION, SHAPES
 
 from penstock.base.bf16 import F32, narrow
-from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import ModelSpec, cache_spec, weight_shapes
+from penstock.core.model_spec import ModelSpec, cache_groups, weight_shapes
 from penstock.families.registry import find_family
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
@@ -65,7 +64,7 @@ class Model:
         kv_dtype: str = "float32", max_len: int = 512, max_seqs: int = 1, max_tokens: int = 512,
         passes: Collection[str] = PASSES,
     ) -> None:  # fmt: skip
-        groups = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
+        groups = cache_groups(spec, kv_dtype)
         program = build(spec, dict(weights), groups, max_model_len=max_len, attention="ref", ops=OP_TABLES.get("ref"))
         self.spec, self.max_tokens = spec, max_tokens
         self.forward = NativeForward(program, groups, pool, parse_scheme(scheme), max_tokens=max_tokens, passes=passes)

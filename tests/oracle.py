@@ -8,12 +8,14 @@ dtype (the cache rounds what it stores, so the oracle rounds too), and those wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.base.bf16 import F32, narrow, widen
+from penstock.base.bf16 import F32
+from penstock.core.kv_format import LayerFormat, parse_kv_format
 from penstock.core.model_spec import (
     Attention,
     ChannelMix,
@@ -36,7 +38,8 @@ from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
-from tests import naive_rwkv
+from penstock.ops.ref.rotation import hadamard
+from tests import naive_kv, naive_rwkv
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -47,12 +50,14 @@ class NaiveModel:
 
     def __init__(
         self, spec: ModelSpec, weights: dict[str, npt.NDArray[Any]], kv_dtype: str = "float32",
-        max_model_len: int | None = None,
+        max_model_len: int | None = None, block_size: int = 4, rotation: str = "none",
     ) -> None:  # fmt: skip
-        """`max_model_len`: what the program was built for; only ropes that depend on it care."""
+        """`max_model_len`: what the program was built for; only ropes that depend on it care. `block_size`: only
+        formats that encode whole blocks care."""
         self.spec = spec
         self.weights = weights
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.block_size, self.rotation = kv_dtype, block_size, rotation
+        self.kv_format = parse_kv_format(kv_dtype)
         self.max_model_len = max_model_len or spec.max_position
         self._v_first: F32 | None = None  # what RWKV-7's first layer leaves for the later ones
 
@@ -146,12 +151,7 @@ class NaiveModel:
 
     def _rounded(self, x: F32) -> F32:
         """What is left of x after a stay in the cache."""
-        if self.kv_dtype == "bfloat16":
-            return widen(narrow(x))
-        if self.kv_dtype == "int8":
-            scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
-            return np.rint(x / np.where(scale == 0, np.float32(1), scale)) * scale
-        return x.astype(self.kv_dtype).astype(np.float32)
+        return naive_kv.rounded(x if x.ndim == 3 else x[:, None], self.kv_dtype).reshape(x.shape)
 
     def _attention(self, h: F32, p: str, m: Attention) -> F32:
         t = len(h)
@@ -175,11 +175,24 @@ class NaiveModel:
             q = np.stack([
                 q[i] * np.float32(1.0 + s.beta * np.log1p((i + s.shift) // s.floor)) for i in range(t)
             ])  # fmt: skip
-        out = softmax_attention(
-            q, self._rounded(k), self._rounded(v), m.head_dim**-0.5 if m.scale is None else m.scale, m.window,
-            m.soft_cap, chunk=m.chunk, slopes=None if m.alibi is None else m.alibi.slopes(m.num_heads),
+        turned = self.rotation == "hadamard"
+        if turned:
+            q, k, v = (hadamard(x) for x in (q, k, v))
+        attend = partial(
+            softmax_attention, scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window,
+            soft_cap=m.soft_cap, chunk=m.chunk, slopes=None if m.alibi is None else m.alibi.slopes(m.num_heads),
             sinks=self._vector(p + "sinks") if m.sinks else None,
         )  # fmt: skip
+        how = self.kv_format.of(int(p.split(".")[1]))
+        if how.recent and m.reach is not None:
+            how = LayerFormat(("float16",), ("float16",))
+        keys, values = (naive_kv.reader(x, c, how, self.block_size) for x, c in ((k, how.keys), (v, how.values)))
+        if how.recent:
+            out = np.concatenate([attend(q[: i + 1], keys(i), values(i), only=i) for i in range(t)])
+        else:
+            out = attend(q, keys(t - 1), values(t - 1))
+        if turned:
+            out = hadamard(out)
         return self._linear(out.reshape(t, -1), p + "o")
 
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
@@ -347,13 +360,13 @@ def _softmax(x: F32) -> F32:
 
 def softmax_attention(
     q: F32, k: F32, v: F32, scale: float, window: int | None = None, soft_cap: float | None = None, *,
-    chunk: int | None = None, slopes: Sequence[float] | None = None, sinks: F32 | None = None,
+    chunk: int | None = None, slopes: Sequence[float] | None = None, sinks: F32 | None = None, only: int | None = None,
 ) -> F32:  # fmt: skip
-    """Causal attention by the book: q [T, H, D], k [T, G, D], v [T, G, W] -> [T, H, W]."""
+    """Causal attention by the book: q [T, H, D], k [T, G, D], v [T, G, W] -> [T, H, W], or the row `only` of it."""
     t, g = len(q), k.shape[1]
     per = q.shape[1] // g
     out = np.empty((t, q.shape[1], v.shape[2]), np.float32)
-    for i in range(t):
+    for i in range(t) if only is None else (only,):
         first = max(0 if window is None else i - window + 1, 0 if chunk is None else i - i % chunk, 0)
         for j in range(g):
             mine = slice(j * per, (j + 1) * per)
@@ -371,7 +384,7 @@ def softmax_attention(
             if sinks is not None:
                 total = total + np.exp(sinks[mine, None] - m)
             out[i, mine] = (e @ v[first : i + 1, j]) / total
-    return out
+    return out if only is None else out[only : only + 1]
 
 
 def naive_generate(model: NaiveModel, prompt: Sequence[int], pick: Pick, n: int) -> list[int]:

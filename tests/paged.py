@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
-from penstock.core.cache_spec import CacheGroup, group_layers
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.model.builder import build
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.ops.ref import REF
@@ -18,7 +18,7 @@ from penstock.ops.table import OpTable
 
 _EMPTY = {
     "float32": (np.float32, np.nan), "float16": (np.float16, np.nan), "bfloat16": (np.uint16, 0x7FC0),
-    "int8": (np.int8, -128),
+    "int8": (np.int8, -128), "uint8": (np.uint8, 255),
 }  # fmt: skip
 _GONE = -(10**6)
 
@@ -33,12 +33,18 @@ class Paged:
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, npt.NDArray[Any]], *, kv_dtype: str = "float32",
         block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0,
-        ops: OpTable = REF,
+        ops: OpTable = REF, rotation: str = "none",
     ) -> None:  # fmt: skip
         self.spec, self.block_size = spec, block_size
-        self.groups = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
+        self.groups = cache_groups(spec, kv_dtype)
         self.program = build(
-            spec, dict(weights), self.groups, max_model_len=max_model_len, ops=ops, attention=attention
+            spec,
+            dict(weights),
+            self.groups,
+            max_model_len=max_model_len,
+            ops=ops,
+            attention=attention,
+            rotation=rotation,
         )
         self.planes = [_planes(g, num_slabs, block_size) for g in self.groups]
         self._rng = np.random.default_rng(seed)
@@ -134,15 +140,17 @@ class Paged:
 
 
 def nan_of(plane: npt.NDArray[Any]) -> Any:
-    """What spoils a plane; int8 is spoilt by its scales."""
-    return {np.dtype(np.uint16): 0x7FC0, np.dtype(np.int8): -128}.get(plane.dtype, np.nan)
+    """What spoils a plane; int8 and packed ones are spoilt by their scales."""
+    whole = {np.dtype(np.uint16): 0x7FC0, np.dtype(np.int8): -128, np.dtype(np.uint8): 255}
+    return whole.get(plane.dtype, np.nan)
 
 
 def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:
     pages = num_slabs * len(group.layers)
     tokens = (block_size,) if group.spec.per_token else ()
     out: Planes = {}
-    for plane in group.spec.planes:
+    for plane in (*group.spec.planes, *group.spec.page_planes):
         dtype, nan = _EMPTY[plane.dtype]
-        out[plane.name] = np.full((pages, *tokens, plane.heads, plane.dim), nan, dtype)
+        own = tokens if plane in group.spec.planes else (1,)
+        out[plane.name] = np.full((pages, *own, plane.heads, plane.dim), nan, dtype)
     return out

@@ -11,8 +11,7 @@ from typing import Any
 from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
-from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
@@ -49,6 +48,7 @@ class Knobs:
     chunked: bool = True
     checkpoint_tokens: int = 8
     kv_dtype: str = "float32"
+    kv_rotation: str = "none"
     host_blocks: int = 0
     preemption: str = "auto"
     kv_allocator: str = "paged"
@@ -66,9 +66,7 @@ def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> P
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
         [(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
-        group_layers(
-            [cache_spec(layer, k.kv_dtype, lanes_of(spec, keeping_of(config_for(k)))) for layer in spec.layers]
-        ),
+        cache_groups(spec, k.kv_dtype, lanes_of(spec, keeping_of(config_for(k)))),
         dtypes=["float32"] * len(guessers),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
@@ -111,6 +109,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         kv_selector=k.selector,
         kv_budget=k.kept,
         kv_selector_config=k.selector_config,
+        kv_rotation=k.kv_rotation,
         schedule_conservativeness=k.conservativeness,
         speculative_config=speculation,
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.core.model_spec import Layer
+from penstock.core.model_spec import Layer, cache_groups
 from penstock.core.request import Abort, Control, Request
 from tests import specs
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, run, tiny
@@ -24,9 +25,10 @@ DRAWS_PER_SPEC = 10
 
 
 @cache
-def oracle(name: str, kv_dtype: str = "float32") -> Logits:
+def oracle(name: str, kv_dtype: str = "float32", block_size: int = 4, rotation: str = "none") -> Logits:
+    """`block_size`: what formats that encode whole blocks depend on, and nothing else."""
     spec, weights = tiny(name)
-    return model_logits(NaiveModel(spec, weights, kv_dtype))
+    return model_logits(NaiveModel(spec, weights, kv_dtype, block_size=block_size, rotation=rotation))
 
 
 def workload(vocab: int) -> list[Request]:
@@ -49,8 +51,10 @@ def workload(vocab: int) -> list[Request]:
 
 
 @cache
-def expected(name: str, kv_dtype: str = "float32") -> dict[str, list[tuple[list[int], str]]]:
-    logits = oracle(name, kv_dtype)
+def expected(
+    name: str, kv_dtype: str = "float32", block_size: int = 4, rotation: str = "none"
+) -> dict[str, list[tuple[list[int], str]]]:
+    logits = oracle(name, kv_dtype, block_size, rotation)
     return {
         r.request_id: [generate(logits, r, i) for i in range(r.n)]
         for r in workload(tiny(name)[0].vocab_size)
@@ -81,8 +85,10 @@ def draw_knobs(rng: random.Random, kv_dtype: str = "float32") -> Knobs:
     )
 
 
-def check(name: str, collector: Collector, kv_dtype: str = "float32") -> None:
-    for request_id, samples in expected(name, kv_dtype).items():
+def check(
+    name: str, collector: Collector, kv_dtype: str = "float32", block_size: int = 4, rotation: str = "none"
+) -> None:
+    for request_id, samples in expected(name, kv_dtype, block_size, rotation).items():
         got = collector.requests[request_id]
         assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, request_id
 
@@ -98,16 +104,38 @@ def test_8_bit_kv_obeys_the_same_laws(name: str, kv_dtype: str) -> None:
     in_turmoil(name, 4, kv_dtype)
 
 
-def in_turmoil(name: str, draws: int, kv_dtype: str = "float32") -> None:
+KIVI = '{"dtype": "kivi2", "recent": 6}'
+SINKS = '{"dtype": {"k": "channel4", "v": "int2"}, "recent": 3, "sinks": 5}'
+MIXED = '{"dtype": {"k": ["int4", "int8"], "v": "int2"}, "layers": {"1": "int4"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "block_size", "rotation"),
+    [
+        ("llama_gqa", "int4", 0, "none"), ("latent", "int4", 0, "none"), ("windowed", "int2", 0, "none"),
+        ("llama_gqa", MIXED, 0, "none"), ("llama_gqa", "int4", 0, "hadamard"), ("llama_gqa", KIVI, 4, "none"),
+        ("llama_gqa", KIVI, 16, "hadamard"), ("slots", KIVI, 8, "none"), ("windowed", KIVI, 4, "none"),
+        ("llama_gqa", SINKS, 4, "none"), ("slots", SINKS, 8, "none"),
+    ],
+)  # fmt: skip
+def test_F36_F37_F39_F41_codecs_obey_the_same_laws(name: str, kv_dtype: str, block_size: int, rotation: str) -> None:
+    """Alone, in batches, cut into chunks, after prefix hits, preempted, swapped, forked, ragged: the same tokens.
+    What encodes whole blocks may depend on their size (0: any), and on nothing else."""
+    in_turmoil(name, 3, kv_dtype, block_size, rotation)
+
+
+def in_turmoil(name: str, draws: int, kv_dtype: str = "float32", block_size: int = 0, rotation: str = "none") -> None:
     """Engines with knobs drawn at random, disturbed as they run, give the naive model's tokens."""
     spec, weights = tiny(name)
     rng = random.Random(f"laws-{name}")
     for draw in range(draws):
         knobs = draw_knobs(rng, kv_dtype)
+        knobs.block_size, knobs.kv_rotation = block_size or knobs.block_size, rotation
         if knobs.block_size * knobs.num_blocks < 64:
             knobs.num_blocks = 64 // knobs.block_size + 1
         if knobs.window_blocks:  # what one sequence may hold at a time, and no more
-            before = max((reach_of(layer) for layer in spec.layers), default=1) - 1
+            windows = [g.spec.window or 1 for g in cache_groups(spec, kv_dtype)]
+            before = max(windows, default=1) - 1
             most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, most)
         core = real_engine(spec, weights, knobs)
@@ -126,13 +154,15 @@ def in_turmoil(name: str, draws: int, kv_dtype: str = "float32") -> None:
             steps += 1
             assert steps < 5000, f"starved with {knobs}"
         assert_idle(core)
-        check(name, collector, kv_dtype)
-        assert_beams(name, collector, f"draw {draw}: {knobs}", kv_dtype)
+        how = (kv_dtype, block_size or 4, rotation)
+        check(name, collector, *how)
+        assert_beams(name, collector, f"draw {draw}: {knobs}", *how)
 
 
-def assert_beams(name: str, collector: Collector, note: str = "", kv_dtype: str = "float32") -> None:
+def assert_beams(name: str, collector: Collector, note: str = "", *how: Any) -> None:
+    """`how`: as `expected` takes it behind the name."""
     beam = next(r for r in workload(tiny(name)[0].vocab_size) if r.beam is not None)
-    want = _beams(name, kv_dtype)
+    want = _beams(name, *how)
     got = collector.requests[beam.request_id].beams
     assert [(g[0], g[2]) for g in got] == [(w[0], w[2]) for w in want], note
     for g, w in zip(got, want, strict=True):
@@ -146,9 +176,9 @@ def reach_of(layer: Layer) -> int:
 
 
 @cache
-def _beams(name: str, kv_dtype: str) -> list[tuple[list[int], float, str]]:
+def _beams(name: str, *how: Any) -> list[tuple[list[int], float, str]]:
     beam = next(r for r in workload(tiny(name)[0].vocab_size) if r.beam is not None)
-    return beam_search(oracle(name, kv_dtype), beam)
+    return beam_search(oracle(name, *how), beam)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -14,9 +14,9 @@ from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
+from penstock.core.kv_format import parse_kv_format
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-KV_DTYPES = (*DTYPES, "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,16 @@ class CacheConfig(Section):
     eviction: str = setting("lru", "Which cached blocks are given up first.")
     kv_cache_dtype: str = setting(
         "auto",
-        "Type of keys and values. auto: the same as dtype. int8: 8 bits with one float32 scale per token and head.",
-        choices=KV_DTYPES,
+        "Type of keys and values. auto: as dtype. int8, int4, int2: with scales for each token. kivi4, kivi2: keys by "
+        "channel, newest tokens whole. By layer and head a JSON object: "
+        '{"dtype": "int4", "layers": {"0-1": "int8"}, "recent": 64, "sinks": 32}.',
+        takes_object=True,
+    )
+    kv_rotation: str = setting(
+        "none",
+        "Turn keys and values before they are rounded, so that no component stands out. hadamard: by a Hadamard "
+        "matrix; queries and outputs are turned with them.",
+        choices=("none", "hadamard"),
     )
     kv_selector: str = setting(
         "none",
@@ -193,6 +201,8 @@ class EngineConfig:
         cache = self.cache
         parse_rope_scaling(self.model.rope_scaling)
         parse_speculative(self.execution.speculative_config)
+        if cache.kv_cache_dtype != "auto":
+            parse_kv_format(cache.kv_cache_dtype)
         parse_selection(cache.kv_selector, cache.kv_budget, cache.kv_selector_config)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(

@@ -137,7 +137,7 @@ def _checked(values: Mapping[str, Any], label: Callable[[str], str], settings: M
 
 def _canonical(item: Setting, value: Any) -> Any:
     # vLLM's users write "half" and torch.float16 too. `str` names a torch dtype without importing torch.
-    if item.name not in ("dtype", "kv_cache_dtype") or value is None:
+    if item.name not in ("dtype", "kv_cache_dtype") or value is None or isinstance(value, dict):
         return value
     text = str(value).removeprefix("torch.")
     return _DTYPE_ALIASES.get(text, text)

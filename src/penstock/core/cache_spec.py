@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from penstock.core.kv_format import CHANNEL, PACKED_BITS
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types that a model computes with, and bytes of a number."""
-CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1}
-"""Types that a plane may hold. int8 goes with scales: see `vector_planes`."""
+CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "uint8": 1}
+"""Types that a plane may hold. int8 goes with scales, uint8 with scales and minima: see `vector_planes`."""
+GROUP = 32
+"""Most numbers of a token's head that share a scale and a minimum, if they are packed."""
 
 
 class Plane(NamedTuple):
@@ -31,15 +36,52 @@ def scale_name(plane: str) -> str:
     return plane + "_scale"
 
 
+def bounds_name(plane: str, codec: str) -> str:
+    """What the plane with scales and minima of a packed plane is called: it says how that one is packed."""
+    return f"{plane}_{codec}"
+
+
+def run_name(plane: str, run: int) -> str:
+    """Heads next to each other that share a codec have planes of their own: `k`, `k.1`, `k.2`."""
+    return f"{plane}.{run}" if run else plane
+
+
+def group_size(dim: int) -> int:
+    """Numbers that share a scale: the largest divisor of `dim` up to `GROUP`."""
+    return max(n for n in range(1, min(dim, GROUP) + 1) if dim % n == 0)
+
+
 def vector_planes(shapes: Mapping[str, tuple[int, int]], dtype: str) -> tuple[Plane, ...]:
     """Planes for the vectors of a token: name -> (heads, dim). Those of int8 are followed by one float32 each per head.
+    Those of int4 and int2 are packed into bytes, the first number in the lowest bits, and followed by a scale and a
+    minimum for every `group_size` numbers, float16: all scales, then all minima.
 
     A scale per token and head: a page is written token by token, so nothing wider would leave old tokens as they were.
     """
+    if dtype in PACKED_BITS:
+        packed = [Plane(name, heads, dim * PACKED_BITS[dtype] // 8, "uint8") for name, (heads, dim) in shapes.items()]
+        return (*packed, *(Plane(bounds_name(name, dtype), heads, 2 * dim // group_size(dim), "float16")
+                           for name, (heads, dim) in shapes.items()))  # fmt: skip
     planes = [Plane(name, *shape, dtype) for name, shape in shapes.items()]
     if dtype == "int8":
         planes += [Plane(scale_name(name), heads, 1, "float32") for name, (heads, _) in shapes.items()]
     return tuple(planes)
+
+
+def head_planes(name: str, heads: int, dim: int, codecs: tuple[str, ...]) -> tuple[list[Plane], list[Plane]]:
+    """Planes of vectors of which each head has its codec (`codecs`: one for all, or one per head): those of a token,
+    and those of a page, which hold scale and minimum of every channel, [heads, 2 dim] in float16."""
+    each = codecs * heads if len(codecs) == 1 else codecs
+    tokens: list[Plane] = []
+    pages: list[Plane] = []
+    for run, (codec, group) in enumerate(groupby(each)):
+        own, count = run_name(name, run), len(list(group))
+        if codec in CHANNEL:
+            tokens.append(Plane(own, count, dim * PACKED_BITS[codec] // 8, "uint8"))
+            pages.append(Plane(bounds_name(own, codec), count, 2 * dim, "float16"))
+        else:
+            tokens += vector_planes({own: (count, dim)}, codec)
+    return tokens, pages
 
 
 class CacheSpec(msgspec.Struct, frozen=True):
@@ -107,6 +149,10 @@ class CacheGroup(msgspec.Struct, frozen=True):
         tokens = block_size if self.spec.per_token else 1
         besides = sum(p.num_bytes for p in self.spec.page_planes)
         return len(self.layers) * (self.spec.num_bytes * tokens + besides)
+
+    def token_bytes(self, block_size: int) -> int:
+        """Bytes of a token in all layers (of a sequence: slot), its share of what pages have besides included."""
+        return -(-self.slab_bytes(block_size) // (block_size if self.spec.per_token else 1))
 
 
 def without_windows(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:

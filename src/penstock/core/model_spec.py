@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane
+from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Latent, QkNorm
 from penstock.core.mixers.mamba import Mamba, Mamba2
@@ -22,7 +23,7 @@ from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "Latent", "Layer",
     "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4",
-    "Rwkv7", "cache_spec", "layer_shapes", "weight_shapes",
+    "Rwkv7", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
@@ -160,6 +161,34 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1) -> CacheSpec | None:
         shift = Plane("ffn_shift", 1, layer.mixer.width, "float32")
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
+
+
+def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1) -> list[tuple[CacheSpec, ...]]:
+    """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
+    are further ones (`core.mixers.attention.Attention.caches`). `kv_dtype`: see `core.kv_format`.
+
+    `lanes`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always is.
+    """
+    kv = parse_kv_format(kv_dtype)
+    out: list[tuple[CacheSpec, ...]] = []
+    for n, layer in enumerate(spec.layers):
+        how = kv.of(n)
+        if how.plain is None and isinstance(layer.mixer, Attention):
+            out.append(layer.mixer.caches(how))
+        else:
+            one = cache_spec(layer, how.plain or "float32", lanes)
+            out.append(() if one is None else (one,))
+    return out
+
+
+def cache_groups(spec: ModelSpec, kv_dtype: str, lanes: int = 1) -> tuple[CacheGroup, ...]:
+    """The groups of a model: first those of what every layer keeps, then those of newest, then of first tokens."""
+    kept = cache_specs(spec, kv_dtype, lanes)
+    groups: list[CacheGroup] = []
+    for i in range(max((len(own) for own in kept), default=0)):
+        more = group_layers([own[i] if i < len(own) else None for own in kept])
+        groups += [CacheGroup(len(groups) + g.index, g.spec, g.layers) for g in more]
+    return tuple(groups)
 
 
 def weight_shapes(spec: ModelSpec) -> Shapes:

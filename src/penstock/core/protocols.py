@@ -311,7 +311,7 @@ class AttentionBackend(Protocol):
         self, q: npt.NDArray[np.float32], step: Any, group: int, layer: int, *, keys: tuple[str, ...], value: str,
         scale: float, window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: npt.NDArray[np.float32] | None = None, sinks: npt.NDArray[np.float32] | None = None,
-        rotation: tuple[npt.NDArray[np.float32], bool, int] | None = None,
+        rotation: tuple[npt.NDArray[np.float32], bool, int] | None = None, kept: Any = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """q [T, H, D] -> [T, H, W].
 
@@ -322,9 +322,10 @@ class AttentionBackend(Protocol):
         soft_cap * tanh(scale * q.k / soft_cap), minus slopes[h] * (p - position of the key). With sinks [H], exp(sink)
         is added to the sum that divides head h's weights. With a `rotation` (table [2, positions, dim/2], interleaved,
         first component) the cache holds raw keys, which turn as they are read, at their slots. Lines that have dropped
-        tokens (`ops.plan.GroupPlan`) see slots for positions, and have no windows, chunks or slopes. The result of a
-        token must not depend, bit for bit, on the
-        other tokens of the step, on where its pages lie or on how its context was cut into steps. Mutates nothing.
+        tokens (`ops.plan.GroupPlan`) see slots for positions, and have no windows, chunks or slopes. `kept` (an
+        `ops.kept.Kept`, only without window and chunk) says where newest and first tokens are, if codes are all that
+        `group` has of the others. The result of a token must not depend, bit for bit, on the other tokens of the step,
+        on where its pages lie or on how its context was cut into steps. Mutates nothing.
         """
         ...
 

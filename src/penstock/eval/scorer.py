@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.config import EngineConfig
-from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
@@ -73,6 +72,8 @@ class LoadedModel:
     attention: str = "ref"
     files: tuple[Path, ...] = ()
     """Of its weights."""
+    rotation: str = "none"
+    """Of keys and values."""
     threads: int = 0
     """With native kernels, how many; 0: the reference operations."""
 
@@ -102,9 +103,15 @@ class ProgramScorer:
         spec = model.spec
         self.vocab_size, self.max_len = spec.vocab_size, model.max_len
         self.seconds, self.num_tokens = 0.0, 0
-        groups = group_layers([cache_spec(layer, model.kv_dtype) for layer in spec.layers])
+        groups = cache_groups(spec, model.kv_dtype)
         program = build(
-            spec, dict(model.weights), groups, max_model_len=model.max_len, ops=ops, attention=model.attention
+            spec,
+            dict(model.weights),
+            groups,
+            max_model_len=model.max_len,
+            ops=ops,
+            attention=model.attention,
+            rotation=model.rotation,
         )
         self._program: Forward = program
         self.packed: dict[str, Packed] = {}
@@ -161,6 +168,7 @@ def load(config: EngineConfig) -> LoadedModel:
         max_len=plan.max_model_len,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
         attention=config.execution.attention_backend,
+        rotation=config.cache.kv_rotation,
         files=tuple(sorted(_files(checkpoint))),
         threads=(config.execution.threads or probe().num_cores) if config.execution.ops == "native" else 0,
     )

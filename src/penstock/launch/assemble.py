@@ -114,6 +114,7 @@ def program_of(
         plan.own_groups,
         max_model_len=plan.max_model_len,
         attention=config.execution.attention_backend,
+        rotation=config.cache.kv_rotation,
         ops=OP_TABLES.get("ref" if ops == "auto" else ops),
         reading=reading_of(keeping_of(config)),
     )

@@ -26,6 +26,8 @@ from penstock.plan.resolve import Plan
 from penstock.quant.reference import Scheme, parse_scheme
 
 SMALL_BYTES = 64 << 20
+NATIVE_KV = ("auto", "float32", "float16", "bfloat16", "int8")
+"""kv_cache_dtype that native kernels read and write."""
 NOT_BUILT = "no native kernels were built: install Penstock again where a C++17 compiler is found"
 
 
@@ -66,6 +68,10 @@ def _problem(config: EngineConfig, spec: ModelSpec) -> str | None:
         return f"attention_backend is {config.execution.attention_backend}, and native programs have their own"
     if best_library() is None:
         return NOT_BUILT
+    if config.cache.kv_rotation != "none":
+        return f"there are no kernels yet for kv_rotation {config.cache.kv_rotation}"
+    if config.cache.kv_cache_dtype not in NATIVE_KV:
+        return f"there are no kernels yet for keys and values as {config.cache.kv_cache_dtype}"
     obstacle = native_obstacle(spec)
     return None if obstacle is None else f"there are no kernels yet for {obstacle}"
 

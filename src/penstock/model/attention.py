@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from penstock.core.model_spec import Attention, Latent, QkNorm
@@ -30,10 +32,16 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     if m.query_scale is not None:
         s = m.query_scale
         b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
-    b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")))
+    kept, turned = b.kept.get(b.layer), b.rotation == "hadamard"
+    for name in ("q", "k", "v") if turned else ():
+        b.emit("hadamard", (name,), name)
+    if kept is None:
+        b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")))
+    else:
+        b.emit("write_kept", ("step", "k", "v"), "", bound=(*place, kept))
     if b.reading.observe:
         b.emit("observe", ("q", "step"), "", bound=place)
-    more = {}
+    more: dict[str, Any] = {} if kept is None else {"kept": kept}
     if b.reading.raw_keys and m.rope is not None:
         more["rotation"] = (rope_table(m.rope, b.max_model_len), m.rope.interleaved, 0)
     slopes = None if m.alibi is None else np.array(m.alibi.slopes(m.num_heads), np.float32)
@@ -42,6 +50,8 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
         slopes=slopes, sinks=b.vector(p + "sinks"), **more,
     )  # fmt: skip
+    if turned:
+        b.emit("hadamard", ("a",), "a")
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")
 

@@ -26,6 +26,7 @@ from penstock.model.attention import attention, latent
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.mamba import mamba, mamba2
+from penstock.model.places import places_of
 from penstock.model.program import NO_LAYER, Program
 from penstock.model.recurrent import recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
@@ -38,23 +39,23 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 def build(
     spec: ModelSpec, weights: Weights, groups: tuple[CacheGroup, ...], *, max_model_len: int, ops: OpTable = REF,
-    attention: str = "ref", reading: Reading = PLAIN,
+    attention: str = "ref", rotation: str = "none", reading: Reading = PLAIN,
 ) -> Program:  # fmt: skip
     """Bind the ops of `spec` to its weights.
 
     `weights` maps every name of `core.model_spec.weight_shapes` to float32, float16 or bfloat16 bits (uint16); matrices
-    are kept as they are (no copy), vectors are widened. `groups` says where each layer caches. Rope tables hold
-    `max_model_len` positions. `reading`: how attention uses the cache, if a KV selector wants it otherwise.
+    are kept as they are (no copy), vectors are widened. `groups` says where each layer caches: in one of them, or with
+    its newest and first tokens in further ones (`core.model_spec.cache_groups`). Rope tables hold `max_model_len`
+    positions. `rotation`: "hadamard" turns the heads of softmax attention before they are cached. `reading`: how
+    attention uses the cache, if a KV selector wants it otherwise.
 
     Raises: ModelError for weights that are missing, unknown or of wrong shape or type; ConfigError for an unknown
     attention backend.
     """
     _check_weights(spec, weights)
     backend: AttentionBackend = ATTENTION_BACKENDS.get(attention)
-    b = Emitter(spec, weights, ops, backend, max_model_len, reading)
-    places = {n: Place(g.index, i) for g in groups for i, n in enumerate(g.layers)}
-    with_cache = [n for n, layer in enumerate(spec.layers) if layer.mixer is not None]
-    assert sorted(n for g in groups for n in g.layers) == with_cache, "a layer that keeps something is in one group"
+    places, kept = places_of(spec, groups)
+    b = Emitter(spec, weights, ops, backend, max_model_len, kept, rotation, reading)
     _embedding(b)
     for n, layer in enumerate(spec.layers):
         b.layer = n

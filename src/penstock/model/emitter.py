@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
 from penstock.core.protocols import AttentionBackend
 from penstock.model.program import NO_LAYER, Call
+from penstock.ops.kept import Kept
 from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
 from penstock.ops.table import Op, OpTable
@@ -45,8 +47,10 @@ class Emitter:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, ops: OpTable, backend: AttentionBackend, max_model_len: int,
-        reading: Reading,
+        kept: Mapping[int, Kept] | None = None, rotation: str = "none", reading: Reading = PLAIN,
     ) -> None:  # fmt: skip
+        """`kept`: where layers keep their newest tokens, if not with the others. `rotation`: how heads are turned
+        before they are cached, none or hadamard."""
         self.reading = reading
         self.code: list[Call] = []
         self.spec = spec
@@ -54,6 +58,7 @@ class Emitter:
         self.max_model_len = max_model_len
         self.layer = NO_LAYER
         """What is emitted belongs to this layer."""
+        self.kept, self.rotation = kept or {}, rotation
         self._ops = ops
         self._backend = backend
         self._angles: dict[Rope, str] = {}

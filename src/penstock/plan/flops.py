@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.core.cache_spec import DTYPE_BYTES
-from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, cache_spec, weight_shapes
+from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, cache_specs, weight_shapes
 from penstock.core.step_shape import StepShape
 
 _LOGIT_BYTES = 4  # logits are float32 everywhere
@@ -126,7 +126,7 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None) -> Mode
     Raises KeyError for a dtype that `core.cache_spec.DTYPE_BYTES` does not know.
     """
     size = DTYPE_BYTES[dtype]
-    caches = [c for layer in spec.layers if (c := cache_spec(layer, kv_dtype or dtype)) is not None]
+    caches = [c for kept in cache_specs(spec, kv_dtype or dtype) for c in kept]
     shapes = weight_shapes(spec)
     embed = shapes.pop("embed")
     shapes.pop("positions", None)
@@ -183,11 +183,11 @@ def _is_product(name: str, shape: tuple[int, ...]) -> bool:
 
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     sums: dict[int | None, tuple[int, int]] = {}
-    for layer in spec.layers:
+    for layer, kept in zip(spec.layers, cache_specs(spec, kv_dtype), strict=True):
         m = layer.mixer
         if isinstance(m, Attention | Latent):
             before = sums.get(m.reach, (0, 0))
-            sums[m.reach] = before[0] + m.pair_flops, before[1] + m.cache(kv_dtype).num_bytes
+            sums[m.reach] = before[0] + m.pair_flops, before[1] + kept[0].num_bytes
     for window, (flops, num_bytes) in sums.items():
         yield Reach(window, flops, num_bytes)
 

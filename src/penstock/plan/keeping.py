@@ -20,6 +20,8 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
         raise wrong(f"gives pages back one by one, and kv_allocator {config.cache.kv_allocator} has none; use paged")
     if config.execution.speculative_config is not None:
         raise wrong("cannot be combined with speculative_config: guesses are verified against the whole context")
+    if keeping.cache_positions and config.cache.kv_rotation != "none":
+        raise wrong(f"turns keys when they are read, and kv_rotation {config.cache.kv_rotation} before; leave it away")
     for n, layer in enumerate(spec.layers):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):

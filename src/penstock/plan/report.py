@@ -11,10 +11,10 @@ import msgspec
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import EngineConfig
-from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers
+from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
@@ -124,8 +124,8 @@ def report(
         fit = Fit(config, spec, machine, drafts)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
-    own = group_layers([cache_spec(layer, kv_dtype) for layer in spec.layers])
-    groups = known.groups if known else own
+    groups = known.groups if known else cache_groups(spec, kv_dtype)
+    size = config.cache.block_size
     guessers = {g: draft.name for draft in known.drafts for g in draft.groups} if known else {}
     timer = RooflineTimer(spec, device, dtype=dtype, kv_dtype=kv_dtype)
     max_model_len = plan.max_model_len if plan else config.model.max_model_len or spec.max_position
@@ -142,8 +142,8 @@ def report(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weight_bytes={name: spec.num_params * size for name, size in DTYPE_BYTES.items()},
-        groups=tuple(_group_line(group, guessers.get(group.index, "")) for group in groups),
-        kv_bytes_per_token=sum(g.slab_bytes(1) for g in groups if g.spec.per_token),
+        groups=tuple(_group_line(group, guessers.get(group.index, ""), size) for group in groups),
+        kv_bytes_per_token=sum(g.token_bytes(size) for g in groups if g.spec.per_token),
         state_bytes_per_sequence=sum(g.slab_bytes(1) for g in groups if not g.spec.per_token),
         max_model_len=max_model_len,
         max_num_seqs=plan.max_num_seqs if plan else None,
@@ -187,14 +187,15 @@ def _decisions(config: EngineConfig, plan: Plan | None, fit: Fit | None, longest
     return Decision("max_model_len", near.max_model_len, why), *near.decisions
 
 
-def _group_line(group: CacheGroup, model: str) -> GroupLine:
+def _group_line(group: CacheGroup, model: str, block_size: int) -> GroupLine:
     dtypes = ", ".join(sorted({p.dtype for p in group.spec.planes}))
     planes = " + ".join(f"{p.name} {p.heads}x{p.dim}" for p in group.spec.planes) + f", {dtypes}"
+    planes += "".join(f", {p.name} {p.heads}x{p.dim} for each block" for p in group.spec.page_planes)
     return GroupLine(
         kind=group.spec.kind,
         num_layers=len(group.layers),
         planes=planes,
-        num_bytes=group.slab_bytes(1),
+        num_bytes=group.token_bytes(block_size),
         window=group.spec.window,
         model=model,
     )

@@ -10,12 +10,14 @@ import msgspec
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
-from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, group_layers, without_windows
+from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, without_windows
 from penstock.core.events import Decision
+from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.keeping import check_keeping, lanes_of
+from penstock.plan.kv_format import check_kv_format
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
 
 DEFAULT_NUM_SEQS = 64
@@ -88,9 +90,9 @@ def resolve(
 
     groups, planned, why_drafts = plan_drafts(
         drafts,
-        group_layers([cache_spec(layer, kv_dtype, lanes_of(spec, keeping)) for layer in spec.layers]),
+        cache_groups(spec, kv_dtype, lanes_of(spec, keeping)),
         dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
-        kv_dtype=kv_dtype,
+        kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
     )
     decisions.extend(why_drafts)
@@ -207,13 +209,8 @@ def _draft_dtype(config: EngineConfig, draft: ModelSpec, dtype: str) -> str:
 
 
 def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Decisions) -> str:
+    check_kv_format(config, spec)
     given = config.cache.kv_cache_dtype
-    if given == "int8" and not any(c.per_token for layer in spec.layers if (c := cache_spec(layer, given)) is not None):
-        raise ConfigError(
-            "kv_cache_dtype: int8 is for keys and values, of which this model keeps none (recurrent states are always "
-            "float32); use auto",
-            field="kv_cache_dtype",
-        )
     if given != "auto":
         return given
     decisions.add("kv_cache_dtype", dtype, "the same as dtype: what is kept is as exact as what is computed")

@@ -22,6 +22,7 @@ _ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
     "float16": (np.float16, np.nan),
     "bfloat16": (np.uint16, 0x7FC0),
     "int8": (np.int8, -128),
+    "uint8": (np.uint8, 255),
 }
 
 

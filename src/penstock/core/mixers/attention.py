@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, vector_planes
+from penstock.core.cache_spec import CacheSpec, Plane, head_planes, vector_planes
+from penstock.core.kv_format import LayerFormat
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 
@@ -81,6 +82,26 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         shape = (self.num_kv_heads, self.head_dim)
         kind: Literal["paged", "window"] = "paged" if self.reach is None else "window"
         return CacheSpec(kind, vector_planes({"k": shape, "v": shape}, kv_dtype), self.reach)
+
+    def caches(self, how: LayerFormat) -> tuple[CacheSpec, ...]:
+        """What the layer keeps by a format that is not plain: its codes; the newest tokens, float16, in a window; and
+        the first ones, as a state of the sequence. What a window bounds anyway stays float16 if there are newest ones.
+        """
+        shape = (self.num_kv_heads, self.head_dim)
+        if how.recent and self.reach is not None:
+            return (self.cache("float16"),)
+        (k, k_pages), (v, v_pages) = head_planes("k", *shape, how.keys), head_planes("v", *shape, how.values)
+        if not how.recent:
+            return (CacheSpec("paged" if self.reach is None else "window", (*k, *v), self.reach),)
+        out = [CacheSpec("paged", (*k, *v), page_planes=(*k_pages, *v_pages)), self._recent(how.recent)]
+        if how.sinks:
+            state = (how.sinks * self.num_kv_heads, self.head_dim, "float16")
+            out.append(CacheSpec("slot", (Plane("k", *state), Plane("v", *state))))
+        return tuple(out)
+
+    def _recent(self, tokens: int) -> CacheSpec:
+        shape = (self.num_kv_heads, self.head_dim)
+        return CacheSpec("window", vector_planes({"k": shape, "v": shape}, "float16"), tokens)
 
     @property
     def reach(self) -> int | None:

@@ -7,6 +7,7 @@ its position alone.
 
 from __future__ import annotations
 
+from penstock.ops.ref.attention.kept import write_kept
 from penstock.ops.ref.experts import experts, route
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
@@ -28,6 +29,7 @@ from penstock.ops.ref.pointwise import (
 from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.recurrence import recurrent
 from penstock.ops.ref.rotary import rope, rope_angles
+from penstock.ops.ref.rotation import hadamard
 from penstock.ops.ref.rwkv import (
     interpolate,
     removal_key,
@@ -64,8 +66,10 @@ REF = OpTable(
         "scale_queries": scale_queries,
         "route": route,
         "experts": experts,
+        "hadamard": hadamard,
         "write_kv": write_kv,
         "observe": observe,
+        "write_kept": write_kept,
         "latent_query": latent_query,
         "latent_output": latent_output,
         "recurrent": recurrent,

@@ -10,7 +10,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
+from penstock.ops.ref.attention.kept import contexts
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
@@ -79,7 +81,7 @@ class RowBackend:
     def attend(
         self, q: F32, step: Step, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None, slopes: F32 | None = None,
-        sinks: F32 | None = None, rotation: Rotation | None = None,
+        sinks: F32 | None = None, rotation: Rotation | None = None, kept: Kept | None = None,
     ) -> F32:  # fmt: skip
         """See `core.protocols.AttentionBackend.attend`.
 
@@ -88,6 +90,8 @@ class RowBackend:
         path are put together before, in the order of their positions. A line that has dropped tokens is the same with
         slots for positions.
         """
+        if kept is not None:
+            return self._attend_kept(q, step, group, layer, kept, Rule(scale, soft_cap, slopes, sinks))
         planes, lanes = step.planes[group], step.plan.groups[group].lanes
         if not step.bounds[-1]:
             return np.zeros((0, q.shape[1], planes[value].shape[-1]), np.float32)
@@ -140,3 +144,13 @@ class RowBackend:
             own = q[t].reshape(*per_kv_head, k.shape[2])
             rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
         return rows
+
+    def _attend_kept(self, q: F32, step: Step, group: int, layer: int, kept: Kept, rule: Rule) -> F32:
+        """`attend` where the newest tokens, and perhaps the first ones, are read from caches of their own."""
+        out = np.zeros_like(q)
+        for t, (k, v) in enumerate(contexts(step, group, layer, kept)):
+            shape = (k.shape[1], q.shape[1] // k.shape[1])
+            own = (None if x is None else x.reshape(*shape, 1) for x in (rule.slopes, rule.sinks))
+            row = self._attend_row(q[t].reshape(*shape, -1), k, v, 0, Rule(rule.scale, rule.soft_cap, *own))
+            out[t] = row.reshape(q.shape[1:])
+        return out

@@ -1,0 +1,31 @@
+"""Which cache group has what of which layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import Attention, ModelSpec
+from penstock.model.emitter import Place
+from penstock.ops.kept import Kept
+
+
+def places_of(spec: ModelSpec, groups: Sequence[CacheGroup]) -> tuple[dict[int, Place], dict[int, Kept]]:
+    """Layer -> where it keeps what it keeps, and where its newest and first tokens are if they are kept apart: in
+    further groups, which come after that (`core.model_spec.cache_groups`)."""
+    places: dict[int, Place] = {}
+    kept: dict[int, Kept] = {}
+    for group in groups:
+        for i, n in enumerate(group.layers):
+            if n not in places:
+                places[n] = Place(group.index, i)
+            elif group.spec.window is not None:
+                kept[n] = Kept(group.spec.window, group.index, i)
+            else:
+                mixer = spec.layers[n].mixer
+                assert isinstance(mixer, Attention), "only keys and values of heads have first tokens"
+                sinks = group.spec.planes[0].heads // mixer.num_kv_heads
+                kept[n] = kept[n]._replace(sinks=sinks, sink_group=group.index, sink_layer=i)
+    with_cache = [n for n, layer in enumerate(spec.layers) if layer.mixer is not None]
+    assert sorted(places) == with_cache, "a layer that keeps something is in a group"
+    return places, kept
