@@ -75,8 +75,9 @@ class Bench:
         given = self.SMALL | settings | more
         if settings.get("enable_chunked_prefill") is False:
             given["max_num_batched_tokens"] = 256
-        if isinstance(text := given.get("speculative_config"), str):
-            given["speculative_config"] = text.replace("{files}", str(self.files))
+        for name in ("speculative_config", "kv_selector_config"):
+            if isinstance(text := given.get(name), str):
+                given[name] = text.replace("{files}", str(self.files))
         return LLM(MODEL, **given)
 
     def tokens(self, settings: dict[str, Any]) -> tuple[list[list[int]], bool]:
@@ -173,6 +174,8 @@ def make_files(folder: Path, llm: Any) -> None:
     checkpoint = open_model(local_path(MODEL))
     base = mark(load_weights(checkpoint.weights, checkpoint.spec, llm.engine.plan.dtype))
     size, rng = llm.engine.spec.hidden_size, np.random.default_rng(0)
+    heads = [[float(rng.random()) for _ in range(layer.mixer.num_kv_heads)] for layer in llm.engine.spec.layers]
+    (folder / "heads.json").write_text(json.dumps({"fingerprint": base, "measured": "not at all", "scores": heads}))
     for kind in ("medusa", "eagle"):
         there = local_path("nano").parent / f"nano-{kind}"
         config = json.loads((there / "config.json").read_text(encoding="utf-8"))

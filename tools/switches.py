@@ -46,9 +46,15 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 LONG = {
     "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 2048,
 }  # fmt: skip
+MIXED = '{"dtype": "int4", "layers": {"0": {"k": "int8", "v": "int4"}}, "recent": 16}'
 SWITCHES: tuple[Switch, ...] = (
     Switch("KV int8", "codec", {"kv_cache_dtype": "int8"}, exact=False, headline=True),
     Switch("KV int4", "codec", {"kv_cache_dtype": "int4"}, exact=False, headline=True),
+    Switch("KV int2", "codec", {"kv_cache_dtype": "int2"}, exact=False),
+    Switch("KV kivi4", "codec", {"kv_cache_dtype": "kivi4"}, exact=False),
+    Switch("KV kivi2", "codec", {"kv_cache_dtype": "kivi2"}, exact=False, headline=True),
+    Switch("KV mixed", "codec", {"kv_cache_dtype": MIXED}, exact=False),
+    Switch("KV rotated", "rotation", {"kv_rotation": "hadamard"}, exact=False),
     Switch("weights int8-w8a8", "weights", {"quantization": "int8-w8a8"}, exact=False, headline=True),
     Switch("weights int8-wo", "weights", {"quantization": "int8-wo"}, exact=False),
     Switch("weights int4-w4a8", "weights", {"quantization": "int4-w4a8"}, exact=False),
@@ -64,7 +70,7 @@ SWITCHES: tuple[Switch, ...] = (
     selector("pyramidkv"),
     selector("adakv"),
     selector("fastgen"),
-    selector("retrieval"),
+    selector("retrieval", profile="{files}/heads.json"),
     selector("quest", headline=True),
     Switch("rope linear", "positions", scaled("linear"), exact=False),
     Switch("rope ntk", "positions", scaled("ntk"), exact=False),
@@ -143,22 +149,22 @@ def present() -> tuple[Switch, ...]:
 
 
 def exists(switch: Switch) -> bool:
-    from penstock.config.engine import KV_DTYPES
     from penstock.select import KV_SELECTORS
 
     name = switch.settings.get("kv_selector")
-    if name is not None:
-        # Its file need not be there, so it is not imported.
-        target = KV_SELECTORS._entries.get(name)
-        if target is None or importlib.util.find_spec(target.partition(":")[0]) is None:
-            return False
-    return switch.settings.get("kv_cache_dtype", "auto") in KV_DTYPES
+    if name is None:
+        return True
+    # Its file need not be there, so it is not imported.
+    target = KV_SELECTORS._entries.get(name)
+    return target is not None and importlib.util.find_spec(target.partition(":")[0]) is not None
 
 
 def registered() -> dict[str, tuple[str, ...]]:
     """Every name that exists, by setting (or by field of speculative_config and rope_scaling)."""
-    from penstock.config.engine import DTYPES, KV_DTYPES
+    from penstock.config.engine import DTYPES
     from penstock.config.positions import KEYS
+    from penstock.core.kv_format import ALIASES
+    from penstock.core.kv_format import PLAIN as CODECS
     from penstock.drafters import DRAFTERS
     from penstock.executor import EXECUTORS
     from penstock.kv import KV_MANAGERS
@@ -177,7 +183,8 @@ def registered() -> dict[str, tuple[str, ...]]:
         "scheduling_policy": tuple(POLICIES), "ops": tuple(OP_TABLES), "attention_backend": tuple(ATTENTION_BACKENDS),
         "executor": tuple(EXECUTORS), "kv_selector": tuple(KV_SELECTORS), "method": tuple(DRAFTERS),
         "verifier": tuple(VERIFIERS), "controller": tuple(DRAFT_CONTROLLERS), "rope_type": tuple(KEYS),
-        "quantization": tuple(SCHEMES.split(", ")), "kv_cache_dtype": KV_DTYPES, "dtype": DTYPES,
+        "quantization": tuple(SCHEMES.split(", ")), "kv_cache_dtype": (*CODECS, *ALIASES),
+        "dtype": DTYPES,
     }  # fmt: skip
 
 
@@ -187,6 +194,8 @@ def unlisted() -> list[str]:
     for switch in SWITCHES:
         for name, value in switch.settings.items():
             found = json.loads(value) if name in ("speculative_config", "rope_scaling") else {name: value}
+            if name in ("kv_selector_config", "kv_cache_dtype") and str(value).startswith("{"):
+                continue
             for key, inner in found.items():
                 turned.setdefault(key, set()).add(str(inner).partition(":")[0])
     everything = registered().items()
