@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.model.builder import build
+from penstock.model.emitter import PLAIN, Reading
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.ops.ref import REF
 from penstock.ops.table import OpTable
@@ -33,10 +35,10 @@ class Paged:
     def __init__(
         self, spec: ModelSpec, weights: Mapping[str, npt.NDArray[Any]], *, kv_dtype: str = "float32",
         block_size: int = 4, attention: str = "ref", num_slabs: int = 400, max_model_len: int = 300, seed: int = 0,
-        ops: OpTable = REF, rotation: str = "none",
+        ops: OpTable = REF, rotation: str = "none", reading: Reading = PLAIN, lanes: int = 1,
     ) -> None:  # fmt: skip
         self.spec, self.block_size = spec, block_size
-        self.groups = cache_groups(spec, kv_dtype)
+        self.groups = cache_groups(spec, kv_dtype, lanes, bounds=reading.pages is not None)
         self.program = build(
             spec,
             dict(weights),
@@ -45,6 +47,7 @@ class Paged:
             ops=ops,
             attention=attention,
             rotation=rotation,
+            reading=reading,
         )
         self.planes = [_planes(g, num_slabs, block_size) for g in self.groups]
         self._rng = np.random.default_rng(seed)
@@ -52,6 +55,8 @@ class Paged:
         self._tables: dict[Any, list[npt.NDArray[np.int32]]] = {}
         self._ragged: set[Any] = set()
         self.lens: dict[Any, int] = {}
+        self.choose_from: dict[Any, int] = {}
+        """Sequence -> the first position that chooses its pages; as soon as one is known, others never do."""
 
     def make_ragged(self, seq: Any) -> None:
         """From now on this (new) sequence has a table line per layer, each naming pages of unrelated slabs."""
@@ -72,11 +77,16 @@ class Paged:
             self.lens[seq] = at + len(ids)
             self._grow(seq)
         groups = tuple(
-            GroupPlan(len(g.layers), self.block_size, tuple(self._tables[seq][g.index] for seq in work))
+            GroupPlan(
+                g.pages_per_slab, self.block_size, tuple(self._tables[seq][g.index] for seq in work), g.spec.lanes
+            )
             for g in self.groups
         )
         ints = [np.array(x, np.int32) for x in (tokens, positions, starts, [self.lens[s] for s in work], wanted)]
-        logits = self.program.run(StepPlan(*ints, groups), self.planes)
+        choose = (
+            np.array([self.choose_from.get(seq, 2**31 - 1) for seq in work], np.int32) if self.choose_from else None
+        )
+        logits = self.program.run(replace(StepPlan(*ints, groups), choose_from=choose), self.planes)
         assert logits.shape == (len(wanted), self.spec.vocab_size)
         assert logits.dtype == np.float32
         out, r = {}, 0
@@ -118,7 +128,7 @@ class Paged:
                 for block in range(first):
                     slab = int(table[line, block])
                     if slab >= 0:
-                        n = 1 if len(table) > 1 else len(g.layers)
+                        n = 1 if len(table) > 1 else g.pages_per_slab
                         for plane in self.planes[g.index].values():
                             plane[slab * n : (slab + 1) * n] = nan_of(plane)
                         table[line, block] = _GONE
@@ -126,10 +136,10 @@ class Paged:
     def _grow(self, seq: Any) -> None:
         tables = self._tables.setdefault(
             seq,
-            [np.zeros((len(g.layers) if seq in self._ragged else 1, 0), np.int32) for g in self.groups],
+            [np.zeros((g.pages_per_slab if seq in self._ragged else 1, 0), np.int32) for g in self.groups],
         )
         for g in self.groups:
-            table, n = tables[g.index], len(g.layers)
+            table, n = tables[g.index], g.pages_per_slab
             need = 1 if g.spec.kind == "slot" else -(-self.lens[seq] // self.block_size)
             while table.shape[1] < need:
                 ids = [[self._free[g.index].pop()] for _ in range(table.shape[0])]
@@ -146,11 +156,11 @@ def nan_of(plane: npt.NDArray[Any]) -> Any:
 
 
 def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:
-    pages = num_slabs * len(group.layers)
-    tokens = (block_size,) if group.spec.per_token else ()
+    pages, spec = num_slabs * group.pages_per_slab, group.spec
+    tokens = (block_size,) if spec.per_token else ()
     out: Planes = {}
-    for plane in (*group.spec.planes, *group.spec.page_planes):
+    for besides, plane in [(False, p) for p in spec.planes] + [(True, p) for p in spec.page_planes]:
         dtype, nan = _EMPTY[plane.dtype]
-        own = tokens if plane in group.spec.planes else (1,)
-        out[plane.name] = np.full((pages, *own, plane.heads, plane.dim), nan, dtype)
+        shape = (pages, *((1,) if besides else tokens), plane.heads // spec.lanes, plane.dim)
+        out[plane.name] = np.full(shape, nan, dtype)
     return out

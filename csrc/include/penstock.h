@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 2
+#define PST_ABI 3
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -124,12 +124,14 @@ typedef struct pst_register {
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
  *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
- *                slots: see pst_step.mask
+ *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
+ *                in0, component by component, into planes n8 and n9: see pst_pages
  * PST_ATTEND     out [T, H * n5] = softmax attention of in0 [T, H, D] over layer n1 of group n0; n2 H, n3 G, n4 D,
  *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none);
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
- *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys
+ *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys. p3? pst_pages: it sees
+ *                the likeliest pages only
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place
@@ -159,6 +161,17 @@ typedef struct pst_rotation {
     int32_t positions, first, half, interleaved; /* as n5, n2, n3, n4 of PST_ROPE */
 } pst_rotation;
 
+/* PST_ATTEND of chosen pages: a token from pst_step.choose_from on (without it: one that is the only one of its sequence in
+ * the step), which is no node of a tree, sees `tokens` tokens' worth of pages of each kv head (0: of the `share` of those
+ * that it could see), the pages of the `recent` last tokens and of the others those with the largest sum over the components of max(q low, q high) of any of the kv head's
+ * queries, equals in order. What it sees it sees as if there were no more: without window, chunk, slopes or rotation.
+ * `low` and `high` are the planes that PST_WRITE keeps, one offset per page, of the type of the keys (of float32 beside
+ * PST_I8). Sequences with more than `max_tokens` pages are read whole. */
+typedef struct pst_pages {
+    double share;
+    int32_t low, high, tokens, recent, max_tokens;
+} pst_pages;
+
 typedef struct pst_op {
     int32_t kind;
     int32_t in[4];
@@ -170,13 +183,21 @@ typedef struct pst_op {
 
 /* ---- programs ------------------------------------------------------------------------------------------------ */
 
-/* Where a step's sequences keep one cache group: see penstock.ops.plan.GroupPlan. */
+/* Where a step's sequences keep one cache group: see penstock.ops.plan.GroupPlan.
+ *
+ * A line is what has pages of its own: layer i is line i. Or each kv head of a layer is one, if the group's planes have
+ * one head while the operations that use them have G: then head j of layer i is line i * G + j. */
 typedef struct pst_group {
-    int32_t num_layers;
+    int32_t num_lines;
     int32_t block_size;
-    const int32_t *const *tables; /* [B] -> the ids of the blocks of layer 0; of layer i i * strides[b] further */
-    const int32_t *lanes;         /* [B] 1: ids are slabs, the page of layer i is id * num_layers + i; else pages */
+    const int32_t *const *tables; /* [B] -> the ids of the blocks of line 0; of line i i * strides[b] further */
+    const int32_t *shared;        /* [B] 1: ids are slabs, the page of line i is id * num_lines + i; else pages */
     const int32_t *strides;       /* [B] */
+    /* NULL, or [B] -> NULL, or [num_lines]: how many tokens before this step a line has forgotten, 0 ... start (the
+     * position of the sequence's first token in this step). Its memory is by slots then: the token at position p is in
+     * slot p - dropped, and sees what a token at that position sees of slots (PST_ATTEND: window, chunk, slopes and raw
+     * keys go by slots). Not with nodes of a tree. */
+    const int32_t *const *dropped;
 } pst_group;
 
 /* Where the numbers of a plane are: element (page, offset, head, i) lies at
@@ -214,6 +235,8 @@ typedef struct pst_step {
      * their position; tables have blocks for all slots. All else (rotation, slopes, windows, chunks, learned positions,
      * scales of queries) goes by positions[t]. A node's output has the bits it has when its path is all that runs. */
     const uint64_t *mask;
+    /* NULL, or [B]: the position from which on a sequence's tokens choose their pages: see pst_pages. */
+    const int32_t *choose_from;
 } pst_step;
 
 typedef struct pst_program pst_program;
@@ -224,8 +247,8 @@ PST_API pst_program *pst_program_new(const pst_op *ops, int32_t num_ops, const p
                                      int32_t num_groups, int32_t max_tokens, int32_t max_rows, int32_t threads,
                                      char *error, int32_t error_size);
 PST_API void pst_program_free(pst_program *program);
-/* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for, or its mask names tokens
- * or positions that pst_step.mask rules out. */
+/* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for, its mask names tokens or
+ * positions that pst_step.mask rules out, or its lines have forgotten what pst_group.dropped rules out. */
 PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_step *step, int32_t first, int32_t last);
 /* Nanoseconds that each operation took in the runs so far, on thread 0, barrier included: [num_ops]. Counting begins
  * with the first call and costs two clock reads per operation. */

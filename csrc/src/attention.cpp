@@ -8,6 +8,7 @@
 //
 // Nodes of a tree of guesses share the chunks before the step's own keys, and go one by one through those with them.
 #include "attention.h"
+#include "pages.h"
 
 #include <utility>
 
@@ -21,10 +22,12 @@ constexpr int PAIRS_PER_THREAD = 4, SLOTS_PER_THREAD = 8;
 struct Attend final : Op {
     pst_register queries, out;
     Rule rule;
-    int group, layer, heads, kv_heads, per, dim;
+    PageChoice choice;
+    int group, heads, kv_heads, per, dim;
+    Lines lines;
     const float *slopes, *sinks;
     int block_tokens, block_rows;
-    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots;
+    int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at;
 
     // ---- a thread's memory ----
 
@@ -34,6 +37,7 @@ struct Attend final : Op {
         uint8_t *keys, *values, *queries, *part, *whole;
         float *factors, *value_scales, *scratch, *turned;
         const uint8_t** rows;  // of `turned`
+        uint8_t* choice;
     };
 
     void lay_out(const Maker& maker) {
@@ -47,6 +51,8 @@ struct Attend final : Op {
         own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
                     aligned(query_bytes * block_rows) + 2 * state_bytes + 2 * CHUNK * 4 + group_bytes();
         if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
+        choice_at = own_bytes = aligned(own_bytes);
+        if (choice.wanted) own_bytes += choice.bytes();
         // A program for one thread never splits.
         shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
     }
@@ -65,6 +71,7 @@ struct Attend final : Op {
         own.scratch = own.value_scales + CHUNK;
         own.turned = own.scratch + group_bytes() / 4;
         own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
+        own.choice = at + choice_at;
         return own;
     }
 
@@ -80,12 +87,14 @@ struct Attend final : Op {
         int64_t total = 0, spans = 0;
         int longest = 1;
         for (int b = 0; b < step.num_seqs; b++) {
-            int end = step.query_start_loc[b + 1];
-            for (int t = step.query_start_loc[b]; t < end; t += block_tokens) {
+            int end = step.query_start_loc[b + 1], picking = first_picking(step, b);
+            for (int t = step.query_start_loc[b], count; t < end; t += count) {
+                count = t >= picking ? 1 : std::min(block_tokens, std::min(end, picking) - t);
                 Block& block = own.blocks[made.blocks++];
-                block = Block(step, rule, b, t, std::min(block_tokens, end - t));
-                total += block.work() * kv_heads;
-                spans += block.spans();
+                block = Block(step, rule, b, t, count);
+                block.picks = t >= picking && !block.mask;
+                total += (block.picks ? read(step, block) : block.work()) * kv_heads;
+                spans += block.picks ? 1 : block.spans();
                 longest = std::max(longest, block.count);
             }
         }
@@ -94,17 +103,33 @@ struct Attend final : Op {
             Block& block = own.blocks[i];
             // Fewer than PAIRS_PER_THREAD * threads tasks can be so large a part of the whole.
             int64_t work = block.work() * made.together;
-            block.split = block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
+            block.split = !block.picks && block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
             if (!block.split) continue;
             own.splits[made.splits++] = i;
-            made.spans = std::max(made.spans, block.spans());
+            // A window may lie across one span more where tokens are forgotten.
+            made.spans = std::max(made.spans, block.spans() + int(step.groups[group].dropped != nullptr));
         }
         return made;
     }
 
+    // The first token of a sequence in the step that chooses its pages; a larger number if none does.
+    int first_picking(const pst_step& step, int b) const {
+        int first = step.query_start_loc[b], end = step.query_start_loc[b + 1];
+        if (!choice.wanted || first == end) return step.num_tokens;
+        if (!step.choose_from) return end - first == 1 ? first : step.num_tokens;
+        int64_t rest = int64_t(step.choose_from[b]) - step.positions[first];
+        return first + int(std::min<int64_t>(std::max<int64_t>(0, rest), end - first));
+    }
+
+    // Keys that a block reads which picks them.
+    int64_t read(const pst_step& step, const Block& block) const {
+        int size = step.groups[group].block_size;
+        return int64_t(choice.count(block.end, size)) * size;
+    }
+
     // kv heads of a task in a step with so many spans in all blocks, the largest block with `tokens` of them.
     int heads_together(int64_t spans, int tokens, int threads) const {
-        int n = std::min(kv_heads, block_rows / (tokens * per));
+        int n = lines.count > 1 ? 1 : std::min(kv_heads, block_rows / (tokens * per));
         auto too_few = [&] { return threads > 1 && spans * (kv_heads / n) < PAIRS_PER_THREAD * threads; };
         while (n > 1 && (kv_heads % n || too_few())) n--;
         return std::max(n, 1);
@@ -116,6 +141,15 @@ struct Attend final : Op {
     struct Heads {
         int first, count;
     };
+
+    // The block as the line of these heads has it.
+    Block kept(const Context& context, const Block& block, Heads some) const {
+        return block.behind(rule, dropped(context.step.groups[group], block.sequence, lines.of(some.first)));
+    }
+
+    Pages pages_of(const Context& context, const Block& block, Heads some) const {
+        return Pages(context.step.groups[group], block.sequence, lines.of(some.first));
+    }
 
     int row_of(const Block& block, int row) const { return block.first + row / per; }
 
@@ -129,7 +163,7 @@ struct Attend final : Op {
     }
 
     Reach reach(const Block& block, int row, int head, int start) const {
-        int position = block.positions[row / per];
+        int position = block.at(row / per);
         Reach out;
         out.first = std::max(rule.first_key(position) - start, 0);
         out.last = std::min(position + 1 - start, CHUNK);
@@ -139,21 +173,20 @@ struct Attend final : Op {
     }
 
     // The states of the block's rows after the keys of one span alone.
-    void attend_span(const Context& context, const Block& block, Heads some, int span, const Own& own,
+    void attend_span(const Pages& pages, const Block& block, Heads some, int span, const Own& own,
                      const State& state) const {
-        Pages pages(context.step.groups[group], block.sequence, layer);
         int t0, t1 = block.active(rule, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
         for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
         int end = std::min(block.end, (span + 1) * SPAN);
         int begin = std::max(block.reach / CHUNK * CHUNK, span * SPAN);
         Places head_places, both[2], *now = &both[0], *next = &both[1];
-        find(rule, pages, block, some.first, begin, *now);
+        find(rule, pages, block, lines.in_page(some.first), begin, *now);
         for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
             int key_bytes = rule.stored.row_bytes(), value_bytes = rule.values.row_bytes();
             Ahead ahead{next,       some.count * key_bytes, some.count * value_bytes,
                         some.count, rule.stored.scaled,       rule.values.scaled};
             if (start + CHUNK < end) {
-                find(rule, pages, block, some.first, start + CHUNK, *next);
+                find(rule, pages, block, lines.in_page(some.first), start + CHUNK, *next);
                 ahead.end = 2 * (next->last - next->first);
             }
             for (int i = 0; i < some.count; i++) {
@@ -202,7 +235,7 @@ struct Attend final : Op {
             t1 = t + 1;
             if (!block.sees(rule, t, part.start, end)) continue;
             if (end > block.base) {
-                find_path(rule, pages, block, t, part.head, part.start, shared, places);
+                find_path(rule, pages, block, t, lines.in_page(part.head), part.start, shared, places);
                 gather(part.start, places, own, ahead);
             } else {
                 while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
@@ -216,7 +249,7 @@ struct Attend final : Op {
         for (int first = 0; first < some.count * rows; first += rows)
             for (int r = t0 * per; r < t1 * per; r++)
                 if (block.sees(rule, r / per, span * SPAN, (span + 1) * SPAN))
-                    whole.fold(part, first + r, rule.first_key(block.positions[r / per]) / SPAN == span);
+                    whole.fold(part, first + r, rule.first_key(block.at(r / per)) / SPAN == span);
     }
 
     void put_out(const Block& block, Heads some, const State& whole) const {
@@ -231,15 +264,28 @@ struct Attend final : Op {
 
     State state_at(uint8_t* memory) const { return State(memory, block_rows, rule.values.padded); }
 
-    void attend_alone(const Context& context, const Block& block, Heads some, const Own& own) const {
+    void attend_alone(const Pages& pages, const Block& block, Heads some, const Own& own) const {
         State part = state_at(own.part), whole = state_at(own.whole);
         take_queries(block, some, own);
         int first = block.first_span(), last = first + block.spans();
         for (int span = first; span < last; span++) {
-            attend_span(context, block, some, span, own, part);
+            attend_span(pages, block, some, span, own, part);
             if (last - first > 1) fold(block, some, span, whole, part);
         }
         put_out(block, some, last - first > 1 ? whole : part);
+    }
+
+    // One token, which reads of each kv head the pages that it chooses: as if its sequence had no others.
+    void attend_chosen(const Context& context, const Block& block, Heads some, const Own& own) const {
+        Block whole = kept(context, block, some);
+        Pages pages = pages_of(context, block, some);
+        int size = pages.block_size, left = (whole.end - 1) / size + 1 - choice.count(whole.end, size);
+        if (!left) return attend_alone(pages, whole, some, own);
+        for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
+            const float* query = queries.data + block.first * queries.stride + int64_t(one.first) * per * dim;
+            const int32_t* chosen = choice.choose(pages, whole.end, lines.in_page(one.first), query, own.choice);
+            attend_alone(Pages(chosen, size), block.behind(rule, whole.shift + left * size), one, own);
+        }
     }
 
     // ---- long tasks, by all threads ----
@@ -249,23 +295,25 @@ struct Attend final : Op {
         int64_t parts_of_block = kv_heads / plan.together, pairs = plan.splits * parts_of_block;
         int64_t wave = std::min<int64_t>(slots / pairs, plan.spans);
         uint8_t* parts = context.shared_scratch + pairs_max * state_bytes;
-        auto block_of = [&](int64_t pair) -> const Block& { return own.blocks[own.splits[pair / parts_of_block]]; };
         auto heads_of = [&](int64_t pair) { return Heads{int(pair % parts_of_block) * plan.together, plan.together}; };
+        auto block_of = [&](int64_t pair) {
+            return kept(context, own.blocks[own.splits[pair / parts_of_block]], heads_of(pair));
+        };
         for (int64_t span = 0; span < plan.spans; span += wave) {
             for (int64_t i, end; team.next(1, pairs * wave, i, end);)
                 for (; i < end; i++) {
-                    const Block& block = block_of(i % pairs);
+                    Block block = block_of(i % pairs);
                     int64_t nth = span + i / pairs;
                     if (nth >= block.spans()) continue;
                     Heads some = heads_of(i % pairs);
                     take_queries(block, some, own);
-                    attend_span(context, block, some, int(block.first_span() + nth), own,
+                    attend_span(pages_of(context, block, some), block, some, int(block.first_span() + nth), own,
                                 state_at(parts + i * state_bytes));
                 }
             team.barrier();
             for (int64_t pair, end; team.next(1, pairs, pair, end);)
                 for (; pair < end; pair++) {
-                    const Block& block = block_of(pair);
+                    Block block = block_of(pair);
                     State whole = state_at(context.shared_scratch + pair * state_bytes);
                     for (int64_t nth = span; nth < std::min<int64_t>(span + wave, block.spans()); nth++)
                         fold(block, heads_of(pair), int(block.first_span() + nth), whole,
@@ -288,7 +336,9 @@ struct Attend final : Op {
                 // Later blocks of a sequence see more: they go first, so that what is left last is short.
                 const Block& block = own.blocks[made.blocks - 1 - i / parts];
                 Heads some{int(i % parts) * made.together, made.together};
-                if (!block.split) attend_alone(context, block, some, own);
+                if (block.picks) attend_chosen(context, block, some, own);
+                else if (!block.split)
+                    attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
             }
     }
 
@@ -302,16 +352,16 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     made->queries = maker.reg(op.in[0]);
     made->out = maker.reg(op.out);
     made->group = op.n[0];
-    made->layer = op.n[1];
+    made->lines.layer = op.n[1];
     made->heads = op.n[2];
     made->kv_heads = op.n[3];
     made->dim = op.n[4];
     int width = op.n[5];
-    check(made->layer >= 0 && op.n[8] >= 0 && op.n[9] >= 0, "a layer, window or chunk is negative");
+    check(op.n[1] >= 0 && op.n[8] >= 0 && op.n[9] >= 0, "a layer, window or chunk is negative");
     check(made->kv_heads > 0 && made->heads > 0 && made->heads % made->kv_heads == 0, "kv heads do not divide heads");
     const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
-    check_plane(keys, made->kv_heads, made->dim);
-    check_plane(values, made->kv_heads, width);
+    made->lines.count = check_plane(keys, made->kv_heads, made->dim);
+    check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
     check(made->queries.rows == PST_ROWS_TOKENS && made->out.rows == PST_ROWS_TOKENS, "attention is by tokens");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
@@ -332,6 +382,12 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     made->rule.soft_cap = op.f[1];
     made->rule.window = op.n[8];
     made->rule.chunk = op.n[9];
+    if (op.p[3]) {
+        const pst_pages& how = *static_cast<const pst_pages*>(op.p[3]);
+        check(!op.n[8] && !op.n[9] && !op.p[0] && !op.p[2], "chosen pages go without window, chunk, slopes and rotation");
+        const pst_plane &low = maker.plane(op.n[0], how.low), &high = maker.plane(op.n[0], how.high);
+        made->choice = PageChoice(how, keys, low, high, made->per);
+    }
     made->slopes = static_cast<const float*>(op.p[0]);
     made->sinks = static_cast<const float*>(op.p[1]);
     made->lay_out(maker);

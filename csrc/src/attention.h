@@ -164,17 +164,22 @@ struct Block {
     int32_t base;           // keys from here on are no token's, or (a tree) some tokens' only
     int32_t index;          // of the first token among its sequence's in this step
     bool split;
+    bool picks;  // what pages its one token reads
     const int32_t* positions;  // [count]
     const uint64_t* mask;      // [count], or null: no token of this block is a node of a tree
+    int32_t shift = 0;         // how far slots, which all else here is by, are behind positions
 
     Block(const pst_step& step, const Rule& rule, int sequence, int first, int count);
+    // The block where so many tokens are forgotten: not of a tree.
+    Block behind(const Rule& rule, int dropped) const;
+    int at(int token) const { return positions[token] - shift; }
     int first_span() const { return reach / SPAN; }
     int spans() const { return (end - 1) / SPAN + 1 - first_span(); }
     // For one kv head.
     int64_t work() const { return int64_t(end - reach) * count; }
     // Whether a token sees any of keys first ... last-1.
     bool sees(const Rule& rule, int token, int first, int last) const {
-        return positions[token] >= first && rule.first_key(positions[token]) < last;
+        return at(token) >= first && rule.first_key(at(token)) < last;
     }
     // Tokens that see any of them: from t0 on, before the result. Of a tree all.
     int active(const Rule& rule, int first, int last, int& t0) const;

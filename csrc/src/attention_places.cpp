@@ -40,7 +40,8 @@ struct Place {
 }  // namespace
 
 Block::Block(const pst_step& step, const Rule& rule, int sequence, int first, int count)
-    : sequence(sequence), first(first), count(count), split(false), positions(step.positions + first), mask(nullptr) {
+    : sequence(sequence), first(first), count(count), split(false), picks(false), positions(step.positions + first),
+      mask(nullptr) {
     int begin = step.query_start_loc[sequence];
     position = positions[0];
     base = end = position + count;
@@ -53,6 +54,17 @@ Block::Block(const pst_step& step, const Rule& rule, int sequence, int first, in
         end = *std::max_element(positions, positions + count) + 1;
     }
     reach = rule.first_key(position);
+}
+
+Block Block::behind(const Rule& rule, int dropped) const {
+    Block out = *this;
+    if (!dropped) return out;
+    out.shift = dropped;
+    out.position -= dropped;
+    out.end -= dropped;
+    out.base -= dropped;
+    out.reach = rule.first_key(out.position);
+    return out;
 }
 
 int Block::active(const Rule& rule, int from, int to, int& t0) const {

@@ -1,28 +1,13 @@
 // Keys and values of a step's tokens go to their pages, rounded to what the planes hold.
-#include "cache.h"
+#include <algorithm>
+
 #include "int_lanes.h"
-#include "simd.h"
+#include "pages.h"
+#include "stored.h"
 
 namespace pst {
 
 namespace {
-
-// To the nearest, ties to even; a half that is too large becomes infinity.
-void narrow(const float* x, int n, int32_t dtype, uint8_t* out) {
-    if (dtype == PST_F32) {
-        std::memcpy(out, x, size_t(n) * 4);
-        return;
-    }
-    auto* half = reinterpret_cast<uint16_t*>(out);
-    int i = 0;
-    if (dtype == PST_F16) {
-        for (; i + LANES <= n; i += LANES) store_f16(half + i, load(x + i));
-        for (; i < n; i++) half[i] = f32_to_f16(x[i]);
-    } else {
-        for (; i + LANES <= n; i += LANES) store_bf16(half + i, load(x + i));
-        for (; i < n; i++) half[i] = f32_to_bf16(x[i]);
-    }
-}
 
 // 8 bits with one scale, which is returned: see pst_plane.
 float quantise(const float* x, int n, uint8_t* out) {
@@ -51,15 +36,15 @@ float quantise(const float* x, int n, uint8_t* out) {
 struct Source {
     pst_register x;
     pst_plane plane, scales;
+    int lines;
 
     Source(const pst_register& x, const pst_plane& plane, const pst_plane& scales, int heads, int dim)
-        : x(x), plane(plane), scales(scales) {
-        check_plane(plane, heads, dim);
+        : x(x), plane(plane), scales(scales), lines(check_plane(plane, heads, dim)) {
         check(x.rows == PST_ROWS_TOKENS && int64_t(heads) * dim == x.width, "heads do not fill the register");
     }
 
-    void write(int64_t token, int64_t page, int offset) const {
-        const float* row = x.data + token * x.stride;
+    void write(int64_t token, int line, int64_t page, int offset) const {
+        const float* row = x.data + token * x.stride + int64_t(line) * plane.heads * plane.dim;
         for (int h = 0; h < plane.heads; h++, row += plane.dim) {
             uint8_t* to = number(plane, page, offset, h);
             if (plane.dtype != PST_I8) {
@@ -74,7 +59,9 @@ struct Source {
 
 struct Write final : Op {
     std::vector<Source> sources;  // one or two
-    int group, layer;
+    PageBounds bounds;
+    int group;
+    Lines lines;
 
     void run(Team& team, const Context& context) const override {
         const pst_step& step = context.step;
@@ -83,11 +70,26 @@ struct Write final : Op {
         for (int64_t t, end; team.next(grain, count, t, end);)
             for (; t < end; t++) {
                 while (step.query_start_loc[sequence + 1] <= t) sequence++;  // a thread's tokens come in order
-                Pages pages(step.groups[group], sequence, layer);
-                int slot = slot_of(step, sequence, t);
-                for (const Source& source : sources)
-                    source.write(t, pages.page(slot / pages.block_size), slot % pages.block_size);
+                for (int i = 0; i < lines.count; i++) {
+                    Pages pages(step.groups[group], sequence, lines.of(i));
+                    int slot = slot_of(step, sequence, t) - dropped(step.groups[group], sequence, lines.of(i));
+                    for (const Source& source : sources)
+                        source.write(t, i, pages.page(slot / pages.block_size), slot % pages.block_size);
+                }
             }
+        if (!bounds.wanted) return;
+        team.barrier();
+        int heads = bounds.keys.heads * lines.count;
+        for (int64_t i, end; team.next(1, int64_t(step.num_seqs) * heads, i, end);)
+            for (; i < end; i++) bound(step, int(i / heads), int(i % heads));
+    }
+
+    void bound(const pst_step& step, int sequence, int head) const {
+        int first = step.query_start_loc[sequence], count = step.query_start_loc[sequence + 1] - first;
+        int line = lines.of(head);
+        if (!count) return;
+        int slot = step.positions[first] - dropped(step.groups[group], sequence, line);
+        bounds.update(Pages(step.groups[group], sequence, line), slot, slot + count, lines.in_page(head));
     }
 };
 
@@ -96,12 +98,19 @@ struct Write final : Op {
 OpPtr make_write(const pst_op& op, const Maker& maker) {
     auto made = std::make_unique<Write>();
     made->group = op.n[0];
-    made->layer = op.n[1];
-    check(made->layer >= 0, "no such layer");
+    made->lines.layer = op.n[1];
+    check(made->lines.layer >= 0, "no such layer");
     for (int i = 0; i < (op.in[1] >= 0 ? 2 : 1); i++) {
         const pst_plane& plane = maker.plane(made->group, op.n[6 + i]);
         made->sources.emplace_back(maker.reg(op.in[i]), plane, scales_of(maker, made->group, plane), op.n[2 + 2 * i],
                                    op.n[3 + 2 * i]);
+        check(made->sources[0].lines == made->sources.back().lines, "keys and values are not kept alike");
+    }
+    made->lines.count = made->sources[0].lines;
+    if (op.n[8] || op.n[9]) {
+        const Source& keys = made->sources[0];
+        made->bounds = PageBounds(keys.plane, keys.scales, maker.plane(made->group, op.n[8]),
+                                  maker.plane(made->group, op.n[9]));
     }
     return made;
 }

@@ -123,6 +123,8 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
     if (step->num_tokens > program->max_tokens || step->num_rows > program->max_rows) return -1;
     if (size_t(step->num_groups) != program->planes.size()) return -1;
     if (step->mask && !pst::mask_fits(*step)) return -1;
+    for (int32_t g = 0; g < step->num_groups; g++)
+        if (!pst::dropped_fits(*step, step->groups[g])) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
     Job job{program, step, first, last};
     pool->run(run_job, &job);

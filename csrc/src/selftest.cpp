@@ -200,7 +200,7 @@ struct Tiny {
         if (!program) return name + ": " + error;
         std::vector<int32_t> ids(size_t(rows), 0), positions(size_t(rows), 0);
         for (int32_t i = 0; i < rows; i++) positions[size_t(i)] = i;
-        pst_step step{rows, 1, 0, group ? 1 : 0, ids.data(), positions.data(), loc, loc, group, nullptr};
+        pst_step step{rows, 1, 0, group ? 1 : 0, ids.data(), positions.data(), loc, loc, group, nullptr, nullptr};
         pst_pool alone;  // of the calling thread: none is started
         bool failed = pst_program_run(program, &alone, &step, 0, int32_t(ops.size()));
         pst_program_free(program);
@@ -284,9 +284,9 @@ struct AttentionTest {
         pst_op& op = tiny.op(PST_ATTEND, rq, -1, out);
         std::copy(std::begin(attend), std::end(attend), op.n);
         op.f[0] = SCALE;
-        int32_t table[] = {1, 0}, lanes = 1, blocks = 2;
+        int32_t table[] = {1, 0}, shared = 1, blocks = 2;
         const int32_t* tables[] = {table};
-        pst_group group{1, S, tables, &lanes, &blocks};
+        pst_group group{1, S, tables, &shared, &blocks, nullptr};
         std::string fault = tiny.run(name, &group);
         for (int i = 0; i < T * HEADS * D && fault.empty(); i++)
             fault = off(name, tiny.buffers[size_t(out)][size_t(i)], expected(i / (HEADS * D), i / D % HEADS, i % D),

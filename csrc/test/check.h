@@ -27,6 +27,7 @@ void test_pool();
 void test_packing();
 void test_rows();
 void test_model();
+void test_lines();
 
 using Numbers = std::vector<float>;
 

@@ -44,6 +44,7 @@ int main(int argc, char** argv) {
     run("pool", test_pool);
     run("rows", test_rows);
     run("model", test_model);
+    run("lines", test_lines);
     std::printf(failures ? "%d FAILED\n" : "all well\n", failures);
     return failures != 0;
 }

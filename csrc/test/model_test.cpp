@@ -80,19 +80,19 @@ struct Piece {
 
 // Runs the pieces as one step; logits of the last token of each.
 Numbers run_step(Model& model, pst_pool* pool, const std::vector<Piece>& pieces) {
-    std::vector<int32_t> ids, positions, loc{0}, rows, lanes, blocks;
+    std::vector<int32_t> ids, positions, loc{0}, rows, shared, blocks;
     std::vector<const int32_t*> tables;
     for (Piece p : pieces) {
         for (int32_t i = p.first; i < p.last; i++) ids.push_back((i + 5 * p.sequence) * 31 % V), positions.push_back(i);
         loc.push_back(int32_t(ids.size()));
         rows.push_back(int32_t(ids.size()) - 1);
         tables.push_back(p.sequence ? TABLE_1 : TABLE_0);
-        lanes.push_back(1);
+        shared.push_back(1);
         blocks.push_back((p.last + PAGE - 1) / PAGE);
     }
-    pst_group group{1, PAGE, tables.data(), lanes.data(), blocks.data()};
+    pst_group group{1, PAGE, tables.data(), shared.data(), blocks.data(), nullptr};
     pst_step step{int32_t(ids.size()), int32_t(pieces.size()), int32_t(rows.size()), 1, ids.data(), positions.data(),
-                  loc.data(), rows.data(), &group, nullptr};
+                  loc.data(), rows.data(), &group, nullptr, nullptr};
     EXPECT(model.run(pool, step) == 0, "it runs");
     return model.rows(model.logits, int32_t(rows.size()));
 }

@@ -60,7 +60,7 @@ void rows_of(int32_t width) {
     std::vector<int32_t> ids, positions;
     for (int32_t t = 0; t < T; t++) ids.push_back(t * 7 % V), positions.push_back(t + 30);
     int32_t loc[] = {0, T}, rows[] = {0, 11, T - 1};
-    pst_step step{T, 1, R, 0, ids.data(), positions.data(), loc, rows, nullptr, nullptr};
+    pst_step step{T, 1, R, 0, ids.data(), positions.data(), loc, rows, nullptr, nullptr, nullptr};
     Numbers x, chosen;
     for (int threads = 1; threads <= THREADS; threads++) {
         pst_pool* pool = pst_pool_new(threads, threads % 2 * 20, 0);
@@ -83,7 +83,7 @@ void steps_that_do_not_fit() {
     int32_t zeros[T + 2] = {}, loc[] = {0, T + 1}, rows[R + 2] = {};
     pst_pool* pool = pst_pool_new(2, 0, 0);
     pst_pool* large = pst_pool_new(THREADS + 1, 0, 0);
-    pst_step step{T + 1, 1, 0, 0, zeros, zeros, loc, rows, nullptr, nullptr};
+    pst_step step{T + 1, 1, 0, 0, zeros, zeros, loc, rows, nullptr, nullptr, nullptr};
     EXPECT(p.run(pool, step) == -1, "too many tokens");
     step.num_tokens = T, step.num_rows = R + 1;
     EXPECT(p.run(pool, step) == -1, "too many rows");

@@ -33,11 +33,11 @@ def weights_as(name: str, dtype: str) -> tuple[ModelSpec, dict[str, npt.NDArray[
 
 def native(
     name: str, isa: str, *, dtype: str = "float32", scheme: str = "none", threads: int = 1, block_size: int = 4,
-    kv_dtype: str = "float32", seed: int = 0, max_tokens: int = 16,
+    kv_dtype: str = "float32", seed: int = 0, max_tokens: int = 16, **more: Any,
 ) -> Paged:  # fmt: skip
     """A paged model whose program is native. NaN stands wherever nothing was written."""
     spec, weights = weights_as(name, dtype)
-    paged = Paged(spec, weights, kv_dtype=kv_dtype, block_size=block_size, seed=seed, num_slabs=900)
+    paged = Paged(spec, weights, kv_dtype=kv_dtype, block_size=block_size, seed=seed, num_slabs=900, **more)
     program: Any = NativeForward(
         paged.program, paged.groups, pool(isa, threads), parse_scheme(scheme), max_tokens=max_tokens
     )

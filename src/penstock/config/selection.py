@@ -55,6 +55,7 @@ class SelectionOptions(Section):
     floor: float = setting(
         0.2, "adakv: share of the budget that every head gets before heads compete.", minimum=0.0, maximum=1.0
     )
+    dense_layers: int = setting(2, "quest: first layers that read everything.", minimum=0)
     profile: str | None = setting(None, "retrieval: file with each head's score, as penstock writes it.")
     heads: float = setting(0.25, "retrieval: share of heads that keep everything.", minimum=0.0, maximum=1.0)
     keep: str = setting(

@@ -19,6 +19,7 @@ from penstock.core.mixers.mamba import Mamba, Mamba2
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.selection import BOUNDS
 
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "Latent", "Layer",
@@ -148,10 +149,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(prod(shape) for shape in weight_shapes(self).values())
 
 
-def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1) -> CacheSpec | None:
+def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> CacheSpec | None:
     """What one layer keeps between steps; None for a layer without a mixer. Recurrent state is always float32.
 
-    `lanes`: runs of kv heads with pages of their own (attention only).
+    `lanes`: runs of kv heads with pages of their own (attention only). `bounds`: pages have the bounds of their keys
+    (`core.selection.PageReads`; attention without a window only).
     """
     if layer.mixer is None:
         return None
@@ -160,14 +162,20 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1) -> CacheSpec | None:
         assert isinstance(layer.mixer, Rwkv4 | Rwkv7), "channel mixing goes with RWKV's time mixing"
         shift = Plane("ffn_shift", 1, layer.mixer.width, "float32")
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
+    if bounds:
+        keys = spec.planes[0]
+        dtype = "float32" if keys.dtype == "int8" else keys.dtype
+        besides = tuple(Plane(name, keys.heads, keys.dim, dtype) for name in BOUNDS)
+        spec = msgspec.structs.replace(spec, page_planes=besides)
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
 
 
-def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1) -> list[tuple[CacheSpec, ...]]:
+def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> list[tuple[CacheSpec, ...]]:
     """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
     are further ones (`core.mixers.attention.Attention.caches`). `kv_dtype`: see `core.kv_format`.
 
-    `lanes`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always is.
+    `lanes`, `bounds`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always
+    is.
     """
     kv = parse_kv_format(kv_dtype)
     out: list[tuple[CacheSpec, ...]] = []
@@ -176,14 +184,14 @@ def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1) -> list[tuple[Ca
         if how.plain is None and isinstance(layer.mixer, Attention):
             out.append(layer.mixer.caches(how))
         else:
-            one = cache_spec(layer, how.plain or "float32", lanes)
+            one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
             out.append(() if one is None else (one,))
     return out
 
 
-def cache_groups(spec: ModelSpec, kv_dtype: str, lanes: int = 1) -> tuple[CacheGroup, ...]:
+def cache_groups(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> tuple[CacheGroup, ...]:
     """The groups of a model: first those of what every layer keeps, then those of newest, then of first tokens."""
-    kept = cache_specs(spec, kv_dtype, lanes)
+    kept = cache_specs(spec, kv_dtype, lanes, bounds=bounds)
     groups: list[CacheGroup] = []
     for i in range(max((len(own) for own in kept), default=0)):
         more = group_layers([own[i] if i < len(own) else None for own in kept])

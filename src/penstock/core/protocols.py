@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
     from penstock.core.sampling import TokenRules
+    from penstock.core.selection import PageReads
     from penstock.core.sequence import Sequence
     from penstock.core.step_shape import StepShape
     from penstock.core.weight_map import WeightMap
@@ -312,6 +313,7 @@ class AttentionBackend(Protocol):
         scale: float, window: int | None = None, chunk: int | None = None, soft_cap: float | None = None,
         slopes: npt.NDArray[np.float32] | None = None, sinks: npt.NDArray[np.float32] | None = None,
         rotation: tuple[npt.NDArray[np.float32], bool, int] | None = None, kept: Any = None,
+        pages: PageReads | None = None,
     ) -> npt.NDArray[np.float32]:  # fmt: skip
         """q [T, H, D] -> [T, H, W].
 
@@ -324,8 +326,9 @@ class AttentionBackend(Protocol):
         first component) the cache holds raw keys, which turn as they are read, at their slots. Lines that have dropped
         tokens (`ops.plan.GroupPlan`) see slots for positions, and have no windows, chunks or slopes. `kept` (an
         `ops.kept.Kept`, only without window and chunk) says where newest and first tokens are, if codes are all that
-        `group` has of the others. The result of a token must not depend, bit for bit, on the other tokens of the step,
-        on where its pages lie or on how its context was cut into steps. Mutates nothing.
+        `group` has of the others. With `pages` a token that chooses (`ops.step.Step.chooses`) reads some pages only,
+        each kv head its own. The result of a token must not depend, bit for bit, on the other tokens of the step, on
+        where its pages lie or on how its context was cut into steps. Mutates nothing.
         """
         ...
 

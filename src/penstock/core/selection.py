@@ -5,6 +5,7 @@ A *line* is one kv head of one layer (or a whole layer, where a cache has no lan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -22,6 +23,41 @@ Watches = Literal["nothing", "recent", "all"]
 Drops = Literal["tokens", "blocks", "nothing"]
 """What a selector gives up: single tokens, chosen on the rank; whole blocks, by position alone; or nothing at all, when
 it only reads less (the memory stays)."""
+
+
+BOUNDS = ("k_min", "k_max")
+"""Planes of a page with the least and the largest component, each by itself, of its keys."""
+
+
+@dataclass(frozen=True)
+class PageReads:
+    """How much of a long context a token behind its prompt reads: whole pages, chosen by their bounds. All are kept.
+
+    Attributes:
+        tokens, share: the budget, as `config.selection.Budget` has it; the pages that hold so many tokens, rounded up.
+        recent: the pages of so many last tokens are always read. They count, and may be more than the budget.
+        dense_layers: so many first layers read everything.
+
+    Source: Quest, arXiv 2406.10774; two dense layers: section 4.1.
+    """
+
+    tokens: int | None = None
+    share: float = 1.0
+    recent: int = 32
+    dense_layers: int = 2
+
+    def first_recent(self, num_tokens: int, block_size: int) -> int:
+        """The first page that is read in any case by the last of `num_tokens` tokens."""
+        return max(0, num_tokens - self.recent) // block_size
+
+    def num_pages(self, num_tokens: int, block_size: int) -> int:
+        """Pages that the last of `num_tokens` tokens reads; at most all."""
+        pages = -(-num_tokens // block_size)
+        if self.tokens is not None:
+            tokens = min(self.tokens, num_tokens)
+        else:
+            tokens = max(1, math.ceil(self.share * num_tokens - 1e-9))
+        return min(pages, max(-(-tokens // block_size), pages - self.first_recent(num_tokens, block_size)))
 
 
 @dataclass

@@ -48,9 +48,11 @@ class Selections:
         return limit
 
     def enter(self, seq: Sequence) -> None:
-        """`seq` was admitted. Mutates: seq.next_selection."""
+        """`seq` was admitted. Mutates: seq.next_selection, seq.taint_start."""
         if self._keeping.drops != "nothing":
             seq.next_selection = self._config.next_position(seq.num_computed, seq.prompt_len)
+        elif seq.taint_start is None:
+            seq.taint_start = seq.prompt_len  # what is generated has not read everything
 
     def keeps(self, seq: Sequence, end: int) -> int:
         """Tokens per line that the rank shall choose once `seq` has computed `end` tokens; 0: it has nothing to do."""

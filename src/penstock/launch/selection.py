@@ -14,6 +14,7 @@ from penstock.runner.runner import Runner
 from penstock.runner.selecting import Selections
 from penstock.select import KV_SELECTORS, TRAITS
 from penstock.select.bench import SelectionBench
+from penstock.select.quest import page_reads
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -53,6 +54,8 @@ def reading_of(keeping: Keeping | None) -> Reading:
     """What the model has to do otherwise for it."""
     if keeping is None:
         return Reading()
+    if keeping.drops == "nothing":
+        return Reading(pages=page_reads(keeping.config))
     return Reading(raw_keys=keeping.cache_positions, observe=keeping.drops == "tokens" and keeping.watches != "nothing")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.model_spec import Attention, Latent, QkNorm
+from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
@@ -35,13 +36,17 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     kept, turned = b.kept.get(b.layer), b.rotation == "hadamard"
     for name in ("q", "k", "v") if turned else ():
         b.emit("hadamard", (name,), name)
+    reads = b.reading.pages if b.reading.pages is not None and b.layer >= b.reading.pages.dense_layers else None
+    bounded = {} if reads is None else {"bounds": BOUNDS}
     if kept is None:
-        b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")))
+        b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")), **bounded)
     else:
         b.emit("write_kept", ("step", "k", "v"), "", bound=(*place, kept))
     if b.reading.observe:
         b.emit("observe", ("q", "step"), "", bound=place)
-    more: dict[str, Any] = {} if kept is None else {"kept": kept}
+    more: dict[str, Any] = {} if reads is None else {"pages": reads}
+    if kept is not None:
+        more["kept"] = kept
     if b.reading.raw_keys and m.rope is not None:
         more["rotation"] = (rope_table(m.rope, b.max_model_len), m.rope.interleaved, 0)
     slopes = None if m.alibi is None else np.array(m.alibi.slopes(m.num_heads), np.float32)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
 from penstock.core.protocols import AttentionBackend
+from penstock.core.selection import PageReads
 from penstock.model.program import NO_LAYER, Call
 from penstock.ops.kept import Kept
 from penstock.ops.ref.product import as_float32
@@ -26,10 +27,12 @@ class Reading(NamedTuple):
     Attributes:
         raw_keys: keys are kept as they are and turn when they are read (positions inside the cache).
         observe: the program shows its queries (`runner.forward.ObservedForward`).
+        pages: tokens behind their prompt read some pages only; pages have bounds (`core.model_spec.cache_spec`).
     """
 
     raw_keys: bool = False
     observe: bool = False
+    pages: PageReads | None = None
 
 
 PLAIN = Reading()

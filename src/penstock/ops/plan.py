@@ -59,7 +59,9 @@ class StepPlan:
     Shapes: token_ids, positions [T]; query_start_loc [B+1] (sequence b runs tokens query_start_loc[b] ...
     query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices
     [R] (rows of the T tokens whose logits are wanted, ascending); hidden_indices [P] (those whose hidden state is);
-    mask [T] or None (trees of guesses, whose nodes may share positions but no slots: see `ops.tree`).
+    mask [T] or None (trees of guesses, whose nodes may share positions but no slots: see `ops.tree`);
+    choose_from [B] or None: the position from which on a sequence's tokens read chosen pages only, where a model's
+    attention does so (`core.selection.PageReads`). None: those do that are their sequence's only one in the step.
 
     Raises: ValueError for a mask that is none.
     """
@@ -72,6 +74,7 @@ class StepPlan:
     groups: tuple[GroupPlan, ...]
     hidden_indices: I32 = field(default_factory=lambda: _NONE)
     mask: U64 | None = None
+    choose_from: I32 | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None:

@@ -72,6 +72,15 @@ class Step:
         pages: tuple[I32, I32] = self.memo[key]
         return pages
 
+    def chooses(self, b: int, t: int) -> bool:
+        """Whether token `t`, sequence `b`'s, reads chosen pages only, where attention does so. See `StepPlan`."""
+        plan = self.plan
+        if plan.mask is not None and plan.mask[t]:
+            return False
+        if plan.choose_from is None:
+            return self.bounds[b + 1] - self.bounds[b] == 1
+        return bool(plan.positions[t] >= plan.choose_from[b])
+
     def trees(self, b: int) -> list[list[int]] | None:
         """The tokens of the step that each of sequence `b`'s tokens sees; None: each sees all before it and itself."""
         mask, lo, hi = self.plan.mask, self.bounds[b], self.bounds[b + 1]

@@ -90,7 +90,9 @@ def resolve(
 
     groups, planned, why_drafts = plan_drafts(
         drafts,
-        cache_groups(spec, kv_dtype, lanes_of(spec, keeping)),
+        cache_groups(
+            spec, kv_dtype, lanes_of(spec, keeping), bounds=keeping is not None and keeping.drops == "nothing"
+        ),
         dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,

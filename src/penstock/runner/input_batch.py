@@ -51,6 +51,8 @@ class InputBatch:
         self._rows = rows
         self._cache_positions = keeping is not None and keeping.cache_positions
         self._dropping = keeping is not None and not keeping.cache_positions
+        self._choosing = keeping is not None and keeping.drops == "nothing"
+        self._from: I32 | None = None
         self._shape = (-1, -1, -1)
         self._reserve(64, 64)
 
@@ -108,6 +110,8 @@ class InputBatch:
             starts[b + 1] = t
             lens[b] = end - shift
             chosen.append(row)
+        if self._choosing:
+            self._prompts[: len(chosen)] = [row.prompt_len for row in chosen]
         assert len({job.seq_id for job in scheduled}) == len(scheduled), "a sequence is scheduled twice in one step"
         if self._shape != (t, len(chosen), r):
             self._shape = (t, len(chosen), r)
@@ -115,8 +119,9 @@ class InputBatch:
                 self._tokens[:t], self._positions[:t], self._starts[: len(chosen) + 1], self._lens[: len(chosen)],
                 self._logits[:r],
             )  # fmt: skip
+            self._from = self._prompts[: len(chosen)] if self._choosing else None
         groups = tuple([self._group_plan(g, chosen) for g in range(len(rows.groups))])
-        return StepPlan(*self._views, groups, mask=guessed.upto(t)), picks, guesses
+        return StepPlan(*self._views, groups, mask=guessed.upto(t), choose_from=self._from), picks, guesses
 
     def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
         """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""
@@ -168,6 +173,7 @@ class InputBatch:
     def _reserve(self, num_tokens: int, num_rows: int) -> None:
         self._tokens, self._positions, self._logits = (np.empty(2 * num_tokens, np.int32) for _ in range(3))
         self._lens, self._starts = np.empty(2 * num_rows, np.int32), np.empty(2 * num_rows + 1, np.int32)
+        self._prompts = np.empty(2 * num_rows, np.int32)
         arrays = (self._tokens, self._positions, self._logits, self._starts, self._lens)
         self._words = tuple(array.data for array in arrays)  # single numbers: faster here than in numpy
         self._shape = (-1, -1, -1)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.selection import BOUNDS
 from penstock.model.native.fuse import inputs_of
 from penstock.model.native.trace import Node, NotNativeError, Trace, Value
 from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
 from penstock.ops.native.matrix import DTYPES, Packed
-from penstock.ops.native.program import Layout, NativeOp
+from penstock.ops.native.program import ChosenPages, Layout, NativeOp, RawKeys
 
 Home = tuple[int, int]
 """A buffer of the layout, and the column in it where a node's result begins."""
@@ -29,6 +30,8 @@ class Emitted:
     head: int
     hidden: int
     logits: int
+    queries: list[tuple[int, int]]
+    """Registers that keep observed queries until the next run, and into how many heads they fall."""
 
 
 def matrix_name(node: Node) -> str:
@@ -36,23 +39,26 @@ def matrix_name(node: Node) -> str:
     return " ".join(part.name for part in node.more["parts"])
 
 
-def emit(trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed]) -> Emitted:
-    """Raises: NotNativeError for what has no native form."""
-    e = _Emitter(trace, groups, matrices)
+def emit(trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1) -> Emitted:
+    """`max_tokens`: of a sequence. Raises: NotNativeError for what has no native form."""
+    e = _Emitter(trace, groups, matrices, max_tokens)
     head = 0
     for i, node in enumerate(trace.nodes):
         if i == trace.head:
             head = len(e.ops)
         e.node(i, node)
-    return Emitted(e.ops, e.labels, e.layout, head, e.register(trace.hidden), e.register(trace.logits))
+    return Emitted(e.ops, e.labels, e.layout, head, e.register(trace.hidden), e.register(trace.logits), e.queries)
 
 
 class _Emitter:
-    def __init__(self, trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed]) -> None:
+    def __init__(
+        self, trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int
+    ) -> None:
         self.ops: list[NativeOp] = []
         self.labels: list[str] = []
         self.layout = Layout()
-        self._groups, self._matrices = groups, matrices
+        self.queries: list[tuple[int, int]] = []
+        self._groups, self._matrices, self._max_tokens = groups, matrices, max_tokens
         self._homes: dict[int, Home] = {}
         self._free: list[int] = []
         self._last_read = _last_reads(trace)
@@ -199,14 +205,26 @@ class _Emitter:
     def _write_kv(self, i: int, node: Node) -> None:
         a, b = node.inputs
         group, layer, names = node.bound
-        planes = [p.name for p in self._groups[group].spec.planes]
+        planes = self._planes(group)
         assert a.heads
         assert b.heads
         n = (
             group, layer, a.heads, a.width // a.heads, b.heads, b.width // b.heads,
-            planes.index(names[0]), planes.index(names[1]),
+            *(planes.index(name) for name in (*names, *(node.named.get("bounds") or ()))),
         )  # fmt: skip
         self._add_op(Kind.WRITE, f"group {group} layer {layer}", (self.register(a), self.register(b)), -1, n=n)
+
+    def _planes(self, group: int) -> list[str]:
+        """Names, in the order of `runner.storage`."""
+        spec = self._groups[group].spec
+        return [p.name for p in (*spec.planes, *spec.page_planes)]
+
+    def _observe(self, i: int, node: Node) -> None:
+        q = node.inputs[0]
+        assert q.heads is not None
+        kept = self.layout.register(q.width)  # of no node, so nobody uses it again
+        self._add_op(Kind.SCALE, "queries", (self.register(q),), kept, f=(1.0,))
+        self.queries.append((kept, q.heads))
 
     def _attention(self, i: int, node: Node) -> None:
         group, layer = node.bound
@@ -220,14 +238,28 @@ class _Emitter:
             group, layer, q.heads, planes[keys].heads, q.width // q.heads, planes[value].dim, keys, value,
             named["window"] or 0, named["chunk"] or 0,
         )  # fmt: skip
-        pointers = tuple(
+        pointers: list[Any] = [
             None if w is None else np.ascontiguousarray(w, np.float32).reshape(-1)
             for w in (named["slopes"], named["sinks"])
-        )
+        ]
+        if (rotation := named.get("rotation")) is not None:
+            table, interleaved, first = rotation
+            if table.ndim != 3:
+                raise NotNativeError("raw keys whose heads turn differently")
+            pointers.append(RawKeys(np.ascontiguousarray(table, np.float32), first=first, interleaved=interleaved))
+        if (reads := named.get("pages")) is not None:
+            low, high = (self._planes(group).index(name) for name in BOUNDS)
+            pointers += [None] * (3 - len(pointers)) + [ChosenPages(reads, low, high, self._max_tokens)]
         inputs = (self.register(q),)
         f = (named["scale"], named["soft_cap"] or 0.0)
         self._add_op(
-            Kind.ATTEND, f"group {group} layer {layer}", inputs, self._new_home(node), n=n, f=f, pointers=pointers
+            Kind.ATTEND,
+            f"group {group} layer {layer}",
+            inputs,
+            self._new_home(node),
+            n=n,
+            f=f,
+            pointers=tuple(pointers),
         )
 
     def _add(self, i: int, node: Node) -> None:

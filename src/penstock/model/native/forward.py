@@ -43,7 +43,7 @@ class NativeForward:
             isa = pool.library.pst_isa_name().decode()
             matrices = {matrix_name(node): _pack(node, pool, scheme, isa) for node in linears}
         self.matrices = matrices
-        self._code: Emitted = emit(traced, groups, matrices)
+        self._code: Emitted = emit(traced, groups, matrices, max_tokens=self.max_model_len)
         self._pool = pool
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
@@ -80,6 +80,12 @@ class NativeForward:
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head)
         return native.values(self._code.logits, num_logits), hidden
+
+    def queries(self, num_tokens: int) -> list[F32]:
+        """See `runner.forward.ObservedForward`: views, until the next run."""
+        assert self._native is not None, "nothing has run"
+        found = [(self._native.values(register, num_tokens), heads) for register, heads in self._code.queries]
+        return [q.reshape(num_tokens, heads, -1) for q, heads in found]
 
     def run_head(self, hidden: F32, planes: Sequence[Planes]) -> F32:
         """Logits [R, V] of hidden states [R, E] that `run_pooling` might have given; nothing is cached."""

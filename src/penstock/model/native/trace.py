@@ -125,7 +125,7 @@ def _result(node: Node, call: Call, groups: Sequence[CacheGroup]) -> Value | Non
             return Value(node, node.inputs[0].width, SELECTED)
         case "linear":
             return Value(node, node.bound[0].shape[0], node.inputs[0].rows)
-        case "write_kv":
+        case "write_kv" | "observe":
             return None
         case "attention":
             if len(call.named["keys"]) != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 2
+ABI = 3
 PANEL = 64
 """Outputs of a panel."""
 
@@ -80,6 +80,13 @@ class Rotation(c.Structure):
     )  # fmt: skip
 
 
+class Pages(c.Structure):
+    _fields_ = (
+        ("share", c.c_double), ("low", c.c_int32), ("high", c.c_int32), ("tokens", c.c_int32), ("recent", c.c_int32),
+        ("max_tokens", c.c_int32),
+    )  # fmt: skip
+
+
 class Op(c.Structure):
     _fields_ = (
         ("kind", c.c_int32), ("inputs", c.c_int32 * 4), ("out", c.c_int32), ("n", c.c_int32 * 12), ("f", c.c_float * 4),
@@ -89,8 +96,8 @@ class Op(c.Structure):
 
 class Group(c.Structure):
     _fields_ = (
-        ("num_layers", c.c_int32), ("block_size", c.c_int32), ("tables", c.c_void_p), ("lanes", c.c_void_p),
-        ("strides", c.c_void_p),
+        ("num_lines", c.c_int32), ("block_size", c.c_int32), ("tables", c.c_void_p), ("shared", c.c_void_p),
+        ("strides", c.c_void_p), ("dropped", c.c_void_p),
     )  # fmt: skip
 
 
@@ -105,7 +112,7 @@ class StepArgs(c.Structure):
     _fields_ = (
         ("num_tokens", c.c_int32), ("num_seqs", c.c_int32), ("num_rows", c.c_int32), ("num_groups", c.c_int32),
         ("token_ids", c.c_void_p), ("positions", c.c_void_p), ("query_start_loc", c.c_void_p), ("rows", c.c_void_p),
-        ("groups", c.c_void_p), ("mask", c.c_void_p),
+        ("groups", c.c_void_p), ("mask", c.c_void_p), ("choose_from", c.c_void_p),
     )  # fmt: skip
 
 

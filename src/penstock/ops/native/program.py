@@ -14,7 +14,8 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import scale_name
-from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Plane, Register, Rotation, StepArgs
+from penstock.core.selection import PageReads
+from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Pages, Plane, Register, Rotation, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
 from penstock.ops.native.matrix import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
@@ -68,6 +69,19 @@ class RawKeys:
         assert table.flags.c_contiguous, "a table has no gaps"
         self._table = table
         self.struct = Rotation(table.ctypes.data, table.shape[1], first, table.shape[2], int(interleaved))
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.struct)
+
+
+class ChosenPages:
+    """The fourth pointer of a PST_ATTEND whose single tokens read some pages only, by the bounds in planes number `low`
+    and `high` of the group. No sequence has more than `max_tokens` tokens.
+    """
+
+    def __init__(self, reads: PageReads, low: int, high: int, max_tokens: int) -> None:
+        self.struct = Pages(reads.share, low, high, reads.tokens or 0, reads.recent, max_tokens)
 
     @property
     def address(self) -> int:
@@ -206,10 +220,15 @@ class StepMemory:
         shape = (self._num_groups, num_seqs)
         self._size = num_seqs
         self._tables = np.zeros(shape, np.uint64)
-        self._lanes = np.zeros(shape, np.int32)
+        self._shared = np.zeros(shape, np.int32)
         self._strides = np.zeros(shape, np.int32)
         self._filled: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(self._num_groups)]
         """The tables whose addresses are in `_tables`: whoever made them keeps their memory where it is."""
+        self._dropped = np.zeros(shape, np.uint64)
+        self._forgotten: list[tuple[npt.NDArray[np.int32] | None, ...] | None] = [None] * self._num_groups
+        """What the addresses in `_dropped` are of."""
+        for group in self._groups:
+            group.dropped = None
         self._last: tuple[StepPlan, npt.NDArray[np.int32], StepArgs] | None = None
 
     def args(self, plan: StepPlan, rows: npt.NDArray[np.int32]) -> StepArgs:
@@ -219,17 +238,21 @@ class StepMemory:
             self._reserve(2 * num_seqs)
         for g, group in enumerate(plan.groups):
             self._fill(g, group)
+            self._forget(g, group.dropped)
+        for g in range(len(plan.groups), self._num_groups):  # of a step that looks at no cache
+            self._forget(g, None)
         last = self._last
         if (
             last is not None and last[1] is rows and last[0].token_ids is plan.token_ids
             and last[0].positions is plan.positions and last[0].query_start_loc is plan.query_start_loc
-            and last[0].mask is plan.mask
+            and last[0].mask is plan.mask and last[0].choose_from is plan.choose_from
         ):  # fmt: skip
             return last[2]
         made = StepArgs(
             len(plan.token_ids), num_seqs, len(rows), self._num_groups, plan.token_ids.ctypes.data,
             plan.positions.ctypes.data, plan.query_start_loc.ctypes.data, rows.ctypes.data,
             ctypes.addressof(self._groups), None if plan.mask is None else plan.mask.ctypes.data,
+            None if plan.choose_from is None else plan.choose_from.ctypes.data,
         )  # fmt: skip
         self._last = (plan, rows, made)
         return made
@@ -238,16 +261,41 @@ class StepMemory:
         filled = self._filled[g]
         if len(filled) == len(group.tables) and all(map(is_, filled, group.tables)):
             return
-        tables, lanes, strides = self._tables[g], self._lanes[g], self._strides[g]
+        tables, shared, strides = self._tables[g], self._shared[g], self._strides[g]
         for b, table in enumerate(group.tables):
             if b < len(filled) and table is filled[b]:
                 continue
             tables[b] = table.__array_interface__["data"][0]
-            lanes[b], strides[b] = table.shape[0], table.strides[0] // table.itemsize
+            shared[b], strides[b] = table.shape[0] == 1, table.strides[0] // table.itemsize
         self._filled[g] = list(group.tables)
         self._groups[g] = Group(
-            group.num_layers, group.block_size, tables.ctypes.data, lanes.ctypes.data, strides.ctypes.data
-        )
+            group.num_layers, group.block_size, tables.ctypes.data, shared.ctypes.data, strides.ctypes.data,
+            self._groups[g].dropped,
+        )  # fmt: skip
+
+    def _forget(self, g: int, dropped: tuple[npt.NDArray[np.int32] | None, ...] | None) -> None:
+        if dropped is self._forgotten[g]:
+            return
+        self._forgotten[g] = dropped
+        if dropped is None or all(lines is None for lines in dropped):
+            self._groups[g].dropped = None
+            return
+        addresses = self._dropped[g]
+        for b, lines in enumerate(dropped):
+            assert lines is None or (lines.dtype == np.int32 and lines.flags.c_contiguous), "int32, without gaps"
+            addresses[b] = 0 if lines is None else lines.ctypes.data
+        self._groups[g].dropped = addresses.ctypes.data
 
 
-__all__ = ["SELECTED", "TOKENS", "Layout", "NativeOp", "NativeProgram", "Pool", "RawKeys", "StepMemory", "View"]
+__all__ = [
+    "SELECTED",
+    "TOKENS",
+    "ChosenPages",
+    "Layout",
+    "NativeOp",
+    "NativeProgram",
+    "Pool",
+    "RawKeys",
+    "StepMemory",
+    "View",
+]

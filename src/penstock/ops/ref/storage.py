@@ -46,8 +46,11 @@ def quantise(x: F32) -> tuple[npt.NDArray[np.int8], F32]:
     return np.where(scale > 0, whole, np.float32(0)).astype(np.int8), scale
 
 
-def write_kv(step: Step, a: F32, b: F32, group: int, layer: int, names: tuple[str, str]) -> None:
-    """Store a and b [T, G, D] at the tokens' slots, their positions, in the planes `names`. Mutates those planes.
+def write_kv(
+    step: Step, a: F32, b: F32, group: int, layer: int, names: tuple[str, str], *, bounds: tuple[str, ...] = ()
+) -> None:
+    """Store a and b [T, G, D] at the tokens' slots, their positions, in the planes `names`. Mutates those planes
+    and `bounds`: two of a page, of what it now holds of `a` (see `page_bounds`).
 
     Attention reads back what is stored here, so a token attends to the same rounded values whether its context came
     in this step or in another one.
@@ -60,6 +63,29 @@ def write_kv(step: Step, a: F32, b: F32, group: int, layer: int, names: tuple[st
         for name, x in zip(names, (a, b), strict=True):
             heads = x.shape[1] // lanes
             store(planes, name, (own, at), x if lanes == 1 else x[:, lane * heads : (lane + 1) * heads])
+    if bounds:
+        _write_bounds(step, group, layer, names[0], bounds)
+
+
+def page_bounds(k: F32) -> tuple[F32, F32]:
+    """The least and the largest of keys [n, G, D], each [G, D]; NaN where one is not finite."""
+    spoilt = ~np.isfinite(k).all(axis=0)
+    low, high = k.min(axis=0), k.max(axis=0)
+    low[spoilt] = high[spoilt] = np.nan
+    return low, high
+
+
+def _write_bounds(step: Step, group: int, layer: int, keys: str, bounds: tuple[str, ...]) -> None:
+    where, planes = step.plan.groups[group], step.planes[group]
+    for b in range(step.num_sequences):
+        count = step.bounds[b + 1] - step.bounds[b]
+        for lane in range(where.lanes if count else 0):
+            start = int(step.plan.positions[step.bounds[b]]) - where.num_dropped(b, layer, lane)
+            pages, size = where.pages(b, layer, lane), where.block_size
+            for block in range(start // size, -(-(start + count) // size)):
+                held = read_kv(planes, keys, pages, block * size, min((block + 1) * size, start + count))
+                for name, x in zip(bounds, page_bounds(held), strict=True):
+                    planes[name][pages[block], 0] = to_storage(x, planes[name].dtype)
 
 
 def observe(q: F32, step: Step, group: int, layer: int) -> None:

@@ -5,14 +5,17 @@ Shape letters: T tokens, H query heads, G kv heads, D key dim, W value dim, n ke
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.core.selection import PageReads
 from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
 from penstock.ops.ref.attention.kept import contexts
+from penstock.ops.ref.attention.pages import attend_pages, read_bounds
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
@@ -42,6 +45,7 @@ class _Lane(NamedTuple):
     slopes: F32 | None
     sinks: F32 | None
     rotation: Rotation | None
+    pages: PageReads | None
 
 
 class AttendRow(Protocol):
@@ -82,6 +86,7 @@ class RowBackend:
         self, q: F32, step: Step, group: int, layer: int, *, keys: tuple[str, ...], value: str, scale: float,
         window: int | None = None, chunk: int | None = None, soft_cap: float | None = None, slopes: F32 | None = None,
         sinks: F32 | None = None, rotation: Rotation | None = None, kept: Kept | None = None,
+        pages: PageReads | None = None,
     ) -> F32:  # fmt: skip
         """See `core.protocols.AttentionBackend.attend`.
 
@@ -101,7 +106,7 @@ class RowBackend:
             own = slice(lane * heads, (lane + 1) * heads)
             call = _Lane(
                 keys, value, scale, window, chunk, soft_cap, None if slopes is None else slopes[own],
-                None if sinks is None else sinks[own], rotation,
+                None if sinks is None else sinks[own], rotation, pages,
             )  # fmt: skip
             rows = [
                 row
@@ -142,6 +147,14 @@ class RowBackend:
                 seen = np.array(paths[t - lo], np.int32) + np.int32(start - base - lo)
                 reach = np.concatenate([cached, seen])[reach]
             own = q[t].reshape(*per_kv_head, k.shape[2])
+            if call.pages is not None and step.chooses(b, t):
+                found = partial(read_bounds, planes, pages)
+                rows.append(
+                    attend_pages(
+                        own, k[: p + 1], v[: p + 1], rule, self._attend_row, call.pages, where.block_size, found
+                    )
+                )
+                continue
             rows.append(self._attend_row(own, k[reach], v[reach], first, rule))
         return rows
 
