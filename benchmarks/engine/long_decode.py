@@ -9,8 +9,8 @@ round begins with another engine. Times are of whole engine steps, one sequence.
 read (packed weights, and the keys and values, or Quest's bounds and pages, that attention looks at) at the rate of the
 read probe beside the round; the ratio to the plain engine is taken round by round.
 
-A model made for less is stretched by dynamic NTK: what it writes there is no measure of quality. `as full`: share of
-tokens that are the plain engine's. That a full budget changes nothing is what `tests` show.
+A model made for less goes on to turn by the same frequencies: what it writes there is no measure of quality. `as full`:
+share of tokens that are the plain engine's. That a full budget changes nothing is what `tests` show.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,6 @@ from rich.progress import Progress
 
 from penstock import LLM, SamplingParams
 from penstock.bench.bandwidth import ReadProbe
-from penstock.core.model_spec import ModelSpec
 
 WITH = {
     "full": {},
@@ -72,10 +72,12 @@ class Decoder:
 
     def step_bytes(self) -> int:
         """What a step has to read: weights, and what attention looks at."""
-        plan, spec = self.llm._engine.plan, self.llm._engine.spec
-        return plan.weight_bytes + (self.kv_bytes if self.settings.get("kv_selector") != "quest" else self._quest(spec))
+        forward: Any = self.llm._engine.core.executor
+        packed = forward.runner._forward.matrices.values()
+        weights = sum(array.nbytes for matrix in packed for array in (matrix.data, matrix.scales) if array is not None)
+        return int(weights) + (self._quest() if self.settings.get("kv_selector") == "quest" else self.kv_bytes)
 
-    def _quest(self, spec: ModelSpec) -> int:
+    def _quest(self) -> int:
         selection = self.llm.config.selection
         assert selection is not None
         plan = self.llm._engine.plan
@@ -105,21 +107,22 @@ def main() -> None:
     parser.add_argument("--out")
     args = parser.parse_args()
     console = Console()
-    num_tokens = 1 + args.steps * (args.rounds + 1)
+    num_tokens = 2 + args.steps * (args.rounds + 1)  # nobody ends: the cache is looked at when all is done
     longest = args.context + num_tokens + 1
     common = {
         "max_model_len": longest, "quantization": args.quantization, "threads": args.threads,
-        "kv_cache_memory_bytes": 1 << 30, "rope_scaling": stretch(args.model, longest),
+        "kv_cache_memory_bytes": 1 << 30,
     }  # fmt: skip
+    model = longer(args.model, longest, Path(tempfile.mkdtemp()))
     text = Path(args.text).read_text("utf-8")
-    ids = LLM(args.model, max_model_len=64).get_tokenizer().encode(text[: 8 * args.context])[: args.context]
+    ids = LLM(model, max_model_len=64).get_tokenizer().encode(text[: 8 * args.context])[: args.context]
     assert len(ids) == args.context, f"the text has only {len(ids)} tokens"
     decoders = []
     with Progress(console=console) as progress:
         task = progress.add_task("reading the context", total=len(args.only))
         for name in args.only:
             settings = {**common, **WITH[name], **({} if name == "full" else {"kv_budget": args.budget})}
-            decoders.append(Decoder(name, args.model, settings, ids, num_tokens))
+            decoders.append(Decoder(name, model, settings, ids, num_tokens))
             decoders[-1].num_context = args.context
             progress.advance(task)
         task = progress.add_task("decoding", total=args.rounds)
@@ -135,12 +138,16 @@ def main() -> None:
     report(console, args, decoders, rates)
 
 
-def stretch(model: str, longest: int) -> str | None:
-    """Rotary positions for `longest` tokens, if the model was made for fewer."""
-    made_for = json.loads((Path(model) / "config.json").read_text("utf-8"))["max_position_embeddings"]
-    if longest <= made_for:
-        return None
-    return json.dumps({"rope_type": "dynamic", "factor": float(-(-longest // made_for))})
+def longer(model: str, longest: int, folder: Path) -> str:
+    """The model, or in `folder` a copy of it (of links) whose configuration claims `longest` positions."""
+    config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    if longest <= config["max_position_embeddings"]:
+        return model
+    for file in Path(model).iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file.resolve())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
+    return str(folder)
 
 
 def report(console: Console, args: argparse.Namespace, decoders: list[Decoder], rates: list[float]) -> None:

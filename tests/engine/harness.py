@@ -11,7 +11,7 @@ from typing import Any
 from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
-from penstock.core.model_spec import ModelSpec, cache_groups
+from penstock.core.model_spec import ModelSpec
 from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
@@ -19,7 +19,7 @@ from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
 from penstock.launch.selection import keeping_of
 from penstock.plan.drafts import plan_drafts
-from penstock.plan.keeping import lanes_of
+from penstock.plan.keeping import groups_of
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.fake_model import FakeForward
@@ -66,7 +66,7 @@ def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> P
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
         [(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
-        cache_groups(spec, k.kv_dtype, lanes_of(spec, keeping_of(config_for(k)))),
+        groups_of(spec, k.kv_dtype, keeping_of(config_for(k))),
         dtypes=["float32"] * len(guessers),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,

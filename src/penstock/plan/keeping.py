@@ -5,9 +5,10 @@ from __future__ import annotations
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
+from penstock.core.cache_spec import CacheGroup
 from penstock.core.kv_format import PACKED_BITS
 from penstock.core.mixers.attention import Attention
-from penstock.core.model_spec import ModelSpec
+from penstock.core.model_spec import ModelSpec, cache_groups
 
 
 def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> None:
@@ -46,6 +47,12 @@ def _check_positions(n: int, mixer: Attention, wrong: object) -> None:
         raise wrong(f"gives tokens rotary positions inside the cache, and layer {n} has none; use another selector")
     if rope.head_factors or (norm is not None and norm.after_rope):
         raise wrong(f"keeps keys as they are before their rotation, and layer {n} does more behind it; use another")
+
+
+def groups_of(spec: ModelSpec, kv_dtype: str, keeping: Keeping | None) -> tuple[CacheGroup, ...]:
+    """The cache groups of a model whose cache is cut, or read in part."""
+    bounds = keeping is not None and keeping.drops == "nothing"
+    return cache_groups(spec, kv_dtype, lanes_of(spec, keeping), bounds=bounds)
 
 
 def lanes_of(spec: ModelSpec, keeping: Keeping | None) -> int:

@@ -14,9 +14,9 @@ from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, without_windows
 from penstock.core.events import Decision
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec, cache_groups
+from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
-from penstock.plan.keeping import check_keeping, lanes_of
+from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
 
@@ -90,9 +90,7 @@ def resolve(
 
     groups, planned, why_drafts = plan_drafts(
         drafts,
-        cache_groups(
-            spec, kv_dtype, lanes_of(spec, keeping), bounds=keeping is not None and keeping.drops == "nothing"
-        ),
+        groups_of(spec, kv_dtype, keeping),
         dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
