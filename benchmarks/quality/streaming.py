@@ -65,11 +65,13 @@ def main() -> None:
     parser.add_argument("--kept", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--tokens", type=int, default=10240)
     parser.add_argument("--interval", type=int, default=32, help="tokens from one cut to the next")
+    parser.add_argument("--bos", type=int, help="token that is put before the text")
     parser.add_argument("--out")
     args = parser.parse_args()
     console = Console()
     tokenizer = LLM(args.model, max_model_len=64).get_tokenizer()
     ids = tokenizer.encode(Path(args.text).read_text("utf-8")[: 8 * args.tokens])[: args.tokens]
+    ids = ids if args.bos is None else [args.bos, *ids[:-1]]
     assert len(ids) == args.tokens, f"the text has only {len(ids)} tokens"
     model_len = LLM(args.model).engine.plan.max_model_len
     cases: list[tuple[str, int, dict[str, Any]]] = [("all", 0, {})]

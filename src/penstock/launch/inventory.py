@@ -17,6 +17,7 @@ from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
+from penstock.select import KV_SELECTORS
 
 REGISTRIES: tuple[Registry, ...] = (
     FAMILIES,
@@ -31,6 +32,7 @@ REGISTRIES: tuple[Registry, ...] = (
     DRAFTERS,
     DRAFT_CONTROLLERS,
     CONTEXT_TRANSFORMS,
+    KV_SELECTORS,
 )
 
 
