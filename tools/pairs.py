@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs" / "pairs.tsv"
 sys.path.insert(0, str(ROOT))
-from tools.switches import MODEL, Switch, counted, possible, present  # noqa: E402
+from tools.switches import BY_BLOCKS, MODEL, Switch, counted, possible, present  # noqa: E402
 
 MOST_GAINS = 60
 EXACT, LOSSY, CONFLICT, DIFFERS, VARIES, FAILS = "exact", "lossy", "conflict", "differs", "varies", "fails"
@@ -150,6 +150,8 @@ class Bench:
             return (EXACT, "") if tokens == self.plain[0] else (DIFFERS, "other tokens than the plain engine's")
         if a.exact != b.exact:
             lossy = b if a.exact else a
+            if lossy.name in BY_BLOCKS and "block_size" in (a.settings | b.settings):
+                return LOSSY, "goes by whole blocks: other tokens with blocks of another size"
             by_itself = self.alone(lossy)[0]
             if not isinstance(by_itself, str) and tokens != by_itself:
                 return DIFFERS, f"other tokens than {lossy.name} gives by itself"

@@ -127,6 +127,8 @@ SWITCHES: tuple[Switch, ...] = (
 )  # fmt: skip
 """What does not exist yet (a selector without its file, a type that kv_cache_dtype does not know) is left out until it
 does. "exact" of another op table would be too much: it adds in another order."""
+BY_BLOCKS = {"selector streaming", "selector quest", "KV kivi4", "KV kivi2", "KV mixed"}
+"""What they lose goes by whole blocks, and so depends on the size of one."""
 PLAIN: dict[str, set[str]] = {
     "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"}, "scheduling_policy": {"fcfs"},
     "attention_backend": {"ref"}, "executor": {"inproc"}, "verifier": {"match"}, "rope_type": {"default"},

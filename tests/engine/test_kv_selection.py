@@ -97,7 +97,9 @@ def draw_knobs(rng: random.Random, name: str, budget: str, prompt_interval: int)
 @pytest.mark.parametrize("prompt_interval", [0, 8])
 @pytest.mark.parametrize("budget", ["100%", "40%", "12"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_tokens_are_those_of_the_naive_model_with_a_cut_cache(name: str, budget: str, prompt_interval: int) -> None:
+def test_F01_F03_F04_F05_F06_F22_F23_tokens_are_those_of_the_naive_model_with_a_cut_cache(
+    name: str, budget: str, prompt_interval: int
+) -> None:
     rng = random.Random(f"{name}-{budget}-{prompt_interval}")
     model = rng.choice(MODELS)
     spec, weights = tiny(model)
@@ -146,7 +148,7 @@ def crowd(count: int, length: int, max_tokens: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", ["window", "snapkv", "h2o", "adakv", "streaming"])
-def test_what_is_dropped_lets_others_in(name: str) -> None:
+def test_F01_F03_F06_F23_what_is_dropped_lets_others_in(name: str) -> None:
     """F01 F03 F06 F23: real blocks come back. 96 blocks of 4 hold three prompts of 96 tokens with their answers."""
     peak = {}
     for selector, kept in (("none", "25%"), (name, "25%")):
@@ -162,7 +164,7 @@ def test_what_is_dropped_lets_others_in(name: str) -> None:
     assert peak[name] >= 2.5 * peak["none"], peak
 
 
-def test_a_stream_goes_on_for_ever_in_the_same_memory() -> None:
+def test_F01_a_stream_goes_on_for_ever_in_the_same_memory() -> None:
     """F01: ten times its budget and more, in blocks that would not hold a quarter of it."""
     core = long_engine("streaming", "24", blocks=16)
     most = 0

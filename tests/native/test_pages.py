@@ -100,7 +100,7 @@ def read_by(t: Text, rule: Rule, reads: PageReads, dtype: str, block: int, g: in
 @each_isa
 @each_dtype
 @each_lanes
-def test_f13_native_choice_is_the_references(isa: str, dtype: str, lanes: bool) -> None:
+def test_F13_native_choice_is_the_references(isa: str, dtype: str, lanes: bool) -> None:
     """F13: bit for bit attention over the pages that the reference chooses, head by head."""
     reads = PageReads(share=0.25, recent=20)
     rules = [
@@ -127,7 +127,7 @@ def test_f13_native_choice_is_the_references(isa: str, dtype: str, lanes: bool) 
 
 @each_isa
 @each_dtype
-def test_f13_a_full_budget_changes_no_bit(isa: str, dtype: str) -> None:
+def test_F13_a_full_budget_changes_no_bit(isa: str, dtype: str) -> None:
     rule = Rule(6, 3, 32, 24)
     rng = np.random.default_rng(3)
     texts = [text(rng, rule, 5000, 4999), text(rng, rule, 300, 270), text(rng, rule, 40, 39)]
@@ -138,7 +138,7 @@ def test_f13_a_full_budget_changes_no_bit(isa: str, dtype: str) -> None:
 
 
 @each_isa
-def test_f13_several_tokens_of_a_sequence_read_everything(isa: str) -> None:
+def test_F13_several_tokens_of_a_sequence_read_everything(isa: str) -> None:
     rule = Rule(4, 2, 16, 16)
     rng = np.random.default_rng(4)
     texts = [text(rng, rule, 400, 398), text(rng, rule, 400), text(rng, rule, 400, 399)]
@@ -151,7 +151,7 @@ def test_f13_several_tokens_of_a_sequence_read_everything(isa: str) -> None:
 
 @each_isa
 @each_lanes
-def test_f13_tokens_behind_their_prompt_choose_however_they_come(isa: str, lanes: bool) -> None:
+def test_F13_tokens_behind_their_prompt_choose_however_they_come(isa: str, lanes: bool) -> None:
     """F13: one by one or several in a step, as a resumed sequence's do; a lone token of a prompt reads everything."""
     rule, reads = Rule(6, 3, 24, 20), PageReads(share=0.2, recent=10)
     rng = np.random.default_rng([9, lanes])
@@ -174,7 +174,7 @@ def test_f13_tokens_behind_their_prompt_choose_however_they_come(isa: str, lanes
 
 @each_isa
 @each_lanes
-def test_f13_bits_do_not_depend_on_company_pages_or_threads(isa: str, lanes: bool) -> None:
+def test_F13_bits_do_not_depend_on_company_pages_or_threads(isa: str, lanes: bool) -> None:
     """F13: a token's choice follows from its own context alone."""
     rng = np.random.default_rng([5, lanes])
     for dtype in ("bfloat16", "int8", "float32"):
@@ -193,7 +193,7 @@ def test_f13_bits_do_not_depend_on_company_pages_or_threads(isa: str, lanes: boo
 
 
 @each_isa
-def test_f13_equal_bounds_go_to_the_lower_page_and_nan_first(isa: str) -> None:
+def test_F13_equal_bounds_go_to_the_lower_page_and_nan_first(isa: str) -> None:
     rule, block = Rule(2, 1, 16, 16), 4
     t = text(np.random.default_rng(6), rule, 64, 63)
     t.k[:60] = np.tile(t.k[:4], (15, 1, 1))
@@ -218,7 +218,7 @@ def test_f13_equal_bounds_go_to_the_lower_page_and_nan_first(isa: str) -> None:
 @each_isa
 @each_dtype
 @each_lanes
-def test_f13_bounds_are_written_beside_the_keys(isa: str, dtype: str, lanes: bool) -> None:
+def test_F13_bounds_are_written_beside_the_keys(isa: str, dtype: str, lanes: bool) -> None:
     """F13: those of the reference, for pages that begin, go on or are written anew; others are left alone."""
     for rule in (Rule(3, 3, 24, 19), Rule(4, 2, 7, 32), Rule(2, 2, 40, 8)):
         rng = np.random.default_rng(7)
@@ -255,7 +255,7 @@ def test_f13_bounds_are_written_beside_the_keys(isa: str, dtype: str, lanes: boo
 
 
 @each_isa
-def test_f13_what_does_not_fit_is_told(isa: str) -> None:
+def test_F13_what_does_not_fit_is_told(isa: str) -> None:
     rule = Rule(4, 2, 16, 16)
     t = text(np.random.default_rng(0), rule, 40, 39)
     rng = np.random.default_rng(0)

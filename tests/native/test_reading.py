@@ -86,7 +86,7 @@ def test_lanes_change_no_bit(kv_dtype: str, isa: str) -> None:
 @each_isa
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("lanes", [False, True], ids=["layers", "heads"])
-def test_f13_quest_is_the_references_and_a_full_budget_is_exact(lanes: bool, kv_dtype: str, isa: str) -> None:
+def test_F13_quest_is_the_references_and_a_full_budget_is_exact(lanes: bool, kv_dtype: str, isa: str) -> None:
     """F13: tokens one by one behind a prompt, in company and alone."""
     spec, weights = weights_as("llama_gqa", "float32")
     ids = text(spec.vocab_size)
@@ -110,7 +110,7 @@ def test_f13_quest_is_the_references_and_a_full_budget_is_exact(lanes: bool, kv_
 
 
 @each_isa
-def test_f13_tokens_behind_their_prompt_choose_however_they_come(isa: str) -> None:
+def test_F13_tokens_behind_their_prompt_choose_however_they_come(isa: str) -> None:
     """F13: where the plan says from which position on, no cut of the text changes a bit."""
     ids = text(specs.make("llama_gqa")[0].vocab_size)
     reading = Reading(pages=PageReads(share=0.3, recent=5, dense_layers=1))

@@ -45,7 +45,7 @@ def storage(dtype: str, num_pages: int) -> dict[str, Any]:
     dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8"]),
     scale=st.sampled_from([1e-3, 1.0, 300.0]),
 )
-def test_f13_a_bound_is_never_below_a_true_product(seed: int, sizes: list[int], dtype: str, scale: float) -> None:
+def test_F13_a_bound_is_never_below_a_true_product(seed: int, sizes: list[int], dtype: str, scale: float) -> None:
     """F13, the property of the method: over random keys, appended in any steps, and any query."""
     rng = np.random.default_rng(seed)
     total = sum(sizes)
@@ -77,7 +77,7 @@ def test_f13_a_bound_is_never_below_a_true_product(seed: int, sizes: list[int], 
                 np.testing.assert_array_equal(held[page], own.min(axis=0) if least else own.max(axis=0))
 
 
-def test_f13_the_pages_that_matter_are_found() -> None:
+def test_F13_the_pages_that_matter_are_found() -> None:
     """F13: recall. Keys alike in a page (as neighbours in a text are) and a query near one of them."""
     rng = np.random.default_rng(1)
     pages, size, dim, found, best = 200, 16, 32, 0, 0
@@ -96,7 +96,7 @@ def test_f13_the_pages_that_matter_are_found() -> None:
     assert found / (10 * tries) > 0.8, f"recall of the ten best is {found / (10 * tries)}; chance finds 0.1"
 
 
-def test_f13_choice_by_hand() -> None:
+def test_F13_choice_by_hand() -> None:
     upper = np.array([1, 5, 5, -2, 5, 0, 9, 9], np.float32)
     reads = PageReads(tokens=16, recent=4)
     assert choose_pages(upper, 32, 4, reads).tolist() == [1, 2, 6, 7], "equals go to the lower page; the last is read"
@@ -115,7 +115,7 @@ def test_f13_choice_by_hand() -> None:
             assert len(chosen) <= max(-(-int(np.ceil(min(wanted, n))) // 16), recent)
 
 
-def test_f13_bytes_read_fall_to_the_budget() -> None:
+def test_F13_bytes_read_fall_to_the_budget() -> None:
     """F13: pages of keys and values, and the bounds of all, against all pages; in units of a page's bytes."""
     n, size, reads = 16384, 16, PageReads(share=0.125)
     pages = n // size
@@ -125,7 +125,7 @@ def test_f13_bytes_read_fall_to_the_budget() -> None:
     assert pages / read > 5
 
 
-def test_f13_selector_keeps_everything() -> None:
+def test_F13_selector_keeps_everything() -> None:
     config = SelectionConfig("quest", parse_budget("25%"), SelectionOptions(recent=7, dense_layers=1))
     assert page_reads(config) == PageReads(None, 0.25, 7, 1)
     assert page_reads(SelectionConfig("quest", parse_budget("96"), SelectionOptions())) == PageReads(96, 1.0, 32, 2)
@@ -139,7 +139,7 @@ def test_f13_selector_keeps_everything() -> None:
     assert [kept.tolist() for kept in quest.select(None, [range(3), range(2)])] == [[0, 1, 2], [0, 1]]
 
 
-def test_f13_pages_have_bounds_of_their_keys() -> None:
+def test_F13_pages_have_bounds_of_their_keys() -> None:
     spec, _ = specs.make("llama_gqa")
     for kv_dtype, of_bounds in (("bfloat16", "bfloat16"), ("int8", "float32")):
         (group,) = group_layers([cache_spec(layer, kv_dtype, bounds=True) for layer in spec.layers])
@@ -158,7 +158,7 @@ def quest(reads: PageReads | None, attention: str = "ref", **more: Any) -> Paged
 
 
 @pytest.mark.parametrize("attention", ["ref", "ref-online"])
-def test_f13_laws_of_a_model(attention: str) -> None:
+def test_F13_laws_of_a_model(attention: str) -> None:
     """F13: exact at a full budget; less is read by tokens alone in their step; company, pages and cuts of the prompt
     change nothing.
     """
@@ -180,7 +180,7 @@ def test_f13_laws_of_a_model(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["ref", "ref-online"])
-def test_f13_tokens_behind_their_prompt_choose_however_they_come(attention: str) -> None:
+def test_F13_tokens_behind_their_prompt_choose_however_they_come(attention: str) -> None:
     """F13: where the plan says from which position on, no cut of the text changes a bit."""
     reads, whole = PageReads(share=0.25, recent=4, dense_layers=0), None
     for n, sizes in enumerate([(40, 1), (1,), (64,), (17, 23, 3, 1, 9), (39, 1, 24)]):
