@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.cli.main import main
 from penstock.config import from_kwargs
 from penstock.config.selection import parse_budget, parse_selection
 from penstock.core.machine import Machine
 from penstock.core.model_spec import Alibi, ModelSpec, QkNorm
 from penstock.launch.selection import keeping_of
 from penstock.plan.resolve import resolve
+from penstock.sim.build import sim_plan
 from tests import specs
 
 MACHINE = Machine(num_cores=2, memory_bytes=1 << 33, available_bytes=1 << 32)
@@ -125,3 +127,19 @@ def test_positions_inside_the_cache_need_no_longer_context_of_the_model() -> Non
     config = from_kwargs(model="m", kv_selector="h2o", kv_budget="64", max_model_len=more)
     with pytest.raises(ConfigError, match="positions this model was made for"):
         resolve(config, spec, MACHINE, keeping=keeping_of(config))
+
+
+def test_a_plan_and_a_simulation_refuse_what_an_engine_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, *more in (
+        ("plan", "nano", "--kv-selector", "snapkv", "--kv-allocator", "contiguous"),
+        ("plan", "nano", "--kv-selector", "quest", "--kv-cache-dtype", "int4"),
+    ):
+        assert main([command, *more]) != 0
+        assert "kv_selector:" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="of which a simulation knows nothing"):
+        sim_plan(from_kwargs(model="m", kv_selector="h2o"), specs.make("llama_gqa")[0], 1 << 30)
+
+
+def test_a_plan_knows_who_counts_inside_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "nano", "--kv-selector", "streaming", "--kv-budget", "512", "--max-model-len", "100000"]) == 0
+    assert "100,000" in capsys.readouterr().out

@@ -53,6 +53,7 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.launch.drafts import draft_specs
     from penstock.launch.hub import local_path
     from penstock.launch.native import choose_ops, device_of
+    from penstock.launch.selection import keeping_of
     from penstock.plan.devices import find_device
     from penstock.plan.probe import probe
     from penstock.plan.report import report
@@ -73,7 +74,7 @@ def plan(args: argparse.Namespace) -> int:
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
-    result = report(config, spec, machine, device, args.context, draft_specs(config))
+    result = report(config, spec, machine, device, args.context, draft_specs(config), keeping_of(config))
     result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:
         _print_json(config.model.model, result)

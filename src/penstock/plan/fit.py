@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import NamedSpec
@@ -23,12 +24,14 @@ class Fit:
     """
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = ()
-    ) -> None:
+        self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = (),
+        keeping: Keeping | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._spec = spec
         self._machine = machine
         self._drafts = tuple(drafts)
+        self._keeping = keeping
         self.base = self.resolved(1, 1)
 
     def resolved(self, num_seqs: int | None, context: int) -> Plan:
@@ -38,7 +41,7 @@ class Fit:
             model=replace(self._config.model, max_model_len=context),
             scheduler=replace(self._config.scheduler, max_num_seqs=num_seqs),
         )
-        return resolve(config, self._spec, self._machine, self._drafts)
+        return resolve(config, self._spec, self._machine, self._drafts, self._keeping)
 
     def kv_bytes(self, num_seqs: int, context: int) -> int:
         """Blocks and states of so many full-length sequences."""

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import EngineConfig
+from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -105,23 +106,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(
     config: EngineConfig, spec: ModelSpec, machine: Machine, device: Device, context: int = DEFAULT_CONTEXT,
-    drafts: Sequence[NamedSpec] = (),
+    drafts: Sequence[NamedSpec] = (), keeping: Keeping | None = None,
 ) -> Report:  # fmt: skip
     """Plan for a machine whose memory is `machine`'s and whose rates are `device`'s.
 
-    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`: as `resolve` takes them;
-    predicted is the model's speed without them. Raises ConfigError for settings
-    that contradict the model, the device or each other; what only lacks memory is reported, not raised.
+    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`: as `resolve`
+    takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict the model,
+    the device or each other; what only lacks memory is reported, not raised.
     """
     config, extra = _with_dtype(config, spec, device)
     refusal: CapacityError | None = None
     plan = fit = None
     try:
-        plan = resolve(config, spec, machine, drafts)
+        plan = resolve(config, spec, machine, drafts, keeping)
     except CapacityError as error:
         refusal = error
     with suppress(CapacityError):
-        fit = Fit(config, spec, machine, drafts)
+        fit = Fit(config, spec, machine, drafts, keeping)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
     groups = known.groups if known else cache_groups(spec, kv_dtype)

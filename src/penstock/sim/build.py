@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.base.clock import VirtualClock
+from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -25,12 +26,22 @@ def device_plan(config: EngineConfig, spec: ModelSpec, device: Device) -> tuple[
     """`sim_plan` for a device; one that is a CPU is planned as `resolve` plans for CPUs. `memory_bytes` None is this
     machine's available memory. Raises ConfigError, CapacityError.
     """
+    _check(config)
     machine = probe()
     memory_bytes = device.memory_bytes or machine.available_bytes
     if device.name.startswith("cpu"):
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory_bytes, available_bytes=memory_bytes)
         return config, resolve(config, spec, machine)
     return sim_plan(config, spec, memory_bytes)
+
+
+def _check(config: EngineConfig) -> None:
+    if config.selection is not None:
+        raise ConfigError(
+            f"kv_selector: what {config.selection.method} keeps follows from attention, of which a simulation knows "
+            "nothing; use none",
+            field="kv_selector",
+        )
 
 
 def sim_plan(config: EngineConfig, spec: ModelSpec, memory_bytes: int) -> tuple[EngineConfig, Plan]:
@@ -40,6 +51,7 @@ def sim_plan(config: EngineConfig, spec: ModelSpec, memory_bytes: int) -> tuple[
     type is the checkpoint's own, a step holds BATCHED_TOKENS tokens of NUM_SEQS sequences unless the settings say
     otherwise. Raises ConfigError, CapacityError.
     """
+    _check(config)
     chosen: list[Decision] = []
     model, scheduler = config.model, config.scheduler
     if model.dtype == "auto":
