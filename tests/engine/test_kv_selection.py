@@ -16,7 +16,7 @@ from penstock.launch.selection import NO_KINDS
 from penstock.select import KV_SELECTORS, TRAITS
 from penstock.select.bench import SelectionBench
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, tiny
-from tests.engine.naive import Logits, generate, model_logits
+from tests.engine.naive import Logits, beam_search, generate, model_logits
 from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
@@ -41,7 +41,7 @@ def workload(vocab: int) -> list[Request]:
 
 
 @cache
-def oracle(model: str, name: str, budget: str, prompt_interval: int, block_size: int) -> Logits:
+def oracle(model: str, name: str, budget: str, prompt_interval: int, block_size: int) -> Any:
     spec, weights = tiny(model)
     config = parse_selection(name, budget, settings_of(name, prompt_interval=prompt_interval))
     assert config is not None
@@ -206,4 +206,23 @@ def test_an_ended_parents_choice_still_moves_for_its_forks() -> None:
         drain(core, collector)
         got = collector.requests["two"].tokens[1 - aborted]
         assert got == generate(logits(len(prompt)), r, 1 - aborted)[0]
+        assert_idle(core)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "streaming"])
+def test_beams_are_those_of_the_naive_model(name: str) -> None:
+    model = "llama_gqa"
+    spec, weights = tiny(model)
+    r = request(workload(spec.vocab_size)[0].prompt_token_ids, request_id="beam", beam_width=3, max_tokens=8)
+    want = beam_search(oracle(model, name, "40%", 0, 4)(len(r.prompt_token_ids)), r)
+    for depth in (1, 2):
+        knobs = Knobs(selector=name, kept="40%", selector_config=settings_of(name), depth=depth)
+        core = real_engine(spec, weights, knobs)
+        collector = Collector()
+        core.add(r)
+        drain(core, collector)
+        got = collector.requests["beam"].beams
+        assert [(g[0], g[2]) for g in got] == [(w[0], w[2]) for w in want]
+        assert core.kv.selections is not None
+        assert core.kv.selections.num_cut > 0
         assert_idle(core)
