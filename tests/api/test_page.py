@@ -206,6 +206,7 @@ def test_what_the_model_says_never_becomes_markup(
 ) -> None:
     pieces = iter([HOSTILE[:20], HOSTILE[20:], *[""] * 40])
     monkeypatch.setattr(IncrementalDetokenizer, "add", lambda self, ids: next(pieces))
+    monkeypatch.setattr(IncrementalDetokenizer, "add_one", lambda self, token_id: next(pieces))
     monkeypatch.setattr(OutputProcessor, "_piece", lambda self, token_id: HOSTILE)
     page.run(f"document.getElementById('tab-{kind}').click()")
     if probabilities:
