@@ -42,7 +42,7 @@ class Decoder:
     """One engine behind its context."""
 
     def __init__(self, name: str, model: str, settings: dict[str, Any], ids: list[int], num_tokens: int) -> None:
-        self.name, self.settings = name, settings
+        self.name, self.settings, self.num_context = name, settings, len(ids)
         began = time.perf_counter()
         self.llm = LLM(model, ops="native", max_num_seqs=1, enable_prefix_caching=False, **settings)
         self.start_s = time.perf_counter() - began
@@ -66,13 +66,13 @@ class Decoder:
     @property
     def kv_bytes(self) -> int:
         """Of the blocks in use now, as the allocator counts them."""
-        core, plan = self.llm._engine.core, self.llm._engine.plan
+        core, plan = self.llm.engine.core, self.llm.engine.plan
         stats = core.kv.stats().groups
         return sum(s.used * g.slab_bytes(plan.block_size) for s, g in zip(stats, plan.groups, strict=True))
 
     def step_bytes(self) -> int:
         """What a step has to read: weights, and what attention looks at."""
-        forward: Any = self.llm._engine.core.executor
+        forward: Any = self.llm.engine.core.executor
         packed = forward.runner._forward.matrices.values()
         weights = sum(array.nbytes for matrix in packed for array in (matrix.data, matrix.scales) if array is not None)
         return int(weights) + (self._quest() if self.settings.get("kv_selector") == "quest" else self.kv_bytes)
@@ -80,7 +80,7 @@ class Decoder:
     def _quest(self) -> int:
         selection = self.llm.config.selection
         assert selection is not None
-        plan = self.llm._engine.plan
+        plan = self.llm.engine.plan
         group = plan.groups[0]
         blocks = -(-len(self.tokens) // plan.block_size) + self.num_context // plan.block_size
         read = -(-selection.budget.of(blocks * plan.block_size) // plan.block_size)
@@ -89,8 +89,6 @@ class Decoder:
         bounds = sum(p.num_bytes for p in group.spec.page_planes)
         sparse = len(group.layers) - dense
         return dense * blocks * per_page + sparse * (blocks * bounds + read * per_page)
-
-    num_context = 0
 
 
 def main() -> None:
@@ -123,7 +121,6 @@ def main() -> None:
         for name in args.only:
             settings = {**common, **WITH[name], **({} if name == "full" else {"kv_budget": args.budget})}
             decoders.append(Decoder(name, model, settings, ids, num_tokens))
-            decoders[-1].num_context = args.context
             progress.advance(task)
         task = progress.add_task("decoding", total=args.rounds)
         probe, rates = ReadProbe(64 << 20), []

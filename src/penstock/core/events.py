@@ -27,8 +27,6 @@ class EngineStats:
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_selections: int = 0
-    num_selections_missed: int = 0
     num_recomputed_tokens: int = 0
     num_forks: int = 0
     num_finished: int = 0

@@ -111,10 +111,6 @@ class EngineCore:
             self._take_aborts()
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
-            if self.kv.selections is not None:
-                selections = self.kv.selections
-                self.stats.num_selections = selections.num_cut
-                self.stats.num_selections_missed = selections.num_missed
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.observe(output, result)
         if self.check_invariants:

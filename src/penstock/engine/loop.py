@@ -40,7 +40,7 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         kv_total=sum(g.total for g in stats.groups),
         kv_used=sum(g.used for g in stats.groups),
         kv_evictable=sum(g.evictable for g in stats.groups),
-        counters=core.stats.counters() | {"num_evicted_blocks": float(stats.num_evicted_blocks)},
+        counters=core.stats.counters() | stats.counters(),
         memory_bytes=memory_bytes or {},
         prefix_tree=core.kv.cache.sketch(TREE_NODES),
     )

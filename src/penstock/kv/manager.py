@@ -480,6 +480,8 @@ class KVManager:
             self.cache.num_hit_tokens,
             self._room.num_evicted_blocks,
             self.cache.num_checkpoints,
+            0 if self.selections is None else self.selections.num_cut,
+            0 if self.selections is None else self.selections.num_missed,
         )
 
     @property

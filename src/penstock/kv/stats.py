@@ -25,7 +25,8 @@ class KVStats:
     """Units: tokens, blocks or copies as named, since start.
 
     `num_cow_copies` counts slabs (pages, for ragged tables) copied because they were shared and about to be written.
-    Prefix counters count every admission that looked, also those after a preemption.
+    Prefix counters count every admission that looked, also those after a preemption. `num_selections`: times that a
+    sequence gave up a part of its cache; `_missed`: times that it should have, without memory for the copy.
     """
 
     groups: tuple[GroupStats, ...]
@@ -34,3 +35,10 @@ class KVStats:
     num_prefix_hit_tokens: int
     num_evicted_blocks: int
     num_checkpoints: int
+    num_selections: int = 0
+    num_selections_missed: int = 0
+
+    def counters(self) -> dict[str, float]:
+        """What is not counted elsewhere, as flat numbers."""
+        names = ("num_evicted_blocks", "num_selections", "num_selections_missed")
+        return {name: float(getattr(self, name)) for name in names}

@@ -30,22 +30,38 @@ class _Sequence:
     """What is known of one sequence.
 
     Attributes:
-        positions: [n] of each line: which tokens it holds. None: all of them, from 0 on.
-        stats: a selector's numbers about each of them.
+        old: [n] of each line: which of the tokens before `cut` it holds.
+        cut: where the last selection took place; all tokens from there on are held.
+        stats: a selector's numbers about each token that a line holds.
         queries: the last tokens' queries, [t, H, D] of each layer, which ended at position `end`.
         choice: slots that each line keeps, by the newest selection, until it has been carried out.
     """
 
     def __init__(self, num_lines: int, num_layers: int) -> None:
-        self.positions: list[I32] | None = None
+        self.old: list[I32] = [np.zeros(0, np.int32)] * num_lines
+        self.cut = 0
         self.stats: list[dict[str, F32]] = [{} for _ in range(num_lines)]
         self.queries: list[F32 | None] = [None] * num_layers
         self.end = 0
         self.choice: list[I32] | None = None
 
+    def positions(self) -> list[I32]:
+        """[n] of each line: which tokens it holds."""
+        fresh = np.arange(self.cut, self.end, dtype=np.int32)
+        return [np.concatenate([old, fresh]) for old in self.old]
+
+    def carry_out(self) -> None:
+        """The tables begin anew, as was chosen."""
+        assert self.choice is not None
+        self.old = [p[kept] for p, kept in zip(self.positions(), self.choice, strict=True)]
+        self.cut = self.end
+        self.stats = [
+            {name: x[kept] for name, x in stats.items()} for stats, kept in zip(self.stats, self.choice, strict=True)
+        ]
+
     def copy(self) -> _Sequence:
         other = _Sequence(len(self.stats), len(self.queries))
-        other.positions = None if self.positions is None else list(self.positions)
+        other.old, other.cut = list(self.old), self.cut
         other.stats = [dict(stats) for stats in self.stats]
         other.queries, other.end, other.choice = list(self.queries), self.end, self.choice
         return other
@@ -95,11 +111,7 @@ class Selections:
         for seq_id in {u.seq_id for u in output.tables if u.dropped >= 0}:
             known = self._known[seq_id]
             if known.choice is not None:
-                known.positions = [p[k] for p, k in zip(self._positions(known), known.choice, strict=True)]
-                known.stats = [
-                    {name: x[kept] for name, x in stats.items()}
-                    for stats, kept in zip(known.stats, known.choice, strict=True)
-                ]
+                known.carry_out()
 
     def pack(self, op: PageOp) -> None:
         """Move what sequence `op.src` keeps into the pages of its new table. Mutates: the storage's planes.
@@ -135,14 +147,11 @@ class Selections:
             row = self._rows[job.seq_id]
             end = job.start + job.num_tokens
             own = [q[starts[b] : starts[b + 1]] for q in queries]
-            if known.positions is not None:
-                fresh = np.arange(job.start, end, dtype=np.int32)
-                known.positions = [np.concatenate([p, fresh]) for p in known.positions]
             self._remember(known, own, end)
             if self.selector.watches == "all":
-                for i in range(len(self._layers)):
-                    for line, weights in self._weights(known, row, i, own[i], end):
-                        self.selector.watch(line, weights, job.start)
+                for i, line in enumerate(self._lines(known, row)):
+                    weights = self._weigh(row, i, line.positions, own[i // self._lanes], end)
+                    self.selector.watch(line, weights, job.start)
             if job.keeps:
                 out.append(self._choose(job, known, row, end))
         return out
@@ -154,14 +163,9 @@ class Selections:
             held = q if before is None else np.concatenate([before, q])
             known.queries[i] = held[-self._observe :].copy()
 
-    def _positions(self, known: _Sequence) -> list[I32]:
-        if known.positions is None:
-            return [np.arange(known.end, dtype=np.int32)] * len(known.stats)
-        return known.positions
-
     def _lines(self, known: _Sequence, row: Row) -> list[Line]:
         lines = []
-        for i, (stats, positions) in enumerate(zip(known.stats, self._positions(known), strict=True)):
+        for i, (stats, positions) in enumerate(zip(known.stats, known.positions(), strict=True)):
             layer, lane = divmod(i, self._lanes)
             for name, x in stats.items():
                 if len(x) < len(positions):
@@ -171,7 +175,7 @@ class Selections:
                     self._layers[layer], lane, positions, stats,
                     keys=partial(self._read, "k", row, i, len(positions)),
                     values=partial(self._read, "v", row, i, len(positions)),
-                    recent=partial(self._recent, known, row, i),
+                    recent=partial(self._recent, known, row, i, positions),
                 )
             )  # fmt: skip
         return lines
@@ -193,20 +197,14 @@ class Selections:
         x = read_kv(self._storage.planes[GROUP], name, pages, 0, num_slots)
         return x.reshape(num_slots, -1)
 
-    def _recent(self, known: _Sequence, row: Row, line: int) -> F32:
-        layer, lane = divmod(line, self._lanes)
-        queries = known.queries[layer]
+    def _recent(self, known: _Sequence, row: Row, line: int, positions: I32) -> F32:
+        queries = known.queries[line // self._lanes]
         assert queries is not None, "the selector watches nothing"
-        return self._weigh(known, row, layer, lane, queries, known.end)
+        return self._weigh(row, line, positions, queries, known.end)
 
-    def _weights(self, known: _Sequence, row: Row, layer: int, q: F32, end: int) -> list[tuple[Line, F32]]:
-        lines = self._lines(known, row)[layer * self._lanes : (layer + 1) * self._lanes]
-        return [(line, self._weigh(known, row, layer, lane, q, end)) for lane, line in enumerate(lines)]
-
-    def _weigh(self, known: _Sequence, row: Row, layer: int, lane: int, q: F32, end: int) -> F32:
+    def _weigh(self, row: Row, line: int, positions: I32, q: F32, end: int) -> F32:
         """Weights [t, H/G, n] of queries [t, H, D], the last t tokens before position `end`, over a line's slots."""
-        line = layer * self._lanes + lane
-        positions = self._positions(known)[line]
+        layer, lane = divmod(line, self._lanes)
         score = self._scores[layer]
         keys = self._read("k", row, line, len(positions))
         if self._lanes == score.num_kv_heads:

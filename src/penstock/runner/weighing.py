@@ -20,7 +20,7 @@ class Score(NamedTuple):
 
 def attention_weights(q: F32, keys: F32, positions: I32, end: int, score: Score) -> F32:
     """Softmax weights [t, h, n] of queries [t, h, D], tokens at positions end-t ... end-1, over keys [n, D] of tokens
-    at `positions` [n]; 0 for tokens that come behind the query's own.
+    at `positions` [n]; 0 for tokens that come behind the query's own, and all 0 if everything up to it is gone.
 
     Token by token, over what it sees and no more: its weights must not depend on what else its step ran.
     """
@@ -28,6 +28,8 @@ def attention_weights(q: F32, keys: F32, positions: I32, end: int, score: Score)
     out = np.zeros((t, h, len(keys)), np.float32)
     reach = np.searchsorted(positions, np.arange(end - t, end), side="right").tolist()
     for i, n in enumerate(reach):
+        if n == 0:
+            continue
         s: F32 = np.matmul(q[i], keys[:n].T) * np.float32(score.scale)
         if score.soft_cap is not None:
             s = np.tanh(s / score.soft_cap) * score.soft_cap

@@ -10,8 +10,6 @@ from bisect import insort
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
@@ -382,9 +380,8 @@ class Scheduler:
         prompt_from = -1
         if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
             prompt_from = max(start, seq.prompt_logprobs_done)
-        row = ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling)
         keeps = self.kv.keeps(seq, start + n)
-        return row if not keeps else msgspec.structs.replace(row, keeps=keeps)
+        return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
 
     def _emit(
         self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence], num_tokens: int
