@@ -87,7 +87,7 @@ struct Attend final : Op {
         int64_t total = 0, spans = 0;
         int longest = 1;
         for (int b = 0; b < step.num_seqs; b++) {
-            int end = step.query_start_loc[b + 1], picking = first_picking(step, b);
+            int end = step.query_start_loc[b + 1], picking = choice.first_token(step, b);
             for (int t = step.query_start_loc[b], count; t < end; t += count) {
                 count = t >= picking ? 1 : std::min(block_tokens, std::min(end, picking) - t);
                 Block& block = own.blocks[made.blocks++];
@@ -110,15 +110,6 @@ struct Attend final : Op {
             made.spans = std::max(made.spans, block.spans() + int(step.groups[group].dropped != nullptr));
         }
         return made;
-    }
-
-    // The first token of a sequence in the step that chooses its pages; a larger number if none does.
-    int first_picking(const pst_step& step, int b) const {
-        int first = step.query_start_loc[b], end = step.query_start_loc[b + 1];
-        if (!choice.wanted || first == end) return step.num_tokens;
-        if (!step.choose_from) return end - first == 1 ? first : step.num_tokens;
-        int64_t rest = int64_t(step.choose_from[b]) - step.positions[first];
-        return first + int(std::min<int64_t>(std::max<int64_t>(0, rest), end - first));
     }
 
     // Keys that a block reads which picks them.
@@ -192,21 +183,25 @@ struct Attend final : Op {
             for (int i = 0; i < some.count; i++) {
                 if (i) find(rule, pages, block, some.first + i, start, head_places);
                 Places& places = i ? head_places : *now;
-                gather(start, places, own, ahead);
                 Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
+                bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP;
+                Strips strips = gather(start, places, few, start == begin, own, ahead);
                 if (block.mask) attend_tree(pages, block, part, places, own, ahead);
-                else attend_tokens(block, part, places.t0, places.t1, own, ahead);
+                else attend_tokens(block, part, places.t0, places.t1, strips, own, ahead);
             }
         }
     }
 
-    void gather(int start, const Places& places, const Own& own, Ahead& ahead) const {
+    // Of a chunk for few rows only what strips need: those run from own.keys into own.values.
+    Strips gather(int start, const Places& places, bool few, bool fresh, const Own& own, Ahead& ahead) const {
         const uint8_t* const* keys = rule.rotation.table ? own.rows : places.keys;
         if (rule.rotation.table) turn_keys(rule, places, start, own.turned, own.rows);
-        gather_keys(rule.keys, places, keys, ahead, own.keys);
-        gather_values(rule.values, places, ahead, own.values);
         gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
         if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
+        if (few) return {&places, keys, own.keys, fresh};
+        gather_keys(rule.keys, keys, places.first, places.last, ahead, own.keys);
+        gather_values(rule.values, places.values, places.first, places.last, ahead, own.values);
+        return {};
     }
 
     // A kv head and the chunk at `start`, with the block's queries of this head and their states.
@@ -217,14 +212,15 @@ struct Attend final : Op {
     };
 
     // Tokens t0 ... t1-1, all of which see something of the chunk.
-    void attend_tokens(const Block& block, const Part& part, int t0, int t1, const Own& own, Ahead& ahead) const {
+    void attend_tokens(const Block& block, const Part& part, int t0, int t1, const Strips& strips, const Own& own,
+                       Ahead& ahead) const {
         Chunk chunk{own.keys, own.values, own.factors, own.value_scales};
         for (int row = t0 * per, end = t1 * per; row < end; row += ROW_GROUP) {
             int count = std::min(ROW_GROUP, end - row);
+            const uint8_t* q = part.queries + row * query_bytes;
             Reach reaches[ROW_GROUP];
             for (int r = 0; r < count; r++) reaches[r] = reach(block, row + r, part.head, part.start);
-            attend_rows(rule, count, part.queries + row * query_bytes, query_bytes, reaches, chunk, part.state, row,
-                        own.scratch, ahead);
+            attend_rows(rule, count, q, query_bytes, reaches, strips, chunk, part.state, row, own.scratch, ahead);
         }
     }
 
@@ -236,11 +232,11 @@ struct Attend final : Op {
             if (!block.sees(rule, t, part.start, end)) continue;
             if (end > block.base) {
                 find_path(rule, pages, block, t, lines.in_page(part.head), part.start, shared, places);
-                gather(part.start, places, own, ahead);
+                gather(part.start, places, false, false, own, ahead);
             } else {
                 while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
             }
-            attend_tokens(block, part, t, t1, own, ahead);
+            attend_tokens(block, part, t, t1, {}, own, ahead);
         }
     }
 

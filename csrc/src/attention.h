@@ -23,6 +23,7 @@ namespace pst {
 constexpr int CHUNK = 256;
 constexpr int SPAN = 16 * CHUNK;
 constexpr int TILE = LANES;         // keys side by side in a vector
+constexpr int STRIP = 64;           // keys that few rows take at a time
 constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at once
 constexpr int BLOCK_ROWS = 128;     // rows that share a chunk made ready
 constexpr float NOTHING = -HUGE_VALF;  // the largest of no scores
@@ -64,6 +65,10 @@ struct Places {
     int t0, t1;       // the block's tokens that may see some of the chunk
 };
 
+// Prefetches go to the second cache. Those to the first share its few miss buffers with loads, and bring two thirds as
+// many bytes per second from pages that lie apart.
+constexpr int FETCH = 2;
+
 // Fetches what the next chunk reads, a little at a time between the work on this one: a page is too short for the
 // processor to see it coming, and alone the work on a chunk would leave the memory idle. Rows are those of all kv heads
 // of the task, from end to end, so that the processor's own prefetching helps.
@@ -79,9 +84,9 @@ struct Ahead {
         for (pulls += rows; pulls >= slowness && at < end; pulls -= slowness, at++) {
             int count = end / 2, j = next->first + (at < count ? at : at - count);
             const uint8_t* row = at < count ? next->keys[j] : next->values[j];
-            for (int i = 0; i < (at < count ? key_bytes : value_bytes); i += 64) __builtin_prefetch(row + i, 0, 3);
+            for (int i = 0; i < (at < count ? key_bytes : value_bytes); i += 64) __builtin_prefetch(row + i, 0, FETCH);
             if (at < count ? key_scales : value_scales)
-                __builtin_prefetch(at < count ? next->key_scales[j] : next->value_scales[j], 0, 3);
+                __builtin_prefetch(at < count ? next->key_scales[j] : next->value_scales[j], 0, FETCH);
         }
     }
 };
@@ -96,10 +101,10 @@ struct Chunk {
 };
 
 // Keys become tiles [16][steps][16] of floats, or of pairs of bfloat16, steps being padded (/ 2). Whole tiles are
-// filled: zeros where no key lies. `keys` are places.keys, or where those were rotated to.
-void gather_keys(const Side& side, const Places& places, const uint8_t* const* keys, Ahead& ahead, uint8_t* out);
+// filled: zeros where no key lies. Keys first ... last-1 of `keys`: those of Places, or where they were rotated to.
+void gather_keys(const Side& side, const uint8_t* const* keys, int first, int last, Ahead& ahead, uint8_t* out);
 // Values become [256][padded] floats, or [128][padded][2] bfloat16.
-void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out);
+void gather_values(const Side& side, const uint8_t* const* values, int first, int last, Ahead& ahead, uint8_t* out);
 // What scores are multiplied by, and values' weights: `by` times each scale, zeros where nothing lies in whole tiles.
 // Without scales it is `by`.
 void gather_scales(const Side& side, const Places& places, const float* const* scales, float by, float* out);
@@ -200,10 +205,19 @@ struct Reach {
     float distance; // of the chunk's key 0
 };
 
-// `count` rows (1 ... 8), whose queries lie `query_bytes` apart, against a chunk made ready; their states are rows
-// `row` ... of `state`. `scratch` is of group_bytes().
+// A chunk that only one call of attend_rows looks at: of `Chunk` no more than scales is ready, keys and values are made
+// ready a strip at a time, in memory that stays in the nearest cache.
+struct Strips {
+    const Places* places = nullptr;  // null: all is ready
+    const uint8_t* const* keys;      // as for gather_keys
+    uint8_t* memory;                 // STRIP keys, then as many values
+    bool fresh;                      // nobody has fetched it
+};
+
+// `count` rows (1 ... 8), whose queries lie `query_bytes` apart, against a chunk; their states are rows `row` ... of
+// `state`. `scratch` is of group_bytes().
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
-                 const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead);
+                 const Strips& strips, const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead);
 constexpr int64_t group_bytes() { return int64_t(ROW_GROUP) * (CHUNK + LANES) * 4; }
 
 // The output of a row [width] of its state. `sink`: null, or the score of a key without a value.

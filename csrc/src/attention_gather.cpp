@@ -111,22 +111,28 @@ void gather_tile_pairs(const Side& side, const uint8_t* const* rows, float* out)
 // Two values become pairs: number by number, the earlier key first.
 template <bool BYTES>
 void zip(const uint8_t* a, const uint8_t* b, int dim, int padded, uint16_t* out) {
-    auto part = [](const uint8_t* row, int at, __mmask16 mask) {
-        return row ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + 2 * at)) : _mm512_setzero_si512();
-    };
+    if constexpr (!BYTES) {
+        // Word j of the first 16 pairs is number j / 2 of row j % 2; of the other 16 number 16 + j / 2.
+        alignas(64) static const uint16_t order[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+        const __m512i low = _mm512_load_si512(order);
+        const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+        for (int at = 0; at < padded; at += 2 * LANES) {
+            __mmask32 mask = dim - at >= 32 ? ~__mmask32(0) : (__mmask32(1) << (dim - at)) - 1;
+            __m512i x = a ? _mm512_maskz_loadu_epi16(mask, a + 2 * at) : _mm512_setzero_si512();
+            __m512i y = b ? _mm512_maskz_loadu_epi16(mask, b + 2 * at) : _mm512_setzero_si512();
+            _mm512_store_si512(out + 2 * at, _mm512_permutex2var_epi16(x, low, y));
+            if (at + LANES < padded) _mm512_store_si512(out + 2 * at + 32, _mm512_permutex2var_epi16(x, high, y));
+        }
+        return;
+    }
     auto bytes = [](const uint8_t* row, int at, __mmask16 mask) {
         return row ? _mm_maskz_loadu_epi8(mask, row + at) : _mm_setzero_si128();
     };
     for (int at = 0; at < padded; at += LANES) {
         __mmask16 mask = dim - at >= LANES ? __mmask16(-1) : first_lanes(dim - at);
-        if constexpr (BYTES) {
-            __m128i x = bytes(a, at, mask), y = bytes(b, at, mask);
-            _mm512_store_si512(out + 2 * at,
-                               widen(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y))));
-        } else {
-            __m512i both = _mm512_or_si512(part(a, at, mask), _mm512_slli_epi32(part(b, at, mask), 16));
-            _mm512_store_si512(out + 2 * at, both);
-        }
+        __m128i x = bytes(a, at, mask), y = bytes(b, at, mask);
+        _mm512_store_si512(out + 2 * at, widen(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y))));
     }
 }
 #endif
@@ -149,9 +155,9 @@ void turn_keys(const Rule& rule, const Places& places, int start, float* out, co
     }
 }
 
-void gather_keys(const Side& side, const Places& places, const uint8_t* const* keys, Ahead& ahead, uint8_t* out) {
+void gather_keys(const Side& side, const uint8_t* const* keys, int first, int last, Ahead& ahead, uint8_t* out) {
     int64_t tile_floats = int64_t(TILE) * side.padded / (side.pairs ? 2 : 1);
-    for (int tile = places.first / TILE; tile * TILE < places.last; tile++) {
+    for (int tile = first / TILE; tile * TILE < last; tile++) {
         ahead.pull(TILE / 2);
         const uint8_t* const* rows = keys + tile * TILE;
         float* to = reinterpret_cast<float*>(out) + tile * tile_floats;
@@ -166,12 +172,11 @@ void gather_keys(const Side& side, const Places& places, const uint8_t* const* k
     }
 }
 
-void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t* out) {
-    const uint8_t* const* rows = places.values;
+void gather_values(const Side& side, const uint8_t* const* rows, int first, int last, Ahead& ahead, uint8_t* out) {
 #if defined(__AVX512BF16__)
     if (side.pairs) {
         auto* to = reinterpret_cast<uint16_t*>(out);
-        for (int j = places.first / 2 * 2; j < places.last; j += 2) {
+        for (int j = first / 2 * 2; j < last; j += 2) {
             ahead.pull(1);
             (side.scaled ? zip<true> : zip<false>)(rows[j], rows[j + 1], side.dim, side.padded,
                                                    to + int64_t(j) * side.padded);
@@ -180,7 +185,7 @@ void gather_values(const Side& side, const Places& places, Ahead& ahead, uint8_t
     }
 #endif
     auto* to = reinterpret_cast<float*>(out);
-    for (int j = places.first; j < places.last; j++) {
+    for (int j = first; j < last; j++) {
         ahead.pull(j % 2);
         for (int at = 0; at < side.padded; at += LANES)
             store(to + int64_t(j) * side.padded + at, load_row(rows[j], side.plane.dtype, at, side.dim));
@@ -195,11 +200,10 @@ void gather_scales(const Side& side, const Places& places, const float* const* s
 }
 
 void gather_query(const Side& side, const float* query, uint8_t* out) {
-    for (int i = 0; i < side.padded; i++) {
-        float x = i < side.dim ? query[i] : 0.0f;
-        if (side.pairs) reinterpret_cast<uint16_t*>(out)[i] = f32_to_bf16(x);
-        else reinterpret_cast<float*>(out)[i] = x;
-    }
+    int32_t dtype = side.pairs ? PST_BF16 : PST_F32;
+    int64_t filled = int64_t(side.dim) * item_bytes(dtype), all_bytes = int64_t(side.padded) * item_bytes(dtype);
+    narrow(query, side.dim, dtype, out);
+    std::memset(out + filled, 0, size_t(all_bytes - filled));
 }
 
 }  // namespace pst

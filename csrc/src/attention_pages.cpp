@@ -116,6 +116,14 @@ PageChoice::PageChoice(const pst_pages& how, const pst_plane& keys, const pst_pl
 }
 
 // Ranks twice, numbers of pages, and the queries' halves.
+int PageChoice::first_token(const pst_step& step, int b) const {
+    int first = step.query_start_loc[b], end = step.query_start_loc[b + 1];
+    if (!wanted || first == end) return step.num_tokens;
+    if (!step.choose_from) return end - first == 1 ? first : step.num_tokens;
+    int64_t rest = int64_t(step.choose_from[b]) - step.positions[first];
+    return first + int(std::min<int64_t>(std::max<int64_t>(0, rest), end - first));
+}
+
 int64_t PageChoice::bytes() const {
     int64_t most = how.max_tokens;
     return 2 * aligned(8 * most) + aligned(4 * most) + aligned(int64_t(8) * per * padded);

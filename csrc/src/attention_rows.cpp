@@ -288,27 +288,56 @@ void State::fold(const State& part, int r, bool fresh) const {
 }
 
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
-                 const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead) {
+                 const Strips& strips, const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead) {
     int first = CHUNK, last = 0;
     for (int r = 0; r < count; r++) {
-        first = std::min(first, reaches[r].first / TILE);
-        last = std::max(last, (reaches[r].last + TILE - 1) / TILE);
+        first = std::min(first, reaches[r].first);
+        last = std::max(last, reaches[r].last);
     }
-    int steps = rule.keys.padded / (rule.keys.pairs ? 2 : 1);
-    Products products{queries, query_bytes, chunk.keys, steps, chunk.factors, ahead};
-    if (rule.keys.pairs) score<HAS_PAIRS>(products, count, first, last, scratch);
-    else score<false>(products, count, first, last, scratch);
-    bool scaled = rule.values.scaled;
-    auto weighing = rule.values.pairs ? (scaled ? weigh<HAS_PAIRS, true> : weigh<HAS_PAIRS, false>)
-                                      : (scaled ? weigh<false, true> : weigh<false, false>);
+    const Side &k = rule.keys, &v = rule.values;
+    const Places* places = strips.places;
+    int length = places ? STRIP : CHUNK, begin = first / length * length;
+    // Keys a strip ahead of their use, and meanwhile the values, which are wanted when the last score is known.
+    int key_at = first, value_at = first;
+    auto fetch = [&](const uint8_t* const* rows, int bytes, int& at, int end) {
+        for (; at < std::min(end, last); at++)
+            for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows[at] + i, 0, FETCH);
+    };
+    for (int from = begin; from < last; from += length) {
+        int a = std::max(first - from, 0), b = std::min(last - from, length);
+        if (places && strips.fresh) {
+            fetch(places->keys, rule.stored.row_bytes(), key_at, from + 2 * STRIP);
+            fetch(places->values, v.row_bytes(), value_at, from + STRIP);
+        }
+        if (places) gather_keys(k, strips.keys + from, a, b, ahead, strips.memory);
+        Products products{queries, query_bytes, places ? strips.memory : chunk.keys, k.padded / (k.pairs ? 2 : 1),
+                          chunk.factors + from, ahead};
+        if (k.pairs) score<HAS_PAIRS>(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
+        else score<false>(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
+    }
+    auto weighing = v.pairs ? (v.scaled ? weigh<HAS_PAIRS, true> : weigh<HAS_PAIRS, false>)
+                            : (v.scaled ? weigh<false, true> : weigh<false, false>);
     for (int r = 0; r < count; r++) {
         ahead.pull(16);
         weighing(rule, reaches[r], chunk.value_scales, scratch + r * CHUNK, state.m[row + r], state.row(row + r));
     }
-    const auto* of_keys = reinterpret_cast<const float*>(chunk.values);
-    Weighing w{scratch, of_keys, rule.values.padded, state.row(row) + LANES, state.stride, BOTH};
-    if (rule.values.pairs) add_values<HAS_PAIRS>(w, count, reaches);
-    else add_values<false>(w, count, reaches);
+    for (int from = begin; from < last; from += length) {
+        int a = std::max(first - from, 0), b = std::min(last - from, length);
+        if (places) gather_values(v, places->values + from, a, b, ahead, strips.memory);
+        Reach seen[ROW_GROUP];  // of the strip
+        for (int r = 0; r < count; r++) {
+            seen[r].first = std::min(std::max(reaches[r].first - from, 0), length);
+            seen[r].last = std::max(std::min(reaches[r].last - from, length), seen[r].first);
+        }
+        Weighing w{scratch + from / (v.pairs ? 2 : 1),
+                   reinterpret_cast<const float*>(places ? strips.memory : chunk.values),
+                   v.padded,
+                   state.row(row) + LANES,
+                   state.stride,
+                   BOTH};
+        if (v.pairs) add_values<HAS_PAIRS>(w, count, seen);
+        else add_values<false>(w, count, seen);
+    }
 }
 
 void finish(const Rule& rule, const State& state, int r, const float* sink, float* out) {

@@ -66,10 +66,10 @@ struct Write final : Op {
     void run(Team& team, const Context& context) const override {
         const pst_step& step = context.step;
         int64_t count = step.num_tokens, grain = std::max<int64_t>(1, count / (4 * team.size));
-        int sequence = 0;
-        for (int64_t t, end; team.next(grain, count, t, end);)
+        for (int64_t t, end; team.next(grain, count, t, end);) {
+            int sequence = 0;
             for (; t < end; t++) {
-                while (step.query_start_loc[sequence + 1] <= t) sequence++;  // a thread's tokens come in order
+                while (step.query_start_loc[sequence + 1] <= t) sequence++;
                 for (int i = 0; i < lines.count; i++) {
                     Pages pages(step.groups[group], sequence, lines.of(i));
                     int slot = slot_of(step, sequence, t) - dropped(step.groups[group], sequence, lines.of(i));
@@ -77,6 +77,7 @@ struct Write final : Op {
                         source.write(t, i, pages.page(slot / pages.block_size), slot % pages.block_size);
                 }
             }
+        }
         if (!bounds.wanted) return;
         team.barrier();
         int heads = bounds.keys.heads * lines.count;

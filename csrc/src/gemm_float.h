@@ -95,7 +95,8 @@ inline void stretch(const uint8_t* const* rows, const uint8_t* panel, int64_t be
         for (int c = 0; c < C; c++) acc[r][c] = begin ? load(sums + r * PANEL + c * LANES) : all(0.0f);
     const uint8_t* p = panel + begin * STEP_BYTES;
     for (int64_t s = begin; s < end; s++, p += STEP_BYTES) {
-        for (int c = 0; c < C * W::VECTOR_BYTES; c += 64) __builtin_prefetch(p + ahead + c);
+        if (ahead)
+            for (int c = 0; c < C * W::VECTOR_BYTES; c += 64) __builtin_prefetch(p + ahead + c);
         PST_UNROLL
         for (int part = 0; part < W::PARTS; part++) {
             F w[C];
@@ -131,7 +132,6 @@ constexpr int GROUP_ROWS = 2 * REGISTER_ROWS;  // two such groups may share what
 constexpr int TILE_ROWS = 8 * GROUP_ROWS;      // of float32: share what the first ones bring into L2
 constexpr int64_t L1_STRETCH = 24 * 1024;      // of a panel: most of an L1
 constexpr int64_t L2_STRETCH = 240 * 1024;     // half of a small L2; a multiple of L1_STRETCH
-constexpr int64_t AHEAD_BYTES = 4096;          // prefetch: far enough for memory, and over the end of a page
 constexpr int64_t LARGE_PANEL = 768 * 1024;    // does not stay in a small L2 between two groups
 
 // Steps begin ... end-1 of up to GROUP_ROWS rows. `near`: the panel is in L2 already, from the rows before these.
@@ -153,10 +153,10 @@ void group_rows(const uint8_t* data, int64_t stride, int count, const uint8_t* p
     const int64_t length = together || narrow ? L1_STRETCH / STEP_BYTES : end - begin;
     for (; begin < end; begin += length) {
         const int64_t stop = begin + length < end ? begin + length : end;
-        BY_ROWS[upper](data, stride, panel, begin, stop, AHEAD_BYTES, tile);
+        BY_ROWS[upper](data, stride, panel, begin, stop, STREAM_AHEAD, tile);
         // The lower rows find the stretch in L1, and fetch the next one.
         if (lower)
-            BY_ROWS[lower](data + upper * stride, stride, panel, begin, stop, together ? L1_STRETCH : AHEAD_BYTES,
+            BY_ROWS[lower](data + upper * stride, stride, panel, begin, stop, together ? L1_STRETCH : STREAM_AHEAD,
                            tile + upper * PANEL);
     }
 }

@@ -22,7 +22,6 @@ constexpr int vectors_at_once(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 :
 #endif
 constexpr int LINE = 64;            // bytes of weights of 16 outputs
 constexpr int PANEL_LINE = 4 * LINE;
-constexpr int PREFETCH = 4096;      // bytes ahead, for rows too few to keep the processor busy
 
 // ---- weights: INPUTS in a line; groups that share a scale; lines of a group; scales of 16 outputs
 
@@ -136,6 +135,18 @@ inline __attribute__((always_inline)) void add_group(const typename X::Sum (&sum
     }
 }
 
+// The same onto totals in registers: a tile costs each sum a load and a store, more than its multiply-add.
+template <class W, class X, int R, int C>
+inline __attribute__((always_inline)) void add_group(const typename X::Sum (&sum)[R][C], const Panel& panel,
+                                                     int64_t group, int output, F (&total)[R][C]) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        F scale = W::scale(panel, group, output + c * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) total[r][c] = fma(X::value(sum[r][c]), scale, total[r][c]);
+    }
+}
+
 // What a row's s8 values stand for, onto its finished sums.
 template <int R, int C>
 inline void scale_rows(const Rows& rows, int first, int output, float* tile) {
@@ -154,15 +165,23 @@ inline void scale_rows(const Rows& rows, int first, int output, float* tile) {
 namespace pst {
 namespace {
 
-// R rows times outputs `output` ... of a panel, C vectors of them.
-template <class W, class X, int R, int C>
+// R rows times outputs `output` ... of a panel, C vectors of them. HOLD: totals stay in registers from group to group.
+template <class W, class X, int R, int C, bool HOLD = false>
 void multiply(const Rows& rows, int first, const Panel& panel, int output, float* tile) {
     constexpr auto PARTS = std::make_integer_sequence<int, W::INPUTS / X::STEP>();
     const uint8_t* x[R];
     for (int r = 0; r < R; r++) x[r] = rows.data + (first + r) * rows.stride;
     const uint8_t* line = panel.data + output * 4;
     const int64_t groups = W::groups(panel), lines = W::lines(panel);
+    const int64_t ahead = STREAM_AHEAD;
     int64_t at = 0;  // bytes into the rows
+    F total[R][C];
+    if constexpr (HOLD) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) total[r][c] = all(0.0f);
+    }
     for (int64_t g = 0; g < groups; g++) {
         typename X::Sum sum[R][C];
 #pragma GCC unroll 6
@@ -172,13 +191,20 @@ void multiply(const Rows& rows, int first, const Panel& panel, int output, float
             for (int c = 0; c < C; c++) sum[r][c] = begin;
         }
         for (int64_t l = 0; l < lines; l++) {
-            if (R <= 2)
-                for (int c = 0; c < C; c++) __builtin_prefetch(line + PREFETCH + c * LINE);
+            if (R <= 2 && ahead)
+                for (int c = 0; c < C; c++) __builtin_prefetch(line + ahead + c * LINE);
             add_line<W, X, R, C>(sum, line, x, at, PARTS);
             line += PANEL_LINE;
             at += W::INPUTS * X::BYTES;
         }
-        add_group<W, X, R, C>(sum, panel, g, output, tile);
+        if constexpr (HOLD) add_group<W, X, R, C>(sum, panel, g, output, total);
+        else add_group<W, X, R, C>(sum, panel, g, output, tile);
+    }
+    if constexpr (HOLD) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) store(tile + r * PANEL + output + c * LANES, total[r][c]);
     }
     if (X::SCALED) scale_rows<R, C>(rows, first, output, tile);
 }
@@ -200,11 +226,32 @@ void choose(const Rows& rows, int first, int count, const Panel& panel, float* t
     tiles[count - 1](rows, first, panel, tile);
 }
 
+// Whether rows behind the first ones hold their totals. Half the rows read the panel twice as often: from the second
+// level cache that costs little, but whoever fetches the panel from memory had better be six. Bits are the same.
+#if defined(__AVX512VNNI__)
+template <class W, class X> constexpr bool HOLDS = std::is_same_v<W, W4> && std::is_same_v<X, X8>;
+#else
+template <class W, class X> constexpr bool HOLDS = false;
+#endif
+constexpr int HELD_ROWS = 3;  // 12 registers for the sums of a group, 12 for the totals
+
+template <class W, class X>
+void hold(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
+    using Tile = void (*)(const Rows&, int, const Panel&, int, float*);
+    static constexpr Tile tiles[] = {multiply<W, X, 1, 4, true>, multiply<W, X, 2, 4, true>,
+                                     multiply<W, X, HELD_ROWS, 4, true>};
+    for (int r = 0; r < count; r += HELD_ROWS)
+        tiles[(count - r < HELD_ROWS ? count - r : HELD_ROWS) - 1](rows, first + r, panel, 0, tile + r * PANEL);
+}
+
 template <class W, class X>
 void kernel(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
     if (count > TILE_ROWS) {  // of a product whose `many` takes more
         kernel<W, X>(rows, first, TILE_ROWS, panel, tile);
         return kernel<W, X>(rows, first + TILE_ROWS, count - TILE_ROWS, panel, tile + TILE_ROWS * PANEL);
+    }
+    if constexpr (HOLDS<W, X>) {
+        if (first >= TILE_ROWS) return hold<W, X>(rows, first, count, panel, tile);
     }
     choose<W, X>(rows, first, count, panel, tile, std::make_integer_sequence<int, TILE_ROWS>());
 }

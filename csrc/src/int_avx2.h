@@ -53,7 +53,7 @@ void multiply_nibbles(const Rows& rows, int first, const Panel& panel, int outpu
                 I held[C];
 #pragma GCC unroll 4
                 for (int c = 0; c < C; c++) {
-                    if (R <= 2) __builtin_prefetch(line + PREFETCH + c * LINE);
+                    if (R <= 2) __builtin_prefetch(line + STREAM_AHEAD + c * LINE);
                     held[c] = load_line(line + c * LINE);
                 }
                 add_nibbles<0, R, C>(sum, held, x, at);

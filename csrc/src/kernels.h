@@ -11,6 +11,9 @@ namespace pst {
 constexpr int PANEL = 64;           // outputs of a panel
 constexpr int MAX_TILE_ROWS = 96;   // no kernel takes more rows at once
 
+// How far ahead of their loads products of few rows ask for weights, in bytes; 0: not at all.
+extern const int64_t STREAM_AHEAD;
+
 // Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs.
 struct Rows {
     const uint8_t* data;

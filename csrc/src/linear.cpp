@@ -19,6 +19,8 @@ constexpr int64_t CLAIM_BYTES = 96 * 1024;
 constexpr int64_t CLAIMS = 4;
 // Rows for which a panel is fetched at least, where there are as many.
 constexpr int64_t BLOCK_ROWS = 96;
+// Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
+constexpr int64_t WARM_BYTES = 4096;
 // Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
 constexpr int64_t ROW_STEP = 12;
 
@@ -72,7 +74,25 @@ class Linear final : public Op {
         multiply(team, context, rows);
     }
 
+    void warm(const Team& team, const Context& context) const override {
+        const int64_t count = context.rows(in_);
+        if (!count || !streams(count)) return;
+        const Cut c = cut(count, team.size);
+        const int64_t piece = team.own_piece(divided(c.units, c.grain));
+        if (piece < 0) return;
+        const Panel first = panel(piece * c.grain / c.blocks);
+        fetch(first.data, std::min(WARM_BYTES, panel_bytes_));
+        fetch(first.scales, scale_bytes_);
+    }
+
   private:
+    static void fetch(const uint8_t* p, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    }
+
+    // Rows so few that a panel is read once, and the memory is what they wait for.
+    bool streams(int64_t rows) const { return rows <= std::min<int64_t>(product_.tile_rows, ROW_STEP); }
+
     int64_t prepared_bytes(int64_t rows) const {
         return aligned(rows * row_bytes_) + aligned(rows * 4) + aligned(rows * groups_ * 4);
     }
@@ -100,7 +120,7 @@ class Linear final : public Op {
             c.blocks = divided(rows, c.block_rows);
             c.units = panels_ * c.blocks;
         }
-        if (rows <= std::min<int64_t>(product_.tile_rows, ROW_STEP))
+        if (streams(rows))
             c.grain = std::max<int64_t>(1, std::min(CLAIM_BYTES / panel_bytes_, panels_ / (CLAIMS * threads)));
         return c;
     }
@@ -115,6 +135,8 @@ class Linear final : public Op {
             for (int64_t unit = first; unit < last; unit++) {
                 const int64_t p = unit / c.blocks, from = unit % c.blocks * c.block_rows;
                 Panel panel = this->panel(p);
+                // Scales lie apart from the weights, in a stream too thin for the processor to follow.
+                if (c.blocks == 1 && streams(rows.count)) fetch(panel.scales + scale_bytes_, scale_bytes_);
                 if (many && ready != p) product_.unpack(panel, unpacked);
                 ready = p;
                 if (many) panel.data = unpacked;

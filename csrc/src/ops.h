@@ -54,6 +54,8 @@ struct Context {
 struct Op {
     virtual ~Op() = default;
     virtual void run(Team& team, const Context& context) const = 0;
+    // Called while the operation before this one ends, ahead of the barrier: a hint to fetch what `run` reads first.
+    virtual void warm(const Team&, const Context&) const {}
     int64_t shared_bytes = 0;
     int64_t own_bytes = 0;
 };

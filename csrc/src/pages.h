@@ -31,6 +31,8 @@ struct PageChoice {
     PageChoice() = default;
     PageChoice(const pst_pages& how, const pst_plane& keys, const pst_plane& low, const pst_plane& high, int per);
     int64_t bytes() const;
+    // The first token of a sequence in the step that chooses its pages; a larger number if none does.
+    int first_token(const pst_step& step, int b) const;
     // How many of its pages a token reads that has `slots` slots; itself is in the last.
     int count(int slots, int block_size) const;
     // Their numbers, ascending, for queries [per][dim]: count(slots, ..) of them, fewer than there are. In `memory`.

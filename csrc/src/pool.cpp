@@ -89,7 +89,7 @@ void* worker(void* p) {
         wait_while(pool->jobs, seen, pool->waiting, pool->shared.spin_ns);
         seen++;
         if (!pool->work) return nullptr;
-        Team team{start.id, pool->threads, &pool->shared};
+        Team team(start.id, pool->threads, &pool->shared);
         pool->work(team, pool->argument);
         team.barrier();
     }
@@ -98,14 +98,12 @@ void* worker(void* p) {
 }  // namespace
 
 void Team::barrier() {
-    if (size == 1) {
-        shared->counter.store(0, std::memory_order_relaxed);
-        return;
-    }
+    asked = 0;
+    if (size == 1) return;
     uint32_t generation = shared->generation.load(std::memory_order_relaxed);
     if (shared->arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
         shared->arrived.store(0, std::memory_order_relaxed);
-        shared->counter.store(0, std::memory_order_relaxed);
+        for (int i = 0; i < size; i++) shared->shares[size_t(i)].taken.store(0, std::memory_order_relaxed);
         change(shared->generation, shared->sleepers);
         return;
     }
@@ -116,8 +114,7 @@ void Team::barrier() {
 
 void pst_pool::run(pst::Work todo, void* with) {
     bool alone = threads == 1 || getpid() != owner;
-    pst::Team team{0, alone ? 1 : threads, &shared};
-    team.shared->counter.store(0, std::memory_order_relaxed);
+    pst::Team team(0, alone ? 1 : threads, &shared);
     if (alone) {
         todo(team, with);
         return;
@@ -139,6 +136,11 @@ pst_pool* pst_pool_new(int32_t threads, int32_t spin_us, int32_t pin) {
     pool->pin = pin != 0;
     pool->owner = getpid();
     pool->shared.size = threads;
+    pool->shared.shares.reset(new (std::nothrow) pst::Share[size_t(threads)]);
+    if (!pool->shared.shares) {
+        delete pool;
+        return nullptr;
+    }
     pool->shared.spin_ns = int64_t(spin_us) * 1000;
     // Signals are the business of the process's main thread.
     sigset_t every, before;

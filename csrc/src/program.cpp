@@ -69,6 +69,7 @@ void run_job(pst::Team& team, void* argument) {
     int64_t since = timed ? pst::now_ns() : 0;
     for (int32_t i = job.first; i < job.last; i++) {
         program.ops[size_t(i)]->run(team, context);
+        if (i + 1 < job.last) program.ops[size_t(i) + 1]->warm(team, context);
         team.barrier();
         if (!timed) continue;
         int64_t now = pst::now_ns();

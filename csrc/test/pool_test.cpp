@@ -57,6 +57,58 @@ void tiny_jobs() {
         }
 }
 
+// Shares of one job: who took what, and one thread that does not get on.
+struct Shares {
+    int64_t count, grain;
+    bool stuck;  // thread 0 keeps its first piece until all others are done
+    std::vector<int> taken_by;
+    std::vector<int64_t> first_piece, own_piece;
+    std::atomic<int64_t> left;
+
+    Shares(int64_t count, int64_t grain, int threads, bool stuck)
+        : count(count), grain(grain), stuck(stuck), taken_by(size_t(count), -1), first_piece(size_t(threads), -1), own_piece(size_t(threads), -1),
+          left((count + grain - 1) / grain) {}
+
+    static void work(pst::Team& team, void* argument) {
+        auto& own = *static_cast<Shares*>(argument);
+        const int64_t pieces = (own.count + own.grain - 1) / own.grain;
+        const bool waits = own.stuck && team.id == 0 && team.size > 1;
+        for (int64_t from, to; team.next(own.grain, own.count, from, to);) {
+            int64_t& first = own.first_piece[size_t(team.id)];
+            if (first < 0) first = from / own.grain;
+            for (int64_t i = from; i < to; i++) own.taken_by[size_t(i)] = team.id;
+            own.left -= (to - from + own.grain - 1) / own.grain;
+            while (waits && own.left) std::this_thread::yield();
+        }
+        own.own_piece[size_t(team.id)] = team.own_piece(pieces);
+    }
+    void check() const {
+        for (int64_t i = 0; i < count; i++) EXPECT(taken_by[size_t(i)] >= 0, "piece %ld of %ld", long(i), long(count));
+        for (size_t t = 0; t < own_piece.size(); t++) {
+            const int64_t own = own_piece[t];
+            const bool helped = own >= 0 && taken_by[size_t(own * grain)] != int(t);
+            EXPECT(own < 0 || helped || first_piece[t] == own, "thread %d began with piece %ld", int(t), long(first_piece[t]));
+        }
+    }
+};
+
+void shares() {
+    for (int threads = 1; threads <= 5; threads++)
+        for (int64_t count : {1, 4, 23, 200})
+            for (int64_t grain : {1, 3}) {
+                pst_pool* pool = pst_pool_new(threads, 50, 0);
+                Shares plain(count, grain, threads, false), stuck(count, grain, threads, true);
+                pool->run(Shares::work, &plain);
+                plain.check();
+                if ((count + grain - 1) / grain >= threads) {  // with fewer, thread 0 may have no share to be stuck in
+                    pool->run(Shares::work, &stuck);
+                    stuck.check();
+                    EXPECT(stuck.left == 0, "%d threads: nobody helped with %ld pieces", threads, long(stuck.left));
+                }
+                pst_pool_free(pool);
+            }
+}
+
 // Long enough between jobs for the threads to sleep, and just about long enough: the moment when wake-ups get lost.
 void jobs_after_pauses() {
     for (int pause_us : {0, 20, 50, 80, 2000}) {
@@ -160,6 +212,7 @@ void bandwidth() {
 
 void test_pool() {
     tiny_jobs();
+    shares();
     jobs_after_pauses();
     nothing_to_do();
     two_pools_at_once();

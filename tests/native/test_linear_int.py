@@ -275,6 +275,19 @@ def test_a_row_is_the_same_in_any_company(isa: str, act: Act, format: Format, gr
 
 
 @each_isa
+@pytest.mark.parametrize("seed", range(12))
+def test_later_rows_have_the_bits_of_first_ones(isa: str, seed: int) -> None:
+    """Kernels take rows behind the first six, and rows in numbers, in other tiles: shapes are drawn."""
+    rng = np.random.default_rng(seed)
+    num_rows, num_outputs, num_cols = (int(rng.integers(low, high)) for low, high in ((7, 60), (1, 140), (1, 700)))
+    x, w = normal(100 + seed, num_rows, num_cols), normal(200 + seed, num_outputs, num_cols)
+    for format, group in KINDS:
+        m = pack(library(isa), [w], format, Act.I8, group=group)
+        alone = np.concatenate([linear(isa, x[t : t + 1], m) for t in range(num_rows)])
+        np.testing.assert_array_equal(linear(isa, x, m).view(np.uint32), alone.view(np.uint32))
+
+
+@each_isa
 @each_act
 @each_threads
 def test_threads_change_nothing(isa: str, act: Act, threads: int) -> None:

@@ -85,6 +85,11 @@ class Live:
         self.error: str | None = None
 
 
+def _ended(live: Live) -> bool:
+    """Whether all of its samples have."""
+    return None not in [sample.finish_reason for sample in live.samples]  # asked often: a generator costs twice this
+
+
 class OutputProcessor:
     """Turns EngineOutputs into RequestOutputs. One per front end; not thread-safe.
 
@@ -186,7 +191,7 @@ class OutputProcessor:
             self._tokens(live, sample, out)
         if out.finish_reason is not None and sample.finish_reason is None:
             self._flush(live, sample, out.finish_reason, out.stop_reason)
-        if all(s.finish_reason is not None for s in live.samples):
+        if _ended(live):
             live.metrics.finished_s = now
 
     def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
@@ -205,6 +210,9 @@ class OutputProcessor:
         ids = out.token_ids
         if sample.detokenizer is None:
             return len(ids)
+        if sample.stops is None and out.stop_reason is None and len(ids) == 1:  # nearly always
+            sample.text.append(sample.detokenizer.add_one(ids[0]))
+            return 1
         if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
             ids = ids[:-1] if not params.include_stop_str_in_output else ids
         for i, token_id in enumerate(ids):  # one by one: the matcher counts tokens for min_tokens
@@ -246,7 +254,7 @@ class OutputProcessor:
         live = self._live[request_id]
         if live.params is None:
             return request_id in self.beams
-        return all(s.finish_reason is not None for s in live.samples)
+        return _ended(live)
 
     def find(self, request_id: str) -> Live | None:
         """The state of a request, if it is still followed."""

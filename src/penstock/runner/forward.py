@@ -24,6 +24,15 @@ class Forward(Protocol):
 
 
 @runtime_checkable
+class GreedyForward(Forward, Protocol):
+    """A model that finds the largest logits by itself, while they are warm and its threads awake."""
+
+    def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | npt.NDArray[np.float32]:
+        """`run`, and the first largest of each row of logits; the logits themselves if one of them is not finite."""
+        ...
+
+
+@runtime_checkable
 class PoolingForward(Forward, Protocol):
     """A model that also gives hidden states."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ class Pick(NamedTuple):
 
 
 _NO_IDS: I32 = np.zeros(0, np.int32)
+_NO_MASK = TreeMask(0)
+"""Of steps without trees: nothing is put into it."""
 
 
 class InputBatch:
@@ -53,7 +56,10 @@ class InputBatch:
         self._dropping = keeping is not None and not keeping.cache_positions
         self._choosing = keeping is not None and keeping.drops == "nothing"
         self._from: I32 | None = None
+        self.greedy = False
+        """Whether of all logits of the last `build` only each row's largest is wanted, but for processors."""
         self._shape = (-1, -1, -1)
+        self._last: StepPlan | None = None
         self._reserve(64, 64)
 
     def build(
@@ -65,7 +71,8 @@ class InputBatch:
 
         Logits are wanted of the last token of rows that sample or ask for candidates, and of position p for the
         logprob of prompt token p + 1. A table has exactly the blocks that hold the row's tokens once the step is done.
-        Mutates: the buffers behind the previous plan. A plan of the same shape has the same arrays.
+        Mutates: the buffers behind the previous plan. A plan of the same shape has the same arrays, and is the same
+        plan if its tables are, too.
         """
         num_tokens = 0
         for job in scheduled:
@@ -75,9 +82,10 @@ class InputBatch:
         tokens, positions, logits, starts, lens = self._words
         picks: list[Pick] = []
         guesses: list[Guess] = []
-        guessed = TreeMask(num_tokens)
+        guessed = TreeMask(num_tokens) if trees else _NO_MASK
         chosen: list[Row] = []
         rows = self._rows
+        greedy = True
         t = r = 0
         starts[0] = 0
         for b, job in enumerate(scheduled):
@@ -94,34 +102,42 @@ class InputBatch:
             if job.num_drafts:
                 guess, n = guesses_of(job, row, trees, r, guessed, (self._tokens, self._positions), t)
                 guesses.append(guess)
+                greedy = False
                 self._logits[r : r + n] = np.arange(t, t + n, dtype=np.int32)
                 r += n
                 end += n - 1
             elif job.num_samples == 1 and job.prompt_logprobs_from < 0 and not job.num_candidates:  # nearly always
                 assert end == row.num_tokens, f"{job}: samples before its {row.num_tokens} known tokens have run"
                 logits[r] = t + n - 1
+                greedy = greedy and row.greedy
                 picks.append(Pick(job.seq_id, row.rules, row.sample_index, end, 1, 0, r, r, 0, _NO_IDS))
                 r += 1
             else:
                 pick, r = self._pick(job, row, t, r)
                 if pick is not None:
                     picks.append(pick)
+                    greedy = greedy and row.greedy and pick.num_samples > 0 and not pick.prompt_ids.size
             t += n
             starts[b + 1] = t
             lens[b] = end - shift
             chosen.append(row)
         if self._choosing:
             self._prompts[: len(chosen)] = [row.prompt_len for row in chosen]
-        assert len({job.seq_id for job in scheduled}) == len(scheduled), "a sequence is scheduled twice in one step"
+        assert len(set(chosen)) == len(chosen), "a sequence is scheduled twice in one step"
         if self._shape != (t, len(chosen), r):
-            self._shape = (t, len(chosen), r)
+            self._shape, self._last = (t, len(chosen), r), None
             self._views = (
                 self._tokens[:t], self._positions[:t], self._starts[: len(chosen) + 1], self._lens[: len(chosen)],
                 self._logits[:r],
             )  # fmt: skip
             self._from = self._prompts[: len(chosen)] if self._choosing else None
+        self.greedy = greedy and r > 0
         groups = tuple([self._group_plan(g, chosen) for g in range(len(rows.groups))])
-        return StepPlan(*self._views, groups, mask=guessed.upto(t), choose_from=self._from), picks, guesses
+        mask, last = guessed.upto(t), self._last
+        # Between two blocks of its rows a decode step differs from the one before in what its arrays hold, no more.
+        if last is None or last.mask is not None or mask is not None or not all(map(is_, last.groups, groups)):
+            last = self._last = StepPlan(*self._views, groups, mask=mask, choose_from=self._from)
+        return last, picks, guesses
 
     def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
         """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""
@@ -162,6 +178,12 @@ class InputBatch:
             tables = tuple([row.tables[g].view(-(-lens[b] // size)) for b, row in enumerate(chosen)])
         else:
             tables = tuple([row.tables[g].view(1) for row in chosen])
+        last = None if self._last is None else self._last.groups[g]
+        if (
+            last is not None and last.dropped is None
+            and len(last.tables) == len(tables) and all(map(is_, last.tables, tables))
+        ):  # fmt: skip
+            return last
         return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes)
 
     def _dropped_plan(self, g: int, chosen: Sequence[Row]) -> GroupPlan:

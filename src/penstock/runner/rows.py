@@ -16,7 +16,7 @@ from penstock.runner.tables import RowTable
 class Row:
     """One sequence on the rank. `tokens` is [num_tokens] and `tables` has one entry per cache group."""
 
-    __slots__ = ("_buffer", "known", "num_tokens", "prompt_len", "rules", "sample_index", "tables")
+    __slots__ = ("_buffer", "greedy", "known", "num_tokens", "prompt_len", "rules", "sample_index", "tables")
 
     def __init__(
         self, tokens: I32, prompt_len: int, rules: TokenRules, sample_index: int, tables: tuple[RowTable, ...]
@@ -29,6 +29,8 @@ class Row:
         """The tokens and what room there is behind them: single ones are read and written faster here than in numpy."""
         self.prompt_len = prompt_len
         self.rules = rules
+        self.greedy = rules.greedy and rules.num_logprobs < 0
+        """Of its logits only the largest is wanted, once no processor changes them."""
         self.sample_index = sample_index
         self.tables = tables
 

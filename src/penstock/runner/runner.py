@@ -13,13 +13,13 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.base.clock import Clock
 from penstock.config.selection import Keeping
-from penstock.core.batch import ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
+from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.runner.forward import Forward, ObservedForward, PoolingForward
+from penstock.runner.forward import Forward, GreedyForward, ObservedForward, PoolingForward
 from penstock.runner.guess import Guess
-from penstock.runner.input_batch import InputBatch
+from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
@@ -72,6 +72,7 @@ class Runner:
         self.selections: Selections | None = None
         """Who chooses what rows keep; None: they keep everything, or drop by position alone."""
         self._forward = forward
+        self._greedy = forward if isinstance(forward, GreedyForward) else None
         self._clock = clock
         self._strict = poison
         self.spoil: Callable[[npt.NDArray[np.float32]], None] | None = None
@@ -103,12 +104,15 @@ class Runner:
         num_pooled = len(wanted)
         if guesses and self.drafter is not None and self.drafter.wants_hidden:
             wanted = np.concatenate([wanted, *(plan.logits_indices[_rows(guess)] for guess in guesses)])
+        found: list[int] | F32
         if wanted.size:
             assert isinstance(self._forward, PoolingForward), "this model gives no hidden states"
-            logits, hidden = self._forward.run_pooling(replace(plan, hidden_indices=wanted), self.storage.planes)
+            found, hidden = self._forward.run_pooling(replace(plan, hidden_indices=wanted), self.storage.planes)
             assert hidden.dtype == np.float32, f"hidden states are {hidden.dtype}"
+        elif self._greedy is not None and self._wants_largest(picks):  # nearly every step of greedy rows
+            found, hidden = self._greedy.run_greedy(plan, self.storage.planes), _NO_STATES
         else:
-            logits, hidden = self._forward.run(plan, self.storage.planes), _NO_STATES
+            found, hidden = self._forward.run(plan, self.storage.planes), _NO_STATES
         pooled, failed = self.pooler.fold(hidden[:num_pooled])
         selected: list[Selected] = []
         if self.selections is not None:
@@ -117,6 +121,13 @@ class Runner:
                 assert isinstance(self._forward, ObservedForward), "this model gives no queries"
                 queries = self._forward.queries(len(plan.token_ids))
             selected = self.selections.after(output.scheduled, plan.query_start_loc, queries)
+        if isinstance(found, list):
+            sampled = [Sampled(p.seq_id, [found[p.row]] * p.num_samples) for p in picks]
+            return StepOutput(
+                output.step, sampled, [], failed, self._clock.now() - start_s, pooled, draft_s=draft_s,
+                grammars=None if self.grammars is None else self.grammars.counts(), selected=selected,
+            )  # fmt: skip
+        logits = found
         if self.spoil is not None:
             self.spoil(logits)
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
@@ -135,6 +146,12 @@ class Runner:
             output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts,
             verified, draft_s, selected,
         )  # fmt: skip
+
+    def _wants_largest(self, picks: Sequence[Pick]) -> bool:
+        """Whether nothing but the first largest of each row's logits is wanted."""
+        if not self._batch.greedy or self.spoil is not None:
+            return False
+        return not self.sampler.chain.follows_any([pick.seq_id for pick in picks])
 
     # -- guesses -------------------------------------------------------------------------------------------------
 

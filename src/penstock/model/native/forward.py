@@ -14,8 +14,9 @@ from penstock.model.native.fuse import PASSES, check_order, fuse
 from penstock.model.native.schemes import packing
 from penstock.model.native.trace import Node, trace
 from penstock.model.program import Program
+from penstock.ops.native.abi import Kind
 from penstock.ops.native.matrix import Packed, pack
-from penstock.ops.native.program import NativeProgram, Pool, StepMemory
+from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
 from penstock.quant.reference import NONE, Scheme
 
@@ -48,6 +49,9 @@ class NativeForward:
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
         self._native: NativeProgram | None = None
+        self._end = len(self._code.ops)
+        self._best, self._finite = memoryview(b""), bytearray()
+        """Of each row of `run_greedy`: the first largest logit, and 1 if all are finite."""
         self._memory = StepMemory(len(groups))
 
     @property
@@ -63,7 +67,16 @@ class NativeForward:
         """Logits [R, V] of `plan.logits_indices`, as float32. Mutates: the planes, at this step's tokens."""
         num_tokens, num_logits = len(plan.token_ids), len(plan.logits_indices)
         native = self._ready(num_tokens, planes)
+        native.run(self._memory.args(plan, plan.logits_indices), 0, self._end)
+        return native.values(self._code.logits, num_logits)
+
+    def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | F32:
+        """See `runner.forward.GreedyForward`."""
+        num_logits = len(plan.logits_indices)
+        native = self._ready(len(plan.token_ids), planes)
         native.run(self._memory.args(plan, plan.logits_indices))
+        if self._finite.find(0, 0, num_logits) < 0:
+            return self._best[:num_logits].tolist()
         return native.values(self._code.logits, num_logits)
 
     def run_pooling(self, plan: StepPlan, planes: Sequence[Planes]) -> tuple[F32, F32]:
@@ -78,7 +91,7 @@ class NativeForward:
         native.run(self._memory.args(plan, rows), 0, self._code.head)
         hidden = native.values(self._code.hidden, len(rows))[num_logits:].copy()
         if num_logits:
-            native.run(self._memory.args(plan, plan.logits_indices), self._code.head)
+            native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)
         return native.values(self._code.logits, num_logits), hidden
 
     def queries(self, num_tokens: int) -> list[F32]:
@@ -94,7 +107,7 @@ class NativeForward:
         native.values(self._code.hidden, count)[:] = hidden
         # The head looks at nothing of a step but the number of its rows.
         plan = StepPlan(rows, rows, np.array([0, count], np.int32), np.array([count], np.int32), rows, ())
-        native.run(self._memory.args(plan, rows), self._code.head)
+        native.run(self._memory.args(plan, rows), self._code.head, self._end)
         return native.values(self._code.logits, count)
 
     def part(self, program: Program, groups: Sequence[CacheGroup], *, max_tokens: int) -> NativeForward:
@@ -104,7 +117,7 @@ class NativeForward:
     def profile(self) -> list[tuple[str, int]]:
         """(operation, nanoseconds so far) since the first call of this."""
         assert self._native is not None, "nothing has run"
-        return list(zip(self._code.labels, self._native.profile().tolist(), strict=True))
+        return list(zip([*self._code.labels, "argmax"], self._native.profile().tolist(), strict=True))
 
     def _ready(self, num_tokens: int, planes: Sequence[Planes]) -> NativeProgram:
         same = self._planes is not None and all(map(is_, self._planes, planes))
@@ -112,10 +125,18 @@ class NativeForward:
             self._max_tokens = max(self._max_tokens, num_tokens)
             self._planes = tuple(planes)
             self._native = NativeProgram(
-                self._pool, self._code.ops, self._code.layout, planes, max_tokens=self._max_tokens,
+                self._pool, [*self._code.ops, self._argmax()], self._code.layout, planes, max_tokens=self._max_tokens,
                 max_rows=self._max_tokens,
             )  # fmt: skip
         return self._native
+
+    def _argmax(self) -> NativeOp:
+        """The last operation, which only `run_greedy` runs. Mutates: where its results are found."""
+        rows = self._max_tokens
+        best, values, self._finite = np.zeros(rows, np.int32), np.zeros(rows, np.float32), bytearray(rows)
+        self._best = best.data
+        pointers = (best, values, np.frombuffer(self._finite, np.uint8))
+        return NativeOp(Kind.ARGMAX, (self._code.logits,), pointers=pointers)
 
 
 def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:

@@ -233,6 +233,9 @@ class StepMemory:
 
     def args(self, plan: StepPlan, rows: npt.NDArray[np.int32]) -> StepArgs:
         """The plan's arrays, and this object, must outlive the run; `rows` int32 [R]."""
+        last = self._last
+        if last is not None and last[0] is plan and last[1] is rows:
+            return last[2]
         num_seqs = len(plan.query_start_loc) - 1
         if num_seqs > self._size:
             self._reserve(2 * num_seqs)
@@ -241,12 +244,13 @@ class StepMemory:
             self._forget(g, group.dropped)
         for g in range(len(plan.groups), self._num_groups):  # of a step that looks at no cache
             self._forget(g, None)
-        last = self._last
+        last = self._last  # `_reserve` forgets it
         if (
             last is not None and last[1] is rows and last[0].token_ids is plan.token_ids
             and last[0].positions is plan.positions and last[0].query_start_loc is plan.query_start_loc
             and last[0].mask is plan.mask and last[0].choose_from is plan.choose_from
         ):  # fmt: skip
+            self._last = (plan, rows, last[2])
             return last[2]
         made = StepArgs(
             len(plan.token_ids), num_seqs, len(rows), self._num_groups, plan.token_ids.ctypes.data,

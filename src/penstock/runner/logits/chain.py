@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,10 @@ class LogitsChain:
     def follows(self, seq_id: int) -> bool:
         """Whether any processor may change this row's logits. If not, raw logits are final."""
         return seq_id in self._followers
+
+    def follows_any(self, seq_ids: Iterable[int]) -> bool:
+        """`follows` of one of these at least."""
+        return bool(self._followers) and not self._followers.keys().isdisjoint(seq_ids)
 
     def track(self, output: SchedulerOutput) -> None:
         """The row lists of a step, in the order that `core.batch` lays down. Mutates: every processor's state."""
