@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,3 +99,21 @@ def test_virtual_planes_stay_untouched() -> None:
     assert resident(storage.planes[0]["k"]) == 1.0
     assert lazy._populating is None
     assert resident(lazy.planes[0]["k"]) == 0.0
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no idle scheduling")
+def test_memory_is_touched_only_while_nobody_else_wants_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[int] = []
+    touch = memory._touch
+
+    def watched(parts: Any) -> None:
+        touch(parts)
+        policies.append(os.sched_getscheduler(0))  # of this thread
+
+    monkeypatch.setattr(memory, "_touch", watched)
+    array = memory.zeroed((memory.SMALL_BYTES + mmap.PAGESIZE,), np.uint8)
+    thread = memory.populate([array])
+    assert thread is not None
+    thread.join(60)
+    assert policies == [os.SCHED_IDLE]
+    assert os.sched_getscheduler(0) != os.SCHED_IDLE, "the engine's own threads stay as they are"

@@ -7,10 +7,12 @@ zeroed when they are handed out, so nothing depends on the first touch: it is le
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -23,7 +25,7 @@ Array = npt.NDArray[Any]
 
 SMALL_BYTES = 64 << 20
 """Arrays up to this are filled at once."""
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 4 << 20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): as if every page had been written to, without changing one."""
 _LOG = logging.getLogger(__name__)
@@ -61,6 +63,9 @@ def populate(arrays: Iterable[Array]) -> threading.Thread | None:
 
 
 def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
+    # Only while nobody else wants the processor: the first requests would share theirs with it for seconds.
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     libc = ctypes.CDLL(None, use_errno=True)
     for ref, address, num_bytes in parts:
         first = address // mmap.PAGESIZE * mmap.PAGESIZE
