@@ -40,6 +40,12 @@ class EngineProcess:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 env={**environment(), "OMP_NUM_THREADS": str(threads), **engine.env},
             )  # fmt: skip
+        # Adapters end with this process, for their input does; but one that is frozen hears nothing. So somebody
+        # outside the group waits for the end of this process, however it comes, and ends the group.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", f"read _; kill -KILL -{self._process.pid}"],
+            stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -101,10 +107,12 @@ class EngineProcess:
             while time.monotonic() < until and _group_is_alive(self.pid):
                 self._process.poll()  # reaps it: a zombie still counts as alive
                 time.sleep(0.02)
+        self._guard.kill()  # before its input ends: the group's number may be somebody else's by then
+        self._guard.wait()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self._reader.join(2.0)
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._guard.stdin):
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()

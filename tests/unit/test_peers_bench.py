@@ -184,10 +184,12 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists(), "nothing was left, so nothing was started"
 
 
-def test_sigkill_in_the_middle_leaves_a_file_that_can_be_continued(tmp_path: Path) -> None:
+@pytest.mark.parametrize("freeze_idle", [False, True], ids=["running", "frozen"])
+def test_sigkill_in_the_middle_leaves_a_file_that_can_be_continued(tmp_path: Path, freeze_idle: bool) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.unit.test_peers_bench import *\n"
-        "p = Path(sys.argv[1]); go(p, settings(p, by_spec={'fake:int8': {'hang': 2}}))"
+        "p = Path(sys.argv[1]); s = settings(p, by_spec={'fake:int8': {'hang': 2}})\n"
+        f"s.freeze_idle = {freeze_idle}; go(p, s)"
     )
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
