@@ -85,7 +85,7 @@ def test_the_output_matrix_alone_gives_the_logits_of_the_model(ops: str) -> None
 
     forward.run = spy  # type: ignore[method-assign]
     try:
-        nano(ops, 0).generate(list(PROSE), params(3, (0.0,)))
+        nano(ops, 0).generate(list(PROSE), params(3, (0.8,)))  # greedy steps ask for no logits
     finally:
         forward.run = run  # type: ignore[method-assign]
     assert len(seen) >= 3
