@@ -35,9 +35,11 @@ from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, S
 from penstock.ops.plan import StepPlan
 
 FORMATS = {
-    "f32": (Format.F32, Act.F32), "f16": (Format.F16, Act.F32), "bf16xf32": (Format.BF16, Act.F32),
-    "bf16": (Format.BF16, Act.BF16), "i8": (Format.I8, Act.I8), "i4": (Format.I4, Act.I8),
+    "f32": (Format.F32, Act.F32, 0), "f16": (Format.F16, Act.F32, 0), "bf16xf32": (Format.BF16, Act.F32, 0),
+    "bf16": (Format.BF16, Act.BF16, 0), "i8": (Format.I8, Act.I8, 0), "i4": (Format.I4, Act.I8, 128),
+    "i4:32": (Format.I4, Act.I8, 32),
 }  # fmt: skip
+"""Weights, activations, and how many weights share a scale (0: those of an output)."""
 SHAPES = {
     "qkv": (896, 1152, False), "out": (896, 896, False), "gate+up": (896, 9728, True), "down": (4864, 896, False),
     "lm head": (896, 151936, False),
@@ -86,15 +88,15 @@ def weights(k: int, n: int) -> Any:
     return np.ascontiguousarray(np.tile(block, (-(-n // 1024), 1))[:n])
 
 
-def case(pool: Pool, fmt: str, shape: str, num_rows: int, w: Any) -> Case:
-    """Packed, checked, and copied until a single row finds nothing in the caches."""
+def case(pool: Pool, fmt: str, shape: str, num_rows: int, w: Any, cold_rows: int = 1) -> Case:
+    """Packed, checked, and, up to `cold_rows` rows, copied until a product finds nothing in the caches."""
     k, n, pair = SHAPES[shape]
-    kind, act = FORMATS[fmt]
+    kind, act, group = FORMATS[fmt]
     source = w if kind is Format.BF16 else widen(w)
     parts = [source[: n // 2], source[n // 2 :]] if pair else [source]
-    first = pack(pool.library, parts, kind, act, pair=pair, group=32 if kind is Format.I4 else 0)
+    first = pack(pool.library, parts, kind, act, pair=pair, group=group)
     copies = [first]
-    while num_rows == 1 and len(copies) * first.num_bytes < COLD_BYTES:
+    while num_rows <= cold_rows and len(copies) * first.num_bytes < COLD_BYTES:
         copies.append(copy(first))
     x = np.random.default_rng(1).standard_normal((num_rows, k), np.float32)
     args, keep = arguments(num_rows)
@@ -210,7 +212,7 @@ def measure(
 def compare(pools: list[Pool], fmt: str, shape: str, num_rows: int, for_seconds: float, w: Any) -> list[str]:
     """One line of the table of `--against`: the fastest run of each pool's library, [other, ours]."""
     cases = [case(pool, fmt, shape, num_rows, w) for pool in pools]
-    register = register_peak(pools[-1].library.pst_isa_name().decode(), fmt)
+    register = register_peak(pools[-1].library.pst_isa_name().decode(), fmt.split(":")[0])
     best, peak, begin, count = [float("inf")] * 2, 0.0, time.perf_counter(), 0
     while count < 4 or time.perf_counter() - begin < for_seconds:
         count += 1

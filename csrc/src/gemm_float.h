@@ -85,7 +85,7 @@ constexpr int tile_vectors() {
 // is 0) and what comes out: kept in memory between two stretches of steps, a chain of additions is the same chain.
 template <class W, int R, int C>
 inline void stretch(const uint8_t* const* rows, const uint8_t* panel, int64_t begin, int64_t end, int64_t ahead,
-                    float* sums) {
+                    Coming::Part coming, float* sums) {
     constexpr int STEP_BYTES = 4 * W::VECTOR_BYTES;
     F acc[R][C];
     // Unrolled by name: the compiler finds registers for the sums only if no loop indexes them.
@@ -97,6 +97,7 @@ inline void stretch(const uint8_t* const* rows, const uint8_t* panel, int64_t be
     for (int64_t s = begin; s < end; s++, p += STEP_BYTES) {
         if (ahead)
             for (int c = 0; c < C * W::VECTOR_BYTES; c += 64) __builtin_prefetch(p + ahead + c);
+        coming.step();
         PST_UNROLL
         for (int part = 0; part < W::PARTS; part++) {
             F w[C];
@@ -119,12 +120,14 @@ inline void stretch(const uint8_t* const* rows, const uint8_t* panel, int64_t be
 // All 64 outputs of R rows.
 template <class W, int R>
 void stretch_rows(const uint8_t* data, int64_t stride, const uint8_t* panel, int64_t begin, int64_t end, int64_t ahead,
-                  float* sums) {
+                  Coming* coming, float* sums) {
     constexpr int C = tile_vectors<R>();
+    Coming::Part part;
+    if (C * LANES == PANEL && coming) part = coming->take(R, end - begin);
     const uint8_t* rows[R];
     for (int r = 0; r < R; r++) rows[r] = data + r * stride;
     for (int c = 0; c < PANEL / LANES; c += C)
-        stretch<W, R, C>(rows, panel + c * W::VECTOR_BYTES, begin, end, ahead, sums + c * LANES);
+        stretch<W, R, C>(rows, panel + c * W::VECTOR_BYTES, begin, end, ahead, part, sums + c * LANES);
 }
 
 constexpr int REGISTER_ROWS = 6;               // rows whose sums fit the registers
@@ -137,8 +140,8 @@ constexpr int64_t LARGE_PANEL = 768 * 1024;    // does not stay in a small L2 be
 // Steps begin ... end-1 of up to GROUP_ROWS rows. `near`: the panel is in L2 already, from the rows before these.
 template <class W>
 void group_rows(const uint8_t* data, int64_t stride, int count, const uint8_t* panel, int64_t begin, int64_t end,
-                bool near, float* tile) {
-    using Stretch = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, float*);
+                bool near, Coming* coming, float* tile) {
+    using Stretch = void (*)(const uint8_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, Coming*, float*);
     static constexpr Stretch BY_ROWS[] = {
         nullptr,
         stretch_rows<W, 1>, stretch_rows<W, 2>, stretch_rows<W, 3>,
@@ -153,11 +156,11 @@ void group_rows(const uint8_t* data, int64_t stride, int count, const uint8_t* p
     const int64_t length = together || narrow ? L1_STRETCH / STEP_BYTES : end - begin;
     for (; begin < end; begin += length) {
         const int64_t stop = begin + length < end ? begin + length : end;
-        BY_ROWS[upper](data, stride, panel, begin, stop, STREAM_AHEAD, tile);
+        BY_ROWS[upper](data, stride, panel, begin, stop, STREAM_AHEAD, coming, tile);
         // The lower rows find the stretch in L1, and fetch the next one.
         if (lower)
             BY_ROWS[lower](data + upper * stride, stride, panel, begin, stop, together ? L1_STRETCH : STREAM_AHEAD,
-                           tile + upper * PANEL);
+                           coming, tile + upper * PANEL);
     }
 }
 
@@ -170,13 +173,15 @@ void float_kernel(const Rows& rows, int first, int count, const Panel& panel, fl
     // on every row costs more than that saves.
     const int64_t bytes = steps * STEP_BYTES;
     const bool large = bytes > LARGE_PANEL, parts = large && count >= 4 * GROUP_ROWS;
-    const bool near = rows.count > GROUP_ROWS && (parts || !large);
+    // Kernels that take several passes over a panel for the same rows fetch nothing.
+    const bool whole = tile_vectors<REGISTER_ROWS>() == PANEL / LANES;
+    const bool near = (rows.count > GROUP_ROWS && (parts || !large)) || (whole && panel.coming);
     const int64_t length = parts ? L2_STRETCH / STEP_BYTES : steps;
     for (int64_t begin = 0; begin < steps; begin += length) {
         const int64_t end = begin + length < steps ? begin + length : steps;
         for (int row = 0; row < count; row += GROUP_ROWS)
             group_rows<W>(data + row * rows.stride, rows.stride, count - row < GROUP_ROWS ? count - row : GROUP_ROWS,
-                          panel.data, begin, end, near, tile + row * PANEL);
+                          panel.data, begin, end, near, panel.coming, tile + row * PANEL);
     }
 }
 

@@ -14,6 +14,9 @@ constexpr int MAX_TILE_ROWS = 96;   // no kernel takes more rows at once
 // How far ahead of their loads products of few rows ask for weights, in bytes; 0: not at all.
 extern const int64_t STREAM_AHEAD;
 
+// Bytes of weights that stay in the second cache of a core.
+extern const int64_t NEAR_BYTES;
+
 // Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs.
 struct Rows {
     const uint8_t* data;
@@ -24,11 +27,43 @@ struct Rows {
     int32_t count;
 };
 
+// Weights that come next, fetched into the second cache while rows behind the first ones meet a panel that is there
+// already: the memory would have nothing to do. Each row fetches the same part; that of the first rows is left for them
+// to read from the memory as ever. So it is busy all the time, and nobody waits longer than for it.
+struct Coming {
+    const uint8_t* at = nullptr;
+    int64_t bytes = 0;  // for all rows together
+    int rows = 0;
+    bool fresh = true;  // no row has met the panel
+
+    struct Part {
+        const uint8_t* at = nullptr;
+        int64_t stride = 0;  // bytes in each step, two lines at most; 0: nothing
+
+        void step() {
+            if (!stride) return;
+            __builtin_prefetch(at, 0, 2);
+            if (stride > 64) __builtin_prefetch(at + 64, 0, 2);
+            at += stride;
+        }
+    };
+
+    // For `count` rows that meet the panel in `steps` steps.
+    Part take(int count, int64_t steps) {
+        Part part{at, 0};
+        if (!fresh) part.stride = bytes * count / rows / steps;
+        at += part.stride * steps;
+        fresh = false;
+        return part;
+    }
+};
+
 struct Panel {
     const uint8_t* data;
     const uint8_t* scales;
     int32_t cols;   // K, without padding
     int32_t group;  // 0, or inputs that share a scale
+    Coming* coming = nullptr;
 };
 
 // Rows first ... first+count-1 times a panel: tile[i * 64 + j], all scales applied. One chain of additions per output,

@@ -1,4 +1,6 @@
 // What the library is, and what belongs to no operation.
+#include <unistd.h>
+
 #include <cstring>
 
 #include "kernels.h"
@@ -25,9 +27,16 @@ int64_t stream_ahead() {
     return 4096;
 }
 
+// Rows and sums lie there, too.
+int64_t near_bytes() {
+    const long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return (size > 0 ? size : 512 * 1024) / 8 * 7;
+}
+
 }  // namespace
 
 extern const int64_t STREAM_AHEAD = stream_ahead();
+extern const int64_t NEAR_BYTES = near_bytes();
 
 const Product* find_product(int32_t format, int32_t act) {
     if (const Product* found = float_product(format, act)) return found;

@@ -21,6 +21,8 @@ constexpr int64_t CLAIMS = 4;
 constexpr int64_t BLOCK_ROWS = 96;
 // Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
 constexpr int64_t WARM_BYTES = 4096;
+// So many rows a kernel takes at once: they fetch a panel, those behind them find it near.
+constexpr int FIRST_ROWS = 6;
 // Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
 constexpr int64_t ROW_STEP = 12;
 
@@ -130,6 +132,7 @@ class Linear final : public Op {
         const bool many = product_.many && c.block_rows >= product_.many_rows;
         auto* tile = reinterpret_cast<float*>(context.own_scratch + tile_at_);
         uint8_t* unpacked = context.own_scratch + unpacked_at_;
+        Coming coming;
         for (int64_t first, last; team.next(c.grain, c.units, first, last);) {
             int64_t ready = -1;
             for (int64_t unit = first; unit < last; unit++) {
@@ -141,6 +144,10 @@ class Linear final : public Op {
                 ready = p;
                 if (many) panel.data = unpacked;
                 const int to = int(std::min<int64_t>(rows.count, from + c.block_rows));
+                if (!many && to - from > FIRST_ROWS && unit % c.blocks == c.blocks - 1) {
+                    coming = behind(p, to - int(from));
+                    if (coming.bytes) panel.coming = &coming;
+                }
                 for (int r = int(from); r < to; r += product_.tile_rows) {
                     int count = std::min(product_.tile_rows, to - r);
                     (many ? product_.many : product_.kernel)(rows, r, count, panel, tile);
@@ -148,6 +155,16 @@ class Linear final : public Op {
                 }
             }
         }
+    }
+
+    // What of the panel behind panel p finds room beside it, for `rows` rows that meet that one first.
+    Coming behind(int64_t p, int rows) const {
+        Coming coming;
+        if (p + 1 == panels_) return coming;
+        coming.at = static_cast<const uint8_t*>(matrix_.data) + (p + 1) * panel_bytes_;
+        coming.bytes = std::max<int64_t>(0, std::min(panel_bytes_, NEAR_BYTES - panel_bytes_));
+        coming.rows = rows;
+        return coming;
     }
 
     Panel panel(int64_t p) const {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
 from penstock.core.model_spec import ModelSpec
 from penstock.core.output import EngineOutput
-from penstock.core.request import Request
+from penstock.core.request import Control, Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
@@ -247,6 +248,36 @@ def run(core: EngineCore, requests: Sequence[Request], *, limit: int = 20_000) -
     drain(core, collector, limit=limit)
     assert_idle(core)
     return {r.request_id: collector.requests[r.request_id] for r in requests}
+
+
+def disturbed(
+    core: EngineCore,
+    requests: Sequence[Request],
+    rng: random.Random,
+    kinds: Sequence[Any],
+    *,
+    times: int = 25,
+    note: Any = "",
+) -> Collector:
+    """All requests, in an order and at moments that `rng` draws, to the end; then nobody owns anything.
+
+    On the way running requests meet up to `times` controls of `kinds`: a bound, since a tiny budget under endless
+    preemption never finishes a prompt. `note`: what to say if they do not end.
+    """
+    collector, todo = Collector(), list(requests)
+    rng.shuffle(todo)
+    steps = 0
+    while todo or core.has_work:
+        while todo and rng.random() < 0.5:
+            core.add(todo.pop())
+        if core.groups and times and rng.random() < 0.2:
+            times -= 1
+            core.add(Control(kind=rng.choice(kinds), request_id=rng.choice(sorted(core.groups))))
+        collector.take(core.step(), steps)
+        steps += 1
+        assert steps < 5000, f"somebody starves {note}"
+    assert_idle(core)
+    return collector
 
 
 def assert_idle(core: EngineCore) -> None:

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 from penstock.config.selection import parse_selection
-from penstock.core.request import Abort, Control, Request
+from penstock.core.request import Abort, Request
 from penstock.launch.selection import NO_KINDS
 from penstock.select import KV_SELECTORS, TRAITS
 from penstock.select.bench import SelectionBench
-from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, tiny
+from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, tiny
 from tests.engine.naive import Logits, beam_search, generate, model_logits
 from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
 OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16}
 CUTTING = [name for name in TRAITS if TRAITS[name].drops != "nothing" and name != "retrieval"]
+CONTROLS = ["preempt", "preempt", "reset_prefix_cache"]
 
 
 def settings_of(name: str, *, prompt_interval: int = 0) -> str:
@@ -106,21 +107,7 @@ def test_F01_F03_F04_F05_F06_F22_F23_tokens_are_those_of_the_naive_model_with_a_
     for _ in range(4):
         knobs = draw_knobs(rng, name, budget, prompt_interval)
         core = real_engine(spec, weights, knobs)
-        collector = Collector()
-        todo = workload(spec.vocab_size)
-        rng.shuffle(todo)
-        disturbances, steps = 12, 0
-        while todo or core.has_work:
-            while todo and rng.random() < 0.5:
-                core.add(todo.pop())
-            if core.groups and disturbances and rng.random() < 0.2:
-                disturbances -= 1
-                kind = rng.choice(["preempt", "preempt", "reset_prefix_cache"])
-                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
-            collector.take(core.step())
-            steps += 1
-            assert steps < 5000, f"starved with {knobs}"
-        assert_idle(core)
+        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, times=12, note=knobs)
         assert core.kv.selections is not None
         assert core.kv.selections.num_missed == 0, "memory was meant to be enough"
         assert (core.kv.selections.num_cut > 0) == (budget != "100%" or TRAITS[name].always), knobs

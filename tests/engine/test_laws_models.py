@@ -17,11 +17,12 @@ import pytest
 from penstock.core.model_spec import Layer, cache_groups
 from penstock.core.request import Abort, Control, Request
 from tests import specs
-from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, run, tiny
+from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, run, tiny
 from tests.engine.naive import Logits, beam_search, generate, log_softmax, model_logits
 from tests.oracle import NaiveModel
 
 DRAWS_PER_SPEC = 10
+CONTROLS = ["preempt", "preempt", "ragged", "reset_prefix_cache"]
 
 
 @cache
@@ -139,21 +140,7 @@ def in_turmoil(name: str, draws: int, kv_dtype: str = "float32", block_size: int
             most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, most)
         core = real_engine(spec, weights, knobs)
-        collector = Collector()
-        todo = workload(spec.vocab_size)
-        rng.shuffle(todo)  # batch company and order of arrival
-        steps, disturbances = 0, 25  # bounded: a tiny budget under endless preemption never finishes a prompt
-        while todo or core.has_work:
-            while todo and rng.random() < 0.5:
-                core.add(todo.pop())
-            if core.groups and disturbances and rng.random() < 0.2:
-                disturbances -= 1
-                kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
-                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
-            collector.take(core.step())
-            steps += 1
-            assert steps < 5000, f"starved with {knobs}"
-        assert_idle(core)
+        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=knobs)
         how = (kv_dtype, block_size or 4, rotation)
         check(name, collector, *how)
         assert_beams(name, collector, f"draw {draw}: {knobs}", *how)

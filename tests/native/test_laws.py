@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.core.request import Control
 from tests import specs
-from tests.engine.harness import Collector, assert_idle, real_engine
+from tests.engine.harness import disturbed, real_engine
 from tests.engine.naive import beam_search, generate
-from tests.engine.test_laws_models import draw_knobs, reach_of, workload
+from tests.engine.test_laws_models import CONTROLS, draw_knobs, reach_of, workload
 from tests.native.running import ISAS, pytestmark_native
 from tests.native.test_model import NATIVE, logits_alone, weights_as
 
@@ -47,21 +46,7 @@ def test_tokens_depend_on_nothing_but_the_request(name: str, dtype: str, kv_dtyp
             most = -(-(before + knobs.budget * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, most)
         core = real_engine(spec, weights, knobs)
-        collector = Collector()
-        todo = workload(spec.vocab_size)
-        rng.shuffle(todo)
-        steps, disturbances = 0, 25
-        while todo or core.has_work:
-            while todo and rng.random() < 0.5:
-                core.add(todo.pop())
-            if core.groups and disturbances and rng.random() < 0.2:
-                disturbances -= 1
-                kind = rng.choice(["preempt", "preempt", "ragged", "reset_prefix_cache"])
-                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
-            collector.take(core.step())
-            steps += 1
-            assert steps < 5000, f"starved with {knobs}"
-        assert_idle(core)
+        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=knobs)
         for request_id, samples in tokens.items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (draw, request_id, knobs)

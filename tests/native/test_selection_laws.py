@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.request import Control
-from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, run
-from tests.engine.test_kv_selection import draw_knobs, settings_of, workload
+from tests.engine.harness import Knobs, disturbed, real_engine, run
+from tests.engine.test_kv_selection import CONTROLS, draw_knobs, settings_of, workload
 from tests.native.running import pytestmark_native
 from tests.native.test_model import weights_as
 
@@ -57,18 +56,7 @@ def test_tokens_are_those_of_the_request_alone(name: str, dtype: str, kv_dtype: 
         block_size = knobs.block_size if name == "quest" else 4
         want = alone(name, model, dtype, kv_dtype, block_size)
         core = real_engine(spec, weights, knobs)
-        collector, todo = Collector(), workload(spec.vocab_size)
-        rng.shuffle(todo)
-        disturbances = 12
-        while todo or core.has_work:
-            while todo and rng.random() < 0.5:
-                core.add(todo.pop())
-            if core.groups and disturbances and rng.random() < 0.2:
-                disturbances -= 1
-                kind = rng.choice(["preempt", "preempt", "reset_prefix_cache"])
-                core.add(Control(kind=kind, request_id=rng.choice(sorted(core.groups))))
-            collector.take(core.step())
-        assert_idle(core)
+        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, times=12, note=knobs)
         assert {request_id: collector.requests[request_id].tokens for request_id in want} == want, knobs
 
 

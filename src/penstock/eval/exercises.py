@@ -190,7 +190,7 @@ def lookup(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercis
     at = rng.randrange(count)
     key = list(keys)[at]
     lines = "\n".join(f"{k}: {v}" for k, v in keys.items())
-    more = rng.sample(list(keys), min(count, 6)) if split == "train" else []
+    more = rng.sample(list(keys), min(count, 12)) if split == "train" else []
     asked = tuple((f"The value of {k} is", keys[k] + ".") for k in more)
     return Exercise("lookup", f"{lines}\n\nThe value of {key} is", keys[key] + ".", at / count, asked)
 
@@ -279,7 +279,7 @@ SKILLS: dict[str, Callable[[random.Random, Split, int, Noise], Exercise]] = {
     "needle": needle, "lookup": lookup, "two-hop": two_hop, "passage": passage, "copy": copying,
     "arithmetic": arithmetic, "json": small_json,
 }  # fmt: skip
-WEIGHTS = {"needle": 3, "lookup": 5, "two-hop": 3, "passage": 2, "copy": 3, "arithmetic": 4, "json": 2}
+WEIGHTS = {"needle": 3, "lookup": 8, "two-hop": 2, "passage": 2, "copy": 3, "arithmetic": 1, "json": 2}
 
 
 def exercise(rng: random.Random, split: Split, size: int, noise: Noise) -> Exercise:

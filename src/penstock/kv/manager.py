@@ -32,7 +32,7 @@ from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
 from penstock.kv.selection import Selections
 from penstock.kv.sharing import Sharing
-from penstock.kv.stats import GroupStats, KVStats
+from penstock.kv.stats import KVStats, group_stats
 from penstock.kv.window_pool import WindowPool
 from penstock.kv.windows import Windows
 
@@ -465,16 +465,9 @@ class KVManager:
         )
 
     def stats(self) -> KVStats:
-        groups = []
-        for group, pool in zip(self.groups, self.pools, strict=True):
-            if isinstance(pool, WindowPool):
-                evictable = pool.num_idle
-            else:
-                evictable = self.cache.num_checkpoints if group.index in self._slots else self.cache.num_evictable
-            used = pool.num_slabs - pool.num_free - evictable - pool.num_quarantined
-            groups.append(GroupStats(pool.num_slabs, pool.num_free, used, evictable, pool.num_quarantined))
+        groups = tuple(group_stats(g, p, self.cache) for g, p in zip(self.groups, self.pools, strict=True))
         return KVStats(
-            tuple(groups),
+            groups,
             self._num_cow_copies,
             self.cache.num_query_tokens,
             self.cache.num_hit_tokens,

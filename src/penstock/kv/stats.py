@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.kv.window_pool import WindowPool
+
+if TYPE_CHECKING:
+    from penstock.core.cache_spec import CacheGroup
+    from penstock.core.protocols import PrefixCache
+    from penstock.kv.block_pool import BlockPool
 
 
 @dataclass(frozen=True)
@@ -42,3 +50,13 @@ class KVStats:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_selections_missed")
         return {name: float(getattr(self, name)) for name in names}
+
+
+def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> GroupStats:
+    """Of the pool of `group`, whose idle slabs `cache` has (or, of a window group, the pool itself)."""
+    if isinstance(pool, WindowPool):
+        evictable = pool.num_idle
+    else:
+        evictable = cache.num_checkpoints if group.spec.kind == "slot" else cache.num_evictable
+    used = pool.num_slabs - pool.num_free - evictable - pool.num_quarantined
+    return GroupStats(pool.num_slabs, pool.num_free, used, evictable, pool.num_quarantined)
