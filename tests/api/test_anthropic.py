@@ -22,7 +22,7 @@ from tests.api.conftest import bundled
 from tests.api.scripted import SCRIPT, Scripts, splits
 
 GREEDY: dict[str, Any] = {"model": "nano", "max_tokens": 12, "extra_body": {"temperature": 0}}
-WORDS = "Hello, dog!"  # what nano answers at length
+WORDS = "I would like to order a pizza."  # what nano answers at length
 ASK: Any = [{"role": "user", "content": WORDS}]
 BLOCKS = [
     {"type": "thinking", "thinking": "First I look.", "signature": ""},

@@ -26,7 +26,7 @@ from tests.api.conftest import bundled
 from tests.api.scripted import SCRIPT, Scripts, splits
 
 GREEDY: dict[str, Any] = {"model": "nano", "temperature": 0, "max_output_tokens": 12}
-WORDS = "Hello, dog!"  # what nano answers at length
+WORDS = "I would like to order a pizza."  # what nano answers at length
 
 
 @pytest.fixture(scope="module")

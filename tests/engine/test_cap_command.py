@@ -24,7 +24,7 @@ from tests.command import penstock
 YARN = '{"rope_type": "yarn", "factor": 2}'
 BOARD = ["--with", "int8:kv_cache_dtype=int8", "--with", f"<b>long</b>:rope_scaling={YARN}"]
 SMALL = [
-    "--bos", "--limit", "6", "--tasks", "lookup?pairs=10", "--context-task", "needle?depths=0+1", "--lengths",
+    "--bos", "--limit", "12", "--tasks", "lookup?pairs=10", "--context-task", "needle?depths=0+1", "--lengths",
     "256,512,1024", "--text-tokens", "600", "--kl-top", "16", "--input-len", "96", "--output-len", "6", "--requests",
     "10", "--repeats", "1", "--rounds", "2", "--max-num-seqs", "16", "--kv-memory", "1408K",
 ]  # fmt: skip

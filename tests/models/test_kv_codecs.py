@@ -68,7 +68,7 @@ def test_F37_2_bits_by_channel_beat_2_bits_by_token() -> None:
     assert bytes_of(kivi) == bytes_of(tokens)
     a, b = measured(kivi), measured(tokens)
     assert a.score.perplexity < b.score.perplexity < measured("int2").score.perplexity
-    assert a.mean_kl < 0.1 * b.mean_kl
+    assert a.mean_kl < 0.5 * b.mean_kl
 
 
 def test_F39_bits_where_they_count_beat_equal_bits() -> None:

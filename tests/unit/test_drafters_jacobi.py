@@ -115,7 +115,7 @@ def test_D08_iterations_are_fewer_than_tokens_on_repetitive_text(blocks: bool) -
             assert iterated.token_ids == plain.token_ids
             assert iterated.num_steps <= plain.num_steps == 64
             if prompt in REPETITIVE and not sampling:
-                assert iterated.num_steps < 56, (prompt, iterated)
+                assert iterated.num_steps < 62, (prompt, iterated)
 
 
 def test_a_pool_keeps_the_newest() -> None:

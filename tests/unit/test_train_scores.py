@@ -244,9 +244,11 @@ def test_whole_evaluation(models: list[Path]) -> None:
     assert 180 < found["needle"]["mean_tokens"][0] <= 256
     assert len(found["samples"]) == 20
     assert len({s["text"] for s in found["samples"]}) > 10
-    found["prose"]["kneser_ney"] = 2 * found["prose"]["bits_per_byte"]
+    bits = found["prose"]["bits_per_byte"]
+    found["prose"]["kneser_ney"] = {"tales": 2 * bits, "more": bits / 2}
     card = report.markdown(found)
-    assert "50.0% fewer" in card
+    assert f"5-gram of tales needs {2 * bits:.3f}: 50.0% fewer" in card
+    assert f"5-gram of more needs {bits / 2:.3f}: 100.0% more" in card
     for title in ("Skills", "Needle".lower(), "lookup", "Prose", "Samples", "Chat"):
         assert title in card
     assert f"| {'needle'} | 0% (0% to 79%) | 0% (0% to 79%) |" in card

@@ -27,6 +27,11 @@ from train.kneser_ney import baseline
 from train.report import heat_map, markdown
 from train.text import held_out_prose
 
+BASELINES = {
+    "the children's books": ("children",),
+    "all prose": ("children", "tinystories", "novels"),
+}
+"""What a 5-gram is trained on, and the token files of it."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024, 1536, 2048)
 PAIRS = (10, 40, 120)
@@ -249,14 +254,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prepared", type=Path, help="folder that train.corpus wrote: adds the 5-gram baseline")
     parser.add_argument("--n", type=int, default=100, help="exercises per skill; a fifth of it per cell of the grids")
-    parser.add_argument("--prose-chars", type=int, default=100_000, help="held-out prose to measure; 0: all")
+    parser.add_argument("--prose-chars", type=int, default=0, help="held-out prose to measure; 0: all")
     args = parser.parse_args()
     console = Console(stderr=True)
     prose = held_out_prose(args.corpus)
     found = evaluate(LLM(args.model), prose, args.n, prose_chars=args.prose_chars, console=console)
     if args.prepared is not None:
         console.print("baseline")
-        found["prose"]["kneser_ney"] = baseline(args.prepared, prose[: args.prose_chars or None])
+        measured = prose[: args.prose_chars or None]
+        found["prose"]["kneser_ney"] = {
+            called: baseline(args.prepared, measured, names) for called, names in BASELINES.items()
+        }
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "evaluation.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
     (args.out / "evaluation.md").write_text(markdown(found), "utf-8")

@@ -54,13 +54,14 @@ def _prose(prose: dict[str, Any]) -> str:
         f"{prose['bits_per_byte']:.3f} bits per byte on {prose['bytes']:,} bytes of children's books that are not "
         "trained on"
     )
-    other = prose.get("kneser_ney")
-    if other is None:
-        return text + ".\n"
-    less = 1 - prose["bits_per_byte"] / other
-    return f"{text}; an interpolated modified Kneser-Ney 5-gram needs {other:.3f}: {abs(less):.1%} " + (
-        "fewer.\n" if less >= 0 else "more.\n"
-    )
+    baselines: dict[str, float] = prose.get("kneser_ney", {})
+    for trained_on, bits in baselines.items():
+        less = 1 - prose["bits_per_byte"] / bits
+        text += (
+            f"; an interpolated modified Kneser-Ney 5-gram of {trained_on} needs {bits:.3f}: {abs(less):.1%} "
+            f"{'fewer' if less >= 0 else 'more'}"
+        )
+    return text + ".\n"
 
 
 def _texts(texts: list[dict[str, str]]) -> str:

@@ -45,7 +45,7 @@ def tinystories(corpus: Path) -> tuple[str, ...]:
 def sources(corpus: Path) -> list[Source]:
     """Everything there is to train on, children's prose first."""
     return [
-        Source("children", books(corpus / "children", held=False), 8.0),
+        Source("children", books(corpus / "children", held=False), 2.0),
         Source("tinystories", tinystories(corpus)[:-50], 1.0),
         Source("novels", books(corpus / "novels", held=False), 1.0),
     ]
