@@ -301,3 +301,21 @@ def test_a_chat_is_served_as_it_was_trained(folder: Path) -> None:
         served = encode_chat(tokenizer, TEMPLATE, messages, add_generation_prompt=False)
         whole = "<|endoftext|>" + before.text + answer.text + after.text
         assert tokenizer.decode(served, skip_special_tokens=False) == whole
+
+
+def test_the_mean_of_two_runs(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    from train.average import average
+
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((2, 2), value, dtype=torch.bfloat16)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(name)
+    average(tmp_path / "a", tmp_path / "b", tmp_path / "mean", 0.75)
+    assert load_file(tmp_path / "mean" / "model.safetensors")["w"].tolist() == [[2.5, 2.5], [2.5, 2.5]]
+    assert (tmp_path / "mean" / "config.json").read_text() == "b"
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ValueError, match="same weights"):
+        average(tmp_path / "a", tmp_path / "b", tmp_path / "mean", 0.5)

@@ -141,6 +141,13 @@ class PrefixCache(Protocol):
         """One holder less."""
         ...
 
+    def withdraw(self, entry: Any) -> tuple[Any, list[tuple[int, ...]]]:
+        """A holder takes back the blocks at the end of its entry that nobody else stands on or goes on from.
+
+        (The entry it holds instead, the slabs of blocks that the cache has forgotten, last first.)
+        """
+        ...
+
     def insert(self, entry: Any, tokens: bytes, slabs: list[tuple[int, ...]]) -> tuple[Any, list[tuple[int, ...]], int]:
         """Go on from a held `entry` by whole blocks (`tokens`: 4 bytes per id): (new entry, existing, num_new).
 

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from penstock.core.request import Request
 
 
+NEVER = sys.maxsize
+"""A number of tokens that no sequence reaches."""
+
+
 class Status(IntEnum):
     WAITING = 0
     RUNNING = 1
@@ -67,7 +71,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
-        self.next_selection = sys.maxsize
+        self.next_selection = NEVER
         self.scheduled_s: float | None = None
         self.host: Any = None
         self.prompt_logprobs_done = 0

@@ -111,6 +111,8 @@ class Audit:
                 tail = set(table.ids[max(full, table.base) :]) & cached[g]
                 assert not tail, f"{seq} may write slabs {tail} of group {g}, which the prefix cache keeps"
             self.slabs[g].update(table.held)
+            self.slabs[g].update(table.spare)
+            assert not table.spare or seq.num_inflight, f"{seq} has set memory aside, and no step works on it"
             for pages in table.held_pages:
                 self.pages[g].update(pages)
         cursor: Cursor = seq.node

@@ -14,15 +14,17 @@ class BlockTable:
         base: blocks at the beginning that left the window; they are given up and stand as `core.batch.GONE`.
         dropped: tokens that a selection has taken out of each line (of a shared table: one number for all), so that the
             token at position p is in slot p - dropped; empty as long as nothing was.
+        spare: slabs set aside for what a selection at the end of a step in flight will copy.
     """
 
-    __slots__ = ("base", "dropped", "ids", "layers")
+    __slots__ = ("base", "dropped", "ids", "layers", "spare")
 
     def __init__(self, ids: list[int] | None = None, layers: list[list[int]] | None = None, base: int = 0) -> None:
         self.ids: list[int] = [] if ids is None else ids
         self.layers = layers
         self.base = base
         self.dropped: list[int] = []
+        self.spare: list[int] = []
 
     @property
     def held(self) -> list[int]:

@@ -14,9 +14,9 @@ from typing import Literal
 
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup, without_windows
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.block_table import BlockTable
-from penstock.kv.cursor import NEVER, Cursor, PrefixMatch
+from penstock.kv.cursor import Cursor, PrefixMatch
 from penstock.kv.manager import KVManager
 
 Reserve = Literal["max", "pow2", "oracle"]

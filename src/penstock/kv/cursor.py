@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
-NEVER = sys.maxsize
+from penstock.core.sequence import NEVER
 
 
 class PrefixMatch(NamedTuple):

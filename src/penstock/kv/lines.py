@@ -81,9 +81,14 @@ def cut_lines(
 ) -> None:  # fmt: skip
     """The table becomes ragged, with lines of `counts` slots out of the `num_tokens` tokens computed; the rest is free.
 
-    The rank fills the pages (`Outbox.pack`). A line's own pages are used again before others are taken. Mutates: table,
-    pool, outbox.
+    The rank fills the pages (`Outbox.pack`). A line's own pages are used first, then spare ones, then others.
+    Mutates: table, pool, outbox.
     """
+    spare: list[int] = []
+    for slab in table.spare:
+        pool.split(slab)
+        spare += range(slab * pool.pages_per_slab, (slab + 1) * pool.pages_per_slab)
+    table.spare = []
     sources = [table.ids] if table.layers is None else table.layers
     if table.layers is None:
         width = pool.pages_per_slab
@@ -103,9 +108,12 @@ def cut_lines(
         pool.unref_pages(pages[need:])
         pool.unref_pages(shared)
     for pages, count in zip(kept, counts, strict=True):
+        missing = line_blocks(count, block_size) - len(pages)
+        pages += [spare.pop() for _ in range(min(missing, len(spare)))]
         more = pool.alloc_pages(line_blocks(count, block_size) - len(pages))
         assert more is not None
         pages += more
+    pool.unref_pages(spare)
     # What was freed here is handed out, and zeroed, behind this.
     outbox.pack(seq_id, group, kept, sources)
     table.ids, table.layers = [], kept

@@ -17,12 +17,12 @@ from penstock.config.selection import Keeping
 from penstock.core.batch import PageOp, TableUpdate
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import EvictionPolicy, PrefixCache
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import Checkpoints
-from penstock.kv.cursor import NEVER, Cursor, PrefixMatch
+from penstock.kv.cursor import Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.host import HostCopy, HostTier
@@ -99,7 +99,9 @@ class KVManager:
         self.selections: Selections | None = None
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
-            self.selections = Selections(keeping, 0, self.pools[0], self._room, self._outbox, block_size)
+            self.selections = Selections(
+                keeping, 0, self.pools[0], self._room, self._outbox, block_size, self._withdraw
+            )
         self._submitted = -1
         self._retired = -1
         self._leaving: deque[tuple[int, Any]] = deque()
@@ -146,6 +148,9 @@ class KVManager:
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
         need = -(-num_tokens // self.block_size) - num_blocks
+        if self.selections is not None:
+            more = -((seq.num_known - num_tokens) // self.block_size)
+            need = min(need, self.selections.blocks(seq, seq.num_known) + more - num_blocks)
         # What is matched stops being evictable the moment it is admitted.
         room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
         if any(need > self.pools[g].num_free + room for g in self._full):
@@ -278,8 +283,13 @@ class KVManager:
     def select(self, seq: Sequence, counts: Seq[int]) -> None:
         """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
         assert self.selections is not None
-        if seq.tables and self.selections.cut(seq, counts):
+        if seq.tables:
+            self.selections.cut(seq, counts)
             self._lost(seq)
+
+    def num_coming(self, seq: Sequence) -> int:
+        """Blocks that running `seq` will still take for its prompt, where others may enter before it has it all."""
+        return 0 if self.selections is None else self.selections.coming(seq)
 
     def _lost(self, seq: Sequence) -> None:
         """`seq` has given up a part of its cache: what it computes from now on is lossy."""
@@ -288,6 +298,19 @@ class KVManager:
         cursor: Cursor = seq.node
         self._stop_following(cursor)
         self._leave(cursor)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Nothing more of `seq` enters the prefix cache, and what only it uses of what is there leaves it.
+
+        Mutates: seq.node.
+        """
+        cursor: Cursor = seq.node
+        self._stop_following(cursor)
+        self._room.evict(self.cache.num_evictable)  # what goes on from its blocks, and nobody stands on
+        if cursor.holding and cursor.generation == self._generation:
+            cursor.entry, blocks = self.cache.withdraw(cursor.entry)
+            cursor.num_blocks -= len(blocks)
+            self._room.drop(blocks, [], unseen=False)
 
     def commit(self, seq: Sequence) -> None:
         """`seq.num_computed` has advanced: put new full blocks, and a slot checkpoint where one is due, in the cache.
@@ -402,6 +425,7 @@ class KVManager:
         self._outbox.discard(seq.seq_id)
         for g, table in enumerate(seq.tables):
             self.pools[g].unref_slabs(reversed(table.held))
+            self.pools[g].unref_slabs(table.spare, unseen=True)
             for pages in table.held_pages:
                 self.pools[g].unref_pages(reversed(pages))
         if seq.node is not None:
@@ -474,7 +498,6 @@ class KVManager:
             self._room.num_evicted_blocks,
             self.cache.num_checkpoints,
             0 if self.selections is None else self.selections.num_cut,
-            0 if self.selections is None else self.selections.num_missed,
         )
 
     @property

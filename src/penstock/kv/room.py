@@ -60,8 +60,9 @@ class Room:
     def _missing(self, want: Want) -> int:
         """Slabs that the group's pool lacks; 0 or less if it has what is wanted."""
         pool = self._pools[want.group]
-        for_pages = -((pool.num_free_pages - want.num_pages) // pool.pages_per_slab)
-        return max(want.num_slabs - pool.num_free, for_pages)
+        slabs_alone = want.num_slabs - pool.num_free
+        pages_left = pool.num_free_pages - want.num_slabs * pool.pages_per_slab - want.num_pages
+        return max(slabs_alone, -(pages_left // pool.pages_per_slab))
 
     def evict(self, num_blocks: int) -> int:
         """Evict up to `num_blocks` blocks; returns how many. No step in flight has seen them (`KVManager.release`)."""

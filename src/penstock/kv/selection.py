@@ -7,11 +7,15 @@ cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from penstock.config.held import kept_blocks, most_blocks, num_over
 from penstock.config.selection import Keeping
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.block_table import BlockTable
+from penstock.kv.cursor import Cursor
 from penstock.kv.growth import apply_growth, plan_growth
 from penstock.kv.lines import apply_lines, cut_lines, line_blocks, num_missing, plan_lines
 from penstock.kv.outbox import Outbox
@@ -22,15 +26,32 @@ class Selections:
     """For managers of one full group, `group`, and no other."""
 
     def __init__(
-        self, keeping: Keeping, group: int, pool: BlockPool, room: Room, outbox: Outbox, block_size: int
-    ) -> None:
+        self, keeping: Keeping, group: int, pool: BlockPool, room: Room, outbox: Outbox, block_size: int,
+        withdraw: Callable[[Sequence], None],
+    ) -> None:  # fmt: skip
+        """`withdraw`: makes the prefix cache forget what it has of a sequence, as far as nobody else needs it."""
         self._keeping, self._config = keeping, keeping.config
+        self._withdraw = withdraw
         self._group, self._pool, self._room, self._outbox = group, pool, room, outbox
         self._block_size = block_size
         self.num_cut = 0
         """Selections that took something away."""
-        self.num_missed = 0
-        """Selections that found no memory to copy to: the sequence goes on with all it had."""
+
+    def blocks(self, seq: Sequence, num_tokens: int) -> int:
+        """The most blocks that `seq` holds on its way to so many tokens."""
+        return most_blocks(self._keeping, num_tokens, self._block_size, seq.prompt_len)
+
+    def coming(self, seq: Sequence) -> int:
+        """Blocks that running `seq` will still take for its prompt, or for all it knew before a preemption."""
+        if seq.num_known - seq.num_computed - seq.num_inflight <= 1:
+            return 0  # it has started to generate
+        table: BlockTable = seq.tables[self._group]
+        held = len(table.ids)
+        if table.layers is not None:
+            held = sum(map(len, table.layers)) // len(table.layers)
+        was_cut = bool(table.dropped)
+        most = most_blocks(self._keeping, seq.num_known, self._block_size, seq.prompt_len, was_cut=was_cut)
+        return max(0, most - held)
 
     def limit(self, seq: Sequence, limit: int) -> int:
         """How many of `limit` tokens a match may skip: a selection takes place behind tokens that have run, and those
@@ -62,14 +83,7 @@ class Selections:
         return self._config.budget.of(end) if self._num_over(end, dropped) > 0 else 0
 
     def _num_over(self, num_tokens: int, dropped: int) -> int:
-        """What has to go of a line that has dropped so many of `num_tokens` tokens: tokens, or whole blocks."""
-        over = num_tokens - dropped - self._config.budget.of(num_tokens)
-        if self._keeping.drops == "tokens":
-            return max(over, 1) if self._keeping.always else over
-        # The blocks of the sinks stay, and what the newest tokens stand in.
-        size = self._block_size
-        blocks = (num_tokens - dropped) // size - line_blocks(self._config.options.sinks, size)
-        return min(line_blocks(max(over, 0), size), blocks)
+        return num_over(self._keeping, num_tokens, dropped, self._block_size)
 
     def passed(self, seq: Sequence) -> bool:
         """`seq` has computed up to its next selection, or not yet. Cuts whole blocks. Mutates: seq."""
@@ -80,12 +94,16 @@ class Selections:
         return self._keeping.drops == "blocks" and self._cut_blocks(seq)
 
     def grow(self, seq: Sequence, start: int, end: int) -> bool:
-        """Make positions start ... end-1 writable, all or nothing; see `KVManager.grow`."""
+        """Make positions start ... end-1 writable, all or nothing; see `KVManager.grow`.
+
+        Where they end at a selection that takes something away, the memory for its copies is set aside as well:
+        what a sequence forgets must not depend on how much memory others have left.
+        """
         g, size = self._group, self._block_size
         table = seq.tables[g]
         if table.layers is not None and table.dropped:
             lines = plan_lines(table, self._pool, start, end, size)
-            if not self._room.reserve([Want(g, 0, lines.num_pages)]):
+            if not self._reserve(seq, end, Want(g, 0, lines.num_pages)):
                 return False
             if lines.num_pages:
                 apply_lines(table, self._pool, lines, seq.seq_id, g, self._outbox)
@@ -93,7 +111,7 @@ class Selections:
         else:
             dropped = table.dropped[0] if table.dropped else 0
             plan = plan_growth(table, self._pool, (start - dropped) // size, line_blocks(end - dropped, size))
-            if not self._room.reserve([Want(g, plan.num_slabs, plan.num_pages)]):
+            if not self._reserve(seq, end, Want(g, plan.num_slabs, plan.num_pages)):
                 return False
             if plan.num_slabs or plan.num_pages:
                 apply_growth(table, self._pool, plan, seq.seq_id, g, self._outbox)
@@ -102,16 +120,46 @@ class Selections:
         seq.writable = min(most, seq.next_selection - 1)
         return True
 
-    def cut(self, seq: Sequence, counts: Seq[int]) -> bool:
-        """`seq` keeps what the rank has chosen, `counts` slots per line. False, and nothing changed, without memory."""
+    def _reserve(self, seq: Sequence, end: int, want: Want) -> bool:
+        """Room for `want`, and for copies if there is a selection at `end`: these are taken now, as `spare`.
+
+        What is kept of blocks that the prefix cache has, too, is copied, so that it need not forget them. If there is
+        no room for that, it has to: then the sequence takes its blocks back.
+        """
+        table: BlockTable = seq.tables[self._group]
+        num = self._num_copies(seq, end) - len(table.spare)
+        if num <= 0:
+            return self._room.reserve([want])
+        if not self._room.reserve([want._replace(num_slabs=want.num_slabs + num)]):
+            self._withdraw(seq)
+            num = self._num_copies(seq, end) - len(table.spare)
+            if not self._room.reserve([want._replace(num_slabs=want.num_slabs + max(0, num))]):
+                return False
+        table.spare += self._pool.alloc_slabs(max(0, num)) or ()
+        return True
+
+    def _num_copies(self, seq: Sequence, end: int) -> int:
+        """Slabs at most for what a selection at `end` keeps of blocks that others look at, or will until then."""
+        table: BlockTable = seq.tables[self._group]
+        if end != seq.next_selection or self._num_over(end, min(table.dropped, default=0)) <= 0:
+            return 0
+        kept = kept_blocks(self._keeping, end, self._block_size)
+        cursor: Cursor = seq.node
+        if cursor.next_commit != NEVER:
+            return kept
+        pool = self._pool
+        if table.layers is None:
+            return min(kept, sum(pool.refs[slab] > 1 for slab in table.ids))
+        shared = sum(pool.page_refs[page] > 1 for pages in table.layers for page in pages)
+        return min(kept, line_blocks(shared, pool.pages_per_slab))
+
+    def cut(self, seq: Sequence, counts: Seq[int]) -> None:
+        """`seq` keeps what the rank has chosen, `counts` slots per line."""
         table = seq.tables[self._group]
-        want = Want(self._group, 0, num_missing(table, self._pool, counts, self._block_size))
-        if not self._room.reserve([want]):
-            self.num_missed += 1
-            return False
+        num = num_missing(table, self._pool, counts, self._block_size)
+        assert num <= len(table.spare) * self._pool.pages_per_slab, f"{seq}: copies of {num} pages were not foreseen"
         cut_lines(table, self._pool, counts, seq.num_computed, self._block_size, seq.seq_id, self._group, self._outbox)
         self.num_cut += 1
-        return True
 
     def _cut_blocks(self, seq: Sequence) -> bool:
         """Sinks and the most recent blocks stay, the blocks between them go: nothing is moved.
@@ -126,15 +174,15 @@ class Selections:
             return False
         kept = table.ids[:sinks] + table.ids[sinks + num :]
         shared = [i for i, slab in enumerate(kept) if pool.refs[slab] > 1]
-        if not self._room.reserve([Want(self._group, len(shared), 0)]):
-            self.num_missed += 1
-            return False
-        for i, slab in zip(shared, pool.alloc_slabs(len(shared)) or (), strict=True):
+        assert len(shared) <= len(table.spare), f"{seq}: copies of {len(shared)} blocks were not foreseen"
+        for i in shared:
+            slab = table.spare.pop()
             self._outbox.copy_slab(self._group, kept[i], slab)
             pool.unref(kept[i])
             kept[i] = slab
+        pool.unref_slabs(table.spare, unseen=True)
         pool.unref_slabs(table.ids[sinks : sinks + num])
-        table.ids, table.dropped = kept, [dropped + num * size]
+        table.ids, table.dropped, table.spare = kept, [dropped + num * size], []
         self._outbox.whole_table(seq.seq_id, self._group, table)
         self.num_cut += 1
         return True

@@ -34,7 +34,7 @@ class KVStats:
 
     `num_cow_copies` counts slabs (pages, for ragged tables) copied because they were shared and about to be written.
     Prefix counters count every admission that looked, also those after a preemption. `num_selections`: times that a
-    sequence gave up a part of its cache; `_missed`: times that it should have, without memory for the copy.
+    sequence gave up a part of its cache.
     """
 
     groups: tuple[GroupStats, ...]
@@ -44,11 +44,10 @@ class KVStats:
     num_evicted_blocks: int
     num_checkpoints: int
     num_selections: int = 0
-    num_selections_missed: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
-        names = ("num_evicted_blocks", "num_selections", "num_selections_missed")
+        names = ("num_evicted_blocks", "num_selections")
         return {name: float(getattr(self, name)) for name in names}
 
 

@@ -14,10 +14,11 @@ from typing import Any
 from penstock.core.batch import GONE
 from penstock.core.cache_spec import CacheGroup, CacheSpec
 from penstock.core.protocols import PrefixCache
+from penstock.core.sequence import NEVER
 from penstock.core.sequence import Sequence as Seq
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
-from penstock.kv.cursor import NEVER, PrefixMatch
+from penstock.kv.cursor import PrefixMatch
 from penstock.kv.outbox import Outbox
 from penstock.kv.window_pool import WindowPool
 

@@ -46,7 +46,7 @@ class Fit:
     def kv_bytes(self, num_seqs: int, context: int) -> int:
         """Blocks and states of so many full-length sequences."""
         step_tokens = tokens_in_flight(self._config, context, self.base.max_num_batched_tokens)
-        sizes = sizes_of(self._config, self.base.groups, step_tokens)
+        sizes = sizes_of(self._config, self.base.groups, step_tokens, self._keeping)
         return num_seqs * (sizes.num_bytes(sizes.blocks(context), 1, context) + sizes.state_bytes)
 
     def fits(self, num_seqs: int, context: int) -> bool:
@@ -54,7 +54,7 @@ class Fit:
             plan = self.resolved(num_seqs, context)
         except ConfigError:
             return False
-        sizes = sizes_of(self._config, plan.groups, plan.step_tokens)
+        sizes = sizes_of(self._config, plan.groups, plan.step_tokens, self._keeping)
         need = sizes.per_group(sizes.blocks(context), 1, sizes.most_blocks(context))
         return all(have >= num_seqs * each for have, each in zip(plan.num_slabs, need, strict=True))
 

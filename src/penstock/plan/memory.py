@@ -15,6 +15,8 @@ from math import prod
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import CacheConfig
+from penstock.config.held import most_blocks
+from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -40,7 +42,7 @@ class Sizes:
     """`block_bytes` P and `state_bytes` Q; 0 if the model has no such group. `pages_per_block`: the largest group's.
 
     `windows`: bytes of a slab and the spec of each window group. `step_tokens`: tokens that one sequence may have in
-    steps in flight and the one being planned. `kinds`: of all groups.
+    steps in flight and the one being planned. `kinds`: of all groups. `keeping`: what sequences give up on their way.
     """
 
     block_size: int
@@ -50,9 +52,12 @@ class Sizes:
     windows: tuple[tuple[int, CacheSpec], ...] = ()
     step_tokens: int = 0
     kinds: tuple[str, ...] = ()
+    keeping: Keeping | None = None
 
     @classmethod
-    def of(cls, groups: tuple[CacheGroup, ...], block_size: int, step_tokens: int) -> Sizes:
+    def of(
+        cls, groups: tuple[CacheGroup, ...], block_size: int, step_tokens: int, keeping: Keeping | None = None
+    ) -> Sizes:
         return cls(
             block_size,
             sum(g.slab_bytes(block_size) for g in groups if g.spec.kind == "paged"),
@@ -61,6 +66,7 @@ class Sizes:
             tuple((g.slab_bytes(block_size), g.spec) for g in groups if g.spec.window is not None),
             step_tokens,
             tuple(g.spec.kind for g in groups),
+            keeping,
         )
 
     @property
@@ -73,6 +79,8 @@ class Sizes:
 
     def blocks(self, num_tokens: int) -> int:
         """N that one sequence of so many tokens needs; 0 for models of states only."""
+        if self.block_bytes and self.keeping is not None:
+            return most_blocks(self.keeping, num_tokens, self.block_size)
         return -(-num_tokens // self.block_size) if self.block_bytes else max(self.most_blocks(num_tokens), default=0)
 
     def window_blocks(self, num_blocks: int, num_seqs: int, num_tokens: int) -> tuple[int, ...]:

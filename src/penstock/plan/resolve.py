@@ -99,7 +99,7 @@ def resolve(
     all_weights = check_draft_weights(weight_bytes, planned, machine)
     block_size = config.cache.block_size
     step_tokens = tokens_in_flight(config, max_model_len, max_num_batched_tokens)
-    sizes = sizes_of(config, groups, step_tokens)
+    sizes = sizes_of(config, groups, step_tokens, keeping)
     demand = Demand(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -112,6 +112,8 @@ def resolve(
     kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, groups, strict=True))
     if sizes.block_bytes:
         capacity = memory.num_blocks * block_size
+        if keeping is not None:  # one of that length fits, for it gives tokens up on its way
+            capacity = max(capacity, max_model_len)
     else:
         most = sizes.most_blocks(max_model_len)
         complete = [slabs // each for slabs, each in zip(memory.window_blocks, most, strict=True)]
@@ -148,11 +150,13 @@ def tokens_in_flight(config: EngineConfig, max_model_len: int, max_num_batched_t
     return chunk * config.execution.depth
 
 
-def sizes_of(config: EngineConfig, groups: tuple[CacheGroup, ...], step_tokens: int) -> Sizes:
+def sizes_of(
+    config: EngineConfig, groups: tuple[CacheGroup, ...], step_tokens: int, keeping: Keeping | None = None
+) -> Sizes:
     """Sizes of the groups as the allocator uses them: all but the paged one keep the blocks that left a window."""
     if config.cache.kv_allocator != "paged":
         groups = without_windows(groups)
-    return Sizes.of(groups, config.cache.block_size, step_tokens)
+    return Sizes.of(groups, config.cache.block_size, step_tokens, keeping)
 
 
 def _host_slabs(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
-from penstock.core.sequence import Sequence, Status
+from penstock.core.sequence import NEVER, Sequence, Status
 from penstock.core.step_shape import EMPTY
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.reserve import Reserve
@@ -315,7 +315,8 @@ class Scheduler:
         if not self.running:
             return seq.num_known
         aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
-        return seq.num_known + max(width * self.block_size, aside)
+        coming = sum(map(self.kv.num_coming, self.running)) * self.block_size
+        return seq.num_known + max(width * self.block_size, aside) + coming
 
     def _step_limit_s(self) -> float:
         return self.decode_step_s if any(s.is_decoding for s in self.running) else self.prefill_step_s
@@ -349,7 +350,10 @@ class Scheduler:
         self.kv.restore(seq)
         n = self._chunk(seq, known - seq.num_computed, budget)
         if not self.kv.grow(seq, seq.num_computed + n):
-            raise EngineError("admission promised memory that growth did not find")
+            if not self.running or seq.next_selection == NEVER:
+                raise EngineError("admission promised memory that growth did not find")
+            self.kv.release(seq)  # what its first selection would copy is in use by others
+            return 0
         self.waiting.remove(seq)
         seq.status = Status.RUNNING
         insort(self.running, seq, key=self.policy.key)

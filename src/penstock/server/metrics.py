@@ -56,12 +56,6 @@ _ENGINE_COUNTERS = (
     ("recomputed_tokens", "Tokens computed again after a preemption.", "num_recomputed_tokens", OURS),
     ("swaps", "Sequences swapped to the host.", "num_swaps", OURS),
     ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
-    (
-        "kv_selections_missed",
-        "Selections without memory for the copy: the sequence kept everything.",
-        "num_selections_missed",
-        OURS,
-    ),
     ("evicted_blocks", "Blocks that the prefix cache gave up.", "num_evicted_blocks", OURS),
     ("forks", "Sequences that share a parent's blocks.", "num_forks", OURS),
     ("grammar_cache_hits", "Grammars that were compiled already.", "num_grammar_hits", OURS),

@@ -45,6 +45,9 @@ class NoCache:
     def release(self, entry: None) -> None:
         pass
 
+    def withdraw(self, entry: None) -> tuple[None, list[Slabs]]:
+        return None, []
+
     def insert(self, entry: None, tokens: bytes, slabs: list[Slabs]) -> tuple[None, list[Slabs], int]:
         return None, [], 0
 

@@ -172,6 +172,17 @@ class PrefixTree:
         if not node.children:
             self._leaves.push(node)
 
+    def withdraw(self, entry: Node) -> tuple[Node, list[Slabs]]:
+        node = entry
+        blocks: list[Slabs] = []
+        while node.parent is not None and node.locks == 1 and not node.children and node.checkpoint is None:
+            blocks += reversed(node.slabs)
+            self._remove(node)
+            node = node.parent
+        if blocks:
+            self.version += 1
+        return node, blocks
+
     # -- giving up -----------------------------------------------------------------------------------------------
 
     def evict(self, num_blocks: int) -> tuple[list[Slabs], list[Slabs]]:
