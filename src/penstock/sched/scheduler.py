@@ -350,9 +350,9 @@ class Scheduler:
         self.kv.restore(seq)
         n = self._chunk(seq, known - seq.num_computed, budget)
         if not self.kv.grow(seq, seq.num_computed + n):
-            if not self.running or seq.next_selection == NEVER:
+            if seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
                 raise EngineError("admission promised memory that growth did not find")
-            self.kv.release(seq)  # what its first selection would copy is in use by others
+            self.kv.release(seq)  # others, or steps in flight, use what its first selection would copy
             return 0
         self.waiting.remove(seq)
         seq.status = Status.RUNNING
