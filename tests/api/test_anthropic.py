@@ -21,8 +21,9 @@ from penstock.server.routes import messages as route
 from tests.api.conftest import bundled
 from tests.api.scripted import SCRIPT, Scripts, splits
 
-GREEDY: dict[str, Any] = {"model": "nano", "max_tokens": 12, "extra_body": {"temperature": 0}}
-WORDS = "I would like to order a pizza."  # what nano answers at length
+MANY = 6
+GREEDY: dict[str, Any] = {"model": "nano", "max_tokens": MANY, "extra_body": {"temperature": 0}}
+WORDS = "I would like to order a pizza."  # what nano answers with more than MANY tokens
 ASK: Any = [{"role": "user", "content": WORDS}]
 BLOCKS = [
     {"type": "thinking", "thinking": "First I look.", "signature": ""},
@@ -43,7 +44,7 @@ def sdk(live: LiveServer) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def chat(llm: LLM, messages: list[dict[str, Any]], max_tokens: int = 12, **options: Any) -> str:
+def chat(llm: LLM, messages: list[dict[str, Any]], max_tokens: int = MANY, **options: Any) -> str:
     return llm.chat(messages, SamplingParams(temperature=0, max_tokens=max_tokens), **options)[0].outputs[0].text
 
 
@@ -62,7 +63,7 @@ def test_text_is_that_of_chat(sdk: anthropic.Anthropic, llm: LLM) -> None:
     count = sdk.messages.count_tokens(messages=ASK, model="nano").input_tokens
     cached = got.usage.cache_read_input_tokens
     assert cached is not None
-    assert (got.usage.input_tokens + cached, got.usage.output_tokens) == (count, 12)
+    assert (got.usage.input_tokens + cached, got.usage.output_tokens) == (count, MANY)
     blocks: Any = [
         {"role": "user", "content": [{"type": "text", "text": WORDS, "cache_control": {"type": "ephemeral"}}]}
     ]
@@ -77,7 +78,7 @@ def test_a_stream_adds_up(sdk: anthropic.Anthropic, llm: LLM) -> None:
         final = stream.get_final_message()
     assert text == text_of(final) == chat(llm, ASK)
     assert final.stop_reason == "max_tokens"
-    assert final.usage.output_tokens == 12
+    assert final.usage.output_tokens == MANY
     whole = sdk.messages.create(messages=ASK, **GREEDY)
     assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == final.usage.input_tokens + (
         final.usage.cache_read_input_tokens or 0

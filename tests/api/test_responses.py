@@ -25,8 +25,9 @@ from penstock.server.store import ResponseStore, Stored
 from tests.api.conftest import bundled
 from tests.api.scripted import SCRIPT, Scripts, splits
 
-GREEDY: dict[str, Any] = {"model": "nano", "temperature": 0, "max_output_tokens": 12}
-WORDS = "I would like to order a pizza."  # what nano answers at length
+MANY = 6
+GREEDY: dict[str, Any] = {"model": "nano", "temperature": 0, "max_output_tokens": MANY}
+WORDS = "I would like to order a pizza."  # what nano answers with more than MANY tokens
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def sdk(live: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def chat(llm: LLM, messages: list[dict[str, Any]], max_tokens: int = 12) -> str:
+def chat(llm: LLM, messages: list[dict[str, Any]], max_tokens: int = MANY) -> str:
     return llm.chat(messages, SamplingParams(temperature=0, max_tokens=max_tokens))[0].outputs[0].text
 
 
@@ -59,8 +60,8 @@ def test_text_is_that_of_chat(sdk: openai.OpenAI, llm: LLM) -> None:
     assert got.incomplete_details is not None
     assert got.incomplete_details.reason == "max_output_tokens"
     assert got.usage is not None
-    assert got.usage.output_tokens == 12
-    assert got.usage.total_tokens == got.usage.input_tokens + 12
+    assert got.usage.output_tokens == MANY
+    assert got.usage.total_tokens == got.usage.input_tokens + MANY
     assert got.usage.input_tokens_details.cached_tokens >= 0
     items = [
         {"role": "developer", "content": "Be brief."},
