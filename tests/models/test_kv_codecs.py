@@ -72,7 +72,7 @@ def test_F37_2_bits_by_channel_beat_2_bits_by_token() -> None:
 
 
 def test_F39_bits_where_they_count_beat_equal_bits() -> None:
-    """By divergence: perplexities of so few windows differ by chance. docs/concepts/kv-quantisation.md has them of a book."""
+    """By divergence: perplexities of so few windows differ by chance. docs/concepts/kv-quantisation.md has a book's."""
     assert bytes_of(MIXED) == bytes_of(UNIFORM)
     mixed, uniform = measured(MIXED), measured(UNIFORM)
     assert mixed.mean_kl < 0.7 * uniform.mean_kl

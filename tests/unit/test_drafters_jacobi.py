@@ -115,7 +115,7 @@ def test_D08_iterations_are_fewer_than_tokens_on_repetitive_text(blocks: bool) -
             assert iterated.token_ids == plain.token_ids
             assert iterated.num_steps <= plain.num_steps == 64
             if prompt in REPETITIVE and not sampling:
-                # Guesses settle where one token comes again and again; of longer periods only their first turns are found.
+                # Guesses settle where one token comes again and again; of longer periods hardly any do.
                 most = 48 if prompt == REPETITIVE[0] else plain.num_steps - 1
                 assert iterated.num_steps <= most, (prompt, iterated)
 
