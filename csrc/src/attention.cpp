@@ -106,10 +106,16 @@ struct Attend final : Op {
             block.split = !block.picks && block.spans() > 1 && work * PAIRS_PER_THREAD * threads > total;
             if (!block.split) continue;
             own.splits[made.splits++] = i;
-            // A window may lie across one span more where tokens are forgotten.
-            made.spans = std::max(made.spans, block.spans() + int(step.groups[group].dropped != nullptr));
+            made.spans = std::max(made.spans, most_spans(block, step.groups[group].dropped != nullptr));
         }
         return made;
+    }
+
+    // Where tokens are forgotten, the others move up: a window may lie across one span more, and a chunk begin earlier
+    // by as much as its length.
+    int most_spans(const Block& block, bool forgets) const {
+        if (!forgets) return block.spans();
+        return rule.chunk ? (block.end - 1) / SPAN + 1 : block.spans() + 1;
     }
 
     // Keys that a block reads which picks them.

@@ -1,42 +1,11 @@
 // What the library is, and what belongs to no operation.
-#include <unistd.h>
-
 #include <cstring>
 
 #include "kernels.h"
 #include "pool.h"
 #include "simd.h"
 
-#if defined(__AVX512F__)
-#include <cpuid.h>
-#endif
-
 namespace pst {
-
-namespace {
-
-// Zen 4 follows a stream of weights by itself: asked ahead it reads 4 to 12 % slower (docs/log.md). Others were measured
-// with a page, which is far enough for memory, and over the page's end.
-int64_t stream_ahead() {
-#if defined(__AVX512F__)
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const unsigned vendor = __get_cpuid(0, &a, &b, &c, &d) ? b : 0, auth = 0x68747541;  // "Auth"enticAMD
-    // Of AMD's families only 0x19, Zen 3 and 4, and 0x1a, Zen 5, are here; Zen 3 has no AVX512.
-    if (vendor == auth && __get_cpuid(1, &a, &b, &c, &d) && (a >> 8 & 15) + (a >> 20 & 255) == 0x19) return 0;
-#endif
-    return 4096;
-}
-
-// Rows and sums lie there, too.
-int64_t near_bytes() {
-    const long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    return (size > 0 ? size : 512 * 1024) / 8 * 7;
-}
-
-}  // namespace
-
-extern const int64_t STREAM_AHEAD = stream_ahead();
-extern const int64_t NEAR_BYTES = near_bytes();
 
 const Product* find_product(int32_t format, int32_t act) {
     if (const Product* found = float_product(format, act)) return found;

@@ -26,6 +26,9 @@ constexpr int FIRST_ROWS = 6;
 // Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
 constexpr int64_t ROW_STEP = 12;
 
+// Products of two bytes, 127 * 127 at most, that a 32-bit sum has room for (132,000 and some; sums of rows are exact as far).
+constexpr int32_t MOST_BYTES_ADDED = 131072;
+
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 struct Prepared {
@@ -198,6 +201,8 @@ bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0
 void check_matrix(const pst_matrix& m) {
     check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
     check(pst_panel_bytes(m.format, m.cols, m.group) > 0, "no format of matrices has this number or these groups");
+    check(m.format == PST_M_I4 || !m.group, "only 4-bit weights have groups");
+    check(m.format != PST_M_I8 || m.act != PST_A_I8 || m.cols <= MOST_BYTES_ADDED, "sums of so many bytes leave 32 bits");
     check(m.data && is_aligned(m.data), "the weights are missing or not aligned to 64 bytes");
     check(!pst_panel_scale_bytes(m.format, m.cols, m.group) || (m.scales && is_aligned(m.scales)),
           "the scales are missing or not aligned to 64 bytes");

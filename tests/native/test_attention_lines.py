@@ -210,6 +210,19 @@ def test_long_lines_are_split_without_a_trace(isa: str, dtype: str, lanes: bool)
 
 @each_isa
 @each_lanes
+def test_a_chunk_of_several_spans_begins_earlier_where_tokens_are_gone(isa: str, lanes: bool) -> None:
+    """Its first key moves back over a span's bound, so that a split block has more spans than the whole text's."""
+    rule = Rule(4, 2, 8, 8, chunk=4 * SPAN)
+    rng = np.random.default_rng(10)
+    long = text(rng, rule, 24001, 24000)
+    keeps = tuple(np.sort(rng.permutation(24000)[:16000]).astype(np.int32) for _ in range(2 if lanes else 1))
+    alone = attend(isa, 1, [Kept(long, keeps)], rule, "bfloat16", 256, lanes=lanes)[0]
+    for threads in (2, 3):
+        same(attend(isa, threads, [Kept(long, keeps)], rule, "bfloat16", 256, lanes=lanes)[0], alone)
+
+
+@each_isa
+@each_lanes
 def test_bits_do_not_depend_on_company_cuts_or_threads(isa: str, lanes: bool) -> None:
     """A line that has forgotten tokens goes on with more of them in one step, or one by one, beside others."""
     for dtype in DTYPES:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from penstock.base.bf16 import F32, narrow, widen
+from penstock.base.errors import EngineError
 from penstock.ops.native.abi import PANEL, Act, Format, Kind
 from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.matrix import Packed, pack
@@ -326,3 +327,17 @@ def test_rows_at_the_edges(isa: str, format: Format, group: int) -> None:
     for t, factor in ((3, 2.0**-80), (4, 2.0**120)):
         np.testing.assert_array_equal(got[t], got[1] * np.float32(factor))
     within(got[2], got[1].astype(np.float64) * 2.0**-140, 67 * 8 * 2.0**-142)
+
+
+@each_isa
+def test_what_would_give_wrong_sums_is_refused(isa: str) -> None:
+    """Groups of 8-bit weights, which have one scale; more products of bytes than a 32-bit sum has room for."""
+    grouped = pack(library(isa), [normal(1, 64, 128)], Format.I8, Act.I8, group=0)
+    grouped.struct.group = 64
+    with pytest.raises(EngineError, match="only 4-bit weights have groups"):
+        linear(isa, normal(2, 1, 128), grouped)
+    long = pack(library(isa), [np.ones((64, 131076), np.float32)], Format.I8, Act.I8)
+    with pytest.raises(EngineError, match="leave 32 bits"):
+        linear(isa, np.ones((1, 131076), np.float32), long)
+    largest = pack(library(isa), [np.ones((64, 131072), np.float32)], Format.I8, Act.I8)
+    np.testing.assert_allclose(linear(isa, np.ones((1, 131072), np.float32), largest), 131072, rtol=1e-5)

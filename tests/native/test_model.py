@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +188,22 @@ def test_the_arena_grows_and_hidden_states_are_given() -> None:
     np.testing.assert_allclose(hidden, want_hidden, atol=1e-4)
     again = program.run(replace(plan, hidden_indices=np.zeros(0, np.int32)), paged.planes)
     assert np.array_equal(again, logits)
+
+
+def test_a_program_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weights = specs.make("llama_gqa")
+    paged = Paged(spec, weights, num_slabs=200)
+    program: Any = NativeForward(paged.program, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
+    ids = text(spec.vocab_size, 12)
+    paged.program = program
+    first = paged.run({"a": (ids[:2], [1])})["a"]
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.model.native.forward.NativeProgram", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            paged.run({"b": (ids, [11])})
+        assert np.array_equal(paged.run({"c": (ids[:2], [1])})["c"], first)
+    whole = paged.run({"d": (ids, [1, 11])})["d"]
+    assert np.array_equal(whole[0], first[0])
 
 
 def logits_alone(name: str, isa: str, **more: Any) -> Any:

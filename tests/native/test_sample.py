@@ -257,3 +257,15 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
     assert library.pst_sample(small.handle, other.handle, None, 0) == -1
     with pytest.raises(AssertionError, match="vocabulary"):
         small.logprobs([(np.zeros(10, np.float32), [10], 0)])
+
+
+@each_isa
+def test_what_was_asked_and_never_run_is_not_drawn_later(isa: str) -> None:
+    """A step that fails between the two must not leave a row that writes where the next one has no room."""
+    rows = SampleRows(kernel(isa, 1, 64))
+    logits = np.zeros((2, 64), np.float32)
+    rows.point(logits)
+    rows.ask(1, 1.0, 0.0, 0, 1.0, 0, 0, 0, 4)
+    rows.point(logits)
+    assert rows.run(2) == ([0, 0], [1, 1])
+    assert rows.tokens() == []

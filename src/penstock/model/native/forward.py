@@ -122,21 +122,18 @@ class NativeForward:
     def _ready(self, num_tokens: int, planes: Sequence[Planes]) -> NativeProgram:
         same = self._planes is not None and all(map(is_, self._planes, planes))
         if self._native is None or not same or num_tokens > self._max_tokens:
-            self._max_tokens = max(self._max_tokens, num_tokens)
-            self._planes = tuple(planes)
-            self._native = NativeProgram(
-                self._pool, [*self._code.ops, self._argmax()], self._code.layout, planes, max_tokens=self._max_tokens,
-                max_rows=self._max_tokens,
-            )  # fmt: skip
+            rows = max(self._max_tokens, num_tokens)
+            best, finite = np.zeros(rows, np.int32), bytearray(rows)
+            # The last operation, which only `run_greedy` runs.
+            found = (best, np.zeros(rows, np.float32), np.frombuffer(finite, np.uint8))
+            argmax = NativeOp(Kind.ARGMAX, (self._code.logits,), pointers=found)
+            made = NativeProgram(
+                self._pool, [*self._code.ops, argmax], self._code.layout, planes, max_tokens=rows, max_rows=rows
+            )
+            # Only now: what could not be made leaves what was there as it was.
+            self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
+            self._best, self._finite = best.data, finite
         return self._native
-
-    def _argmax(self) -> NativeOp:
-        """The last operation, which only `run_greedy` runs. Mutates: where its results are found."""
-        rows = self._max_tokens
-        best, values, self._finite = np.zeros(rows, np.int32), np.zeros(rows, np.float32), bytearray(rows)
-        self._best = best.data
-        pointers = (best, values, np.frombuffer(self._finite, np.uint8))
-        return NativeOp(Kind.ARGMAX, (self._code.logits,), pointers=pointers)
 
 
 def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:

@@ -98,6 +98,8 @@ class SampleRows:
         if self._source != (address, stride):
             self._source = (address, stride)
             self._array["logits"] = address + stride * np.arange(len(self._rows))
+        for row, _, _ in self._asked:
+            row.num_tokens = 0  # of a run that never was: nothing may be drawn into memory that is gone
         self._asked.clear()
         self._num_tokens = 0
 
@@ -120,8 +122,6 @@ class SampleRows:
         for row, at, _ in self._asked:
             row.tokens = self._tokens_address + 4 * at
         self._kernel.sample(self._address, num_rows)
-        for row, _, _ in self._asked:
-            row.num_tokens = 0
         array = self._array[:num_rows]
         return array["best"].tolist(), array["healthy"].tolist()
 
