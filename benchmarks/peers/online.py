@@ -40,6 +40,11 @@ from penstock.plan.probe import probe as probe_machine
 SLO_MS = {"ttft": 2000.0, "tpot": 150.0}
 ATTAINED = 0.95
 SERVED_AS = "model"
+PENSTOCK_FORMATS = {
+    "fp32": ("float32", "none"), "bf16": ("bfloat16", "none"), "int8": ("bfloat16", "int8-w8a8"),
+    "int4": ("bfloat16", "int4-w4a8:128"),
+}  # fmt: skip
+"""dtype and quantization, as adapters/penstock_.py has them."""
 _SAMPLED = ("ttft", "tpot", "e2el")
 
 
@@ -48,10 +53,11 @@ def command(spec: Spec, model: str, place: Place, port: int, threads: int, more:
     path = str(needed_path(spec, model, place))
     match spec.engine:
         case "penstock":
-            dtype = {"bf16": ["--dtype", "bfloat16"], "fp32": ["--dtype", "float32"]}.get(
-                spec.precision, ["--dtype", "bfloat16", "--quantization", spec.precision]
-            )
-            return [sys.executable, "-m", "penstock.cli.main", "serve", path, "--port", str(port), *dtype, *more]
+            dtype, quantization = PENSTOCK_FORMATS[spec.precision]
+            return [
+                sys.executable, "-m", "penstock.cli.main", "serve", path, "--port", str(port), "--dtype", dtype,
+                "--quantization", quantization, *more,
+            ]  # fmt: skip
         case "vllm":
             return [
                 str(place.python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--port",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.peers import run as bench
 from benchmarks.peers.engines import Place, Spec
 from benchmarks.peers.reference import Reference, Scores
 
+from penstock.config import from_kwargs
 from penstock.core.sampling import SamplingParams
 from penstock.launch.bundled import bundled_model
 from penstock.launch.llm import LLM
@@ -202,3 +204,22 @@ def test_our_own_server_is_measured(tmp_path: Path) -> None:
     (entry,) = results.latest(results.read(tmp_path / "o.jsonl"), "online").values()
     assert (entry["completed"], entry["failed"], entry["wrong_length"]) == (3, 0, 0)
     assert entry["p95_ttft_ms"] >= entry["p50_ttft_ms"] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
+def test_servers_of_penstock_are_asked_for_what_the_adapter_asks_for(precision: str, tiny: Place) -> None:
+    """int8 was once passed on as it is, and the server ended with an error."""
+    words = online.command(Spec("penstock", precision), "tiny", tiny, 1234, 2, [])
+    asked = dict(zip(words[words.index("serve") + 2 :: 2], words[words.index("serve") + 3 :: 2], strict=True))
+    config = from_kwargs(
+        model=words[words.index("serve") + 1], dtype=asked["--dtype"], quantization=asked["--quantization"]
+    )
+    folder = Path(online.__file__).parent / "adapters" / "penstock_.py"
+    formats = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(folder.read_text()).body
+        if isinstance(node, ast.AnnAssign) and node.value is not None
+    )
+    assert formats[precision] == {"dtype": asked["--dtype"]} | (
+        {} if asked["--quantization"] == "none" else {"quantization": config.model.quantization}
+    )
