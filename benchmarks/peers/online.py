@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.peers.engines import ENGINES, Place, Spec, default_place, environment, highest_id, needed_path, problem
 from benchmarks.peers.results import Entry, Results, opened
-from benchmarks.peers.workloads import arrivals, mixed
+from benchmarks.peers.workloads import Request, arrivals, mixed
 from rich.console import Console
 from rich.table import Table
 
@@ -113,10 +113,15 @@ async def healthy(client: HttpClient, process: subprocess.Popen[bytes] | None, t
         await asyncio.sleep(0.2)
 
 
-async def one_rate(client: HttpClient, model: str, rate: float, num: int, rounds: int, highest: int) -> dict[str, Any]:
-    """200 requests, say, at one rate. `rounds` makes the prompts of every round different."""
+def asked_at(rate: float, num: int, round_: int, highest: int) -> list[Request]:
+    """The same lengths everywhere, but prompts of its own for every rate and round: servers keep those they have read."""
+    return mixed(f"online/{rate:g}/{round_}", num, highest)
+
+
+async def one_rate(client: HttpClient, model: str, rate: float, num: int, round_: int, highest: int) -> dict[str, Any]:
+    """200 requests, say, at one rate."""
     target = serve.Target(backend="openai", endpoint="/v1/completions", model=model, ignore_eos=True)
-    asked = mixed(f"online{rounds}", num, highest)
+    asked = asked_at(rate, num, round_, highest)
     samples = [Sample(prompt, len(prompt), new) for prompt, new in asked]
     outcomes, took_s = await serve.run(client, target, samples, arrivals(rate, num))
     found = summarize(outcomes, took_s, metrics=_SAMPLED, percentiles=(50.0, 95.0), goodput=SLO_MS)

@@ -223,3 +223,11 @@ def test_servers_of_penstock_are_asked_for_what_the_adapter_asks_for(precision: 
     assert formats[precision] == {"dtype": asked["--dtype"]} | (
         {} if asked["--quantization"] == "none" else {"quantization": config.model.quantization}
     )
+
+
+def test_no_prompt_comes_back_at_another_rate() -> None:
+    """At the second rate a server with a prefix cache had read all prompts before: 0.3 s to the first token for 0.9."""
+    asked = [online.asked_at(rate, 20, round_, 1000) for rate in (0.3, 0.6) for round_ in (0, 1)]
+    assert asked[0] == online.asked_at(0.3, 20, 0, 1000)
+    assert len({tuple(prompt[:16]) for some in asked for prompt, _ in some}) == 80
+    assert len({tuple((len(prompt), new) for prompt, new in some) for some in asked}) == 1
