@@ -114,7 +114,7 @@ async def healthy(client: HttpClient, process: subprocess.Popen[bytes] | None, t
 
 
 def asked_at(rate: float, num: int, round_: int, highest: int) -> list[Request]:
-    """The same lengths everywhere; prompts of its own for every rate and round, since servers keep what they have read."""
+    """Lengths are always the same; every rate and round has its own prompts, for servers keep what they have read."""
     return mixed(f"online/{rate:g}/{round_}", num, highest)
 
 
