@@ -35,7 +35,7 @@ SLOW = {"regex": "(a{1000}){1000}"}
 
 def complete(http: httpx.Client, asked: dict[str, Any] | None, **more: Any) -> httpx.Response:
     # Room for all the blanks that the grammar allows: nano likes to indent.
-    body = {"model": "nano", "prompt": "A city: ", "max_tokens": 400, "temperature": 1.0, **more}
+    body = {"model": "nano", "prompt": "A city: ", "max_tokens": 400, "temperature": 1.0, "seed": 1, **more}
     if asked is not None:
         body["structured_outputs"] = asked
     return http.post("/v1/completions", json=body)
@@ -126,7 +126,8 @@ def test_rows_24_to_26_are_answered_with_the_place(http: httpx.Client, row: str)
 def test_rows_24_and_26_what_is_harmless_is_served(http: httpx.Client) -> None:
     """No backtracking: nested repetition is a regular expression like others; left recursion that ends, a grammar."""
     assert re.fullmatch("(a+)+b", text_of(complete(http, {"regex": "(a+)+b"}, temperature=2.0, seed=1)))
-    assert re.fullmatch("ba{0,149}", complete(http, {"grammar": 'start: start "a" | "b"'}).json()["choices"][0]["text"])
+    endless = complete(http, {"grammar": 'start: start "a" | "b"'}, max_tokens=40)  # stops where it likes, or never
+    assert re.fullmatch("ba*", endless.json()["choices"][0]["text"])
 
 
 def test_row_24_a_slow_one_ends_with_its_worker(hasty: LiveServer) -> None:
