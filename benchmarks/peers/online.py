@@ -4,7 +4,8 @@
     python -m benchmarks.peers.online --base-url http://127.0.0.1:8000 --name mine --rates 1,2,4
 
 A rate is sustained if in every round 95 % of the requests had their first token within 2 s and 150 ms per token after
-it. Prompts are token ids with the lengths of W3; all engines get the same ones at the same moments.
+it. Prompts are token ids with the lengths of W3; all engines get the same ones at the same moments. With
+`--stop-when-lost` a rate ends as soon as too many requests have missed their limits for it to be sustained.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rich.table import Table
 from penstock.base.errors import PenstockError
 from penstock.bench import serve
 from penstock.bench.http import CallError, HttpClient
-from penstock.bench.metrics import summarize
+from penstock.bench.metrics import Outcome, summarize
 from penstock.bench.prompts import Sample
 from penstock.plan.probe import probe as probe_machine
 
@@ -118,18 +119,49 @@ def asked_at(rate: float, num: int, round_: int, highest: int) -> list[Request]:
     return mixed(f"online/{rate:g}/{round_}", num, highest)
 
 
-async def one_rate(client: HttpClient, model: str, rate: float, num: int, round_: int, highest: int) -> dict[str, Any]:
-    """200 requests, say, at one rate."""
+async def one_rate(
+    client: HttpClient, model: str, rate: float, num: int, round_: int, highest: int, stop_when_lost: bool = False
+) -> dict[str, Any]:
+    """200 requests, say, at one rate. `ended`: how many of them the figures are of."""
     target = serve.Target(backend="openai", endpoint="/v1/completions", model=model, ignore_eos=True)
-    asked = asked_at(rate, num, round_, highest)
+    asked, due_s = asked_at(rate, num, round_, highest), arrivals(rate, num)
     samples = [Sample(prompt, len(prompt), new) for prompt, new in asked]
-    outcomes, took_s = await serve.run(client, target, samples, arrivals(rate, num))
+    allowed = (1 - ATTAINED) * num if stop_when_lost else num
+    outcomes, took_s = await _until_lost(client, target, samples, due_s, allowed)
     found = summarize(outcomes, took_s, metrics=_SAMPLED, percentiles=(50.0, 95.0), goodput=SLO_MS)
-    found["wrong_length"] = sum(o.ok and o.output_tokens != new for o, (_, new) in zip(outcomes, asked, strict=True))
-    kept = ("duration", "completed", "failed", "output_throughput", "request_goodput", "goodput_fraction",
+    wanted = {at: new for at, (_, new) in zip(due_s, asked, strict=True)}
+    found["wrong_length"] = sum(o.ok and o.output_tokens != wanted[o.due_s] for o in outcomes)
+    found["ended"] = len(outcomes)
+    kept = ("duration", "ended", "completed", "failed", "output_throughput", "request_goodput", "goodput_fraction",
             "wrong_length", "max_send_delay_ms", "errors_by_kind")  # fmt: skip
     spread = {k: v for k, v in found.items() if k.endswith(("_ttft_ms", "_tpot_ms", "_e2el_ms")) and k.startswith("p")}
     return {k: found[k] for k in kept} | spread
+
+
+async def _until_lost(
+    client: HttpClient, target: serve.Target, samples: Sequence[Sample], due_s: Sequence[float], allowed: float
+) -> tuple[list[Outcome], float]:
+    """serve.run, but stopped with the answers so far as soon as more than `allowed` are not within the limits."""
+    ended: list[Outcome] = []
+    missed: list[Outcome] = []
+    lost, began_s = asyncio.Event(), time.perf_counter()
+
+    def on_done(outcome: Outcome) -> None:
+        ended.append(outcome)
+        if not summarize([outcome], 1.0, metrics=(), goodput=SLO_MS)["goodput_fraction"]:
+            missed.append(outcome)
+        if len(missed) > allowed:
+            lost.set()
+
+    running = asyncio.create_task(serve.run(client, target, samples, due_s, on_done=on_done))
+    watching = asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await running if running.done() else (ended, time.perf_counter() - began_s)
+    finally:
+        for task in (running, watching):
+            task.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
 
 
 async def rates_of(
@@ -146,9 +178,9 @@ async def rates_of(
                 Sample(prompt, len(prompt), min(new, 16))
             )
             await serve.one(client, "/v1/completions", body)
-        found = []
+        found, num, stop = [], args.requests, args.stop_when_lost
         for rate, key in todo:
-            found.append((key, await one_rate(client, model, rate, args.requests, round_, highest)))
+            found.append((key, await one_rate(client, model, rate, num, round_, highest, stop)))
         return found
     finally:
         await client.close()
@@ -247,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=probe_machine().num_cores)
     parser.add_argument("--server-args", default="{}", metavar="JSON", help='{"penstock:bf16": ["--ops", "blas"]}')
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    parser.add_argument("--stop-when-lost", action="store_true", help="end a rate that can no longer be sustained")
     parser.add_argument("--retry-failed", action="store_true")
     parser.add_argument("--peers", type=Path, help="default: $PENSTOCK_PEERS or ~/.cache/penstock-peers")
     parser.add_argument("--out", type=Path, default=Path("online.jsonl"))

@@ -206,6 +206,19 @@ def test_our_own_server_is_measured(tmp_path: Path) -> None:
     assert entry["p95_ttft_ms"] >= entry["p50_ttft_ms"] > 0
 
 
+def test_a_rate_that_is_lost_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of forty misses are one too many: some of those that are due later are never sent."""
+    monkeypatch.setattr(online, "SLO_MS", {"ttft": 0.001, "tpot": 150.0})
+    given = ["--engines", "penstock:bf16", "--model", str(bundled_model("nano")), "--rates", "20", "--requests", "40",
+             "--rounds", "1", "--peers", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), "--stop-when-lost",
+             "--server-args", '{"penstock:bf16": ["--ops", "blas", "--num-gpu-blocks-override", "64"]}']  # fmt: skip
+    assert online.main(given) == 0
+    (entry,) = results.latest(results.read(tmp_path / "o.jsonl"), "online").values()
+    assert 3 <= entry["ended"] < 20
+    assert (entry["completed"], entry["failed"], entry["wrong_length"]) == (entry["ended"], 0, 0)
+    assert entry["goodput_fraction"] == 0.0
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "int4"])
 def test_servers_of_penstock_are_asked_for_what_the_adapter_asks_for(precision: str, tiny: Place) -> None:
     """int8 was once passed on as it is, and the server ended with an error."""
