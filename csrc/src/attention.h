@@ -6,7 +6,7 @@
 //   s_j = scale q.k_j        one chain over the components, then soft cap and slope; keys of 8 bits: the chain is over
 //                            their whole numbers, and `scale` is times the key's own
 //   m'  = max(m, s_j)        over the keys of the chunk that the row sees
-//   l   = l e^(m - m') + e^(s_j - m')            lane j mod 16, one chain per lane
+//   l   = l e^(m - m') + e^(s_j - m')            lane j mod 16, one chain per lane; in pairs lane j / 2 mod 16
 //   o   = o e^(m - m') + sum of e^(s_j - m') v_j one chain per component, keys in order; of values of 8 bits the
 //                            weight is times the value's scale
 //
@@ -28,10 +28,11 @@ constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at onc
 constexpr int BLOCK_ROWS = 128;     // rows that share a chunk made ready
 constexpr float NOTHING = -HUGE_VALF;  // the largest of no scores
 
-// Products of bfloat16 with planes of bfloat16 or of 8 bits, which bfloat16 holds exactly: two components (of keys) or two keys (of values) per instruction. Queries
-// and weights are rounded to bfloat16 for them. 2^-9 of a query changes a score by 2^-9 |q||k| scale at most, some 1e-2
-// for scores around 5; 2^-9 of a weight moves the output by 2^-8 max|v| at most, and l is the sum of rounded weights
-// (where values have scales: of weights before they are scaled and rounded).
+// Products of bfloat16 with planes of bfloat16 or of 8 bits, which bfloat16 holds exactly: two components (of keys) or two
+// keys (of values) per instruction. Queries and weights are rounded to bfloat16 for them, and e^x is short (3e-6). 2^-9 of
+// a query changes a score by 2^-9 |q||k| scale at most, some 1e-2 for scores around 5; 2^-9 of a weight moves the output
+// by 2^-8 max|v| at most. l is the sum of rounded weights, two neighbours a lane (where values have scales: of weights
+// before they are scaled and rounded).
 #if defined(__AVX512BF16__)
 constexpr bool HAS_PAIRS = true;
 #else

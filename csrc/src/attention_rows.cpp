@@ -92,21 +92,50 @@ void score(const Products& p, int count, int first, int last, float* scores) {
 
 // ---- weights ----
 
-// A weight as the product with values takes it: in place of the score, or as bfloat16 in the row's first half.
-// Returns what the product will see.
-template <bool PAIRS>
-inline F put_weight(float* row, int at, F weight) {
-#if defined(__AVX512BF16__)
-    if constexpr (PAIRS) {
-        __m256i narrow = (__m256i)_mm512_cvtneps_pbh(weight.v);
-        // Weight j stands in half j: at or before the scores that are read already.
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row + at / 2), narrow);
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16))};
+// e^(s - level) of scores from ... to-1, whole tiles, in their place or (PAIRS) as bfloat16 in the row's first half;
+// SCALED: times the scales. Returns `total` plus the weights, lane by lane.
+template <bool SCALED>
+F weights(float* scores, const float* scales, int from, int to, float level, F total) {
+    for (int at = from; at < to; at += TILE) {
+        F weight = exp(load(scores + at) - all(level));
+        total = total + weight;
+        store(scores + at, SCALED ? weight * load(scales + at) : weight);
     }
-#endif
-    store(row + at, weight);
-    return weight;
+    return total;
 }
+
+#if defined(__AVX512BF16__)
+// e^x for x <= 0 within 3e-6 and |x| 2^-23, which is enough for a weight of bfloat16. 1 at 0, NaN stays NaN.
+inline F short_exp(F x) {
+    x = max(all(-200.0f), x * all(1.44269504f));
+    F n = round(x), r = x - n;
+    F p = fma(all(9.582852580e-3f), r, all(5.590642847e-2f));
+    p = fma(p, r, all(2.402409865e-1f));
+    p = fma(p, r, all(6.931241929e-1f));
+    return scale2(fma(p, r, all(1.0f)), n);
+}
+
+template <bool SCALED>
+F weights_in_pairs(float* scores, const float* scales, int from, int to, float level, F total) {
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    // Weight j stands in half j: at or before the scores that are read already.
+    for (int at = from; at < to; at += 2 * TILE) {
+        bool both = at + TILE < to;
+        F low = short_exp(load(scores + at) - all(level)), high = all(0.0f);
+        if (both) high = short_exp(load(scores + at + TILE) - all(level));
+        if constexpr (SCALED) {
+            total = total + low + high;
+            low = low * load(scales + at);
+            if (both) high = high * load(scales + at + TILE);
+        }
+        __m512bh narrow = _mm512_cvtne2ps_pbh(high.v, low.v);
+        if constexpr (!SCALED) total = {_mm512_dpbf16_ps(total.v, narrow, ones)};
+        if (both) _mm512_storeu_si512(scores + at / 2, (__m512i)narrow);
+        else _mm256_storeu_si256(reinterpret_cast<__m256i*>(scores + at / 2), _mm512_castsi512_si256((__m512i)narrow));
+    }
+    return total;
+}
+#endif
 
 void bend(const Rule& rule, const Reach& reach, int from, int to, float* scores) {
     if (rule.soft_cap != 0.0f)
@@ -137,14 +166,11 @@ void weigh(const Rule& rule, const Reach& reach, const float* scales, float* sco
         for (int i = 0; i < LANES + rule.values.padded; i += LANES) store(sums + i, load(sums + i) * shrink);
     }
     m = now;
-    F total = load(sums);
-    for (int at = from; at < to; at += TILE) {
-        F weight = exp(load(scores + at) - all(level));
-        if constexpr (SCALED) put_weight<PAIRS>(scores, at, weight * load(scales + at));
-        else weight = put_weight<PAIRS>(scores, at, weight);
-        total = total + weight;
-    }
-    store(sums, total);
+#if defined(__AVX512BF16__)
+    if constexpr (PAIRS) store(sums, weights_in_pairs<SCALED>(scores, scales, from, to, level, load(sums)));
+    else
+#endif
+        store(sums, weights<SCALED>(scores, scales, from, to, level, load(sums)));
     if constexpr (PAIRS && SCALED) {
         // The scale of what the row does not see may be NaN, and zero times that is no zero.
         auto* halves = reinterpret_cast<uint16_t*>(scores);
