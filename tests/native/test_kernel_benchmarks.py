@@ -25,6 +25,7 @@ BEST = ISAS[-1] if ISAS else "none"
 def test_calls_of_a_fixed_number_of_rows_give_the_same_bits(
     fmt: str, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C54: what the choice of a kernel is measured against."""
     monkeypatch.setattr(products, "SLICE_BYTES", 1 << 17)
     w, x = products.matrix(256, 300), products.rows_of(7, 256)
     m = products.packed(pool(isa, 1), fmt, w)
@@ -62,6 +63,7 @@ def test_orders_of_pages_hold_the_same_numbers(dtype: str) -> None:
 
 @each_isa
 def test_every_choice_of_passes_computes_the_same(isa: str) -> None:
+    """C59: equal logits, and fewer operations with every pass."""
     spec = spec_of("tiny", layers=2, vocab=256)
     weights = weights_of(spec)
     ids = np.random.default_rng(0).integers(0, 256, 24).tolist()
