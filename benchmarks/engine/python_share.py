@@ -1,8 +1,8 @@
 """What of a decode step is not the model: microseconds per step, by part.
 
-    python benchmarks/engine/python_share.py [--model MODEL] [--batches 1,8,64] [--steps 200] [--out results.json]
+    python benchmarks/engine/python_share.py [--model MODEL] [--batches 1,8,64] [--quantization int4-w4a8] [--threads 2]
 
-Greedy decoding of the bundled nano (or MODEL) on native kernels and one thread, through `LLM` and through the loop of
+Greedy decoding of the bundled nano (or MODEL) on native kernels, through `LLM` and through the loop of
 the server's engine process. Of each step: its whole time, the time inside the model's program (`pst_program_run`), and
 the rest. "outside" is measured with that one hook in place; the parts, in a run of their own, with hooks at each part's
 border, whose own cost (about half a microsecond each) is in them. Only steps that run one token of
@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -220,10 +221,15 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", help="write the table as JSON")
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
-    llm = LLM(args.model, ops="native", threads=1, max_num_seqs=max(batches), max_model_len=args.steps + 64)
+    llm = LLM(
+        args.model, ops="native", threads=args.threads, quantization=args.quantization, max_num_seqs=max(batches),
+        max_model_len=args.steps + 64,
+    )  # fmt: skip
     console = Console()
     results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for way, drive in (("LLM", through_llm), ("server's loop", through_loop)):
@@ -238,8 +244,9 @@ def main() -> None:
             table.add_row(name, *(f"{c['median']:.0f}  {c['tenth']:.0f}  {c['min']:.0f}" for c in cells))
         console.print(table)
     if args.out:
+        settings = vars(args) | {"model": Path(args.model).name}
         with open(args.out, "w", encoding="utf-8") as f:
-            json.dump({"machine": platform.machine(), "model": args.model, "results": results}, f, indent=1)
+            json.dump({"machine": platform.machine(), "settings": settings, "results": results}, f, indent=1)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 3
+#define PST_ABI 4
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -296,10 +296,13 @@ PST_API int32_t pst_sample(pst_sampler *sampler, pst_pool *pool, pst_sample_row 
 /* 0, or -1; also for tokens that are not in the vocabulary. */
 PST_API int32_t pst_logprobs(pst_sampler *sampler, pst_pool *pool, pst_logprob_row *rows, int32_t count);
 
-/* ---- bandwidth ----------------------------------------------------------------------------------------------- */
+/* ---- limits -------------------------------------------------------------------------------------------------- */
 
 /* Read `bytes` from `data` with all threads of the pool; the sum keeps the reads alive. */
 PST_API uint64_t pst_read(pst_pool *pool, const void *data, int64_t bytes);
+/* Multiply-adds in registers alone, as a product of rows `act` with a matrix of `format` does them, `turns` rounds on every
+ * thread of the pool. Returns the operations that were done (a multiply-add counts two), -1 if there is no such product. */
+PST_API int64_t pst_multiply(pst_pool *pool, int32_t format, int32_t act, int64_t turns);
 
 #ifdef __cplusplus
 }

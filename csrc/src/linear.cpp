@@ -17,6 +17,8 @@ constexpr int64_t FEW_NUMBERS = 8192;
 constexpr int64_t CLAIM_BYTES = 96 * 1024;
 // Claims per thread below which one slow thread delays all.
 constexpr int64_t CLAIMS = 4;
+// The same where rows are many, and a claim takes milliseconds: the other thread is then seldom late by a whole one.
+constexpr int64_t LONG_CLAIMS = 16;
 // Rows for which a panel is fetched at least, where there are as many.
 constexpr int64_t BLOCK_ROWS = 96;
 // Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
@@ -119,8 +121,8 @@ class Linear final : public Op {
 
     Cut cut(int64_t rows, int64_t threads) const {
         Cut c{rows, 1, panels_, 1};
-        if (threads > 1 && panels_ < CLAIMS * threads && rows > BLOCK_ROWS) {
-            int64_t wanted = std::min(divided(CLAIMS * threads, panels_), rows / BLOCK_ROWS);
+        if (threads > 1 && panels_ < LONG_CLAIMS * threads && rows > BLOCK_ROWS) {
+            int64_t wanted = std::min(divided(LONG_CLAIMS * threads, panels_), rows / BLOCK_ROWS);
             c.block_rows = divided(divided(rows, wanted), ROW_STEP) * ROW_STEP;
             c.blocks = divided(rows, c.block_rows);
             c.units = panels_ * c.blocks;

@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 
 from penstock.bench import bandwidth, roofline
+from penstock.bench import peak as peak_module
 from penstock.bench.bandwidth import ReadProbe
+from penstock.bench.peak import blas_peak, register_peak
 from penstock.cli.main import main
 from penstock.cli.roofline import html_page
+from penstock.core.step_shape import EMPTY
 from penstock.launch.bundled import bundled_model
 from penstock.launch.llm import LLM
+from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import libraries
 from penstock.plan.cost import RooflineTimer
+from penstock.plan.devices import Device
+from penstock.plan.memory import matrix_size
+from penstock.sim.specs import find_spec
 
 MODEL = [str(bundled_model("nano")), "--ops", "blas", "--max-model-len", "128", "--num-gpu-blocks-override", "32"]
 SMALL = ["--tokens", "3", "--repeats", "2", "--probe-mib", "4"]
@@ -93,12 +100,40 @@ def test_the_model_is_fed_with_what_was_measured(llm: LLM) -> None:
     assert "max_model_len" in str(bench.problem("prefill", 160))
 
 
-def test_kernels_can_bring_a_peak_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    rate, how = roofline.peak_flops("float32", size=64)
-    assert rate > 0
-    assert how == "numpy, float32"
-    monkeypatch.setitem(roofline.PEAKS, "bfloat16", lambda: 9e11)
-    assert roofline.peak_flops("bfloat16") == (9e11, "kernels, bfloat16")
+def test_the_peak_is_that_of_the_products_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = blas_peak(64)
+    assert (plain.per_s > 0, plain.method) == (True, "numpy, float32")
+    for_numpy = roofline.peaks("ref", "float32", "none")
+    assert {peak.method for peak in for_numpy} == {"numpy, float32"}
+    if libraries():
+        products, attention = roofline.peaks("native", "float32", "int8-w8a8")
+        assert "8 bits" in products.method
+        assert "float32" in attention.method
+        single = register_peak(Format.F32, Act.F32, 1)
+        assert single is not None
+        assert 1e8 < single.per_s < 1e13
+        assert register_peak(Format.F32, Act.I8) is None, "there is no such product"
+    monkeypatch.setattr(peak_module, "best_library", lambda: None)
+    assert register_peak(Format.F32, Act.F32) is None
+    assert roofline.peaks("native", "float32", "int8-w8a8")[0].method == "numpy, float32"
+
+
+def test_quantised_weights_are_fewer_bytes_and_have_a_rate_of_their_own() -> None:
+    spec = find_spec("llama-3.2-1b")
+    rates = {"bfloat16": 1e11, "products": 4e11}
+    device = Device(name="d", flops_per_s=rates, read_bytes_per_s=1e10, host_copy_bytes_per_s=1e10, step_overhead_s=0)
+    plain = RooflineTimer(spec, device, dtype="bfloat16")
+    packed = RooflineTimer(
+        spec, device, dtype="bfloat16", products="products", matrix_size=matrix_size("int4-w4a8:128")
+    )
+    one, many = EMPTY.plus(10, 1, 1), EMPTY.plus(0, 4096, 1)
+    assert plain.step_s(one) / packed.step_s(one) == pytest.approx(2 / (0.5 + 2 / 128), rel=0.02)
+    layers, _, attention = plain.phases(many)
+    fast_layers, _, same = packed.phases(many)
+    assert layers.seconds == pytest.approx(4 * fast_layers.seconds)
+    assert attention == same
+    assert matrix_size("none") is None
+    assert (matrix_size("int8-wo"), matrix_size("int4-wo:32")) == (1.0, 0.5625)
 
 
 def test_gaps_are_flagged_from_fifteen_per_cent_on() -> None:

@@ -17,19 +17,25 @@ import numpy as np
 from penstock.base.errors import ConfigError
 from penstock.bench.bandwidth import ReadProbe
 from penstock.bench.offline import local_maker
+from penstock.bench.peak import Peak, blas_peak, register_peak
 from penstock.core.sampling import SamplingParams
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.launch.llm import LLM
+from penstock.model.native.schemes import packing
+from penstock.ops.native.library import best_library
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
+from penstock.plan.memory import matrix_size
+from penstock.quant.reference import NONE, parse_scheme
 
 TOLERATED_GAP = 0.15
 """From here on a point is flagged: it takes that much longer than the model says."""
 SHORT_CONTEXT = 64
 """Tokens before the sequences whose throughput is measured: few, so that weights are what is read."""
 
-PEAKS: dict[str, Callable[[], float]] = {}
-"""Weight type -> a measurement of the peak FLOP/s with it. Kernels put theirs in; without one, numpy's float32."""
+_STORED = {"bfloat16": np.uint16, "float16": np.float16}
+_PRODUCTS = "products"
+"""What the device calls its rate of products with weights, which may be quantised; attention has the dtype's."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,24 @@ class Roofline:
         return {"about": self.about, "tolerated_gap": TOLERATED_GAP, "points": points, "left_out": self.left_out}
 
 
-def peak_flops(dtype: str, size: int = 1024) -> tuple[float, str]:
-    """(FLOP/s, how it was measured): the best of five large products."""
-    if dtype in PEAKS:
-        return PEAKS[dtype](), f"kernels, {dtype}"
-    a = np.ones((size, size), np.float32)
-    b, out = a.copy(), np.empty_like(a)
-    times = []
-    for _ in range(6):
-        began_s = time.perf_counter()
-        np.matmul(a, b, out=out)
-        times.append(time.perf_counter() - began_s)
-    return 2 * size**3 / min(times[1:]), "numpy, float32"
+def peaks(ops: str, dtype: str, quantization: str) -> tuple[Peak, Peak]:
+    """The most that this machine does of products with weights, and of attention's.
+
+    Natively what its registers do with the formats that the kernels are given, else numpy's float32 for both.
+    """
+    found: list[Peak] = []
+    if ops == "native":
+        library = best_library()
+        isa = library.pst_isa_name().decode() if library is not None else "base"
+        stored = np.dtype(_STORED.get(dtype, np.float32))
+        for scheme in (parse_scheme(quantization), NONE):
+            format, act, _ = packing(scheme, stored, isa)
+            peak = register_peak(format, act)
+            if peak is not None:
+                found.append(peak)
+    if len(found) < 2:
+        return (blas_peak(),) * 2
+    return found[0], found[1]
 
 
 def measure(
@@ -123,17 +135,21 @@ class _Bench:
     def __init__(self, llm: LLM, tokens: int, repeats: int, probe: ReadProbe) -> None:
         self.llm, self.tokens, self.repeats, self.probe = llm, tokens, repeats, probe
         self.spec, self.plan = llm.engine.spec, llm.engine.plan
-        self.flops, self.flops_from = peak_flops(self.plan.dtype)
+        self.scheme = llm.config.model.quantization
+        chosen = {d.name: str(d.value) for d in self.plan.decisions}.get("ops", llm.config.execution.ops)
+        self.products, self.attention = peaks(chosen, self.plan.dtype, self.scheme)
         self._rng, self._maker = np.random.default_rng(0), local_maker(llm)
 
     def about(self) -> dict[str, Any]:
         read = self.probe.measure()
         return {
             "model": self.llm.config.model.model, "family": self.spec.family, "parameters": self.spec.num_params,
-            "dtype": self.plan.dtype, "kv_dtype": self.plan.kv_dtype, "weight_bytes": self.plan.weight_bytes,
+            "dtype": self.plan.dtype, "kv_dtype": self.plan.kv_dtype, "quantization": self.scheme,
+            "weight_bytes": self.plan.weight_bytes,
             "read_bytes_per_s": read.median, "read_low": read.low, "read_high": read.high, "read_by": read.method,
-            "threads": read.threads, "probe_bytes": self.probe.num_bytes, "flops_per_s": self.flops,
-            "flops_by": self.flops_from, "tokens": self.tokens, "repeats": self.repeats,
+            "threads": read.threads, "probe_bytes": self.probe.num_bytes, "flops_per_s": self.products.per_s,
+            "flops_by": self.products.method, "attention_flops_per_s": self.attention.per_s,
+            "tokens": self.tokens, "repeats": self.repeats,
         }  # fmt: skip
 
     def problem(self, kind: str, x: int) -> str | None:
@@ -164,10 +180,14 @@ class _Bench:
 
     def _timer(self, read: float) -> RooflineTimer:
         device = Device(
-            name="this machine", flops_per_s={self.plan.dtype: self.flops}, read_bytes_per_s=read,
+            name="this machine",
+            flops_per_s={_PRODUCTS: self.products.per_s, self.plan.dtype: self.attention.per_s}, read_bytes_per_s=read,
             host_copy_bytes_per_s=read / 2, step_overhead_s=0.0,
         )  # fmt: skip
-        return RooflineTimer(self.spec, device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype)
+        return RooflineTimer(
+            self.spec, device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype, products=_PRODUCTS,
+            matrix_size=matrix_size(self.scheme),
+        )  # fmt: skip
 
     def _run(self, kind: str, x: int) -> tuple[float, StepShape]:
         if kind == "prefill":

@@ -34,10 +34,11 @@ the caches can be faster than a roofline of memory.</p></main></body></html>
 def about(found: Roofline) -> str:
     """One sentence on what was measured with what."""
     a = found.about
+    scheme = "" if a.get("quantization", "none") == "none" else f", weights {a['quantization']}"
     return (
-        f"{a['family']}, {number(a['parameters'])} parameters, {a['dtype']}; memory "
+        f"{a['family']}, {number(a['parameters'])} parameters, {a['dtype']}{scheme}; memory "
         f"{a['read_bytes_per_s'] / 1e9:.1f} GB/s ({a['read_low'] / 1e9:.1f} to {a['read_high'] / 1e9:.1f}, "
-        f"{a['threads']} threads, {a['read_by']}), arithmetic {a['flops_per_s'] / 1e9:.0f} GFLOP/s ({a['flops_by']}); "
+        f"{a['threads']} threads, {a['read_by']}), arithmetic {a['flops_per_s'] / 1e9:.0f} GOP/s ({a['flops_by']}); "
         f"medians of {a['repeats']}"
     )
 

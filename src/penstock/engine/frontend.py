@@ -82,6 +82,10 @@ class EngineClient:
 
     # -- life ----------------------------------------------------------------------------------------------------
 
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Before the first request: for a client that was made before its tokenizer was read."""
+        self._processor.tokenizer = tokenizer
+
     async def start(self) -> EngineInfo:
         """Returns when the engine is ready. Raises what keeps it from starting."""
         await self.link.start(self)

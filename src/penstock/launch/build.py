@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -97,6 +98,12 @@ def start(
     for guesser in guessers:
         check_tokens(guesser, checkpoint.spec, tokenizer)
     plan = msgspec.structs.replace(plan, decisions=(*chosen, *stretch_decision(own, checkpoint.spec), *plan.decisions))
+    limits = limits_of(checkpoint, plan)
+    grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)
+    helper = ThreadPoolExecutor(1)
+    # Nobody's first token shall wait for it; a large vocabulary takes half a second, as checking packed weights does.
+    compiling = helper.submit(grammars.compiler) if serving and grammars is not None else None
+    helper.shutdown(wait=False)
     packed = packed_weights(config, checkpoint, plan)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
@@ -105,10 +112,6 @@ def start(
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
     timer = RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
-    limits = limits_of(checkpoint, plan)
-    grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)
-    if serving and grammars is not None:
-        grammars.compiler()  # nobody's first token shall wait for it
     core = assemble(
         config,
         checkpoint.spec,
@@ -123,6 +126,8 @@ def start(
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
     )
+    if compiling is not None:
+        compiling.result()
     return Engine(
         core=core,
         plan=plan,

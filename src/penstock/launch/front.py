@@ -31,7 +31,15 @@ class Front:
 
 
 def open_front(config: EngineConfig) -> Front:
-    """Raises: ModelError, UnsupportedError, ConfigError, before an engine is started for nothing."""
+    """Raises: ModelError, UnsupportedError, ConfigError."""
+    return begin_front(config)()
+
+
+def begin_front(config: EngineConfig) -> Callable[[], Front]:
+    """Look at what can be wrong, before an engine is started for nothing; the result reads the tokenizer.
+
+    A large vocabulary takes half a second, in which an engine can begin. Both raise as `open_front`.
+    """
     check_names(config)
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
@@ -39,14 +47,17 @@ def open_front(config: EngineConfig) -> Front:
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
-    tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
-    return Front(
-        path=Path(path),
-        tokenizer=tokenizer,
-        chat_template=files.chat_template,
-        no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
-        generation_config=dict(checkpoint.generation_config),
-    )
+
+    def load() -> Front:
+        return Front(
+            path=Path(path),
+            tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
+            chat_template=files.chat_template,
+            no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
+            generation_config=dict(checkpoint.generation_config),
+        )
+
+    return load
 
 
 def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:

@@ -43,14 +43,18 @@ class RooflineTimer:
     name = "roofline"
 
     def __init__(
-        self, spec: ModelSpec, device: Device, *, dtype: str = "bfloat16", kv_dtype: str | None = None
-    ) -> None:
+        self, spec: ModelSpec, device: Device, *, dtype: str = "bfloat16", kv_dtype: str | None = None,
+        products: str | None = None, matrix_size: float | None = None,
+    ) -> None:  # fmt: skip
         """`dtype` of weights and activations, `kv_dtype` of the cache (None: the same).
 
-        Raises ConfigError if the device has no figure for `dtype`.
+        Quantised: `products` names the rate of `device.flops_per_s` for products with weights (attention keeps
+        `dtype`'s), `matrix_size` is bytes of a number in their matrices. Raises ConfigError if the device has no such
+        figure.
         """
-        flops, read = device.flops(dtype), device.read_bytes_per_s
-        self.work = work = model_work(spec, dtype, kv_dtype)
+        flops, read = device.flops(products or dtype), device.read_bytes_per_s
+        in_mixers = device.flops(dtype)
+        self.work = work = model_work(spec, dtype, kv_dtype, matrix_size)
         self.overhead_s = device.step_overhead_s + len(spec.layers) * device.layer_overhead_s
         self._copy_bytes_per_s = device.host_copy_bytes_per_s
         self._layers = (
@@ -65,14 +69,14 @@ class RooflineTimer:
         )
         full = [reach for reach in work.reaches if reach.window is None]
         self._mixer = (
-            sum(reach.flops_per_pair for reach in full) / flops,
-            work.recurrent_flops_per_token / flops,
+            sum(reach.flops_per_pair for reach in full) / in_mixers,
+            work.recurrent_flops_per_token / in_mixers,
             sum(reach.bytes_per_token for reach in full) / read,
             work.kv_write_bytes_per_token / read,
             work.state_bytes_per_row / read,
         )
         self._windows = tuple(
-            (r, r.flops_per_pair / flops, r.bytes_per_token / read) for r in work.reaches if r.window is not None
+            (r, r.flops_per_pair / in_mixers, r.bytes_per_token / read) for r in work.reaches if r.window is not None
         )
 
     def step_s(self, shape: StepShape) -> float:

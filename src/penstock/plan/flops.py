@@ -120,19 +120,23 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None) -> ModelWork:
+def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_size: float | None = None) -> ModelWork:
     """The work of a model with weights and activations of `dtype` and a cache of `kv_dtype` (None: the same).
 
-    Raises KeyError for a dtype that `core.cache_spec.DTYPE_BYTES` does not know.
+    `matrix_size`: bytes of a number in the matrices of products, if they are quantised. Raises KeyError for a dtype
+    that `core.cache_spec.DTYPE_BYTES` does not know.
     """
     size = DTYPE_BYTES[dtype]
+    held = size if matrix_size is None else matrix_size
     caches = [c for kept in cache_specs(spec, kv_dtype or dtype) for c in kept]
     shapes = weight_shapes(spec)
     embed = shapes.pop("embed")
     shapes.pop("positions", None)
     head = shapes.pop("lm_head", embed)
     shapes.pop("lm_head.bias", None)
-    sparse = [ExpertWork(f.num_experts, f.top_k, _expert_params(f, spec.hidden_size) * size) for f in _sparse(spec)]
+    sparse = [
+        ExpertWork(f.num_experts, f.top_k, int(_expert_params(f, spec.hidden_size) * held)) for f in _sparse(spec)
+    ]
     dense = {name: shape for name, shape in shapes.items() if ".experts." not in name}
     matrices = sum(prod(shape) for name, shape in dense.items() if _is_product(name, shape))
     chosen = sum(f.top_k * _expert_params(f, spec.hidden_size) for f in _sparse(spec))
@@ -142,10 +146,10 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None) -> Mode
         linear_flops_per_token=2 * (matrices + chosen),
         # The embedding's row, read and written, comes on top of what the layers move.
         linear_bytes_per_token=(activations + 2 * hidden_size) * size,
-        weight_bytes=sum(prod(shape) for shape in dense.values()) * size,
+        weight_bytes=(sum(prod(shape) for shape in dense.values()) - matrices) * size + int(matrices * held),
         head_flops_per_logit=2 * vocab_size * hidden_size,
         head_bytes_per_logit=3 * hidden_size * size + vocab_size * _LOGIT_BYTES,
-        head_weight_bytes=vocab_size * hidden_size * size,
+        head_weight_bytes=int(vocab_size * hidden_size * held),
         recurrent_flops_per_token=sum(layer.mixer.token_flops for layer in spec.layers if layer.mixer is not None),
         kv_write_bytes_per_token=sum(c.num_bytes for c in caches if c.per_token),
         state_bytes_per_row=sum(2 * c.num_bytes for c in caches if c.kind == "slot"),

@@ -140,19 +140,26 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
+def matrix_size(quantization: str) -> float | None:
+    """Bytes of a number in a quantised matrix, with the scales of its groups. None: as the model has them."""
+    if not quantization.startswith(("int8", "int4")):
+        return None
+    name, _, group = quantization.partition(":")
+    return 1.0 if name.startswith("int8") else 0.5 + 2 / int(group or 64)
+
+
 def weights_as_held(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
     """Bytes of all weights in memory. Quantised are the matrices that rows are multiplied with."""
-    if not quantization.startswith(("int8", "int4")):
+    size = matrix_size(quantization)
+    if size is None:
         return spec.num_params * DTYPE_BYTES[dtype]
-    name, _, group = quantization.partition(":")
-    bits = 8.0 if name.startswith("int8") else 4.0 + 16 / int(group or 64)
     tied = {"embed"} if spec.tie_embeddings else set()
     total = 0.0
     for name, shape in weight_shapes(spec).items():
         is_table = name in ("embed", "positions")
         count = prod(shape)
         if len(shape) == 2 and (not is_table or name in tied):
-            total += count * bits / 8 + 4 * shape[0]
+            total += count * size + 4 * shape[0]
         if len(shape) != 2 or is_table:  # rows of a table are looked up in its own type
             total += count * DTYPE_BYTES[dtype]
     return int(total)

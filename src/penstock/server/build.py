@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import logging
 import time
@@ -14,7 +16,7 @@ from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link, ThreadLink
 from penstock.engine.process_link import ProcessLink
-from penstock.launch.front import Front, limits_from, local_engine, open_front
+from penstock.launch.front import Front, begin_front, limits_from, local_engine
 from penstock.server import (
     admission,
     batch_runner,
@@ -48,10 +50,20 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
     except InputError as error:
         raise ConfigError(str(error), field=error.param) from None
     config = fair_share(config)
-    front = open_front(config.engine)
+    load_front = begin_front(config.engine)
     clock = MonotonicClock()
-    client = EngineClient(link or make_link(config), front.tokenizer, clock)
-    info = await client.start()
+    client = EngineClient(link or make_link(config), None, clock)
+    starting = asyncio.create_task(client.start())
+    try:
+        front = await asyncio.to_thread(load_front)  # meanwhile: the engine reads its own
+    except BaseException:
+        starting.cancel()
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await starting
+        await client.stop()
+        raise
+    client.use_tokenizer(front.tokenizer)
+    info = await starting
     try:
         service = Service(
             client,

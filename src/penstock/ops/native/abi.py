@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 3
+ABI = 4
 PANEL = 64
 """Outputs of a panel."""
 
@@ -160,4 +160,5 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_sample": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
     "pst_logprobs": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
     "pst_read": (c.c_uint64, [c.c_void_p, c.c_void_p, c.c_int64]),
+    "pst_multiply": (c.c_int64, [c.c_void_p, c.c_int32, c.c_int32, c.c_int64]),
 }

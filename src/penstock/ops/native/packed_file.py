@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ MAX_BYTES = 20 << 30
 _KEY = re.compile(r"[0-9a-f]{64}")
 _SPARE_BYTES = 256 << 20  # a disk is never filled to the last
 _PART_BYTES = 8 << 20  # read, then summed while it is still in the cache
+_READERS = 2
 _HUGE = 2 << 20
 _log = logging.getLogger(__name__)
 
@@ -158,10 +160,17 @@ def huge_pages(num_bytes: int) -> U8:
 def _copied(fd: int, start: int, num_bytes: int, index: Index) -> U8:
     out = huge_pages(num_bytes)
     sums = PageSums()
-    for at in range(0, num_bytes, _PART_BYTES):
-        part = out[at : at + _PART_BYTES]
-        _fill(fd, start + at, part)
-        sums.add(part)
+    parts = [(at, out[at : at + _PART_BYTES]) for at in range(0, num_bytes, _PART_BYTES)]
+    # Fresh memory is slow to get on some hosts; threads wait for it together, and the sums are made meanwhile.
+    with ThreadPoolExecutor(_READERS) as readers:
+        filling = [(readers.submit(_fill, fd, start + at, part), part) for at, part in parts]
+        try:
+            for filled, part in filling:
+                filled.result()
+                sums.add(part)
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            raise
     _compare(sums, index)
     return out
 
