@@ -9,6 +9,8 @@
 
 #include "penstock.h"
 
+// How often memory was asked for so far; 0 under a sanitizer.
+int64_t allocations();
 extern int failures;
 extern int shown;  // of the test that runs
 // Emulators and sanitizers are slow: fewer rounds of the same.

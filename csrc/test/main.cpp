@@ -1,12 +1,39 @@
 // The native library's own tests: `tests [brief]`. 0 if all is well.
 #include <sys/time.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <ctime>
+#include <new>
 
 #include "check.h"
 
 int failures = 0, shown = 0;
 bool brief = false;
+
+namespace {
+std::atomic<int64_t> news{0};
+}
+int64_t allocations() { return news; }
+
+// Sanitizers have these themselves, and check more with them.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+void* operator new(size_t size) {
+    news++;
+    if (void* p = std::malloc(size ? size : 1)) return p;
+    throw std::bad_alloc();
+}
+void* operator new(size_t size, std::align_val_t align) {
+    news++;
+    const size_t step = size_t(align);
+    if (void* p = std::aligned_alloc(step, (size + step - 1) / step * step)) return p;
+    throw std::bad_alloc();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, size_t) noexcept { std::free(p); }
+void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
+void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
+#endif
 
 namespace {
 

@@ -93,7 +93,9 @@ Numbers run_step(Model& model, pst_pool* pool, const std::vector<Piece>& pieces)
     pst_group group{1, PAGE, tables.data(), shared.data(), blocks.data(), nullptr};
     pst_step step{int32_t(ids.size()), int32_t(pieces.size()), int32_t(rows.size()), 1, ids.data(), positions.data(),
                   loc.data(), rows.data(), &group, nullptr, nullptr};
+    const int64_t before = allocations();
     EXPECT(model.run(pool, step) == 0, "it runs");
+    EXPECT(allocations() == before, "a step asks for no memory");
     return model.rows(model.logits, int32_t(rows.size()));
 }
 

@@ -16,7 +16,8 @@ from penstock.core.request import Request
 from penstock.core.sampling import SamplingParams, TokenRules
 from penstock.engine import wire
 from penstock.engine.frontend import GUILTY
-from penstock.engine.process_link import COMMAND, ProcessLink
+from penstock.engine.process_link import ProcessLink
+from penstock.engine.spawn import COMMAND, spawn
 from tests.engine.processes import assert_num_fds, is_gone, nano, num_fds, running, within
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -355,3 +356,29 @@ def test_the_child_ends_at_end_of_file() -> None:
 
 def _root() -> Path:
     return Path(__file__).resolve().parents[2]
+
+
+@within(60)
+async def test_a_child_that_was_spawned_ahead_becomes_the_engine() -> None:
+    before, spare = num_fds(), spawn()
+    async with running(spare=spare) as engine:
+        assert engine.link.pid == spare.process.pid
+        output = await engine.complete("r", "Once upon a time", params(0))
+        assert output.error is None
+    assert is_gone(spare.process.pid)
+    await assert_num_fds(before)
+
+
+@within(30)
+async def test_a_child_that_nobody_needs_leaves_nothing() -> None:
+    before = num_fds()
+    dropped, closed, orphan = spawn(), spawn(), spawn()
+    dropped.drop()
+    link = ProcessLink({}, spare=closed)
+    await link.close()
+    await link.close()
+    orphan.sock.close()  # as the end of its server would
+    assert orphan.process.wait(20) == 0
+    orphan.box.close()
+    assert all(is_gone(child.process.pid) for child in (dropped, closed, orphan))
+    await assert_num_fds(before)

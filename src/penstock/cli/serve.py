@@ -27,9 +27,13 @@ def serve(args: argparse.Namespace) -> int:
     config = serve_from_args(with_default_model(args))
     if args.explain:
         explain(config.engine)
+    from penstock.engine.spawn import spawn
+
+    # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
+    spare = None if config.server.engine_in_process else spawn()
     from penstock.server.main import serve as run
 
-    return run(config)
+    return run(config, spare)
 
 
 def explain(engine: EngineConfig) -> None:

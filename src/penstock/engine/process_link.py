@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,10 +27,10 @@ from penstock.core.request import Intake
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.link import Down, Listener
+from penstock.engine.spawn import COMMAND, Spawned, spawn
 
 log = logging.getLogger("penstock.engine")
 
-COMMAND = (sys.executable, "-P", "-m", "penstock.launch.engine_process")
 EXIT_BROKEN = 70
 """Exit code of an engine whose step raised an exception: its traceback is on stderr."""
 _BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -48,6 +47,7 @@ class ProcessLink:
         stall_s: silence after which the child writes its stacks to stderr.
         hang_s: silence after which a child that is not merely stopped is killed and replaced.
         command: starts the engine process; the two descriptors are appended.
+        spare: a child that was spawned already, to be the first engine.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ProcessLink:
         stall_s: float = 4.0,
         hang_s: float = 300.0,
         command: Sequence[str] = COMMAND,
+        spare: Spawned | None = None,
     ) -> None:
         self._config = dict(config)
         self._max_restarts = max_restarts_per_minute
@@ -66,6 +67,7 @@ class ProcessLink:
         self._stall_s = stall_s
         self._hang_s = hang_s
         self._command = list(command)
+        self._spare = spare
         self._epoch = 0
         self._crashes: deque[float] = deque()
         self._child: Child | None = None
@@ -95,13 +97,17 @@ class ProcessLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._spare is not None:
+            self._spare.drop()
+            self._spare = None
         await self._bury()
 
     # -- one child -----------------------------------------------------------------------------------------------
 
     async def _launch(self, listener: Listener) -> EngineInfo:
         """Start a child and wait until it is ready. Raises what keeps it from that, with its own class."""
-        child = self._child = Child.spawn(self._command, listener)
+        spare, self._spare = self._spare, None
+        child = self._child = Child(*(spare or spawn(self._command)), listener)
         try:
             await child.connect()
             child.write(Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s))
@@ -173,25 +179,6 @@ class Child(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._connecting: asyncio.Future[Any] | None = None
         self._splitter = wire.Splitter()
-
-    @classmethod
-    def spawn(cls, command: Sequence[str], listener: Listener) -> Child:
-        ours, theirs = socket.socketpair()
-        box = BlackBox.create()
-        assert box.fd is not None
-        try:
-            process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(box.fd)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), box.fd),
-            )
-        except BaseException:
-            ours.close()
-            box.close()
-            raise
-        finally:
-            theirs.close()
-        return cls(process, ours, box, listener)
 
     @property
     def pid(self) -> int:

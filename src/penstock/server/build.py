@@ -16,6 +16,7 @@ from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link, ThreadLink
 from penstock.engine.process_link import ProcessLink
+from penstock.engine.spawn import Spawned
 from penstock.launch.front import Front, begin_front, limits_from, local_engine
 from penstock.server import (
     admission,
@@ -39,10 +40,11 @@ _PARTS = (keys, metrics, request_log, admission, grammars, store, file_store, ba
 """Installed in this order; closed in the opposite one."""
 
 
-async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
+async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned | None = None) -> Server:
     """Start the engine and put the server together. Raises what keeps either from starting.
 
-    `link`: an engine that is reached in another way than `engine_in_process` says (tests).
+    `link`: an engine that is reached in another way than `engine_in_process` says (tests). `spare`: its process, if
+    that was spawned already.
     """
     tls = open_tls(config.server)  # what can be wrong is looked at before the model is
     try:
@@ -52,7 +54,7 @@ async def build(config: ServeConfig, *, link: Link | None = None) -> Server:
     config = fair_share(config)
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
-    client = EngineClient(link or make_link(config), None, clock)
+    client = EngineClient(link or make_link(config, spare), None, clock)
     starting = asyncio.create_task(client.start())
     try:
         front = await asyncio.to_thread(load_front)  # meanwhile: the engine reads its own
@@ -103,15 +105,16 @@ async def close(server: Server) -> None:
             log.exception("a part could not be closed")
 
 
-def make_link(config: ServeConfig) -> Link:
+def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
     """Raises ConfigError for a fault that does not exist."""
     faults = config.server.names("fault")
     for text in faults:
         parse_fault(text)
     if not config.server.engine_in_process:
         return ProcessLink(
-            config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults
-        )
+            config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
+            spare=spare,
+        )  # fmt: skip
     if faults:
         raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
     return ThreadLink(local_engine(config.engine))

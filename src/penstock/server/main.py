@@ -18,6 +18,7 @@ import uvloop
 
 from penstock.base.errors import ConfigError
 from penstock.config import ServeConfig, ServerConfig
+from penstock.engine.spawn import Spawned
 from penstock.server.app import make_app
 from penstock.server.build import build, close
 from penstock.server.context import Server
@@ -27,12 +28,15 @@ log = logging.getLogger("penstock.server")
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3
 
 
-def serve(config: ServeConfig) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError, ModelError, ... before it listens."""
+def serve(config: ServeConfig, spare: Spawned | None = None) -> int:
+    """Run until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError, ModelError, ... before it listens.
+
+    `spare`: an engine process that was spawned already, by this thread.
+    """
     sock = bind(config.server)  # before the model is loaded: a port that is taken should be known at once
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, sock))
+            return runner.run(_serve(config, sock, spare))
     finally:
         sock.close()
         if config.server.uds is not None:
@@ -96,7 +100,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-async def _serve(config: ServeConfig, sock: socket.socket) -> int:
+async def _serve(config: ServeConfig, sock: socket.socket, spare: Spawned | None) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     signals = 0
@@ -111,7 +115,7 @@ async def _serve(config: ServeConfig, sock: socket.socket) -> int:
     second = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    building = asyncio.create_task(build(config))
+    building = asyncio.create_task(build(config, spare=spare))
     told = asyncio.create_task(stopping.wait())
     await asyncio.wait({building, told}, return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
