@@ -5,10 +5,11 @@
 Every row starts `penstock serve` once with an empty cache of packed weights (*first*), then `--repeats` times from
 that cache (*again*). Seconds are from the start of the process to its word that it listens, which it says when it is
 ready, and to the end of a first request of 8 tokens. Memory is the proportional set size (PSS) of the server and all
-its processes, after that request, beside what was planned: packed weights as they lie in the cache, KV memory as
-reserved (PSS counts what of it was touched only). *peak* is the largest sum seen from the moment it is ready, read
-every 50 ms; *rest* is what the peak has beyond weights and KV: at most 300 MB is the goal, below zero is KV that
-nobody touched. Files are in the page cache: nothing was read from a disk.
+its processes, after that request and once it changes no more (KV memory is touched behind the start; after `SETTLE_S`
+at the latest), beside what was planned: packed weights as they lie in the cache, KV memory as reserved. *peak* is the
+largest sum seen from the moment it is ready, read every 50 ms; *rest* is what the peak has beyond weights and KV: at
+most 300 MB is the goal, below zero is KV that was not touched. Files are in the page cache: nothing was read from a
+disk.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from server import ASKED, COMMAND, serving
 from penstock.launch.bundled import bundled_model
 
 MB = 1e6
+SETTLE_S = 5.0
+"""How long a server is watched after its first answer."""
 
 
 def processes(pid: int) -> list[int]:
@@ -79,6 +82,13 @@ def watched(pid: int, seen: list[int]) -> Iterator[None]:
         thread.join()
 
 
+def settle(seen: list[int]) -> None:
+    """Wait until the memory has been the same (1 MB) for a second."""
+    end = time.perf_counter() + SETTLE_S
+    while time.perf_counter() < end and (len(seen) < 20 or max(seen[-20:]) - min(seen[-20:]) > MB):
+        time.sleep(0.05)
+
+
 def one_start(model: str, scheme: str, cache: Path) -> dict[str, Any]:
     """Seconds and bytes of one start in an environment whose cache is `cache`."""
     flags = ["--quantization", scheme] if scheme != "none" else []
@@ -90,6 +100,7 @@ def one_start(model: str, scheme: str, cache: Path) -> dict[str, Any]:
             answered_s = time.perf_counter() - began
             answer.raise_for_status()
             assert answer.json()["usage"]["completion_tokens"] == 8
+            settle(seen)
         state = httpx.get(f"{url}/internal/state", timeout=30).json()
         held = pss_bytes(pid)
     return {

@@ -155,13 +155,22 @@ def test_row_24_a_slow_one_ends_with_its_worker(hasty: LiveServer) -> None:
         assert running.result().json()["choices"] == undisturbed.json()["choices"]
 
 
-def test_workers_end_with_their_server() -> None:
-    config = serve_from_kwargs(model=bundled(), port=0, ops="blas", max_model_len=512, num_gpu_blocks_override=64)
+@pytest.mark.parametrize("warm", [False, True])
+def test_workers_begin_with_a_grammar_or_before_and_end_with_their_server(warm: bool) -> None:
+    config = serve_from_kwargs(
+        model=bundled(), port=0, ops="blas", max_model_len=512, num_gpu_blocks_override=64, warm_grammars=warm
+    )
     with LiveServer(config) as server:
         assert server.server is not None
+        pool: GrammarPool = server.server.parts["grammars"]
         with httpx.Client(base_url=server.url, timeout=60) as http:
+            assert complete(http, None, max_tokens=4).status_code == 200
+            until = time.monotonic() + 20
+            while warm and not pool.pids and time.monotonic() < until:
+                time.sleep(0.01)
+            assert bool(pool.pids) == warm
             assert text_of(complete(http, {"choice": ["a"]})) == "a"
-        pids = server.server.parts["grammars"].pids
+        pids = pool.pids
         assert pids
         assert all(map(alive, pids))
     assert not any(map(alive, pids))
@@ -180,7 +189,7 @@ def alive(pid: int) -> bool:
 
 def in_pool(work: Any, **settings: Any) -> Any:
     async def main() -> Any:
-        pool = GrammarPool(VOCABULARY, **{"timeout_s": 20.0, **settings})
+        pool = GrammarPool(lambda: VOCABULARY, **{"timeout_s": 20.0, **settings})
         try:
             return await work(pool)
         finally:

@@ -27,7 +27,7 @@ GRAMMARS = GrammarCache(
     lambda: Compiler(
         Vocabulary([b"a", b"b", b"c", b"d", b"ab", b"e", b"f", b"", b"cd", b"bc", b"<x>", b"<end>"], [10, 11])
     ),
-    end_ids=frozenset({10, 11}),
+    end_ids=lambda: frozenset({10, 11}),
 )
 
 RULES: dict[str, st.SearchStrategy[TokenRules]] = {

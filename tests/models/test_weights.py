@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.families.registry import open_model
 from penstock.formats.llama2c import read_tokenizer
 from penstock.formats.safetensors import read_safetensors
 from penstock.model import weights as weights_module
-from penstock.model.weights import load_weights
+from penstock.model.weights import load_weights, release_pages
 from tests.shared import shared
 from tests.unit.test_families import TINY, tiny_tensors, write_folder
 from tests.unit.test_formats import refusal
@@ -71,6 +72,38 @@ def test_a_stored_dtype_is_a_view_of_the_file(tmp_path: Path) -> None:
         file.write(b"\0\0")
     assert same[0, 0] == 0
     assert other[0, 0] != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what is resident from /proc")
+def test_pages_that_were_only_looked_at_are_given_back(tmp_path: Path) -> None:
+    spec = write_large_table(tmp_path / "m")
+    checkpoint = open_model(tmp_path / "m")
+    loaded = load_weights(checkpoint.weights, checkpoint.spec, "float32")
+    table, before = loaded["embed"], resident_bytes("model.safetensors")
+    assert before >= spec.nbytes, "all of it was checked"
+    release_pages(loaded)
+    assert resident_bytes("model.safetensors") < before / 10
+    np.testing.assert_array_equal(table[[0, -1]], spec[[0, -1]])
+
+
+def write_large_table(folder: Path) -> np.ndarray[Any, Any]:
+    """A tiny model whose table of embeddings takes 16 MB; the table."""
+    config = TINY | {"vocab_size": (4 << 20) // TINY["hidden_size"]}
+    tensors = tiny_tensors(config)
+    write_folder(folder, config)
+    save_file(tensors, folder / "model.safetensors")
+    return tensors["model.embed_tokens.weight"]
+
+
+def resident_bytes(name: str) -> int:
+    """Of this process's mappings of files called `name`."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(name)
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
 
 
 def test_unaligned_tensors_are_copied(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ _CLOSERS = [TOKENS.index(t) for t in (b'"', b"}", b"]", b":", b"}}")]
 
 
 def fresh_cache(max_bytes: int = 64 << 20) -> GrammarCache:
-    return GrammarCache(lambda: Compiler(VOCABULARY), max_bytes, end_ids=frozenset({END}))
+    return GrammarCache(lambda: Compiler(VOCABULARY), max_bytes, end_ids=lambda: frozenset({END}))
 
 
 def walk(grammar: str, seed: int, cache: GrammarCache, *, most: int = 400, threaded: bool = False) -> bytes | None:

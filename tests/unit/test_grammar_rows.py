@@ -13,6 +13,7 @@ from penstock.core.batch import AddedRow, Appended, SchedulerOutput
 from penstock.core.sampling import StructuredOutputs, TokenRules
 from penstock.runner.input_batch import Pick
 from penstock.runner.logits.grammar import Grammar
+from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.runner.sampler import Sampler
 from penstock.text.grammar.compile import Compiler, Vocabulary, compiled_bytes
 from penstock.text.grammar.source import grammar_of
@@ -203,3 +204,28 @@ def test_a_matcher_is_its_rows_own() -> None:
     assert second.consume_tokens(ids("12"))
     assert cache.matcher(grammar).consume_tokens(ids("ab"))
     assert VOCABULARY.end_id == V
+
+
+def test_asking_what_is_held_does_not_wait_for_the_table_of_the_vocabulary() -> None:
+    """The engine's loop asks between steps, while a thread makes the table for the first grammar of all."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def make() -> Compiler:
+        begun.set()
+        assert may_end.wait(10)
+        return Compiler(VOCABULARY)
+
+    cache = GrammarCache(make)
+    maker = threading.Thread(target=cache.check, args=(GRAMMARS[0],))
+    maker.start()
+    answers: list[bool] = []
+    asker = threading.Thread(target=lambda: answers.append(cache.holds(GRAMMARS[0])))
+    try:
+        assert begun.wait(10)
+        asker.start()
+        asker.join(5)
+        assert answers == [False]
+    finally:
+        may_end.set()
+        maker.join()
+    assert cache.holds(GRAMMARS[0])

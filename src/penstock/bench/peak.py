@@ -42,7 +42,8 @@ def register_peak(format: Format, act: Act, threads: int | None = None) -> Peak 
             done = library.pst_multiply(pool.handle, format, act, turns)
             return done, time.perf_counter() - began_s
 
-        turns, rates = 1 << 14, []
+        turns = 1 << 14
+        rates: list[float] = []
         while len(rates) < _RUNS:
             done, took_s = run(turns)
             if done < 0:

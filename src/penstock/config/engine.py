@@ -126,6 +126,9 @@ class CacheConfig(Section):
     grammar_cache_bytes: int = setting(
         64 << 20, "Bytes of compiled grammars (structured outputs) that are kept.", minimum=0
     )
+    warm_grammars: bool = setting(
+        False, "Make a server's tables for structured outputs at its start, not when the first grammar comes."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

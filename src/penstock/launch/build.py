@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import msgspec
 
 from penstock.base.clock import Clock, MonotonicClock
+from penstock.base.errors import InputError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -29,7 +31,7 @@ from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
 from penstock.launch.selection import keeping_of, kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-from penstock.model.weights import load_weights
+from penstock.model.weights import load_weights, release_pages
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
@@ -58,7 +60,7 @@ class Engine:
     clock: Clock
     chat_template: str | None
     no_tokenizer: str
-    """Why there is no tokenizer, if there is none."""
+    """Why there is no tokenizer, if the model has none. An engine that serves has none of its own (`start`)."""
     grammars: GrammarCache | None = None
 
     @property
@@ -75,7 +77,8 @@ def start(
 ) -> Engine:
     """Open the model, plan, load the weights and assemble the engine.
 
-    `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`).
+    `serving`: people wait for streams, so steps are bounded in seconds (`sched.budget`); a front end has the tokenizer,
+    and the engine reads one only if a part of it does (a drafter, a selector, the first grammar).
 
     Raises: ModelError, UnsupportedError (the model), ConfigError, CapacityError (the settings), each before any weight
     is read if it can be known by then.
@@ -94,16 +97,21 @@ def start(
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
-    tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec)
+    read = cache(partial(load_tokenizer, files, checkpoint.spec))
+    # A server's front reads text itself: its engine reads a tokenizer only if a part of it needs one. A large
+    # vocabulary is 40 MB and half a second.
+    needed = not serving or config.speculation is not None or config.selection is not None
+    tokenizer = read() if needed and not config.model.skip_tokenizer_init else None
     for guesser in guessers:
         check_tokens(guesser, checkpoint.spec, tokenizer)
     plan = msgspec.structs.replace(plan, decisions=(*chosen, *stretch_decision(own, checkpoint.spec), *plan.decisions))
     limits = limits_of(checkpoint, plan)
-    grammars = grammar_cache(tokenizer, limits, config.cache.grammar_cache_bytes)
-    helper = ThreadPoolExecutor(1)
-    # Nobody's first token shall wait for it; a large vocabulary takes half a second, as checking packed weights does.
-    compiling = helper.submit(grammars.compiler) if serving and grammars is not None else None
-    helper.shutdown(wait=False)
+    grammars = None
+    if not config.model.skip_tokenizer_init and files.kind != "none":
+        grammars = grammar_cache(read, limits, config.cache.grammar_cache_bytes)
+        if serving and config.cache.warm_grammars:
+            with suppress(InputError):  # tokens that are not bytes; the validator refuses
+                grammars.compiler()
     packed = packed_weights(config, checkpoint, plan)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
@@ -126,8 +134,7 @@ def start(
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
     )
-    if compiling is not None:
-        compiling.result()
+    release_pages(weights)
     return Engine(
         core=core,
         plan=plan,
@@ -141,16 +148,23 @@ def start(
     )
 
 
-def grammar_cache(tokenizer: Tokenizer | None, limits: Limits, max_bytes: int) -> GrammarCache | None:
-    """Compiled grammars for this model's tokens; None if its tokens are not bytes, and the validator refuses."""
-    if tokenizer is None or tokenizer.table is None:
-        return None
+def grammar_cache(read: Callable[[], Tokenizer | None], limits: Limits, max_bytes: int) -> GrammarCache:
+    """Compiled grammars for this model's tokens, which `read` when the first grammar comes.
+
+    The validator refuses grammars for a model without a tokenizer, or whose tokens are not bytes.
+    """
+
+    def tokenizer() -> Tokenizer:
+        found = read()
+        if found is None:
+            raise InputError("structured_outputs need a tokenizer", param="structured_outputs")
+        return found
 
     def make() -> Compiler:
-        vocabulary = vocabulary_of(tokenizer, limits.vocab_size, limits.eos_token_ids)
-        return Compiler(vocabulary, encoder_of(tokenizer))
+        vocabulary = vocabulary_of(tokenizer(), limits.vocab_size, limits.eos_token_ids)
+        return Compiler(vocabulary, encoder_of(tokenizer()))
 
-    return GrammarCache(make, max_bytes, end_ids=frozenset({*tokenizer.special_ids, *limits.eos_token_ids}))
+    return GrammarCache(make, max_bytes, end_ids=lambda: frozenset({*tokenizer().special_ids, *limits.eos_token_ids}))
 
 
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.memory import trim
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
 from penstock.engine import wire
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
         runner.spoil = faults.spoil
     loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
     inbox.deliver(loop)
-    gc.collect()
+    trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
     Watchdog(box, hello.stall_s).start()

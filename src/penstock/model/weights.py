@@ -3,6 +3,7 @@ another dtype is wanted."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from pathlib import Path
@@ -72,6 +73,28 @@ def load_weights(
     return {n: loaded[n] if n in loaded else np.broadcast_to(nothing, shape) for n, shape in shapes.items()}
 
 
+def release_pages(weights: Mapping[str, Array]) -> None:
+    """Give back the pages of mapped weights that were only looked at: checked, or packed into something else.
+
+    Whoever reads them again finds them in the system's cache. A table of embeddings that is looked up row by row would
+    count as this process's memory as a whole otherwise.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    mapped = {id(found): found for found in map(_mapping_of, weights.values()) if found is not None}
+    for mapping in mapped.values():
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapping_of(array: Array) -> mmap.mmap | None:
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    return base if isinstance(base, mmap.mmap) else None
+
+
 def fingerprint(weights: Mapping[str, Array]) -> str:
     """What tells a model from others of its shape: 16 hex digits, of some rows of the embedding and the final norm.
 
@@ -117,7 +140,8 @@ def _map(path: Path) -> U8:
     if file_size(path) == 0:
         raise ModelError(f"{quoted(path)} is empty")
     try:
-        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
 

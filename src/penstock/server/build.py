@@ -80,6 +80,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = Server(config.server, client, service, names[0], int(time.time()), names[1:])
         server.speculates = config.engine.speculation is not None
+        server.warm_grammars = config.engine.cache.warm_grammars
         server.parts |= {"front": front, "tls": tls}
         server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
         server.closers += [client.stop, service.offload.close]

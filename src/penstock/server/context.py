@@ -92,3 +92,5 @@ class Server:
     """Parts with a home of their own: "admission", "metrics", "keys", "store", "files", "batches", "grammars"."""
     speculates: bool = False
     """Whether the engine guesses: requests and metrics then tell of it."""
+    warm_grammars: bool = False
+    """Whether a grammar compiler is started before the first grammar comes."""

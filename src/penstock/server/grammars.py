@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -41,9 +43,11 @@ async def install(server: Server) -> None:
     tokenizer, limits = service.tokenizer, service.limits
     if tokenizer is None or tokenizer.table is None:
         return  # the validator refuses
-    vocabulary = await asyncio.to_thread(vocabulary_of, tokenizer, limits.vocab_size, limits.eos_token_ids)
+    vocabulary = partial(vocabulary_of, tokenizer, limits.vocab_size, limits.eos_token_ids)
     pool = GrammarPool(vocabulary, server.config.grammar_timeout)
-    pool.warm()
+    # Most servers never see a grammar, and a large vocabulary's table takes 100 MB, here and in the rank.
+    if server.warm_grammars:
+        pool.warm()
     server.parts["grammars"] = pool
     server.closers.append(pool.close)
     service.prepare.append(pool.prepare)
@@ -59,7 +63,7 @@ class _Worker:
         self._writer: asyncio.StreamWriter | None = None
 
     @classmethod
-    async def start(cls, vocabulary: Vocabulary, memory_bytes: int) -> _Worker:
+    async def start(cls, vocabulary: Callable[[], Vocabulary], memory_bytes: int) -> _Worker:
         """Returns when it is ready. Raises RefusedError if it does not come up."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -74,7 +78,8 @@ class _Worker:
             theirs.close()
         worker = cls(process, ours)
         try:
-            await asyncio.wait_for(worker.ask(Start(vocabulary, memory_bytes)), START_TIMEOUT_S)
+            tokens = await asyncio.to_thread(vocabulary)  # while the interpreter starts
+            await asyncio.wait_for(worker.ask(Start(tokens, memory_bytes)), START_TIMEOUT_S)
         except BaseException as error:
             await worker.kill()
             if isinstance(error, OSError | EOFError | TimeoutError):
@@ -110,7 +115,10 @@ class GrammarPool:
         compile_s: seconds that workers have taken.
     """
 
-    def __init__(self, vocabulary: Vocabulary, timeout_s: float, *, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], timeout_s: float, *, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        """`vocabulary` is called in a thread, for every worker that starts."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes

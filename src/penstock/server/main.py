@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import uvicorn
 import uvloop
 
 from penstock.base.errors import ConfigError
+from penstock.base.memory import trim
 from penstock.config import ServeConfig, ServerConfig
 from penstock.engine.spawn import Spawned
 from penstock.server.app import make_app
@@ -128,6 +130,8 @@ async def _serve(config: ServeConfig, sock: socket.socket, spare: Spawned | None
     try:
         while not http.started and not running.done():
             await asyncio.sleep(0.005)
+        trim()
+        gc.freeze()  # as in the engine's process: collections need not look at what stays
         announce(server, sock)
         failed = asyncio.create_task(_failed(server))
         await asyncio.wait({running, told, failed}, return_when=asyncio.FIRST_COMPLETED)

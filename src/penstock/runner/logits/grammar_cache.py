@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.text.grammar.compile import Compiler, compiled_bytes
@@ -21,30 +22,41 @@ class GrammarCache:
     `make` builds the compiler when the first grammar comes: a table of the whole vocabulary, which most engines never
     need. A grammar larger than the bound is compiled for its row alone.
 
+    Args:
+        end_ids: gives the tokens that may end an output, if the request lets them: special ones.
+
     Attributes:
         num_hits, num_misses: rows begun with a grammar that was held, and compilations.
         num_bytes: what is held, as estimated by `compiled_bytes`.
-        end_ids: tokens that may end an output, if the request lets them: special ones.
     """
 
     def __init__(
-        self, make: Callable[[], Compiler], max_bytes: int = DEFAULT_BYTES, *, end_ids: frozenset[int] = frozenset()
+        self,
+        make: Callable[[], Compiler],
+        max_bytes: int = DEFAULT_BYTES,
+        *,
+        end_ids: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self.max_bytes = max_bytes
-        self.end_ids = end_ids
         self.num_hits = 0
         self.num_misses = 0
         self.num_bytes = 0
         self._make = make
+        self._read_end_ids = end_ids
         self._compiler: Compiler | None = None
+        self._making = threading.Lock()
         self._lock = threading.Lock()
         self._held: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        return self._read_end_ids()
+
     def compiler(self) -> Compiler:
-        with self._lock:
+        with self._making:  # takes half a second; whoever only asks what is held does not wait for it
             if self._compiler is None:
                 self._compiler = self._make()
             return self._compiler
