@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 4
+#define PST_ABI 5
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -126,7 +126,8 @@ typedef struct pst_register {
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
  *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
  *                in0, component by component, into planes n8 and n9: see pst_pages
- * PST_ATTEND     out [T, H * n5] = softmax attention of in0 [T, H, D] over layer n1 of group n0; n2 H, n3 G, n4 D,
+ * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those) over
+ *                layer n1 of group n0; n2 H, n3 G, n4 D,
  *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none);
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
@@ -220,7 +221,7 @@ typedef struct pst_step {
     const int32_t *token_ids;       /* [T] */
     const int32_t *positions;       /* [T] */
     const int32_t *query_start_loc; /* [B+1] */
-    const int32_t *rows;            /* [R] ascending */
+    const int32_t *rows;            /* [R] tokens of the step; fastest if neighbours follow each other */
     const pst_group *groups;        /* [num_groups] */
     /* NULL, or [T]: trees of guesses.
      *

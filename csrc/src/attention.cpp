@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "pages.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace pst {
@@ -26,7 +27,7 @@ struct Attend final : Op {
     int group, heads, kv_heads, per, dim;
     Lines lines;
     const float *slopes, *sinks;
-    int block_tokens, block_rows;
+    int block_tokens, block_rows, max_blocks;
     int64_t query_bytes, state_bytes, plan_bytes, pairs_max, slots, choice_at;
 
     // ---- a thread's memory ----
@@ -47,7 +48,8 @@ struct Attend final : Op {
         state_bytes = State::bytes(block_rows, rule.values.padded);
         pairs_max = int64_t(PAIRS_PER_THREAD) * maker.threads;
         slots = int64_t(SLOTS_PER_THREAD) * maker.threads;
-        plan_bytes = aligned(int64_t(maker.max_tokens) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
+        max_blocks = maker.capacity(out);
+        plan_bytes = aligned(int64_t(max_blocks) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
         own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
                     aligned(query_bytes * block_rows) + 2 * state_bytes + 2 * CHUNK * 4 + group_bytes();
         if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
@@ -57,10 +59,10 @@ struct Attend final : Op {
         shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
     }
 
-    Own own_memory(uint8_t* at, int max_tokens) const {
+    Own own_memory(uint8_t* at) const {
         Own own;
         own.blocks = reinterpret_cast<Block*>(at);
-        own.splits = reinterpret_cast<int32_t*>(at + aligned(int64_t(max_tokens) * int64_t(sizeof(Block))));
+        own.splits = reinterpret_cast<int32_t*>(at + aligned(int64_t(max_blocks) * int64_t(sizeof(Block))));
         own.keys = at + plan_bytes;
         own.values = own.keys + rule.keys.chunk_bytes();
         own.queries = own.values + rule.values.chunk_bytes();
@@ -82,22 +84,40 @@ struct Attend final : Op {
         int together = 1;                       // kv heads of a task, a divisor of all
     };
 
+    // `body(sequence, first, last, row)` for tokens of one sequence whose outputs are wanted, in rows `row` ...: all
+    // tokens, or the selected ones as far as they are neighbours.
+    template <class Body>
+    void each_run(const pst_step& step, Body body) const {
+        const int32_t* starts = step.query_start_loc;
+        if (out.rows == PST_ROWS_TOKENS) {
+            for (int b = 0; b < step.num_seqs; b++) body(b, starts[b], starts[b + 1], starts[b]);
+            return;
+        }
+        for (int r = 0, next; r < step.num_rows; r = next) {
+            int first = step.rows[r], b = int(std::upper_bound(starts, starts + step.num_seqs + 1, first) - starts) - 1;
+            int last = first + 1;
+            for (next = r + 1; next < step.num_rows && step.rows[next] == last && last < starts[b + 1]; next++) last++;
+            body(b, first, last, r);
+        }
+    }
+
     Plan plan(const pst_step& step, int threads, const Own& own) const {
         Plan made;
         int64_t total = 0, spans = 0;
         int longest = 1;
-        for (int b = 0; b < step.num_seqs; b++) {
-            int end = step.query_start_loc[b + 1], picking = choice.first_token(step, b);
-            for (int t = step.query_start_loc[b], count; t < end; t += count) {
+        each_run(step, [&](int b, int first, int end, int row) {
+            int picking = choice.first_token(step, b);
+            for (int t = first, count; t < end; t += count) {
                 count = t >= picking ? 1 : std::min(block_tokens, std::min(end, picking) - t);
                 Block& block = own.blocks[made.blocks++];
                 block = Block(step, rule, b, t, count);
+                block.row = row + t - first;
                 block.picks = t >= picking && !block.mask;
                 total += (block.picks ? read(step, block) : block.work()) * kv_heads;
                 spans += block.picks ? 1 : block.spans();
                 longest = std::max(longest, block.count);
             }
-        }
+        });
         made.together = heads_together(spans, longest, threads);
         for (int i = 0; i < made.blocks && threads > 1; i++) {
             Block& block = own.blocks[i];
@@ -148,13 +168,11 @@ struct Attend final : Op {
         return Pages(context.step.groups[group], block.sequence, lines.of(some.first));
     }
 
-    int row_of(const Block& block, int row) const { return block.first + row / per; }
-
     void take_queries(const Block& block, Heads some, const Own& own) const {
         uint8_t* to = own.queries;
         for (int g = some.first; g < some.first + some.count; g++)
             for (int r = 0; r < block.count * per; r++, to += query_bytes) {
-                const float* token = queries.data + row_of(block, r) * queries.stride;
+                const float* token = queries.data + (block.first + r / per) * queries.stride;
                 gather_query(rule.keys, token + (int64_t(g) * per + r % per) * dim, to);
             }
     }
@@ -260,7 +278,7 @@ struct Attend final : Op {
             for (int r = 0; r < block.count * per; r++, row++) {
                 int h = g * per + r % per;
                 finish(rule, whole, row, sinks ? sinks + h : nullptr,
-                       out.data + row_of(block, r) * out.stride + int64_t(h) * rule.values.dim);
+                       out.data + (block.row + r / per) * out.stride + int64_t(h) * rule.values.dim);
             }
     }
 
@@ -328,7 +346,7 @@ struct Attend final : Op {
     }
 
     void run(Team& team, const Context& context) const override {
-        Own own = own_memory(context.own_scratch, max_tokens);
+        Own own = own_memory(context.own_scratch);
         Plan made = plan(context.step, team.size, own);
         if (made.splits) attend_split(team, context, made, own);
         int parts = kv_heads / made.together;
@@ -343,8 +361,6 @@ struct Attend final : Op {
                     attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
             }
     }
-
-    int max_tokens;
 };
 
 }  // namespace
@@ -364,11 +380,10 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
     made->lines.count = check_plane(keys, made->kv_heads, made->dim);
     check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
-    check(made->queries.rows == PST_ROWS_TOKENS && made->out.rows == PST_ROWS_TOKENS, "attention is by tokens");
+    check(made->queries.rows == PST_ROWS_TOKENS, "queries are by tokens");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
-    made->max_tokens = maker.max_tokens;
     made->rule.keys = made->rule.stored = Side(keys, scales_of(maker, made->group, keys), made->dim, 2 * LANES);
     made->rule.rotation = {};
     if (op.p[2]) {

@@ -169,6 +169,7 @@ struct Block {
     int32_t reach;          // the earliest position that a token sees
     int32_t base;           // keys from here on are no token's, or (a tree) some tokens' only
     int32_t index;          // of the first token among its sequence's in this step
+    int32_t row = 0;        // of the output, of the first token; the others' follow
     bool split;
     bool picks;  // what pages its one token reads
     const int32_t* positions;  // [count]

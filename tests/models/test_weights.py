@@ -79,10 +79,10 @@ def test_pages_that_were_only_looked_at_are_given_back(tmp_path: Path) -> None:
     spec = write_large_table(tmp_path / "m")
     checkpoint = open_model(tmp_path / "m")
     loaded = load_weights(checkpoint.weights, checkpoint.spec, "float32")
-    table, before = loaded["embed"], resident_bytes("model.safetensors")
+    table, before = loaded["embed"], resident_bytes(tmp_path / "m" / "model.safetensors")
     assert before >= spec.nbytes, "all of it was checked"
     release_pages(loaded)
-    assert resident_bytes("model.safetensors") < before / 10
+    assert resident_bytes(tmp_path / "m" / "model.safetensors") < before / 10
     np.testing.assert_array_equal(table[[0, -1]], spec[[0, -1]])
 
 
@@ -95,12 +95,12 @@ def write_large_table(folder: Path) -> np.ndarray[Any, Any]:
     return tensors["model.embed_tokens.weight"]
 
 
-def resident_bytes(name: str) -> int:
-    """Of this process's mappings of files called `name`."""
+def resident_bytes(path: Path) -> int:
+    """Of this process, in mappings of a file."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
-            inside = line.endswith(name)
+            inside = line.endswith(str(path))
         elif inside and line.startswith("Rss:"):
             total += int(line.split()[1]) << 10
     return total

@@ -14,7 +14,10 @@ import pytest
 from penstock.base.bf16 import F32, narrow
 from penstock.core.model_spec import ModelSpec
 from penstock.model.native.forward import NativeForward
+from penstock.model.native.fuse import fuse
 from penstock.model.native.obstacle import native_obstacle
+from penstock.model.native.trace import trace
+from penstock.ops.native.abi import SELECTED
 from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
@@ -214,3 +217,21 @@ def logits_alone(name: str, isa: str, **more: Any) -> Any:
         return native(name, isa, **more).run({"a": (tokens, [len(tokens) - 1])})["a"][0].copy()
 
     return of
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> None:
+    """A prompt's other tokens are needed for what the cache keeps of them, and no further."""
+    spec, weights = specs.make(name)
+    paged = Paged(spec, weights, num_slabs=8)
+    traced = trace(paged.program, paged.groups)
+    fuse(traced)
+    nodes = [node.op for node in traced.nodes]
+    last_write = max(i for i, op in enumerate(nodes) if op == "write_kv")
+    last_attention = max(i for i, op in enumerate(nodes) if op == "attention")
+    assert last_attention > last_write
+    for i, node in enumerate(traced.nodes):
+        if node.out is not None:
+            selected = i >= last_attention or node.op == "select"
+            assert (node.out.rows == SELECTED) == selected, (i, node.op)
+    assert 1 <= nodes.count("select") <= 2, "the residual, and what runs beside attention"

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from penstock.model.native.trace import Node, Trace, Value
+from penstock.ops.native.abi import SELECTED
 
 
 class Part(NamedTuple):
@@ -22,7 +23,7 @@ class Part(NamedTuple):
     bias: Any
 
 
-PASSES = ("gates", "activations", "siblings", "residuals", "norms")
+PASSES = ("selection", "gates", "activations", "siblings", "residuals", "norms")
 """Each does without the others; they run in this order."""
 
 
@@ -33,7 +34,7 @@ def fuse(trace: Trace, passes: Collection[str] = PASSES) -> None:
         if node.op == "linear":
             bias = node.bound[1] if len(node.bound) > 1 else None
             node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
-    for name, run in zip(PASSES, (_gates, _activations, _siblings, _residuals, _norms), strict=True):
+    for name, run in zip(PASSES, (_selection, _gates, _activations, _siblings, _residuals, _norms), strict=True):
         if name in passes:
             run(trace)
 
@@ -71,6 +72,63 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
     maker = value.maker
     whole = maker is not None and maker.out is not None and maker.out.width == value.width
     return maker is not None and whole and maker.op == op and counts[id(maker)] == 1
+
+
+BY_ROWS = {"linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
+           "gate_rows", "attention"}  # fmt: skip
+"""Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
+some rows; rotations and scales of queries look up where a token stands."""
+
+
+def _selection(trace: Trace) -> None:
+    """What leads to selected rows and to nothing else is done for those rows: in the last layer all that comes behind
+    its keys and values. Of a prompt's tokens one is selected as a rule, of a chunk that more follows none."""
+    select = next(node for node in trace.nodes if node.op == "select")
+    only = {id(select)}
+    read_by: dict[int, list[int]] = {}
+    for node in trace.nodes:
+        for v in inputs_of(node):
+            # Queries are read at all tokens: what makes them leads to more than selected rows.
+            read_by.setdefault(id(v.maker), []).append(0 if node.op == "attention" else id(node))
+    for node in reversed(trace.nodes[: trace.nodes.index(select)]):
+        if node.op in BY_ROWS and id(node) in read_by and only.issuperset(read_by[id(node)]):
+            only.add(id(node))
+    if id(select.inputs[0].maker) not in only:
+        return
+    nodes: list[Node] = []
+    for node in trace.nodes:
+        if id(node) in only and node is not select:
+            assert node.out is not None
+            node.out.rows = SELECTED
+            if node.op != "attention":
+                node.inputs = [_selected(v, only, nodes) for v in node.inputs]
+        nodes.append(node)
+    trace.head += len(nodes) - len(trace.nodes)
+    trace.nodes = nodes
+    last = select.inputs[0]
+    assert last.maker is not None
+    _rebind(trace, select, last.maker, last.start)
+    _remove(trace, [select])
+
+
+def _selected(value: Value, only: Collection[int], nodes: list[Node]) -> Value:
+    """`value` at selected rows: as it is if it has no others, else what a `select` in front of its reader makes.
+
+    Mutates: `nodes`, those in front.
+    """
+    if value.maker is None:
+        return value
+    if id(value.maker) in only:
+        return Value(value.maker, value.width, SELECTED, value.start, value.heads)
+    for node in nodes:
+        if node.op == "select" and node.inputs[0].same(value):
+            found = node
+            break
+    else:
+        found = Node("select", [value], (), {}, ())
+        found.out = Value(found, value.width, SELECTED, heads=value.heads)
+        nodes.append(found)
+    return Value(found, value.width, SELECTED, 0, value.heads)
 
 
 def _gates(trace: Trace) -> None:

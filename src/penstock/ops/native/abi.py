@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 4
+ABI = 5
 PANEL = 64
 """Outputs of a panel."""
 
