@@ -155,6 +155,7 @@ class Linear final : public Op {
                 }
                 for (int r = int(from); r < to; r += product_.tile_rows) {
                     int count = std::min(product_.tile_rows, to - r);
+                    await(p, r, count);
                     (many ? product_.many : product_.kernel)(rows, r, count, panel, tile);
                     finish(p, r, count, tile);
                 }
@@ -176,6 +177,16 @@ class Linear final : public Op {
         const auto* scales = static_cast<const uint8_t*>(matrix_.scales);
         return {static_cast<const uint8_t*>(matrix_.data) + p * panel_bytes_,
                 scales ? scales + p * scale_bytes_ : nullptr, matrix_.cols, matrix_.group};
+    }
+
+    // Asks for the lines that `finish` will write: their rows lie far apart, and a store that misses holds up others.
+    void await(int64_t p, int64_t first, int count) const {
+        const int64_t column = p * epilogue_.width();
+        const int64_t width = std::min<int64_t>(epilogue_.width(), out_.width - column);
+        for (int64_t r = 0; r < count; r++) {
+            const float* to = out_.data + (first + r) * out_.stride + column;
+            for (int64_t i = 0; i < width; i += 16) asm volatile("prefetchw %0" : : "m"(to[i]));
+        }
     }
 
     void finish(int64_t p, int64_t first, int count, const float* tile) const {

@@ -74,8 +74,10 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
     return maker is not None and whole and maker.op == op and counts[id(maker)] == 1
 
 
-BY_ROWS = {"linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
-           "gate_rows", "attention"}  # fmt: skip
+BY_ROWS = {
+    "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
+    "gate_rows", "attention",
+}  # fmt: skip
 """Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
 some rows; rotations and scales of queries look up where a token stands."""
 

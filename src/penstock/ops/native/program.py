@@ -21,6 +21,7 @@ from penstock.ops.native.matrix import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 
 _ERROR_BYTES = 400
+_LINE = 16  # numbers of a cache line
 
 
 class Pool:
@@ -155,13 +156,13 @@ class NativeProgram:
         self.num_ops = len(ops)
         self._keep = (list(ops), list(planes))
         self.arena: list[F32] = [
-            np.zeros((max_tokens if rows == TOKENS else max_rows, width), np.float32) for width, rows in layout.buffers
+            _on_lines(max_tokens if rows == TOKENS else max_rows, width) for width, rows in layout.buffers
         ]
         self._layout = layout
         registers = (Register * len(layout.registers))()
         for i, v in enumerate(layout.registers):
-            base, (width, rows) = self.arena[v.buffer], layout.buffers[v.buffer]
-            registers[i] = Register(base.ctypes.data + 4 * v.start, width, v.width, rows)
+            base, rows = self.arena[v.buffer], layout.buffers[v.buffer][1]
+            registers[i] = Register(base.ctypes.data + 4 * v.start, base.strides[0] // 4, v.width, rows)
         structs = (OpStruct * len(ops))(*[_struct(op) for op in ops])
         flat = [_plane(name, group) for group in planes for name in group]
         starts = np.cumsum([0, *(len(group) for group in planes)]).astype(np.int32)
@@ -194,6 +195,14 @@ class NativeProgram:
         out = np.zeros(self.num_ops, np.int64)
         self._library.pst_program_profile(self.handle, out.ctypes.data)
         return out
+
+
+def _on_lines(num_rows: int, width: int) -> F32:
+    """Zeros [num_rows, width]. Every row begins on a cache line: else each vector of 16 lies on two."""
+    stride = -(-width // _LINE) * _LINE
+    raw = np.zeros(num_rows * stride + _LINE, np.float32)
+    start = -raw.ctypes.data % (4 * _LINE) // 4
+    return raw[start : start + num_rows * stride].reshape(num_rows, stride)[:, :width]
 
 
 def _plane(name: str, group: Planes) -> Plane:
