@@ -18,6 +18,7 @@ from penstock.model.native.fuse import fuse
 from penstock.model.native.obstacle import native_obstacle
 from penstock.model.native.trace import trace
 from penstock.ops.native.abi import SELECTED
+from penstock.ops.native.program import Layout, NativeProgram
 from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
@@ -235,3 +236,15 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
             selected = i >= last_attention or node.op == "select"
             assert (node.out.rows == SELECTED) == selected, (i, node.op)
     assert 1 <= nodes.count("select") <= 2, "the residual, and what runs beside attention"
+
+
+@each_isa
+def test_rows_of_registers_begin_on_cache_lines(isa: str) -> None:
+    """Else every vector of 16 lies on two; widths that are no multiple of 16 too."""
+    layout = Layout()
+    for width in (1, 16, 50, 4864):
+        layout.register(width)
+    program = NativeProgram(pool(isa, 1), [], layout, [], max_tokens=3, max_rows=1)
+    for array, (width, _) in zip(program.arena, layout.buffers, strict=True):
+        assert array.shape == (3, width)
+        assert [row.ctypes.data % 64 for row in array] == [0, 0, 0]

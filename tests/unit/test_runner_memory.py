@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import threading
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,33 @@ def test_memory_that_is_given_up_is_not_touched_on(monkeypatch: pytest.MonkeyPat
     thread.join(30)
     assert not thread.is_alive()
     assert len(calls) <= 1
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_the_first_blocks_of_all_arrays_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are handed out from the front, keys and values of each."""
+    ranges: list[tuple[int, int]] = []
+
+    class Libc:
+        def madvise(self, begin: Any, size: Any, _: int) -> int:
+            ranges.append((begin.value, begin.value + size.value))
+            return 0
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda *a, **k: Libc())
+    arrays = [zeroed((num_bytes,), np.uint8) for num_bytes in (24 << 20, (12 << 20) + 5)]
+    thread = populate(arrays)
+    assert thread is not None
+    thread.join(30)
+    shares = []
+    for array in arrays:
+        at = array.ctypes.data
+        own = [(begin, end) for begin, end in ranges if at <= begin < at + array.nbytes]
+        assert own[0][0] == at
+        assert own[-1][1] >= at + array.nbytes
+        assert all(a[1] == b[0] for a, b in pairwise(own)), "no gap, nothing twice"
+        shares.append([(end - at) / array.nbytes for _, end in own])
+    assert len(shares[0]) == len(shares[1]) > 4
+    np.testing.assert_allclose(shares[0], shares[1], atol=0.001)
 
 
 def test_small_arrays_are_filled_at_once() -> None:

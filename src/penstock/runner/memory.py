@@ -48,7 +48,7 @@ def zeroed(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
 
 
 def populate(arrays: Iterable[Array]) -> threading.Thread | None:
-    """Touch the pages of large arrays in a thread, in their order. It ends when they are gone, or the process ends.
+    """Touch the pages of large arrays in a thread, from front to back. It ends when they are gone, or the process ends.
 
     None if none is large. Where the system cannot do it, the first step that needs a page waits for it.
     """
@@ -67,14 +67,16 @@ def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     libc = ctypes.CDLL(None, use_errno=True)
-    for ref, address, num_bytes in parts:
-        first = address // mmap.PAGESIZE * mmap.PAGESIZE
-        for offset in range(0, num_bytes, _CHUNK_BYTES):
+    steps, page = max(num_bytes for _, _, num_bytes in parts) // _CHUNK_BYTES + 1, mmap.PAGESIZE
+    # All arrays from front to back together: the first blocks, which are handed out first, are in each of them.
+    for step in range(steps):
+        for ref, address, num_bytes in parts:
             array = ref()  # alive while this chunk is touched
             if array is None:
                 return
-            size = min(_CHUNK_BYTES, num_bytes - offset)
-            if libc.madvise(ctypes.c_void_p(first + offset), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
+            begin, end = (-(-(address + num_bytes * i // steps) // page) * page for i in (step, step + 1))
+            size = ctypes.c_size_t(end - begin)
+            if end > begin and libc.madvise(ctypes.c_void_p(begin), size, _POPULATE_WRITE) != 0:
                 _LOG.debug("memory is not touched ahead: errno %d", ctypes.get_errno())
                 return
             del array
