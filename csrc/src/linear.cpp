@@ -179,13 +179,21 @@ class Linear final : public Op {
                 scales ? scales + p * scale_bytes_ : nullptr, matrix_.cols, matrix_.group};
     }
 
+    static void fetch_to_write(const float* p) {
+#if defined(__x86_64__)
+        asm volatile("prefetchw %0" : : "m"(*p));  // without -mprfchw the builtin fetches it for reading
+#else
+        __builtin_prefetch(p, 1);
+#endif
+    }
+
     // Asks for the lines that `finish` will write: their rows lie far apart, and a store that misses holds up others.
     void await(int64_t p, int64_t first, int count) const {
         const int64_t column = p * epilogue_.width();
         const int64_t width = std::min<int64_t>(epilogue_.width(), out_.width - column);
         for (int64_t r = 0; r < count; r++) {
             const float* to = out_.data + (first + r) * out_.stride + column;
-            for (int64_t i = 0; i < width; i += 16) asm volatile("prefetchw %0" : : "m"(to[i]));
+            for (int64_t i = 0; i < width; i += 16) fetch_to_write(to + i);
         }
     }
 
