@@ -296,28 +296,32 @@ def test_what_cannot_have_been_forgotten_is_refused(isa: str) -> None:
     rule = Rule(2, 1, 8, 8)
     rng = np.random.default_rng(0)
     kept = thinned(rng, rule, 40, 37, lanes=False)
-    planes, group = in_lines([kept], rule, "float32", 16, rng, False, False)
+    whole = Kept(kept.text, (np.arange(37, dtype=np.int32),))
     layout = Layout()
     q, out = layout.register(16), layout.register(16)
-    program = NativeProgram(pool(isa, 1), [attend_op(rule, [q], out)], layout, [planes], max_tokens=3, max_rows=1)
-    memory, none = StepMemory(1), np.zeros(0, np.int32)
+    none = np.zeros(0, np.int32)
 
-    def run(lines: list[int] | None, mask: list[int] | None = None) -> None:
+    def run(of: Kept, lines: list[int] | None, mask: list[int] | None = None) -> None:
+        """A step of the sequence's memory; it has blocks for what is kept, and no more."""
+        planes, group = in_lines([of], rule, "float32", 16, rng, False, False)
+        program = NativeProgram(pool(isa, 1), [attend_op(rule, [q], out)], layout, [planes], max_tokens=3, max_rows=1)
         dropped = None if lines is None else (np.array(lines, np.int32),)
         plan = plan_of([0, 3], [37], [replace(group, dropped=dropped)])
+        memory = StepMemory(1)
         program.run(memory.args(replace(plan, mask=None if mask is None else np.array(mask, np.uint64)), none))
 
+    group = in_lines([kept], rule, "float32", 16, rng, False, False)[1]
     assert group.dropped is not None
     good = group.dropped[0]
     assert good is not None
-    run(good.tolist())
+    run(kept, good.tolist())
     for bad in ([38, 0, 0], [0, -1, 0]):
         with pytest.raises(AssertionError, match="the step fits the program"):
-            run(bad)
+            run(kept, bad)
     with pytest.raises(AssertionError, match="the step fits the program"):
-        run(good.tolist(), [1, 3, 7])
-    run([0, 0, 0], [1, 3, 7])
-    run(None, [1, 3, 7])
+        run(kept, good.tolist(), [1, 3, 7])
+    run(whole, [0, 0, 0], [1, 3, 7])
+    run(whole, None, [1, 3, 7])
 
 
 @each_isa
