@@ -31,7 +31,7 @@ STRETCH = 64
 def read(model: str, ids: list[int], piece: int, **settings: Any) -> tuple[list[float], list[int]]:
     """-ln p of tokens 1, 2, ..., and the KV bytes in use after every step."""
     llm = LLM(model, max_num_seqs=1, max_num_batched_tokens=256, enable_prefix_caching=False, dtype="float32",
-              kv_cache_memory_bytes=256 << 20, **settings)  # fmt: skip
+              kv_cache_memory_bytes=512 << 20, **settings)  # fmt: skip
     core, plan = llm.engine.core, llm.engine.plan
     used: list[int] = []
     step = core.step
