@@ -16,7 +16,7 @@ from penstock.cli.main import main
 def process(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """As a process: what is imported, how it exits and what reaches a real pipe count. It takes a second."""
     return subprocess.run(
-        [sys.executable, "-m", "penstock.cli.main", *args], input=stdin, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "penstock", *args], input=stdin, capture_output=True, text=True, timeout=120
     )
 
 

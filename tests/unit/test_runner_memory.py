@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.core.machine import Machine
 from penstock.runner import memory
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.memory import Array, populate, zeroed
@@ -110,6 +111,24 @@ def test_the_first_blocks_of_all_arrays_come_first(monkeypatch: pytest.MonkeyPat
         shares.append([(end - at) / array.nbytes for _, end in own])
     assert len(shares[0]) == len(shares[1]) > 4
     np.testing.assert_allclose(shares[0], shares[1], atol=0.001)
+
+
+@pytest.mark.usefixtures("_all_is_large")
+def test_a_quarter_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that each planned for half of a machine have no pages touched that only a full cache would need."""
+    looks: list[int] = []
+
+    def machine() -> Machine:
+        looks.append(1)
+        return Machine(num_cores=2, memory_bytes=400, available_bytes=100 if len(looks) < 3 else 99, arch="x86_64")
+
+    monkeypatch.setattr(memory, "probe", machine)
+    array = zeroed((64 << 20,), np.uint8)
+    thread = populate([array])
+    assert thread is not None
+    thread.join(60)
+    assert len(looks) == 3
+    assert 0.45 < resident(array) < 0.55
 
 
 def test_small_arrays_are_filled_at_once() -> None:

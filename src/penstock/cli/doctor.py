@@ -12,6 +12,8 @@ def doctor(args: argparse.Namespace) -> int:
 
     from penstock import __version__
     from penstock.launch.inventory import inventory
+    from penstock.launch.native import NOT_BUILT
+    from penstock.ops.native.library import best_library
     from penstock.plan.probe import probe
 
     console = Console()
@@ -37,9 +39,11 @@ def doctor(args: argparse.Namespace) -> int:
         bad += part.problem is not None
         parts.add_row(part.kind, part.name, "available" if part.problem is None else f"[red]{part.problem}[/red]")
     console.print(parts)
+    library = best_library()
+    native = NOT_BUILT if library is None else f"native for {library.pst_isa_name().decode()}"
     console.print(
-        "Kernels: numpy only (ref: row by row, exact in every batch; blas: whole batches, faster). They compute in "
-        "float32; bfloat16 and float16 weights are widened."
+        f"Kernels: {native}. In numpy: ref (row by row, exact in every batch) and blas (whole batches, faster); these "
+        "compute in float32 and widen bfloat16 and float16 weights."
     )
     if args.model is not None:
         _model(args.model, console)

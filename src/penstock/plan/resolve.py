@@ -258,7 +258,11 @@ def _limits(config: EngineConfig, max_model_len: int, decisions: _Decisions) -> 
             )
         return (min(DEFAULT_NUM_SEQS, budget) if seqs is None else seqs), budget
     wanted = {
-        DEFAULT_BATCHED_TOKENS: "the reference operations run token by token, so a larger step only adds latency",
+        DEFAULT_BATCHED_TOKENS: (
+            "the default; a larger step reads prompts hardly faster and keeps running answers waiting longer"
+            if config.execution.ops == "native"
+            else "the reference operations run token by token, so a larger step only adds latency"
+        ),
         need_whole: f"chunked prefill is off, so one step must hold a sequence of max_model_len {max_model_len}",
         seqs or DEFAULT_NUM_SEQS: f"each of max_num_seqs {seqs} sequences needs one token per step",
     }

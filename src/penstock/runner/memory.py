@@ -2,7 +2,8 @@
 
 Touching every byte before an engine is ready keeps page faults out of its steps, but costs a second per gigabyte or so,
 and in a virtual machine whose host hands out memory late much more: 12 s for the first gigabyte were seen. Pages are
-zeroed when they are handed out, so nothing depends on the first touch: it is left to a thread.
+zeroed when they are handed out, so nothing depends on the first touch: it is left to a thread. The thread leaves a
+quarter of the memory to others: what a cache may hold one day is no reason to push out what runs beside it now.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.plan.probe import probe
+
 Array = npt.NDArray[Any]
 
 SMALL_BYTES = 64 << 20
 """Arrays up to this are filled at once."""
 _CHUNK_BYTES = 4 << 20
+_CHUNKS_A_LOOK = 16
+"""Chunks that are touched from one look at the free memory to the next."""
+_LEFT_SHARE = 4
+"""A `_LEFT_SHARE`-th of the memory is left for what really needs it."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): as if every page had been written to, without changing one."""
 _LOG = logging.getLogger(__name__)
@@ -48,7 +55,9 @@ def zeroed(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
 
 
 def populate(arrays: Iterable[Array]) -> threading.Thread | None:
-    """Touch the pages of large arrays in a thread, from front to back. It ends when they are gone, or the process ends.
+    """Touch the pages of large arrays in a thread, from front to back.
+
+    It ends when they are gone, when others need the memory more (`_LEFT_SHARE`), or when the process ends.
 
     None if none is large. Where the system cannot do it, the first step that needs a page waits for it.
     """
@@ -70,6 +79,9 @@ def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
     steps, page = max(num_bytes for _, _, num_bytes in parts) // _CHUNK_BYTES + 1, mmap.PAGESIZE
     # All arrays from front to back together: the first blocks, which are handed out first, are in each of them.
     for step in range(steps):
+        if step % _CHUNKS_A_LOOK == 0 and (machine := probe()).available_bytes < machine.memory_bytes // _LEFT_SHARE:
+            _LOG.debug("memory is not touched ahead any more: others have most of it")
+            return
         for ref, address, num_bytes in parts:
             array = ref()  # alive while this chunk is touched
             if array is None:
