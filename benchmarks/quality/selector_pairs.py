@@ -1,7 +1,7 @@
 """KV selectors against a window and against chance at one budget, in pairs: rows F03, F04.
 
     PYTHONPATH=. python benchmarks/quality/selector_pairs.py nano --text BOOK.txt [--selectors h2o scissorhands]
-        [--budget 20%] [--windows 60] [--limit 240] [--seeds 3] [--chat-tasks nq-open --data FOLDER] [--out results.json]
+        [--budget 20%] [--windows 60] [--limit 240] [--seeds 3] [--chat-tasks nq-open --data FOLDER] [--out FILE]
 
 All configurations read the same windows of a text, with selections every 64 tokens within them, and answer the same
 questions. *Text*: KL from the full cache (`eval.cap.text`) and nats, per counted token. *Tasks*: the share of right

@@ -39,8 +39,8 @@ _TIKTOKEN: dict[str, tuple[str, dict[str, int]]] = {
 _TEXT_BYTES = [*b"\t\n\r", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1), 0xF3, 0xF4]
 """Bytes of UTF-8, but for control characters and the first bytes of planes without characters.
 
-Real vocabularies that were learnt from a text's bytes lack some of those (SmolLM2's lacks eight). Texts with such a byte
-are encoded without it, as `tokenizers` and llama.cpp do.
+Real vocabularies that were learnt from a text lack some of those (SmolLM2 lacks eight). Texts with such a byte are
+encoded without it, as `tokenizers` and llama.cpp do.
 """
 
 _MAX_SPLIT_WORK = 1 << 28
