@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,6 +178,7 @@ def times(llm: LLM, n: int = 8) -> dict[str, Any]:
     noise, tokenizer = noise_of(prose(None)), llm.get_tokenizer()
     asked = [hidden(random.Random(i), "test", 6600, noise, 0.5).prompt.rsplit("\n\n", 1) for i in range(n)]
     asked = [(context, "\n\n" + question) for context, question in asked]
+    load = os.getloadavg()[0]
     compressor = compressor_of(llm, "pico")
     taken: dict[str, list[tuple[float, ...]]] = {}
     lengths = []
@@ -199,7 +201,7 @@ def times(llm: LLM, n: int = 8) -> dict[str, Any]:
         name: {p: round(statistics.median(t[i] for t in found) * 1e3, 2) for i, p in enumerate(parts)}
         for name, found in taken.items()
     }
-    return {"note": "taken on a busy machine", "prompts": n, "mean_tokens": statistics.mean(lengths), "rows": rows}
+    return {"load": load, "prompts": n, "mean_tokens": statistics.mean(lengths), "rows": rows}
 
 
 def main() -> None:

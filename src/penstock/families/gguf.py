@@ -34,8 +34,9 @@ _MAX_SIZE = 2**24
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_POSITION = 2**31 - 1
-_CODED_DTYPE = "float16"
-"""What decoded weights are called when memory is short: three digits more than bfloat16, as their codes deserve."""
+_CODED_DTYPE = "bfloat16"
+"""What decoded weights are held in. float16 keeps three bits more of them and reads prompts at half the speed; both
+are nearer to the exact values than engines that round rows to 8 bits (docs/guides/models-and-weights.md)."""
 _TEMPLATE_LIMIT_CHARS = 4 * 1024 * 1024
 
 
