@@ -32,8 +32,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 @contextmanager
 def smollm2(**settings: Any) -> Iterator[LLM]:
+    """In float32: bfloat16 rounds attention with and without a selector differently (0.08 nats at most, 0.02 in the mean)."""
     llm = LLM(
-        str(GGUF), threads=2, max_model_len=1024, max_num_seqs=2, kv_cache_memory_bytes=96 << 20,
+        str(GGUF), dtype="float32", threads=2, max_model_len=1024, max_num_seqs=2, kv_cache_memory_bytes=96 << 20,
         enable_prefix_caching=False, **settings,
     )  # fmt: skip
     try:
@@ -75,7 +76,7 @@ def test_F01_without_the_first_tokens_perplexity_runs_away() -> None:
     """StreamingLLM, section 3.1: as soon as a window drops the first tokens."""
     full, sinks, window = (nats(name, "192") for name in (None, "streaming", "window"))
     alike = 128  # nothing is dropped so far
-    assert max(abs(a - b) for a, b in zip(full[:alike], sinks[:alike], strict=True)) < 0.02
+    assert max(abs(a - b) for a, b in zip(full[:alike], sinks[:alike], strict=True)) < 1e-3
     assert perplexity(sinks) < 1.25 * perplexity(full)
     assert perplexity(window) > 1.5 * perplexity(sinks)
 
