@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.eval.run import evaluate
 from penstock.eval.sample import SAMPLE
 from penstock.launch.native import NOT_BUILT
 from penstock.ops.native.library import best_library
@@ -70,6 +71,15 @@ def test_it_reads_and_answers() -> None:
     assert plain.prompt_token_ids == [504, 3575, 282, 4649, 314]
     assert plain.outputs[0].text.startswith(" Paris")
     assert "Paris" in chat.outputs[0].text
+
+
+def test_K33_in_a_chat_it_says_the_question_again_and_then_the_value() -> None:
+    """Its sentence has room, and counts: with the room of a bare number it was cut before that, and nothing was right."""
+    with smollm2() as llm:
+        (lines,) = evaluate(llm, ["lines?pairs=10"], limit=20, chat=True).tasks
+    right = [e for e in lines.examples if e.scores["accuracy"]]
+    assert len(right) >= 3
+    assert all(e.said.startswith("The register content in line ") and e.said.endswith(e.expected) for e in right)
 
 
 def test_F01_without_the_first_tokens_perplexity_runs_away() -> None:

@@ -101,11 +101,53 @@ def test_K14_a_judge_knows_right_from_wrong(spec: str, expected: str, right: str
         assert s.keys() == {m.name for m in made.task.metrics}
 
 
+def test_an_answer_may_be_a_sentence_that_ends_with_it() -> None:
+    """As assistants answer; what is named on the way, or denied, is not the answer."""
+    for spec in ("needle", "lookup", "lines", "arithmetic", "listops"):
+        right = ("The number of ba-be is 4821.", "ba-be: 4821", "**4821**", 'It was "4821".', "[MAX 1 2 ] = 4821")
+        wrong = (
+            "It is not 4821",
+            "I know 4821",
+            "is 14821",
+            "It is 4821 or 4822",
+            "It is 48 4821",
+            "It is 4822. It is 4821",
+        )
+        scores = judged(spec, "4821", *right, *wrong)
+        assert [s["accuracy"] for s in scores] == [1.0] * len(right) + [0.0] * len(wrong), spec
+    assert judged("two-hop", "Leo in the mill.", "The ball is Leo in the mill.")[0]["accuracy"] == 1
+
+
+def test_an_answer_in_a_chat_has_room_for_a_sentence() -> None:
+    """A real assistant says the question again first, and was cut before it came to the number."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    specs = "needle", "lookup", "lines", "two-hop", "copy", "passage", "arithmetic", "json", "listops", "count", "find"
+    for spec in specs:
+        (made,) = make_tasks([spec])
+        plain, chat = (made.task.examples(reader(template=t), 0, 4) for t in (None, template))
+        assert min(e.max_tokens for e in chat) >= min(e.max_tokens for e in plain) + 40, spec
+    (made,) = make_tasks(["needle?lengths=512"])
+    needles = made.task.examples(reader(512, template=template), 0, 4)
+    assert all(450 < e.num_tokens <= 512 for e in needles), "the longest still fit"
+
+
 def test_json_may_be_valid_and_wrong() -> None:
     found = judged("json", '{"age": 3}', '{"age": 4}', '{"age": 3, "age": 3}', "[3]", "[" * 100_000)
     assert [(s["valid"], s["right"]) for s in found] == [(1, 0), (0, 0), (1, 0), (0, 0)]
     # An answer ends with its line.
     assert judged("json", '{"age": 3}', '{"age": 3}\nTom is 4') == [{"right": 1, "valid": 1}]
+    # Assistants write it over several lines, or as a block of code.
+    lines = '{\n  "age": 3\n}'
+    assert (
+        judged("json", '{"age": 3}', lines, f"```json\n{lines}\n```\nThat is Tom", f"```\n{lines}")
+        == [{"right": 1, "valid": 1}] * 3
+    )
+    wrong = judged("json", '{"age": 3}', '{"age": 3} and {"age": 4}', '{\n"age": 3', f"It is {lines}", "```", "{\n")
+    assert wrong == [{"right": 0, "valid": 0}] * 5
+    (made,) = make_tasks(["json"])
+    assert [
+        {e.stop for e in made.task.examples(reader(template=t), 0, 4)} for t in (None, "{{ messages[0].content }}")
+    ] == [{(".", "\n")}, {()}]
 
 
 def test_likelihoods_choose_and_the_first_of_equals_wins(tmp_path: Path) -> None:

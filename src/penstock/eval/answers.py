@@ -15,12 +15,22 @@ from difflib import SequenceMatcher
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MARKS = r"[\"'`*]*"
 _CJK = re.compile(r"([\u3400-\u9fff])")
 
 
 def said(text: str) -> str:
     """A short answer: up to its first full stop or end of line, without spaces around it."""
     return re.split(r"[.\n]", text.strip(), maxsplit=1)[0].strip()
+
+
+def told(text: str, value: str) -> float:
+    """1 if the short answer is `value`, or a sentence that ends with it behind is, are, was, were, `=` or `:`.
+
+    Assistants answer in sentences. Quotes and asterisks around the value do not count.
+    """
+    ending = rf"(?:^|(?:\b(?:is|are|was|were)|=|:)\s*){_MARKS}{re.escape(value)}{_MARKS}$"
+    return float(re.search(ending, said(text)) is not None)
 
 
 def normal(text: str) -> str:

@@ -17,6 +17,7 @@ from penstock.base.errors import ConfigError, InputError
 from penstock.text.template import encode_chat
 from penstock.text.tokenizer import Tokenizer
 
+_SENTENCE_TOKENS = 48
 Tag = str | int | float
 Kind = Literal["generate", "score", "perplexity"]
 """generate: the model answers. score: its likelihoods of given texts are compared. perplexity: ... are the figure."""
@@ -142,6 +143,10 @@ class Reader:
     def count(self, text: str) -> int:
         """Tokens of a text that continues another."""
         return len(self.tokenizer.encode(text, add_special_tokens=False)) if text else 0
+
+    def answer(self, num_tokens: int) -> int:
+        """Tokens that an answer of `num_tokens` may take: in a chat there is room for a sentence around it."""
+        return num_tokens + (0 if self.template is None else _SENTENCE_TOKENS)
 
     def fits(self, prompt: str, max_tokens: int) -> bool:
         return len(self.prompt(prompt)) + max_tokens <= self.room

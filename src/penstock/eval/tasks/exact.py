@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from penstock.eval.answers import said
+from penstock.eval.answers import said, told
 from penstock.eval.exercises import Exercise, arithmetic, copying, two_hop
 from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Reader, Task, no_file
 
@@ -14,7 +14,7 @@ _SHORTEST, _LONGEST = 60, 2400  # characters of context, growing from example to
 
 
 class Exact:
-    """Test exercises of one skill; right is exactly the answer, up to a full stop or the end of the line."""
+    """Test exercises of one skill; right is the answer, up to a full stop or the end of the line (`answers.told`)."""
 
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("accuracy"),)
@@ -38,16 +38,18 @@ class Exact:
             while size > 20 and not reader.fits(made.prompt, self._max_tokens(reader, made) + 16):
                 size //= 2
                 made = self.make(rng, size)
-            out.append(
-                Example(made.answer, reader.prompt(made.prompt), max_tokens=self._max_tokens(reader, made), stop=STOP)
-            )
+            tokens = self._max_tokens(reader, made)
+            out.append(Example(made.answer, reader.prompt(made.prompt), max_tokens=tokens, stop=self._stop(reader)))
         return out
 
     def _max_tokens(self, reader: Reader, made: Exercise) -> int:
-        return reader.count(" " + made.answer) + self.room
+        return reader.answer(reader.count(" " + made.answer) + self.room)
+
+    def _stop(self, reader: Reader) -> tuple[str, ...]:
+        return STOP
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
-        return {"accuracy": float(said(answer.text) == said(example.expected))}
+        return {"accuracy": told(answer.text, said(example.expected))}
 
 
 def silence(rng: random.Random, size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from penstock.eval.answers import said
+from penstock.eval.answers import told
 from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Reader, Task, no_file
 
 _INTRODUCTION = """\
@@ -68,17 +68,17 @@ class ListOps:
     def examples(self, reader: Reader, seed: int, limit: int) -> list[Example]:
         """Every depth equally often, at least once."""
         rng = random.Random(f"listops {seed}")
-        out = []
+        out, max_tokens = [], reader.answer(_MAX_TOKENS)
         for depth in self.depths:
             for _ in range(max(1, limit // len(self.depths))):
                 words = expression(rng, depth, self.parts)
                 prompt = reader.prompt(f"{_INTRODUCTION}{' '.join(words)} =")
                 expected = str(value_of(words))
-                out.append(Example(expected, prompt, tags={"depth": depth}, max_tokens=_MAX_TOKENS, stop=("\n",)))
+                out.append(Example(expected, prompt, tags={"depth": depth}, max_tokens=max_tokens, stop=("\n",)))
         return out
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
-        return {"accuracy": float(said(answer.text) == example.expected)}
+        return {"accuracy": told(answer.text, example.expected)}
 
 
 def make(path: Path | None, options: Options) -> Task:

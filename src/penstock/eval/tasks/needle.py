@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from penstock.eval.answers import said, stands
+from penstock.eval.answers import said, stands, told
 from penstock.eval.exercises import hidden
 from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Reader, Task
 from penstock.eval.tasks.exact import STOP
@@ -21,7 +21,10 @@ _SPARE = 16
 
 
 class Needle:
-    """accuracy: the answer is the number. found: the number stands in the answer."""
+    """accuracy: the answer is the number, or a sentence that ends with it (`answers.told`).
+
+    found: the number stands in the answer.
+    """
 
     name = "needle"
     kind: Kind = "generate"
@@ -46,19 +49,19 @@ class Needle:
 
     def _example(self, reader: Reader, rng: random.Random, depth: float, length: int, per_token: float) -> Example:
         """A prompt of at most `length` tokens, its answer included, and not much less."""
-        size = int((length - 60) * per_token)
+        size, max_tokens = int((length - 60) * per_token), reader.answer(_MAX_TOKENS)
         while True:
             made = hidden(rng, "test", max(size, 0), self.noise, depth)
             prompt = reader.prompt(made.prompt)
-            over = len(prompt) + _MAX_TOKENS + _SPARE - length
+            over = len(prompt) + max_tokens + _SPARE - length
             if over <= 0 or size <= 0:
                 tags = {"depth": depth, "length": length}
-                return Example(made.answer, prompt, tags=tags, max_tokens=_MAX_TOKENS, stop=STOP)
+                return Example(made.answer, prompt, tags=tags, max_tokens=max_tokens, stop=STOP)
             size -= int((over + 2) * per_token) + 1
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         value = said(example.expected)
-        return {"accuracy": float(said(answer.text) == value), "found": stands(answer.text, value)}
+        return {"accuracy": told(answer.text, value), "found": stands(answer.text, value)}
 
 
 def usual_lengths(room: int) -> tuple[int, ...]:

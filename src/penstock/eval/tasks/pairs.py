@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import InputError
-from penstock.eval.answers import said, stands
+from penstock.eval.answers import stands, told
 from penstock.eval.exercises import code, number, pairs
 from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Reader, Task, no_file
 from penstock.eval.tasks.exact import STOP
@@ -43,7 +43,10 @@ _LINES = Form(
 
 
 class Pairs:
-    """accuracy: the answer is the value. found: the value stands in the answer."""
+    """accuracy: the answer is the value, or a sentence that ends with it (`answers.told`).
+
+    found: the value stands in the answer.
+    """
 
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("accuracy"), Metric("found"))
@@ -79,7 +82,7 @@ class Pairs:
         context = "\n".join(self.form.pair.format(k=k, v=v) for k, v in made.items())
         prompt = reader.prompt(f"{context}\n\n{self.form.question.format(k=key)}")
         tags = {"position": position, "pairs": count}
-        return Example(made[key], prompt, tags=tags, max_tokens=_MAX_TOKENS, stop=STOP)
+        return Example(made[key], prompt, tags=tags, max_tokens=reader.answer(_MAX_TOKENS), stop=STOP)
 
     @staticmethod
     def _two_words(rng: random.Random, count: int) -> dict[str, str]:
@@ -90,7 +93,7 @@ class Pairs:
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         value: str = example.expected
-        return {"accuracy": float(said(answer.text) == value), "found": stands(answer.text, value)}
+        return {"accuracy": told(answer.text, value), "found": stands(answer.text, value)}
 
 
 def make_lookup(path: Path | None, options: Options) -> Task:

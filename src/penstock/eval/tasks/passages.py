@@ -53,7 +53,7 @@ class Passages:
             tags, expected = {"position": round(at / max(1, n - 1), 1), "passages": n}, at + 1
         context = "\n".join(f"Passage {i}: {text}" for i, text in enumerate(shown, 1))
         prompt = reader.prompt(f"{context}\n\n{question}")
-        return Example(str(expected), prompt, tags=tags, max_tokens=_MAX_TOKENS, stop=(".", "\n"))
+        return Example(str(expected), prompt, tags=tags, max_tokens=reader.answer(_MAX_TOKENS), stop=(".", "\n"))
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         """The first number of the answer."""
