@@ -74,7 +74,7 @@ def test_it_reads_and_answers() -> None:
 
 
 def test_K33_in_a_chat_it_says_the_question_again_and_then_the_value() -> None:
-    """Its sentence has room, and counts: with the room of a bare number it was cut before that, and nothing was right."""
+    """Its sentence has room, and counts: with the room of a bare number it was cut, and nothing was right."""
     with smollm2() as llm:
         (lines,) = evaluate(llm, ["lines?pairs=10"], limit=20, chat=True).tasks
     right = [e for e in lines.examples if e.scores["accuracy"]]
