@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.cli.cap_shapes import triangle
 from penstock.config import SETTINGS, from_kwargs
 from penstock.eval.cap.board import Configuration, make_board, parse_with, read_board, told
 from penstock.eval.cap.conditions import Conditions, grid, with_lengths
 from penstock.eval.cap.context import ACCURACY, GRID_ENDS, MEMORY, Scores, context_of, gain_of
 from penstock.eval.cap.fit import Seat
 from penstock.eval.cap.labels import AXES, LABELS, label_of
+from penstock.eval.cap.rounds import MOST_ROUNDS, num_wide, run_rounds
+from penstock.eval.cap.speed import Speed
 from penstock.eval.cap.text import token_kl
-from penstock.eval.cap.verdict import Label, confirm, judge, measure, ratio_interval, together, verdict
+from penstock.eval.cap.verdict import Label, Measure, confirm, judge, measure, ratio_interval, together, verdict
 from penstock.eval.result import Scored, TaskResult, figure
 from penstock.eval.run import Prepared
 from penstock.eval.tasks import make_tasks
@@ -126,7 +129,8 @@ def test_a_malformed_board_file_is_one_sentence(tmp_path: Path, text: str | None
 
 @pytest.mark.parametrize(
     "changes", [{"threshold": 0.0}, {"threshold": 1.5}, {"kv_memory": 0}, {"limit": 0}, {"rounds": 0},
-                {"output_len": 1}, {"lengths": (32,)}, {"lengths": (512, 256)}, {"speed_tolerance": 1.0}],
+                {"output_len": 1},
+                {"speed_seconds": -1.0}, {"lengths": (32,)}, {"lengths": (512, 256)}, {"speed_tolerance": 1.0}],
 )  # fmt: skip
 def test_conditions_that_measure_nothing_are_refused(changes: dict[str, Any]) -> None:
     (needle, text) = make_tasks(["needle", "perplexity"])
@@ -183,16 +187,106 @@ def test_only_an_interval_says_that_something_changed(interval: Any, beyond: flo
     assert judge(interval, same=0.05, beyond=beyond) == word
 
 
+def gained(gain: float, low: float, high: float, *, axis: str = "P", name: str = "m") -> Measure:
+    return measure(axis, name, "x", 1, 1 + gain, gain, (low, high), same=0.05, beyond=0.05)
+
+
+BETTER, WORSE, SAME = gained(0.3, 0.2, 0.4), gained(-0.3, -0.4, -0.2), gained(0.0, -0.01, 0.01)
+WIDE, WIDE_BETTER, WIDE_WORSE = gained(0.0, -0.5, 0.5), gained(0.6, -0.1, 1.7), gained(-0.38, -0.7, 0.3)
+
+
 @pytest.mark.parametrize(
-    ("words", "word"),
+    ("measures", "word"),
     [
-        (["improved", "not shown", "unchanged"], "improved"), (["worse", "unchanged"], "worse"),
-        (["improved", "worse"], "mixed"), (["unchanged", "unchanged"], "unchanged"),
-        (["unchanged", "not shown"], "not shown"), ([], "not shown"),
+        ([BETTER, WIDE, SAME], "improved"), ([WORSE, SAME], "worse"), ([WORSE, BETTER], "mixed"),
+        ([SAME, SAME], "unchanged"), ([SAME, WIDE], "not shown"), ([WIDE_BETTER], "not shown"), ([], "not shown"),
+        ([BETTER, WIDE_BETTER], "improved"), ([WORSE, WIDE_WORSE], "worse"),
+        ([BETTER, WIDE_WORSE], "mixed"), ([WORSE, WIDE_BETTER], "mixed"), ([WIDE_BETTER, WIDE_WORSE], "not shown"),
     ],
 )  # fmt: skip
-def test_measures_of_an_axis_come_together(words: Any, word: str) -> None:
-    assert together(words) == word
+def test_measures_of_an_axis_come_together(measures: list[Measure], word: str) -> None:
+    assert together(measures) == word
+
+
+def test_memory_that_halved_does_not_hide_that_throughput_fell() -> None:
+    """2,999 to 1,864 tokens per second on a loaded machine, where the interval of the ratio was wide."""
+    counted = gained(0.78, 0.78, 0.78, name="KV memory of a request")
+    timed = gained(1864 / 2999 - 1, -0.7, 0.3, name="throughput")
+    judged = verdict(Label("CP", False, ""), [counted, timed])
+    assert judged.words["P"] == "mixed"
+    assert "better: KV memory of a request; worse: perhaps throughput" in judged.said
+    assert judged.label != "confirmed"
+
+
+def test_the_triangle_says_of_an_axis_what_the_table_says() -> None:
+    from types import SimpleNamespace
+
+    measures = [
+        gained(1.0, 0.9, 1.1, axis="C", name="longest context"),
+        gained(0.78, 0.78, 0.78, name="KV memory of a request"),
+        gained(-0.38, -0.7, 0.3, name="throughput in the memory"),
+        gained(0.0, -0.3, 0.3, axis="A", name="mean score of the tasks"),
+    ]  # fmt: skip
+    judged = verdict(Label("CP", False, ""), measures)
+    row: Any = SimpleNamespace(name="x", measures=measures, verdict=judged)
+    drawn = triangle(row, row)
+    for said in ("C x2.00, improved", "P x0.62, mixed", "A x1.00, not shown"):
+        assert said in drawn
+    assert drawn.count('class="tip open"') == 2
+    assert drawn.count('class="tip"') == 1
+
+
+# -- how often speed is measured ---------------------------------------------------------------------------------
+
+
+def conditions(**changes: Any) -> Conditions:
+    (needle, text) = make_tasks(["needle", "perplexity"])
+    return Conditions(tasks=(), context=needle, text=text, **changes)
+
+
+def rounds_of(changes: dict[str, Any], ratio: Any, seconds: float = 1.0) -> tuple[Any, list[tuple[int, int]]]:
+    """Rounds of two configurations; in round k the second takes `ratio(k)` times as long."""
+    speeds, order, clock = [Speed(), Speed()], [], [0.0]
+    wanted = conditions(**changes)
+
+    def timed(i: int, number: int) -> None:
+        order.append((i, number))
+        clock[0] += seconds
+        for column in (speeds[i].ttft_s, speeds[i].tpot_s, speeds[i].batch_s):
+            column += [ratio(number) if i else 1.0] * wanted.repeats
+
+    return run_rounds(speeds, wanted, timed, lambda: clock[0]), order
+
+
+def test_rounds_end_when_intervals_can_be_read_and_alternate() -> None:
+    found, order = rounds_of({"rounds": 4}, lambda k: 1.0 + 0.01 * (k % 2))
+    assert found.number == 4
+    assert "narrow enough" in found.why
+    assert order == [(i, k) for k in range(4) for i in ((0, 1) if k % 2 == 0 else (1, 0))]
+    assert found.busy is None or 0 <= found.busy <= 1
+
+
+def test_a_noisy_machine_gets_more_rounds_until_the_time_is_over() -> None:
+    noisy = lambda k: (0.6, 1.6, 1.0, 1.3)[k % 4]  # noqa: E731
+    found, _ = rounds_of({"rounds": 4, "speed_seconds": 60.0}, noisy)
+    assert found.number == 30, "two seconds a round"
+    assert "3 of 3 intervals of times are still wide, and --speed-seconds 60 are over" in found.why
+    assert rounds_of({"rounds": 4, "speed_seconds": 0.0}, noisy)[0].number == 4
+    settled, _ = rounds_of({"rounds": 2, "speed_seconds": 1e9}, lambda k: 1.0 + 0.15 * (-1) ** k)
+    assert 30 < settled.number < 50, "a spread of 15 % needs some 36 pairs for 5 %"
+    assert rounds_of({"rounds": 2, "speed_seconds": 1e9}, noisy, 0.0)[0].number == MOST_ROUNDS
+
+
+def test_an_interval_is_wide_by_its_width_not_by_where_it_lies() -> None:
+    def pair(*ratios: float) -> list[Speed]:
+        n = len(ratios)
+        return [Speed(*[[1.0] * n] * 3), Speed(*[list(ratios)] * 3)]
+
+    wanted = conditions()
+    assert num_wide(pair(0.99, 1.0, 1.01), wanted) == 0
+    assert num_wide(pair(0.8, 1.0, 1.25), wanted) == 3
+    assert num_wide(pair(0.49, 0.5, 0.51), wanted) == 0, "twice as fast, give or take a tenth, can be read"
+    assert num_wide(pair(2.0), wanted) == 3, "one round has no interval"
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     p = parser.add_argument_group("performance")
     for name, default, said in (
         ("input-len", 512, "tokens of a prompt"), ("output-len", 32, "tokens of an answer"),
-        ("requests", 8, "requests of a batch"), ("repeats", 2, "single requests, and batches, of a round"),
-        ("rounds", 4, "rounds through all configurations; a speed has its interval over them"),
+        ("requests", 8, "requests of a batch"), ("repeats", 1, "single requests, and batches, of a round"),
+        ("rounds", 4, "rounds through all configurations, at least; a speed has its interval over them"),
     ):  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{said} (default: {default})")
+    p.add_argument(
+        "--speed-seconds", type=float, default=240.0, metavar="S",
+        help="more rounds, while an interval is too wide to be read, until this has passed (default: 240; 0: none)",
+    )  # fmt: skip
     p.add_argument(
         "--speed-tolerance", type=float, default=0.05, metavar="X",
         help="share within which a speed has not changed (default: 0.05)",
@@ -126,7 +130,8 @@ def _conditions(args: argparse.Namespace) -> Conditions:
         tasks=tuple(tasks), context=make_tasks([args.context_task])[0], text=make_tasks([text])[0], lengths=lengths,
         threshold=args.threshold, kv_memory=args.kv_memory, limit=args.limit, seed=args.examples_seed, chat=args.chat,
         bos=args.bos, top=args.kl_top, input_len=args.input_len, output_len=args.output_len, requests=args.requests,
-        repeats=args.repeats, rounds=args.rounds, speed_tolerance=args.speed_tolerance,
+        repeats=args.repeats, rounds=args.rounds, speed_seconds=args.speed_seconds,
+        speed_tolerance=args.speed_tolerance,
     )  # fmt: skip
 
 

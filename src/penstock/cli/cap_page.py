@@ -14,6 +14,7 @@ from penstock.cli.cap_tables import (
     kl_text,
     machine_text,
     methods,
+    rounds_text,
     size,
     trilemma_text,
 )
@@ -39,7 +40,8 @@ td.soft {{ color: var(--soft); }} .text td {{ white-space: normal; text-align: l
 .plain {{ fill: none; stroke: var(--ink); stroke-dasharray: 3 3; }}
 .shape {{ fill: var(--c0); fill-opacity: 0.18; stroke: var(--c0); stroke-width: 2; stroke-linejoin: round; }}
 .sure {{ stroke: var(--c0); stroke-width: 6; stroke-opacity: 0.35; stroke-linecap: round; }}
-.tip {{ fill: var(--c0); }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 8px; }}
+.tip {{ fill: var(--c0); }}
+.tip.open {{ fill: var(--card); stroke: var(--c0); stroke-width: 1.5; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 8px; }}
 .maps {{ display: flex; flex-wrap: wrap; gap: 14px; }}
 .charts {{ grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }}
 {map_style}</style></head>
@@ -48,7 +50,8 @@ td.soft {{ color: var(--soft); }} .text td {{ white-space: normal; text-align: l
 <th>declared</th><th>C</th><th>A</th><th>P</th><th>label</th><th>why</th></tr></thead>
 <tbody>{verdicts}</tbody></table></div>
 <p class="soft" style="margin-top:8px">An axis counts as improved, unchanged or worse only where a paired interval of
-95 % says so; else it is not shown. Mixed: better by one measure, worse by another.</p>
+95 % says so; else it is not shown. Mixed: better by one measure, worse by another, or worse by its figure where the
+interval is wide.</p>
 <h2>Context and accuracy</h2><div class="card scroll"><table class="num"><thead><tr><th>configuration</th>
 <th>C: longest context</th><th>limited by</th><th>would fit</th><th>A: score</th><th>95 %</th>
 <th>bits per byte</th>
@@ -61,7 +64,9 @@ td.soft {{ color: var(--soft); }} .text td {{ white-space: normal; text-align: l
 <h2>Context, accuracy, performance</h2>
 <p class="soft">The plain configuration is the dashed triangle. Outwards is better; the inner ring is half, the outer
 one twice the plain value, and what is further is cut there. C: longest context kept; A: score; P: throughput in the
-same KV memory. The broad lines are intervals of 95 %.</p><div class="triangles">{triangles}</div>
+same KV memory. The broad lines are intervals of 95 %. A corner is named by the axis, its figure, and what the table
+above says of the axis by all its measures; it is filled only where that is shown.</p>
+<div class="triangles">{triangles}</div>
 <h2>Accuracy against memory</h2>{legend}<div class="charts">{curves}</div>
 {maps}
 <h2>Every measure</h2>{details}
@@ -83,7 +88,7 @@ def html_page(report: Report) -> str:
         title=f"CAP board of {escape(report.model)}", style=STYLE, map_style=MAP_STYLE, about=escape(about),
         trilemma=escape(trilemma_text(report)), verdicts="".join(_verdict(row) for row in judged),
         quality="".join(_quality(row) for row in report.rows), speeds="".join(_speed(row) for row in report.rows),
-        batch=escape(_batch(report)),
+        batch=escape(f"{_batch(report)} {rounds_text(report)}".strip()),
         triangles="".join(triangle(row, report.plain) for row in report.rows[1:]), legend=legend(names),
         curves="".join(_curves(report)), maps=_maps(report), details="".join(_detail(row) for row in judged),
         methods=escape(" ".join(methods(report))), conditions=escape(conditions_text(report)),

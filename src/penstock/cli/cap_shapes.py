@@ -29,12 +29,13 @@ def triangle(row: Row, plain: Row) -> str:
         if measure is not None and measure.low is not None and measure.high is not None and measure.low < measure.high:
             ends = [_at(axis, _of(measure, gain)) for gain in (measure.low, measure.high)]
             spans.append(_line("sure", *ends))
-        tips.append(f'<circle class="tip" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.5"/>')
+        shown = row.verdict is None or row.verdict.words[axis] not in ("not shown", "mixed")
+        tips.append(f'<circle class="tip{"" if shown else " open"}" cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.5"/>')
     label = f"C, A and P of {row.name} over {plain.name}"
     body = [_polygon("ring", [_at(axis, r) for axis in _ANGLES]) for r in (0.5, 1.5, 2.0)]
     body += [_line("spoke", (_X, _Y), _at(axis, _TWICE)) for axis in _ANGLES]
     body += [_polygon("shape", points), *spans, _polygon("plain", [_at(axis, 1.0) for axis in _ANGLES]), *tips]
-    body += [_text(axis, next((m for m in row.measures if m.name == _SHOWN[axis]), None)) for axis in _ANGLES]
+    body += [_text(axis, next((m for m in row.measures if m.name == _SHOWN[axis]), None), row) for axis in _ANGLES]
     said = "" if row.verdict is None else f"declared {row.verdict.declared or 'nothing'}: {row.verdict.label}"
     return (
         f"<figure><figcaption><h3>{escape(row.name)}</h3><span>{escape(said)}</span></figcaption>"
@@ -58,10 +59,12 @@ def _at(axis: str, ratio: float) -> tuple[float, float]:
     return _X + r * math.cos(angle), _Y + r * math.sin(angle)
 
 
-def _text(axis: str, measure: Measure | None) -> str:
+def _text(axis: str, measure: Measure | None, row: Row) -> str:
+    """The axis, the figure that stands for it, and the verdict on the axis: the same word as in the table."""
     x, y = _at(axis, _TWICE)
     dy, anchor = {"A": (-9.0, "middle"), "C": (18.0, "middle"), "P": (18.0, "middle")}[axis]
     said = axis if measure is None else f"{axis} x{_ratio(measure):.2f}"
+    said += "" if row.verdict is None else f", {row.verdict.words[axis]}"
     return f'<text class="label" x="{x:.1f}" y="{y + dy:.1f}" text-anchor="{anchor}">{said}</text>'
 
 

@@ -72,6 +72,24 @@ def machine_text(report: Report) -> str:
     return " ".join([f"{m['cores']} cores, {size(m['memory_bytes'])}, {m['arch']}", *m["flags"]])
 
 
+BUSY = 0.1
+"""Share of the processors' time for other programs from which on speeds are told to be doubtful."""
+
+
+def rounds_text(report: Report) -> str:
+    """How long speed was measured, and beside what; empty for reports that do not say."""
+    r = report.rounds
+    if r is None:
+        return ""
+    said = f"Speed: {r.number} rounds in {r.seconds:.0f} s; {r.why}."
+    if r.busy is not None and r.busy > BUSY:
+        said += (
+            f" Other programs took {r.busy:.0%} of the processors' time meanwhile: measure on an idle machine before "
+            "you rely on times."
+        )
+    return said
+
+
 def trilemma_text(report: Report) -> str:
     """Whether any configuration improved all three."""
     judged = [row for row in report.rows if row.verdict is not None]
@@ -115,5 +133,10 @@ def print_report(report: Report) -> None:
         console.print(detail)
         console.print(f"C stops at {context_text(row)}; KL {kl_text(row)}", style="dim", highlight=False)
     console.print(f"\n{trilemma_text(report)}")
-    for line in (*methods(report), f"Conditions: {conditions_text(report)}.", f"Machine: {machine_text(report)}."):
+    for line in (
+        *methods(report),
+        rounds_text(report),
+        f"Conditions: {conditions_text(report)}.",
+        f"Machine: {machine_text(report)}.",
+    ):
         console.print(line, style="dim", highlight=False)

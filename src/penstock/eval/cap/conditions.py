@@ -22,7 +22,8 @@ class Conditions:
         text: task of the perplexity kind, for bits per byte and KL.
         top: likeliest tokens that KL is taken over, beside one bucket for the rest.
         prompt_interval: distance of selections within a text, for KV selectors; where none is set.
-        requests: of a batch; repeats: of a single request, and of a batch, in each of `rounds`.
+        requests: of a batch; repeats: of a single request, and of a batch, in each of at least `rounds`.
+        speed_seconds: more rounds are run, while an interval is too wide to be read, as long as this has not passed.
         score_tolerance, text_tolerance, speed_tolerance: shares within which nothing has changed.
     """
 
@@ -41,8 +42,9 @@ class Conditions:
     input_len: int = 512
     output_len: int = 32
     requests: int = 8
-    repeats: int = 2
+    repeats: int = 1
     rounds: int = 4
+    speed_seconds: float = 240.0
     score_tolerance: float = 0.02
     text_tolerance: float = 0.01
     speed_tolerance: float = 0.05
@@ -59,6 +61,8 @@ class Conditions:
         for name in ("score_tolerance", "text_tolerance", "speed_tolerance"):
             if not 0 <= getattr(self, name) < 1:
                 raise _wrong(name, f"must be at least 0 and less than 1, not {getattr(self, name):g}")
+        if not self.speed_seconds >= 0:
+            raise _wrong("speed_seconds", f"must be at least 0, not {self.speed_seconds:g}")
         if self.kv_memory is not None and self.kv_memory < 1:
             raise _wrong("kv_memory", f"must be at least 1 byte, not {self.kv_memory}")
         if any(n < 64 for n in self.lengths) or list(self.lengths) != sorted(set(self.lengths)):

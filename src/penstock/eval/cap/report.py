@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.eval.cap.conditions import Conditions
 from penstock.eval.cap.context import GRID_ENDS, Context, Scores, gain_of
-from penstock.eval.cap.speed import Speed
+from penstock.eval.cap.speed import Speed, by_round
 from penstock.eval.cap.text import Divergence
 from penstock.eval.cap.verdict import Measure, Verdict, measure, ratio_interval
 from penstock.eval.intervals import Interval, bootstrap
@@ -52,6 +52,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None
 
 
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """How long speed was measured. `why`: they ended. `busy`: share of the processors' time, meanwhile, that went to
+    other programs; None where the system does not tell."""
+
+    number: int
+    seconds: float
+    why: str
+    busy: float | None = None
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """`conditions`: as text, by name. `machine`: cores, memory, instruction set. `kv_memory`: bytes."""
 
@@ -64,6 +74,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lengths: list[int]
     kv_memory: int
     rows: list[Row]
+    rounds: Rounds | None = None
 
     @property
     def plain(self) -> Row:
@@ -159,7 +170,7 @@ def _speed(own: Speed, plain: Speed, conditions: Conditions) -> list[Measure]:
         ("time per token", "s", a.tpot_s, b.tpot_s, plain.tpot_s, own.tpot_s),
         ("throughput in the memory", "tokens/s", a.tokens_per_s, b.tokens_per_s, plain.batch_s, own.batch_s),
     ):
-        gain, interval = ratio_interval(_by_round(old, conditions.rounds), _by_round(new, conditions.rounds))
+        gain, interval = ratio_interval(by_round(old, conditions.repeats), by_round(new, conditions.repeats))
         out.append(measure("P", name, unit, before, after, gain, interval, same=close, beyond=close))
     # Counted, not timed: the same in every run.
     if a.kv_end_bytes and b.kv_end_bytes:
@@ -174,8 +185,3 @@ def _speed(own: Speed, plain: Speed, conditions: Conditions) -> list[Measure]:
                 beyond=close)
     )  # fmt: skip
     return out
-
-
-def _by_round(times: Sequence[float], rounds: int) -> list[float]:
-    """Geometric mean of each round: what is timed within one shares the machine's mood, so a round counts once."""
-    return [float(x) for x in np.exp(np.log(np.reshape(times, (rounds, -1))).mean(axis=1))]

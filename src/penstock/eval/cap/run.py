@@ -1,7 +1,7 @@
 """Measure a whole board: one engine at a time, the same questions and prompts for all.
 
-Quality first, each configuration once; then speed, all configurations in turn, several rounds, so that a machine that
-grows slower does so for everybody. An engine is gone before the next one is started.
+Quality first, each configuration once; then speed, all configurations in turn, in rounds (`eval.cap.rounds`), so that a
+machine that grows slower does so for everybody. An engine is gone before the next one is started.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from penstock.eval.cap.context import Scores, ask, context_of
 from penstock.eval.cap.fit import Seat
 from penstock.eval.cap.labels import label_of
 from penstock.eval.cap.report import FORMAT, Report, Row, measures_of, performance_of, score_of
+from penstock.eval.cap.rounds import run_rounds
 from penstock.eval.cap.speed import Speed, draw, time_round
 from penstock.eval.cap.text import Reading, divergence, how_read, read, selecting
 from penstock.eval.cap.verdict import verdict
@@ -66,10 +67,12 @@ def measure_board(
         told(f"{name}: context")
         _in_engine(seat.limited(), partial(_context, seat=seat, one=one, asked=asked, how=how))
     assert asked is not None, "a board has at least the plain configuration"
-    for number in range(conditions.rounds):
-        for seat, one in zip(seats, found, strict=True):
-            told(f"{seat.configuration.name}: speed, round {number + 1} of {conditions.rounds}")
-            _in_engine(seat.limited(), partial(_speed, one=one, number=number, conditions=conditions))
+
+    def timed(i: int, number: int) -> None:
+        told(f"{seats[i].configuration.name}: speed, round {number + 1}")
+        _in_engine(seats[i].limited(), partial(_speed, one=found[i], number=number, conditions=conditions))
+
+    rounds = run_rounds([one.speed for one in found], conditions, timed)
     rows = [_row(seat, one, found[0], seats[0], asked, conditions) for seat, one in zip(seats, found, strict=True)]
     machine = probe()
     return Report(
@@ -77,6 +80,7 @@ def measure_board(
         machine={"cores": machine.num_cores, "memory_bytes": machine.memory_bytes, "arch": machine.arch,
                  "flags": sorted(f for f in machine.flags if f.startswith(("avx", "amx", "sve", "neon")))},
         conditions=_plain(conditions, asked), lengths=list(asked.lengths), kv_memory=seats[0].kv_memory, rows=rows,
+        rounds=rounds,
     )  # fmt: skip
 
 
@@ -164,6 +168,7 @@ def _plain(c: Conditions, asked: _Asked) -> dict[str, Any]:
         "tasks": [t.spec for t in c.tasks], "context task": asked.context.asked.spec, "text": c.text.spec,
         "threshold": c.threshold, "limit": c.limit, "seed": c.seed, "chat": c.chat, "bos": c.bos, "kl top": c.top,
         "prompt interval": c.prompt_interval, "input len": c.input_len, "output len": c.output_len,
-        "requests": c.requests, "repeats": c.repeats, "rounds": c.rounds, "score tolerance": c.score_tolerance,
+        "requests": c.requests, "repeats": c.repeats, "rounds, at least": c.rounds,
+        "speed seconds": c.speed_seconds, "score tolerance": c.score_tolerance,
         "text tolerance": c.text_tolerance, "speed tolerance": c.speed_tolerance,
     }  # fmt: skip

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from penstock.base.errors import EngineError
 from penstock.core.sampling import SamplingParams
@@ -40,6 +43,11 @@ class Speed:
     @property
     def throughput(self) -> float:
         return self.batch_tokens * len(self.batch_s) / sum(self.batch_s)
+
+
+def by_round(times: Sequence[float], repeats: int) -> list[float]:
+    """Geometric mean of each round of so many: what is timed within one shares the machine's mood, and counts once."""
+    return [float(x) for x in np.exp(np.log(np.reshape(times, (-1, repeats))).mean(axis=1))]
 
 
 @dataclass(frozen=True)

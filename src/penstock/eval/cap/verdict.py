@@ -7,7 +7,7 @@ an interval within it is no change worth telling; `beyond`: where a gain or a lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -17,7 +17,7 @@ from penstock.eval.cap.labels import AXES, Label
 from penstock.eval.intervals import Interval
 
 Word = Literal["improved", "unchanged", "worse", "mixed", "not shown"]
-"""mixed: by one measure of the axis better, by another worse."""
+"""mixed: by one measure of the axis better, by another worse, or by its figure worse though its interval is wide."""
 Confirmed = Literal["confirmed", "in part", "not confirmed", "not shown", "more than declared", "nothing declared"]
 # Student's t, two-sided 95 %, for 1 ... 30 degrees of freedom.
 _T = (
@@ -27,7 +27,10 @@ _T = (
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of an axis beside the plain configuration's, in its own `unit`, and the gain with its interval."""
+    """One figure of an axis beside the plain configuration's, in its own `unit`, and the gain with its interval.
+
+    `same`: gains within it are no change worth telling.
+    """
 
     axis: str
     name: str
@@ -38,6 +41,16 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
     low: float | None
     high: float | None
     word: Word
+    same: float = 0.0
+
+    @property
+    def leans(self) -> Word:
+        """What the figure itself says, however wide its interval is: what a reader of the table sees."""
+        if self.word != "not shown":
+            return self.word
+        if abs(self.gain) <= self.same:
+            return "not shown"
+        return "improved" if self.gain > 0 else "worse"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +72,7 @@ def measure(
     low, high = (None, None) if interval is None else interval
     return Measure(
         axis=axis, name=name, unit=unit, before=before, after=after, gain=gain, low=low, high=high,
-        word=judge(interval, same=same, beyond=beyond),
+        word=judge(interval, same=same, beyond=beyond), same=same,
     )  # fmt: skip
 
 
@@ -74,10 +87,15 @@ def judge(interval: Interval | None, *, same: float, beyond: float) -> Word:
     return "worse" if high < -beyond else "not shown"
 
 
-def together(words: Iterable[Word]) -> Word:
-    """What several measures of one axis say."""
-    found = set(words)
-    if {"improved", "worse"} <= found or "mixed" in found:
+def together(measures: Sequence[Measure]) -> Word:
+    """What several measures of one axis say.
+
+    A change counts only where an interval says it. Against it counts whatever the reader sees to be otherwise: memory
+    that halved beside a throughput that fell by a third is "mixed", also where that fall has a wide interval.
+    """
+    found = {m.word for m in measures}
+    leans = {m.leans for m in measures}
+    if "mixed" in found or ("improved" in found and "worse" in leans) or ("worse" in found and "improved" in leans):
         return "mixed"
     if "improved" in found or "worse" in found:
         return "improved" if "improved" in found else "worse"
@@ -85,11 +103,17 @@ def together(words: Iterable[Word]) -> Word:
 
 
 def verdict(label: Label, measures: Sequence[Measure]) -> Verdict:
-    words: dict[str, Word] = {axis: together(m.word for m in measures if m.axis == axis) for axis in AXES}
+    words: dict[str, Word] = {axis: together([m for m in measures if m.axis == axis]) for axis in AXES}
     confirmed, said = confirm(label, words)
-    better = [m.name for m in measures if m.word == "improved"]
-    if better:
-        said += f" (better: {', '.join(better)})"
+    sides = {"better": [], "worse": []}  # type: dict[str, list[str]]
+    for m in measures:
+        if m.word in ("improved", "worse"):
+            sides["better" if m.word == "improved" else "worse"].append(m.name)
+        elif words[m.axis] == "mixed" and m.leans in ("improved", "worse"):
+            sides["better" if m.leans == "improved" else "worse"].append(f"perhaps {m.name}")
+    named = [f"{side}: {', '.join(names)}" for side, names in sides.items() if names]
+    if named:
+        said += f" ({'; '.join(named)})"
     held = not all(word == "improved" for word in words.values())
     return Verdict(
         declared=label.axes, exact=label.exact, why=label.why, words=words, label=confirmed, said=said, trilemma=held
