@@ -41,7 +41,8 @@ td.soft {{ color: var(--soft); }} .text td {{ white-space: normal; text-align: l
 .shape {{ fill: var(--c0); fill-opacity: 0.18; stroke: var(--c0); stroke-width: 2; stroke-linejoin: round; }}
 .sure {{ stroke: var(--c0); stroke-width: 6; stroke-opacity: 0.35; stroke-linecap: round; }}
 .tip {{ fill: var(--c0); }}
-.tip.open {{ fill: var(--card); stroke: var(--c0); stroke-width: 1.5; }} pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 8px; }}
+.tip.open {{ fill: var(--card); stroke: var(--c0); stroke-width: 1.5; }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 8px; }}
 .maps {{ display: flex; flex-wrap: wrap; gap: 14px; }}
 .charts {{ grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }}
 {map_style}</style></head>
