@@ -236,6 +236,19 @@ def test_the_triangle_says_of_an_axis_what_the_table_says() -> None:
     assert drawn.count('class="tip"') == 1
 
 
+def test_a_corner_shows_the_measure_that_decided() -> None:
+    from types import SimpleNamespace
+
+    measures = [
+        gained(-0.02, -0.04, 0.01, name="throughput in the memory"), gained(0.78, 0.78, 0.78, name="KV memory"),
+    ]  # fmt: skip
+    judged = verdict(Label("P", False, ""), measures)
+    row: Any = SimpleNamespace(name="x", measures=measures, verdict=judged)
+    drawn = triangle(row, row)
+    assert "P x1.78, improved" in drawn
+    assert ">KV memory<" in drawn
+
+
 # -- how often speed is measured ---------------------------------------------------------------------------------
 
 

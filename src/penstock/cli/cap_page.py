@@ -41,7 +41,7 @@ td.soft {{ color: var(--soft); }} .text td {{ white-space: normal; text-align: l
 .shape {{ fill: var(--c0); fill-opacity: 0.18; stroke: var(--c0); stroke-width: 2; stroke-linejoin: round; }}
 .sure {{ stroke: var(--c0); stroke-width: 6; stroke-opacity: 0.35; stroke-linecap: round; }}
 .tip {{ fill: var(--c0); }}
-.tip.open {{ fill: var(--card); stroke: var(--c0); stroke-width: 1.5; }}
+.tip.open {{ fill: var(--card); stroke: var(--c0); stroke-width: 1.5; }} .of {{ fill: var(--soft); font-size: 10px; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; margin: 0 0 8px; }}
 .maps {{ display: flex; flex-wrap: wrap; gap: 14px; }}
 .charts {{ grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }}
@@ -65,8 +65,8 @@ interval is wide.</p>
 <h2>Context, accuracy, performance</h2>
 <p class="soft">The plain configuration is the dashed triangle. Outwards is better; the inner ring is half, the outer
 one twice the plain value, and what is further is cut there. C: longest context kept; A: score; P: throughput in the
-same KV memory. The broad lines are intervals of 95 %. A corner is named by the axis, its figure, and what the table
-above says of the axis by all its measures; it is filled only where that is shown.</p>
+same KV memory; or the measure by which the axis improved or got worse, where it is not by these. The broad lines are
+intervals of 95 %. The word at a corner is the table's; it is filled only where something is shown.</p>
 <div class="triangles">{triangles}</div>
 <h2>Accuracy against memory</h2>{legend}<div class="charts">{curves}</div>
 {maps}
