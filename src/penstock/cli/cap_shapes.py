@@ -48,7 +48,8 @@ def triangle(row: Row, plain: Row) -> str:
     said = "" if row.verdict is None else f"declared {row.verdict.declared or 'nothing'}: {row.verdict.label}"
     return (
         f"<figure><figcaption><h3>{escape(row.name)}</h3><span>{escape(said)}</span></figcaption>"
-        f'<svg viewBox="-6 -8 312 228" role="img" aria-label="{escape(label, quote=True)}">{"".join(body)}</svg></figure>'
+        f'<svg viewBox="-6 -8 312 228" role="img" aria-label="{escape(label, quote=True)}">{"".join(body)}</svg>'
+        "</figure>"
     )
 
 
