@@ -198,6 +198,6 @@ def test_D18_its_own_time_is_a_small_part_of_a_step() -> None:
     Twice that is let pass here, because machines are busy."""
     timed = Timed(make(1000, 64 << 20))
     told = answer(AGENT.format("fox"), timed, 24, max_tokens=300, temperature=1.3, seed=1)
-    assert told.num_guesses < 0.1 * told.num_steps, "this text repeats itself"
+    assert told.num_guesses < 0.2 * told.num_steps, "this text repeats itself"
     share = statistics.median(timed.own_s) / statistics.median(timed.step_s)
     assert share < 0.1, share
