@@ -53,7 +53,8 @@ def test_K14_published_files_are_read(name: str, file: str, n: int) -> None:
     assert len(drawn) == 4
     assert drawn == made.examples(Reader(TOKENIZER, ROOM), 3, 4)
     assert drawn != made.examples(Reader(TOKENIZER, ROOM), 4, 4)
-    whole = {"bbh": "questions", "truthfulqa": "questions", "cloze": "texts"}.get(name, "items")
+    listed = {"bbh": "questions", "truthfulqa": "questions", "cloze": "texts", "humaneval": "problems"}
+    whole = (listed | {"mbpp": "problems"}).get(name, "items")
     assert len(getattr(made, whole)) == n
 
 

@@ -10,18 +10,20 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable
-from decimal import Decimal, InvalidOperation
 from difflib import SequenceMatcher
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _MARKS = r"[\"'`*]*"
+_SENTENCE = re.compile(r"\.(?!\d)|\n|(?<=[A-Za-z])!(?=\s|$)")
+_OPENING = re.compile(r"(?:sure|certainly|of course|absolutely|okay|ok|great)(?: thing)?,?|[^\n]*:\W*", re.IGNORECASE)
 _CJK = re.compile(r"([\u3400-\u9fff])")
 
 
 def said(text: str) -> str:
-    """A short answer: up to its first full stop or end of line, without spaces around it."""
-    return re.split(r"[.\n]", text.strip(), maxsplit=1)[0].strip()
+    """A short answer: up to its first full stop or end of line, without spaces around it. What assistants open with
+    ("Sure!", "Here is the answer:") is no answer, if another line follows."""
+    parts = [part.strip() for part in _SENTENCE.split(text.strip())]
+    return next((part for part in parts if part and not _OPENING.fullmatch(part)), parts[0])
 
 
 def told(text: str, value: str) -> float:
@@ -60,6 +62,13 @@ def f1(text: str, accepted: Iterable[str]) -> float:
     return max(_f1(_words(text), _words(answer)) for answer in accepted)
 
 
+def rests(text: str, question: str) -> list[str]:
+    """What of a text may be the answer: what stands behind first words that are all of the question ("Tom found")."""
+    words, known = normal(text).split(), set(normal(question).split())
+    most = next((i for i, word in enumerate(words) if word not in known), len(words))
+    return [" ".join(words[i:]) for i in range(1, most + 1)]
+
+
 def rouge_l(text: str, accepted: Iterable[str]) -> float:
     """The best F1 of the longest common subsequence of words (Lin, ROUGE, 2004, with equal weights)."""
     return max(_rouge(_words(text), _words(answer)) for answer in accepted)
@@ -68,18 +77,6 @@ def rouge_l(text: str, accepted: Iterable[str]) -> float:
 def similarity(text: str, other: str) -> float:
     """2 M / T: characters in matching blocks over all of both (Ratcliff and Obershelp, 1988); 1 for equal texts."""
     return SequenceMatcher(None, text, other, autojunk=False).ratio()
-
-
-def last_number(text: str) -> Decimal | None:
-    """The number behind `####` if there is one, else the last number; commas between digits are dropped."""
-    _, mark, behind = text.rpartition("####")
-    found = _NUMBER.findall(behind) if mark else _NUMBER.findall(text)
-    if mark:
-        found = found[:1]
-    try:
-        return Decimal(found[-1].replace(",", "")) if found else None
-    except InvalidOperation:
-        return None
 
 
 def whole_numbers(text: str) -> list[str]:

@@ -22,8 +22,10 @@ _MAX_BYTES = 1 << 30
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """One example. `scores`: as its judge gave them (nats for perplexity and bits). `said` and `expected`: cut to 200
-    characters. `output`: a digest of the generated ids; two equal ones are equal answers."""
+    """One example. `scores`: as its judge gave them (nats for perplexity and bits). `said` (thoughts included) and
+    `expected`: cut to 16,000 characters. `output`: a digest of the `tokens` generated ids; two equal ones are equal
+    answers. `end`: "stop" (the model's own end), "stop_string" or "length"; "" for what was not generated. `answered`:
+    an answer was found in it, right or wrong; `thinks`: a thought did not end."""
 
     scores: dict[str, float]
     tags: dict[str, Tag] = {}
@@ -31,6 +33,10 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     said: str = ""
     expected: str = ""
     output: str = ""
+    end: str = ""
+    answered: bool = True
+    thinks: bool = False
+    tokens: int = 0
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):

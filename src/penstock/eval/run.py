@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock import __version__
 from penstock.base.errors import EngineError, InputError
@@ -21,10 +22,11 @@ from penstock.core.output import Logprob, RequestOutput
 from penstock.core.sampling import SamplingParams
 from penstock.eval.result import FORMAT, Result, Scored, TaskResult, figure
 from penstock.eval.tasks import Asked, make_tasks
-from penstock.eval.tasks.base import Answer, Example, Reader
+from penstock.eval.tasks.base import Answer, Example, Kind, Reader, Task
+from penstock.eval.thought import opens_thought, spoken
 from penstock.launch.llm import LLM
 
-_SHOWN = 200
+_SHOWN = 16_000
 _NOT_TOLD = ("model",)
 Told = Callable[[str, int], None]
 """(task, how many examples): what begins now."""
@@ -38,6 +40,11 @@ class Prepared:
     examples: tuple[Example, ...]
     left_out: int
     digest: str
+
+    @property
+    def kind(self) -> Kind:
+        """How it is asked: a task of choices is answered in a chat."""
+        return self.asked.task.kind if self.examples[0].readings else "generate"
 
 
 def evaluate(
@@ -93,7 +100,8 @@ def _prepare(asked: Asked, reader: Reader, seed: int, limit: int) -> Prepared:
 def _plain(e: Example) -> list[object]:
     """All that an example asks, and how it is decoded and judged."""
     readings = [[r.ids, r.first] for r in e.readings]
-    return [e.prompt, readings, e.expected, e.max_tokens, e.stop, dict(e.tags), dict(e.weights)]
+    said = [e.prompt, readings, e.expected, e.max_tokens, e.stop, dict(e.tags), dict(e.weights)]
+    return [*said, e.begun] if e.begun else said
 
 
 def run(
@@ -120,38 +128,46 @@ def settings_of(llm: LLM) -> dict[str, object]:
 def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
     task, examples = prepared.asked.task, prepared.examples
     started = time.perf_counter()
-    asks = [_generated(e) for e in examples] if task.kind == "generate" else [r for e in examples for r in _scored(e)]
+    asks = (
+        [_generated(e) for e in examples] if prepared.kind == "generate" else [r for e in examples for r in _scored(e)]
+    )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asks], [p for _, p in asks], use_tqdm=show_progress)
     seconds = time.perf_counter() - started
     failed = next((output.error for output in outputs if output.error is not None), None)
     if failed is not None:
         raise EngineError(f"task {prepared.asked.spec!r}: {failed}")
     left = iter(outputs)
-    scored = []
-    for example in examples:
-        if task.kind == "generate":
-            output = next(left)
-            answer, made = Answer(output.outputs[0].text), _output_digest(output)
-        else:
-            answer, made = _likelihoods(example, [next(left) for _ in example.readings]), ""
-        scores = task.judge(example, answer)
-        assert scores.keys() == {m.name for m in task.metrics}, "a judge gives a score for every metric"
-        expected = (
-            example.expected if isinstance(example.expected, str) else msgspec.json.encode(example.expected).decode()
-        )
-        scored.append(
-            Scored(
-                scores=scores, tags=dict(example.tags), weights=dict(example.weights), said=answer.text[:_SHOWN],
-                expected=expected[:_SHOWN], output=made,
-            )
-        )  # fmt: skip
+    if prepared.kind == "generate":
+        thinks = opens_thought(llm.get_tokenizer().decode(list(examples[0].prompt[-16:]), skip_special_tokens=False))
+        scored = [_judged(task, e, next(left), opened=thinks) for e in examples]
+    else:
+        scored = [_scored_by(task, e, _likelihoods(e, [next(left) for _ in e.readings])) for e in examples]
     return TaskResult(
-        name=prepared.asked.spec, task=task.name, kind=task.kind, source=task.source, digest=prepared.digest,
+        name=prepared.asked.spec, task=task.name, kind=prepared.kind, source=task.source, digest=prepared.digest,
         values=[figure(metric, scored) for metric in task.metrics], examples=scored, axes=list(task.axes),
         left_out=prepared.left_out, prompt_tokens=sum(len(ids) for ids, _ in asks),
-        output_tokens=sum(len(o.outputs[0].token_ids) for o in outputs) if task.kind == "generate" else 0,
+        output_tokens=sum(len(o.outputs[0].token_ids) for o in outputs) if prepared.kind == "generate" else 0,
         seconds=seconds,
     )  # fmt: skip
+
+
+def _judged(task: Task, e: Example, output: RequestOutput, *, opened: bool) -> Scored:
+    """What was said behind all thoughts is judged; a thought that never ends is no answer."""
+    made = output.outputs[0]
+    text = spoken(made.text, opened=opened)
+    answer = Answer(e.begun + text if text is not None else "")
+    end = "stop_string" if isinstance(made.stop_reason, str) else made.finish_reason or ""
+    return replace(
+        _scored_by(task, e, answer), said=made.text[:_SHOWN], output=_output_digest(output), end=end,
+        answered=text is not None and task.found(e, answer), thinks=text is None, tokens=len(made.token_ids),
+    )  # fmt: skip
+
+
+def _scored_by(task: Task, e: Example, answer: Answer) -> Scored:
+    scores = task.judge(e, answer)
+    assert scores.keys() == {m.name for m in task.metrics}, "a judge gives a score for every metric"
+    expected = e.expected if isinstance(e.expected, str) else msgspec.json.encode(e.expected).decode()
+    return Scored(scores=scores, tags=dict(e.tags), weights=dict(e.weights), expected=expected[:_SHOWN])
 
 
 def _generated(e: Example) -> tuple[tuple[int, ...], SamplingParams]:

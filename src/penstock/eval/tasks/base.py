@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock.base.errors import ConfigError, InputError
+from penstock.eval.thought import may_think
 from penstock.text.template import encode_chat
 from penstock.text.tokenizer import Tokenizer
 
 _SENTENCE_TOKENS = 48
+_THOUGHT_TOKENS = 4096
 Tag = str | int | float
 Kind = Literal["generate", "score", "perplexity"]
 """generate: the model answers. score: its likelihoods of given texts are compared. perplexity: ... are the figure."""
@@ -55,6 +57,7 @@ class Example:
         tags: where it stands in the task: depth, length, position, subject, ...
         weights: by metric, what its score counts for; 1 if not named.
         max_tokens, stop: how far an answer may go.
+        begun: what of the answer stands in the prompt already.
     """
 
     expected: Any
@@ -64,6 +67,7 @@ class Example:
     weights: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int = 16
     stop: tuple[str, ...] = ()
+    begun: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +77,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said (generate), or what it thought of each reading: the natural logarithm of its likelihood, and
-    whether every token of it was the likeliest one (score, perplexity)."""
+    """What the model said, without its thoughts (generate), or what it thought of each reading: the natural logarithm
+    of its likelihood, and whether every token of it was the likeliest one (score, perplexity)."""
 
     text: str = ""
     logprobs: tuple[float, ...] = ()
@@ -82,7 +86,10 @@ class Answer:
 
 
 class Task(Protocol):
-    """See the module. `axes`: tags by which results are shown, one for a curve, two (down, across) for a map."""
+    """See the module. `axes`: tags by which results are shown, one for a curve, two (down, across) for a map.
+
+    Tasks inherit from it for what they do not say themselves.
+    """
 
     name: str
     source: str
@@ -100,6 +107,13 @@ class Task(Protocol):
         """Every metric's score: 0 to 1; nats for perplexity and bits."""
         ...
 
+    def found(self, example: Example, answer: Answer) -> bool:
+        """Whether there is an answer in what was said, right or wrong: something that the judge could compare."""
+        return bool(answer.text.strip())
+
+    ends: bool = True
+    """Whether answers end by themselves; false where any text is cut off at some length and judged by its beginning."""
+
 
 class Reader:
     """Texts to ids, in one way for all tasks.
@@ -114,7 +128,13 @@ class Reader:
         if bos and tokenizer.bos_id is None:
             raise InputError("--bos: this tokenizer has no token that begins a text; leave --bos away", param="bos")
         self.tokenizer, self.room, self.template, self.bos = tokenizer, room, template, bos
+        self._thinks = template is not None and may_think(template)
         self._head: tuple[str, list[int]] = ("", self.ids(""))
+
+    @property
+    def chat(self) -> bool:
+        """Whether prompts are messages of a user, and answers an assistant's."""
+        return self.template is not None
 
     def ids(self, text: str) -> list[int]:
         """As plain text."""
@@ -122,11 +142,25 @@ class Reader:
         first = self.tokenizer.bos_id
         return [first, *ids] if self.bos and first is not None and ids[:1] != [first] else ids
 
-    def prompt(self, text: str) -> tuple[int, ...]:
-        """A prompt to answer: a user's message if there is a template."""
+    def prompt(
+        self, text: str, *, solved: Sequence[tuple[str, str]] = (), system: str | None = None, begun: str = ""
+    ) -> tuple[int, ...]:
+        """A prompt to answer: a user's message if there is a template.
+
+        The rest is for messages. `solved`: questions and answers that stand before it, `system`: instead of the
+        template's own, `begun`: the first words of the answer.
+        """
         if self.template is None:
             return tuple(self.ids(text))
-        return tuple(encode_chat(self.tokenizer, self.template, [{"role": "user", "content": text}]))
+        turns = [] if system is None else [{"role": "system", "content": system}]
+        for question, answer in solved:
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        ids = encode_chat(self.tokenizer, self.template, [*turns, {"role": "user", "content": text}])
+        return (*ids, *self.tokenizer.encode(begun, add_special_tokens=False)) if begun else tuple(ids)
+
+    def stops(self, *plain: str) -> tuple[str, ...]:
+        """Where the answer to plain text ends; an assistant may say more first, and ends by itself."""
+        return () if self.chat else plain
 
     def reading(self, before: str, text: str) -> Reading:
         """`text` scored after `before`, encoded as one. Where a token spans both, it belongs to `text`."""
@@ -146,7 +180,12 @@ class Reader:
 
     def answer(self, num_tokens: int) -> int:
         """Tokens that an answer of `num_tokens` may take: in a chat there is room for a sentence around it."""
-        return num_tokens + (0 if self.template is None else _SENTENCE_TOKENS)
+        return num_tokens + (_SENTENCE_TOKENS if self.chat else 0)
+
+    def budget(self, prompt: Sequence[int], num_tokens: int) -> int:
+        """`num_tokens`, and what the context has left for a thought before them, if the template knows thoughts."""
+        most = num_tokens + (_THOUGHT_TOKENS if self._thinks else 0)
+        return max(num_tokens, min(most, self.room - len(prompt)))
 
     def fits(self, prompt: str, max_tokens: int) -> bool:
         return len(self.prompt(prompt)) + max_tokens <= self.room

@@ -10,7 +10,7 @@ from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Rea
 from penstock.eval.tasks.files import drawn, read_rows
 
 
-class Cloze:
+class Cloze(Task):
     """accuracy: every token of the word is the likeliest one, so greedy decoding writes it. perplexity: of words."""
 
     name = "cloze"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from penstock.eval.answers import said, told
 from penstock.eval.exercises import Exercise, arithmetic, copying, two_hop
@@ -13,7 +14,7 @@ STOP = (".", "\n")
 _SHORTEST, _LONGEST = 60, 2400  # characters of context, growing from example to example
 
 
-class Exact:
+class Exact(Task):
     """Test exercises of one skill; right is the answer, up to a full stop or the end of the line (`answers.told`)."""
 
     kind: Kind = "generate"
@@ -38,15 +39,16 @@ class Exact:
             while size > 20 and not reader.fits(made.prompt, self._max_tokens(reader, made) + 16):
                 size //= 2
                 made = self.make(rng, size)
-            tokens = self._max_tokens(reader, made)
-            out.append(Example(made.answer, reader.prompt(made.prompt), max_tokens=tokens, stop=self._stop(reader)))
+            prompt = reader.prompt(made.prompt)
+            tokens = reader.budget(prompt, self._max_tokens(reader, made))
+            out.append(Example(self._expected(made, reader), prompt, max_tokens=tokens, stop=reader.stops(*STOP)))
         return out
+
+    def _expected(self, made: Exercise, reader: Reader) -> Any:
+        return made.answer
 
     def _max_tokens(self, reader: Reader, made: Exercise) -> int:
         return reader.answer(reader.count(" " + made.answer) + self.room)
-
-    def _stop(self, reader: Reader) -> tuple[str, ...]:
-        return STOP
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         return {"accuracy": told(answer.text, said(example.expected))}

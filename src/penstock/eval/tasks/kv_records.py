@@ -14,7 +14,7 @@ _MAX_TOKENS = 100
 _HEAD = "Say the value that belongs to the key, out of the JSON object below."
 
 
-class Records:
+class Records(Task):
     """accuracy: the value stands in the answer, as in the paper."""
 
     name = "kv"
@@ -38,7 +38,8 @@ class Records:
             shown = [*others[:at], (key, value), *others[at : num - 1]]
             listed = ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in shown)
             prompt = reader.prompt(f'{_HEAD}\n\n{{{listed}}}\n\nKey: "{key}"\nValue:')
-            out.append(Example(value, prompt, tags={"position": place}, max_tokens=_MAX_TOKENS, stop=("\n",)))
+            most, stop = reader.budget(prompt, reader.answer(_MAX_TOKENS)), reader.stops("\n")
+            out.append(Example(value, prompt, tags={"position": place}, max_tokens=most, stop=stop))
         return out
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:

@@ -55,7 +55,7 @@ def expression(rng: random.Random, depth: int, most: int) -> list[str]:
     return ["[" + rng.choice(("MAX", "MIN", "MED", "SM")), *(word for part in parts for word in part), "]"]
 
 
-class ListOps:
+class ListOps(Task):
     name = "listops"
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("accuracy"),)
@@ -73,8 +73,8 @@ class ListOps:
             for _ in range(max(1, limit // len(self.depths))):
                 words = expression(rng, depth, self.parts)
                 prompt = reader.prompt(f"{_INTRODUCTION}{' '.join(words)} =")
-                expected = str(value_of(words))
-                out.append(Example(expected, prompt, tags={"depth": depth}, max_tokens=max_tokens, stop=("\n",)))
+                most, stop = reader.budget(prompt, max_tokens), reader.stops("\n")
+                out.append(Example(str(value_of(words)), prompt, tags={"depth": depth}, max_tokens=most, stop=stop))
         return out
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:

@@ -32,12 +32,13 @@ _ASKS = {
 """Behind the context stands what must not be cut."""
 
 
-class LongBench:
+class LongBench(Task):
     """score: F1 of words, ROUGE-L, the class named, the number named, or the likeness of the next line, by data set."""
 
     name = "longbench"
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("score", "mean"),)
+    ends = False
     source = "long documents: questions, summaries, classes, counts, code (LongBench, arXiv 2308.14508)"
 
     def __init__(self, rows: list[Row], context: int) -> None:
@@ -63,8 +64,8 @@ class LongBench:
             cut, keep = True, min(keep - 1, keep * room // len(prompt)) if room > 0 else 0
         expected = [kind, row.texts("answers"), row.values.get("all_classes") or []]
         tags: dict[str, Tag] = {"dataset": row.text("dataset"), "cut": int(cut)}
-        stop = ("\n",) if kind in ("qa", "class", "number") else ()
-        return Example(expected, prompt, tags=tags, max_tokens=max_tokens, stop=stop)
+        stop = reader.stops("\n") if kind in ("qa", "class", "number") else ()
+        return Example(expected, prompt, tags=tags, max_tokens=reader.budget(prompt, max_tokens), stop=stop)
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         kind, accepted, classes = example.expected

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.base.errors import InputError
-from penstock.eval.tasks.base import Options, Task
+from penstock.eval.tasks.base import Options, Tag, Task
 from penstock.eval.tasks.choice import Choice, Question
 from penstock.eval.tasks.files import Row, needed, read_csv, read_rows
 from penstock.formats.files import quoted
@@ -20,9 +20,12 @@ class _Item(NamedTuple):
     choices: list[str]
     right: int
 
-    def text(self, *, solved: bool) -> str:
+    def asked(self) -> str:
         listed = "\n".join(f"{LETTERS[i]}. {choice}" for i, choice in enumerate(self.choices))
-        return f"{self.question.strip()}\n{listed}\nAnswer:{' ' + LETTERS[self.right] if solved else ''}"
+        return f"{self.question.strip()}\n{listed}"
+
+    def text(self, *, solved: bool) -> str:
+        return f"{self.asked()}\nAnswer:{' ' + LETTERS[self.right] if solved else ''}"
 
 
 def _from_csv(path: Path) -> list[_Item]:
@@ -64,8 +67,10 @@ def make(path: Path | None, options: Options) -> Task:
         for item in group[shots:]:
             letters = tuple(" " + letter for letter in LETTERS[: len(item.choices)])
             prompt = f"{head}\n\n{solved}{item.text(solved=False)}"
-            questions.append(Question(prompt, letters, item.right, {"subject": subject} if subject else {}))
+            tags: dict[str, Tag] = {"subject": subject} if subject else {}
+            asked = f"{head}\n\n{solved}{item.asked()}" if solved else item.asked()
+            questions.append(Question(prompt, letters, item.right, tags, asked, tuple(item.choices)))
     if not questions:
         raise InputError(f"{quoted(path)}: {shots} shots leave no question over; ask for fewer", param="tasks")
     source = f"exam questions, four choices (MMLU, arXiv 2009.03300), {shots} solved ones first"
-    return Choice("mmlu", source, questions, ("subject",) if len(by_subject) > 1 else ())
+    return Choice("mmlu", source, questions, options, ("subject",) if len(by_subject) > 1 else ())

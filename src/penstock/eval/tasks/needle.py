@@ -20,7 +20,7 @@ _MAX_TOKENS = 16
 _SPARE = 16
 
 
-class Needle:
+class Needle(Task):
     """accuracy: the answer is the number, or a sentence that ends with it (`answers.told`).
 
     found: the number stands in the answer.
@@ -56,7 +56,8 @@ class Needle:
             over = len(prompt) + max_tokens + _SPARE - length
             if over <= 0 or size <= 0:
                 tags = {"depth": depth, "length": length}
-                return Example(made.answer, prompt, tags=tags, max_tokens=max_tokens, stop=STOP)
+                most = reader.budget(prompt, max_tokens)
+                return Example(made.answer, prompt, tags=tags, max_tokens=most, stop=reader.stops(*STOP))
             size -= int((over + 2) * per_token) + 1
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:

@@ -15,13 +15,14 @@ _MAX_TOKENS = 64
 _LEAST_BEFORE = 8
 
 
-class NextLine:
+class NextLine(Task):
     """exact: the line itself; similarity: of characters, 0 to 1. Blanks at both ends do not count."""
 
     name = "next-line"
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("similarity", "mean"), Metric("exact"))
     axes: tuple[str, ...] = ()
+    ends = False
     source = "a line of a program after those before it (form: LCC, arXiv 2306.14893)"
 
     def __init__(self, files: list[str], context: int) -> None:

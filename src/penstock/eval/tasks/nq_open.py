@@ -20,7 +20,7 @@ _HEAD = "Answer the question with the help of the passages below, in a few words
 _MAX_TOKENS = 32
 
 
-class OpenQA:
+class OpenQA(Task):
     """accuracy: an accepted answer stands in the text. f1: of the text up to its first full stop."""
 
     name = "nq-open"
@@ -43,7 +43,8 @@ class OpenQA:
             listed = "\n".join(f"[{n}] {text}" for n, text in enumerate(shown, 1))
             prompt = reader.prompt(f"{_HEAD}\n\n{listed}\n\nQuestion: {question}\nAnswer:")
             tags = {"position": round(at / max(1, self.docs - 1), 2)}
-            out.append(Example(answers, prompt, tags=tags, max_tokens=_MAX_TOKENS, stop=("\n",)))
+            most, stop = reader.budget(prompt, reader.answer(_MAX_TOKENS)), reader.stops("\n")
+            out.append(Example(answers, prompt, tags=tags, max_tokens=most, stop=stop))
         return out
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:

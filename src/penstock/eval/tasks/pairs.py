@@ -42,7 +42,7 @@ _LINES = Form(
 )  # fmt: skip
 
 
-class Pairs:
+class Pairs(Task):
     """accuracy: the answer is the value, or a sentence that ends with it (`answers.told`).
 
     found: the value stands in the answer.
@@ -82,7 +82,8 @@ class Pairs:
         context = "\n".join(self.form.pair.format(k=k, v=v) for k, v in made.items())
         prompt = reader.prompt(f"{context}\n\n{self.form.question.format(k=key)}")
         tags = {"position": position, "pairs": count}
-        return Example(made[key], prompt, tags=tags, max_tokens=reader.answer(_MAX_TOKENS), stop=STOP)
+        most = reader.budget(prompt, reader.answer(_MAX_TOKENS))
+        return Example(made[key], prompt, tags=tags, max_tokens=most, stop=reader.stops(*STOP))
 
     @staticmethod
     def _two_words(rng: random.Random, count: int) -> dict[str, str]:

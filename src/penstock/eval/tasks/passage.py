@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
-from penstock.eval.answers import exact, f1, said
+from penstock.eval.answers import exact, f1, rests, said
 from penstock.eval.exercises import Exercise, passage
-from penstock.eval.tasks.base import Answer, Example, Metric, Options, Task, no_file
+from penstock.eval.tasks.base import Answer, Example, Metric, Options, Reader, Task, no_file
 from penstock.eval.tasks.exact import Exact, silence
 
 
@@ -17,9 +18,16 @@ class PassageQA(Exact):
     def make(self, rng: random.Random, size: int) -> Exercise:
         return passage(rng, "test", size, silence)
 
+    def _expected(self, made: Exercise, reader: Reader) -> Any:
+        """Of a chat with the question: an assistant may say it again before the answer."""
+        return [made.answer, made.prompt.rpartition("\n\n")[2]] if reader.chat else made.answer
+
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
-        text, expected = said(answer.text), [example.expected]
-        return {"em": exact(text, expected), "f1": f1(text, expected)}
+        expected, question = example.expected, ""
+        if not isinstance(expected, str):
+            expected, question = expected
+        texts = [said(answer.text), *rests(said(answer.text), question)]
+        return {"em": max(exact(t, [expected]) for t in texts), "f1": max(f1(t, [expected]) for t in texts)}
 
 
 def make(path: Path | None, options: Options) -> Task:

@@ -18,7 +18,7 @@ from penstock.formats.files import quoted
 _MAX_TOKENS = 12
 
 
-class Passages:
+class Passages(Task):
     """One sentence is a passage. `counts`: how many stand in a prompt."""
 
     kind: Kind = "generate"
@@ -53,7 +53,8 @@ class Passages:
             tags, expected = {"position": round(at / max(1, n - 1), 1), "passages": n}, at + 1
         context = "\n".join(f"Passage {i}: {text}" for i, text in enumerate(shown, 1))
         prompt = reader.prompt(f"{context}\n\n{question}")
-        return Example(str(expected), prompt, tags=tags, max_tokens=reader.answer(_MAX_TOKENS), stop=(".", "\n"))
+        most = reader.budget(prompt, reader.answer(_MAX_TOKENS))
+        return Example(str(expected), prompt, tags=tags, max_tokens=most, stop=reader.stops(".", "\n"))
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         """The first number of the answer."""

@@ -13,7 +13,7 @@ from penstock.eval.tasks.files import MAX_BYTES
 from penstock.formats.files import quoted, read_text
 
 
-class Perplexity:
+class Perplexity(Task):
     """A window is an example; its tokens and bytes are its weights. Bytes of a window: its share of the text's, by
     tokens, so that only their sum is exact."""
 

@@ -6,10 +6,12 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 from penstock.eval.exercises import Exercise, small_json
-from penstock.eval.tasks.base import Answer, Example, Metric, Options, Reader, Task, no_file
-from penstock.eval.tasks.exact import STOP, Exact, silence
+from penstock.eval.programs import blocks
+from penstock.eval.tasks.base import Answer, Example, Metric, Options, Task, no_file
+from penstock.eval.tasks.exact import Exact, silence
 
 
 class Records(Exact):
@@ -18,20 +20,23 @@ class Records(Exact):
     def make(self, rng: random.Random, size: int) -> Exercise:
         return small_json(rng, "test", size, silence)
 
-    def _stop(self, reader: Reader) -> tuple[str, ...]:
-        """In a chat it may take several lines."""
-        return STOP if reader.template is None else ()
-
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:
         """The order of keys does not matter; a name given twice is not valid. What is in a block of code counts."""
-        text = _FENCE.sub("", answer.text.strip(), count=1)
-        try:
-            value, end = _DECODER.raw_decode(text)
-            if not _BEHIND.match(text, end):
-                raise ValueError("the answer goes on")
-        except (ValueError, RecursionError):
-            return {"right": 0.0, "valid": 0.0}
-        return {"right": float(value == json.loads(example.expected)), "valid": 1.0}
+        line = _LINE.search(answer.text)
+        for text in (*reversed(blocks(answer.text)), answer.text, answer.text[line.start() :] if line else ""):
+            found = _decoded(text.strip())
+            if found is not None:
+                return {"right": float(found[0] == json.loads(example.expected)), "valid": 1.0}
+        return {"right": 0.0, "valid": 0.0}
+
+
+def _decoded(text: str) -> tuple[Any] | None:
+    """The value that a text begins with, if nothing but the end of a sentence, a line or a block follows."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return (value,) if _BEHIND.match(text, end) else None
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -41,7 +46,8 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_once)
-_FENCE = re.compile(r"^```(?:json)?\s*")
+_LINE = re.compile(r"^\s*\{", re.MULTILINE)
+"""Where an object begins behind lines of prose."""
 _BEHIND = re.compile(r"[ \t]*(?:$|[.\n`])")
 """What may stand behind the value: the end of the answer, of the sentence, of the line or of a block of code."""
 

@@ -8,13 +8,14 @@ from penstock.eval.tasks.base import Answer, Example, Kind, Metric, Options, Rea
 from penstock.eval.tasks.files import Row, drawn, needed, read_rows
 
 
-class Ruler:
+class Ruler(Task):
     """score: the share of the expected texts that stand in the answer, in any case of letters (`match=all`); for
     question answering one is enough (`match=part`)."""
 
     name = "ruler"
     kind: Kind = "generate"
     metrics: tuple[Metric, ...] = (Metric("score", "mean"),)
+    ends = False
     source = "retrieval, tracing, counting, questions in long contexts (RULER, arXiv 2404.06654)"
 
     def __init__(self, rows: list[Row], max_tokens: int, match: str) -> None:
@@ -29,9 +30,10 @@ class Ruler:
         self.axes: tuple[str, ...] = ("length",) if 1 < len({t.get("length") for _, _, t in self.items}) <= 16 else ()
 
     def examples(self, reader: Reader, seed: int, limit: int) -> list[Example]:
+        made = [(reader.prompt(text), expected, tags) for text, expected, tags in drawn(self.items, seed, limit)]
         return [
-            Example(expected, reader.prompt(text), tags=tags, max_tokens=self.max_tokens)
-            for text, expected, tags in drawn(self.items, seed, limit)
+            Example(expected, prompt, tags=tags, max_tokens=reader.budget(prompt, self.max_tokens))
+            for prompt, expected, tags in made
         ]
 
     def judge(self, example: Example, answer: Answer) -> dict[str, float]:

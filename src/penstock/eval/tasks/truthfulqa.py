@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
-from penstock.eval.tasks.base import Options, Task
+from penstock.eval.tasks.base import Example, Options, Reader, Task
 from penstock.eval.tasks.choice import Choice, Question
 from penstock.eval.tasks.files import Row, needed, read_rows
+from penstock.eval.tasks.mmlu import LETTERS
 
 
 def _question(row: Row) -> Question:
@@ -14,12 +17,25 @@ def _question(row: Row) -> Question:
     best = row.text("Best Answer").strip()
     if not wrong:
         raise row.wrong("'Incorrect Answers' names none")
-    prompt = f"Q: {row.text('Question').strip()}\nA:"
-    return Question(prompt, tuple(" " + text.rstrip(".") + "." for text in (best, *wrong)), 0)
+    asked = row.text("Question").strip()
+    return Question(f"Q: {asked}\nA:", tuple(" " + text.rstrip(".") + "." for text in (best, *wrong)), 0)
+
+
+class TruthfulQA(Choice):
+    """In a chat the answers are listed under letters, in an order of their own for each question."""
+
+    def _generated(self, reader: Reader, q: Question) -> Example:
+        order = list(range(min(len(q.choices), len(LETTERS))))
+        Random(q.prompt).shuffle(order)
+        texts = tuple(q.choices[i].strip() for i in order)
+        listed = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, texts, strict=False))
+        asked = f"{q.prompt.removeprefix('Q: ').removesuffix('A:').strip()}\nWhich answer is true?\n{listed}"
+        letters = tuple(LETTERS[: len(texts)])
+        return super()._generated(reader, replace(q, choices=letters, right=order.index(0), asked=asked, texts=texts))
 
 
 def make(path: Path | None, options: Options) -> Task:
-    """The best answer against the wrong ones, by likelihood (the paper's MC1)."""
+    """The best answer against the wrong ones (the paper's MC1)."""
     path = needed("truthfulqa", path, "truthfulqa.jsonl")
-    source = "the best answer or a wrong one, by likelihood (TruthfulQA MC1, arXiv 2109.07958)"
-    return Choice("truthfulqa", source, [_question(row) for row in read_rows(path)])
+    source = "the best answer or a wrong one (TruthfulQA MC1, arXiv 2109.07958)"
+    return TruthfulQA("truthfulqa", source, [_question(row) for row in read_rows(path)], options)
