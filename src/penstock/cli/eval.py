@@ -49,16 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answers may be other tokens than the baseline's: compare speeds all the same",
     )
+    out.add_argument(
+        "--other-form",
+        metavar="FILE",
+        help="a --json of the same model with --chat, if this is without, or the other way round: warn of tasks that "
+        "are near zero here and not there",
+    )
     out.add_argument("--gate", metavar="FILE", help="bounds that must hold, as JSON; if one does not, the status is 1")
     add_engine_arguments(parser, model_positional=True)
 
 
 def eval_(args: argparse.Namespace) -> int:
     """Raises PenstockError. What can be known to be wrong is said before the model is read, the rest before it runs."""
+    from msgspec.structs import replace
+
     from penstock.base.errors import InputError
     from penstock.cli.run import with_default_model
     from penstock.config.load import from_args
     from penstock.eval.gate import check_gate, read_gate
+    from penstock.eval.health import health
     from penstock.eval.paired import check_aligned
     from penstock.eval.result import load
     from penstock.eval.run import prepare, run
@@ -73,6 +82,9 @@ def eval_(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     rules = read_gate(Path(args.gate), tasks) if args.gate is not None else []
     baseline = load(Path(args.baseline)) if args.baseline is not None else None
+    other = load(Path(args.other_form)) if args.other_form is not None else None
+    if other is not None and other.chat == args.chat:
+        raise InputError("--other-form: that result is of the same form as this one", param="other_form")
     llm = LLM.from_config(from_args(with_default_model(args)))
     how = {"seed": args.examples_seed, "limit": args.limit, "chat": args.chat, "bos": args.bos}
     prepared = prepare(llm, tasks, **how)
@@ -81,6 +93,8 @@ def eval_(args: argparse.Namespace) -> int:
         check_aligned(prepared, baseline)
     watched = sys.stderr.isatty()
     result = run(llm, prepared, **how, show_progress=watched, told=_tell if watched else lambda name, n: None)
+    if other is not None:
+        result = replace(result, warnings=health(result, other))
     return _report(args, result, baseline, rules)
 
 
@@ -107,7 +121,7 @@ def _list_tasks() -> int:
 def _report(args: argparse.Namespace, result: Result, baseline: Result | None, rules: Sequence[Rule]) -> int:
     from penstock.bench.report import save, save_text
     from penstock.cli.eval_page import html_page
-    from penstock.cli.eval_tables import print_baseline, print_gate, print_result
+    from penstock.cli.eval_tables import print_baseline, print_gate, print_result, print_warnings
     from penstock.eval.gate import verdicts
     from penstock.eval.paired import differences, speeds
     from penstock.eval.result import encode
@@ -126,6 +140,7 @@ def _report(args: argparse.Namespace, result: Result, baseline: Result | None, r
         if args.json is not None:
             save(Path(args.json), encode(result))
     if args.html is not None:
-        save_text(Path(args.html), html_page(result, changed, judged))
+        save_text(Path(args.html), html_page(result, changed, judged, baseline))
+    print_warnings(result, baseline)
     print_gate(judged, quiet=args.json == "-")
     return EXIT_OK if all(v.passed for v in judged) else EXIT_FAILED

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from penstock.cli.eval_tables import between, p_of, shown, signed, spread_of, tag_text
+from penstock.cli.eval_tables import ENDS, between, p_of, shown, signed, spread_of, tag_text, warned
 from penstock.sim.page import STYLE
 from penstock.sim.svg import Chart, Line, percent
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.eval.tasks.base import Tag
 
 _WRONG = 5
+_SAID = 400
 MAP_STYLE = """td.cell, .map thead th { text-align: center; } .map { width: auto; }
 .map td.cell { min-width: 64px; border: 2px solid var(--card); }"""
 """What `heat_map` needs."""
@@ -24,20 +25,22 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{style}
 .span {{ fill: var(--a0); opacity: 0.35; }} .mid {{ fill: var(--c0); }} .track {{ fill: var(--grid); }}
-td.gauge {{ width: 36%; min-width: 160px; }} td.bad {{ color: var(--c1); }}
+td.gauge {{ width: 36%; min-width: 160px; }} td.bad, p.bad {{ color: var(--c1); }}
 .charts {{ grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); }}
 .named th:nth-child(2), .named td:nth-child(2) {{ text-align: left; }} p.end {{ margin-top: 28px; }}
 {map_style}</style></head>
-<body><main><h1>{title}</h1><p class="soft">{about}</p>{gate}
+<body><main><h1>{title}</h1><p class="soft">{about}</p>{warnings}{gate}
 <h2>Figures</h2><div class="card scroll"><table class="num named"><thead><tr><th>task</th><th>metric</th><th>value</th>
 <th>95 %</th><th>n</th><th>from 0 to 100 %</th></tr></thead><tbody>{rows}</tbody></table></div>
-{changed}{maps}{curves}{wrong}
+{answers}{changed}{maps}{curves}{wrong}
 <p class="soft end">Equal prompts and greedy decoding for every configuration; digests in the JSON. Intervals: rates
 Wilson's, everything else percentile bootstrap over examples, both 95 %.</p></main></body></html>
 """
 
 
-def html_page(result: Result, changed: Sequence[Difference], judged: Sequence[Verdict]) -> str:
+def html_page(
+    result: Result, changed: Sequence[Difference], judged: Sequence[Verdict], baseline: Result | None = None
+) -> str:
     """One file. Texts of models and data sets are escaped: they may hold anything."""
     told = [f"{len(result.tasks)} tasks", f"examples of seed {result.seed}", "chat" if result.chat else "plain text"]
     told += [f"{name} {value}" for name, value in result.settings.items()]
@@ -45,11 +48,38 @@ def html_page(result: Result, changed: Sequence[Difference], judged: Sequence[Ve
     curves = "".join(_curve(task) for task in result.tasks if len(task.axes) == 1)
     return _PAGE.format(
         title=f"Evaluation of {escape(result.model)}", style=STYLE, map_style=MAP_STYLE, about=escape(", ".join(told)),
-        gate=_gate(judged),
+        gate=_gate(judged), warnings=_warnings(result, baseline), answers=_answers(result),
         rows="".join(_rows(task) for task in result.tasks), changed=_changed(changed), maps=maps,
         curves=f'<h2>By position, length, subject</h2><div class="charts">{curves}</div>' if curves else "",
         wrong="".join(_wrong(task) for task in result.tasks),
     )  # fmt: skip
+
+
+def _warnings(result: Result, baseline: Result | None) -> str:
+    lines = "".join(f"<li>{where}{escape(w.task)}: {escape(w.why)}</li>" for where, w in warned(result, baseline))
+    head = "Warnings: these figures may be of the measurement, not of the model."
+    return f'<p class="bad"><b>{head}</b></p><ul>{lines}</ul>' if lines else ""
+
+
+def _answers(result: Result) -> str:
+    """How answers ended, and whether they were answers."""
+    counted = [(task.name, task.answers) for task in result.tasks if task.answers is not None]
+    if not counted:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in ("task", "n", *(name for name, _ in ENDS)))
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{found.n:,}</td>"
+        + "".join(_share(getattr(found, field)) for _, field in ENDS) + "</tr>"
+        for name, found in counted
+    )  # fmt: skip
+    return (
+        f'<h2>Answers</h2><div class="card scroll"><table class="num"><thead><tr>{head}</tr></thead><tbody>{rows}'
+        "</tbody></table></div>"
+    )
+
+
+def _share(value: float) -> str:
+    return f"<td>{value:.0%}</td>"
 
 
 def _gate(judged: Sequence[Verdict]) -> str:
@@ -174,7 +204,7 @@ def _wrong(task: TaskResult) -> str:
     missed: list[Scored] = [e for e in task.examples if e.scores[head.name] < 0.5][:_WRONG]
     if not missed:
         return ""
-    rows = "".join(f"<tr><td>{escape(e.expected)}</td><td>{escape(e.said)}</td></tr>" for e in missed)
+    rows = "".join(f"<tr><td>{escape(e.expected[:_SAID])}</td><td>{escape(e.said[:_SAID])}</td></tr>" for e in missed)
     return (
         f"<details><summary>{escape(task.name)}: the first wrong answers</summary><div class='card scroll'>"
         f"<table class='wrap'><thead><tr><th>expected</th><th>said</th></tr></thead><tbody>{rows}</tbody></table></div>"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from penstock.eval.gate import Verdict
     from penstock.eval.paired import Difference, Speed
-    from penstock.eval.result import Result, TaskResult, Value
+    from penstock.eval.result import HealthWarning, Result, TaskResult, Value
     from penstock.eval.tasks.base import Tag
 
 _BAR = 24
@@ -63,6 +63,7 @@ def print_result(result: Result) -> None:
             name = task.name if i == 0 else ""
             table.add_row(name, value.name, shown(value.value, value.kind), between(value), f"{value.n:,}")
     console.print(table)
+    _print_answers(console, result)
     for task in result.tasks:
         if len(task.axes) == 2:
             _print_map(console, task)
@@ -78,6 +79,39 @@ def print_result(result: Result) -> None:
     console.print(
         f"Conditions: {', '.join(how)}. Intervals: rates Wilson's, others bootstrap over examples.", style="dim"
     )
+
+
+ENDS = (("cut at the limit", "cut"), ("stopped", "stopped"), ("empty", "empty"), ("no answer found", "unfound"))
+"""What of the answers a report tells: heading, field of `Answers`."""
+
+
+def _print_answers(console: Console, result: Result) -> None:
+    """How answers ended, and whether they were answers; tasks that generate nothing are left out."""
+    from rich.table import Table
+
+    counted = [(task.name, task.answers) for task in result.tasks if task.answers is not None]
+    if not counted:
+        return
+    table = Table(title="Answers", title_justify="left", box=None)
+    for column in ("task", "n", *(head for head, _ in ENDS)):
+        table.add_column(column, justify="left" if column == "task" else "right")
+    for name, found in counted:
+        table.add_row(name, f"{found.n:,}", *(f"{getattr(found, field):.0%}" for _, field in ENDS))
+    console.print()
+    console.print(table)
+
+
+def print_warnings(result: Result, baseline: Result | None = None) -> None:
+    """On stderr, one line each, whatever stands on stdout: figures of a measurement that went wrong are no figures."""
+    for where, found in warned(result, baseline):
+        print(f"penstock: warning: {where}{found.task}: {found.why}", file=sys.stderr)
+
+
+def warned(result: Result, baseline: Result | None) -> list[tuple[str, HealthWarning]]:
+    """Of the result, and of those tasks of the baseline that it has, too."""
+    names = {task.name for task in result.tasks}
+    before = [] if baseline is None else [found for found in baseline.warnings if found.task in names]
+    return [*(("", found) for found in result.warnings), *(("the baseline's ", found) for found in before)]
 
 
 def _print_map(console: Console, task: TaskResult) -> None:

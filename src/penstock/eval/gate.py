@@ -7,6 +7,7 @@ A RULE is a number, the worst value that passes (the least, for perplexity and b
     baseline      a result of `penstock eval --json`, relative to the gate's folder, of the same examples
     max_drop      how much worse than the baseline it may be (absolute; 0.02 is two points of a rate)
     significant   true: a drop counts only as far as it is sure (the paired interval of 95 %), for few examples
+    warnings      "pass": the rule may hold although the result warns of this task (`eval.health`); else it does not
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Rule:
     baseline: Result | None = None
     max_drop: float | None = None
     significant: bool = False
+    despite_warnings: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ def _rule(path: Path, key: str, rule: Any, metrics: Mapping[tuple[str, str], Met
         rule = {"max" if metric.lower_is_better else "min": rule}
     if not isinstance(rule, dict) or not rule:
         raise _wrong(path, f"{key!r} must be a number or an object with min, max or baseline and max_drop")
-    unknown = sorted(set(rule) - {*_NUMBERS, "baseline", "significant"})
+    unknown = sorted(set(rule) - {*_NUMBERS, "baseline", "significant", "warnings"})
     if unknown:
-        raise _wrong(path, f"{key!r} has no {unknown[0]!r}; it may have min, max, baseline, max_drop, significant")
+        raise _wrong(path, f"{key!r} has no {unknown[0]!r}; it may have min, max, baseline, max_drop, significant, "
+                     "warnings")  # fmt: skip
     for bound in _NUMBERS:
         if bound in rule and not _is_number(rule[bound]):
             raise _wrong(path, f"{key!r}: {bound} must be a number, not {json.dumps(rule[bound])[:40]}")
@@ -85,14 +88,17 @@ def _rule(path: Path, key: str, rule: Any, metrics: Mapping[tuple[str, str], Met
         raise _wrong(path, f"{key!r}: max_drop must be at least 0, not {rule['max_drop']}")
     if not isinstance(rule.get("significant", False), bool):
         raise _wrong(path, f"{key!r}: significant must be true or false")
+    if rule.get("warnings", "pass") != "pass":
+        raise _wrong(path, f'{key!r}: warnings may be "pass", or be left away')
     if ("baseline" in rule) != ("max_drop" in rule):
         raise _wrong(path, f"{key!r}: baseline and max_drop belong together")
     if "significant" in rule and "baseline" not in rule:
         raise _wrong(path, f"{key!r}: significant belongs to baseline and max_drop")
     rest = {bound: float(rule[bound]) for bound in _NUMBERS if bound in rule}
     return Rule(
-        task, name, baseline=_baseline(path, key, rule, task, name), significant=rule.get("significant", False), **rest
-    )
+        task, name, baseline=_baseline(path, key, rule, task, name), significant=rule.get("significant", False),
+        despite_warnings="warnings" in rule, **rest,
+    )  # fmt: skip
 
 
 def _baseline(path: Path, key: str, rule: Mapping[str, Any], task: str, metric: str) -> Result | None:
@@ -125,6 +131,9 @@ def _verdict(rule: Rule, result: Result) -> Verdict:
     task = result.task(rule.task)
     value = task.value(rule.metric)
     name = f"{rule.task}.{rule.metric}"
+    warned = _warned(rule, result)
+    if warned and not rule.despite_warnings:
+        return Verdict(rule, False, f"{name} is {value.value:.4f}, but {warned}")
     if rule.min is not None and not value.value >= rule.min:
         return Verdict(rule, False, f"{name} is {value.value:.4f}, below its least, {rule.min:g}")
     if rule.max is not None and not value.value <= rule.max:
@@ -139,6 +148,13 @@ def _verdict(rule: Rule, result: Result) -> Verdict:
                 f"{worse:.4f}, more than {rule.max_drop:g}",
             )  # fmt: skip
     return Verdict(rule, True, f"{name} is {value.value:.4f}")
+
+
+def _warned(rule: Rule, result: Result) -> str:
+    """A figure that a mistake of the measurement may have made keeps no rule, and is no baseline."""
+    own = [f"{found.why}" for found in result.warnings if found.task == rule.task]
+    before = rule.baseline.warnings if rule.baseline is not None else []
+    return "; ".join([*own, *(f"in the baseline {found.why}" for found in before if found.task == rule.task)])
 
 
 def _is_number(value: Any) -> bool:

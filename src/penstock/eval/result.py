@@ -58,9 +58,29 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
         return Metric(self.name, self.kind).lower_is_better
 
 
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of `n` generated answers. `cut`: at the limit of tokens; `stopped`: by a stop string; `empty`: no text;
+    `unfound`: nothing in it could be right or wrong, empty ones included; `thinking`: of these, within a thought."""
+
+    n: int
+    cut: float
+    stopped: float
+    empty: float
+    unfound: float
+    thinking: float
+
+
+class HealthWarning(msgspec.Struct, frozen=True, kw_only=True):
+    """What speaks against a task's figures (`eval.health`). `task`: as the result calls it; `why`: one sentence."""
+
+    task: str
+    why: str
+
+
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """One task. `name`: as it was asked for. `digest`: of its prompts, of what is expected and of how answers are
-    decoded; results may be compared if it is equal. `left_out`: examples that do not fit the context."""
+    decoded; results may be compared if it is equal. `left_out`: examples that do not fit the context. `ends`: answers
+    end by themselves (`eval.tasks.base`); `answers`: None if none were generated, or not counted by that version."""
 
     name: str
     task: str
@@ -74,6 +94,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+    ends: bool = True
+    answers: Answers | None = None
 
     def value(self, metric: str) -> Value:
         """Raises KeyError."""
@@ -95,6 +117,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     bos: bool
     settings: dict[str, Any]
     tasks: list[TaskResult]
+    warnings: list[HealthWarning] = []
 
     def task(self, name: str) -> TaskResult:
         """Raises KeyError."""

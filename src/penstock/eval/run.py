@@ -20,6 +20,7 @@ from penstock.base.hashing import digest
 from penstock.config import SETTINGS
 from penstock.core.output import Logprob, RequestOutput
 from penstock.core.sampling import SamplingParams
+from penstock.eval.health import answers_of, health
 from penstock.eval.result import FORMAT, Result, Scored, TaskResult, figure
 from penstock.eval.tasks import Asked, make_tasks
 from penstock.eval.tasks.base import Answer, Example, Kind, Reader, Task
@@ -113,10 +114,11 @@ def run(
     for task in prepared:
         told(task.asked.spec, len(task.examples))
         results.append(_run(llm, task, show_progress))
-    return Result(
+    made = Result(
         penstock_eval=FORMAT, version=__version__, model=str(llm.config.model.model), seed=seed, limit=limit, chat=chat,
         bos=bos, settings=settings_of(llm), tasks=results,
     )  # fmt: skip
+    return replace(made, warnings=health(made))
 
 
 def settings_of(llm: LLM) -> dict[str, object]:
@@ -128,16 +130,15 @@ def settings_of(llm: LLM) -> dict[str, object]:
 def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
     task, examples = prepared.asked.task, prepared.examples
     started = time.perf_counter()
-    asks = (
-        [_generated(e) for e in examples] if prepared.kind == "generate" else [r for e in examples for r in _scored(e)]
-    )
+    generated = prepared.kind == "generate"
+    asks = [_generated(e) for e in examples] if generated else [r for e in examples for r in _scored(e)]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asks], [p for _, p in asks], use_tqdm=show_progress)
     seconds = time.perf_counter() - started
     failed = next((output.error for output in outputs if output.error is not None), None)
     if failed is not None:
         raise EngineError(f"task {prepared.asked.spec!r}: {failed}")
     left = iter(outputs)
-    if prepared.kind == "generate":
+    if generated:
         thinks = opens_thought(llm.get_tokenizer().decode(list(examples[0].prompt[-16:]), skip_special_tokens=False))
         scored = [_judged(task, e, next(left), opened=thinks) for e in examples]
     else:
@@ -146,8 +147,8 @@ def _run(llm: LLM, prepared: Prepared, show_progress: bool) -> TaskResult:
         name=prepared.asked.spec, task=task.name, kind=prepared.kind, source=task.source, digest=prepared.digest,
         values=[figure(metric, scored) for metric in task.metrics], examples=scored, axes=list(task.axes),
         left_out=prepared.left_out, prompt_tokens=sum(len(ids) for ids, _ in asks),
-        output_tokens=sum(len(o.outputs[0].token_ids) for o in outputs) if prepared.kind == "generate" else 0,
-        seconds=seconds,
+        output_tokens=sum(len(o.outputs[0].token_ids) for o in outputs) if generated else 0,
+        seconds=seconds, ends=task.ends, answers=answers_of(scored),
     )  # fmt: skip
 
 
