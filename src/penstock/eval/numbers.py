@@ -13,7 +13,7 @@ from fractions import Fraction
 _SPACES = "\u00a0\u202f\u2009"
 _PLAIN = r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?(?:[eE][+-]?\d{1,2}(?!\w))?|(?<!\d)\.\d+"
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w.)\]}}])-\s?)?(?:[$€£¥₹]\s?)?(?P<sign2>-)?(?P<top>{_PLAIN})(?:\s?/\s?(?P<bottom>[1-9]\d*)(?![\d/.]))?"
+    rf"(?P<sign>(?<![\w.)\]}}])-\s?)?(?:[$€£¥₹]\s?(?P<sign2>-)?)?(?P<top>{_PLAIN})(?:\s?/\s?(?P<bottom>[1-9]\d*)(?![\d/.]))?"
 )
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]+)\}\s*\{([^{}]+)\}")
 _SAYS = re.compile(r"\banswer\b[^.\n\d]{0,60}?(?:\bis\b|\bwould be\b|\bare\b|[:=])(?=[^\n]*\d)", re.IGNORECASE)

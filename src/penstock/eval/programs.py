@@ -64,7 +64,7 @@ def blocks(text: str) -> list[str]:
             _close(open_, done, drop=True)
         elif fence is not None and fence[3] and len(fence[1]) <= len(last.indent) + 3:
             open_.append(_Open(fence[1], fence[2], []))
-        elif line.rstrip().endswith(last.mark) and line.count(last.mark) == 1:
+        elif fence is None and line.rstrip().endswith(last.mark) and line.count(last.mark) == 1:
             last.lines[-1] = line.rstrip()[: -len(last.mark)]
             _close(open_, done)
     while open_:
@@ -146,13 +146,23 @@ def parsed(code: str) -> ast.Module | None:
 
 
 def _defines(tree: ast.Module | None, entry: str, *, body: bool = False) -> bool:
-    """`body`: the function must do something: a head and its description are none."""
+    """`body`: the function must give something back: behind a head any prose or call is its body."""
     for node in tree.body if tree is not None else ():
         if isinstance(node, _DEFINITIONS) and node.name == entry:
-            rest = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-            return bool(rest) or not body
+            return not body or _returns(node)
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == entry for t in node.targets):
             return True
+    return False
+
+
+def _returns(function: ast.stmt) -> bool:
+    """Itself, not a function within it."""
+    left: list[ast.AST] = list(ast.iter_child_nodes(function))
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Return | ast.Yield | ast.YieldFrom):
+            return True
+        left += [] if isinstance(node, _DEFINITIONS) else ast.iter_child_nodes(node)
     return False
 
 

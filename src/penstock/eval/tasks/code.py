@@ -36,7 +36,7 @@ class _Form:
 
 _FORMS = {
     "usual": _Form(_SCRIPT + "\n```\n{0}\n```\n"),
-    "evalplus": _Form(_SCRIPT + "\n```\n{0}\n```\n", _BELOW + "tests:\n```python\n"),
+    "evalplus": _Form(_SCRIPT + "\n```\n{0}\n```\n", _BELOW + ":\n```python\n"),
     "qwen": _Form(
         "Can you complete the following Python function?\n```python\n{0}\n```", "```python\n",
         "You are an intelligent programming assistant to produce Python algorithmic solutions",

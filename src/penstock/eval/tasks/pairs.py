@@ -74,7 +74,8 @@ class Pairs(Task):
         ]  # fmt: skip
 
     def _fits(self, reader: Reader, count: int) -> bool:
-        return self._example(reader, random.Random(0), count, 0.0).num_tokens + 16 <= reader.room
+        prompt = self._example(reader, random.Random(0), count, 0.0).prompt
+        return len(prompt) + reader.answer(_MAX_TOKENS) + 16 <= reader.room
 
     def _example(self, reader: Reader, rng: random.Random, count: int, position: float) -> Example:
         made = self._two_words(rng, count) if self.form.two_words else pairs(rng, "test", count)
