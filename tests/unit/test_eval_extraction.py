@@ -268,10 +268,13 @@ def test_a_question_said_again_is_not_part_of_the_answer() -> None:
     question = "What did Tom find? Tom found"
     assert "red ball" in rests("Tom found a red ball", question)
     assert "red ball" not in rests("Tom lost a red ball", question)
+    assert rests("a red ball", "") == [], "of plain text the whole is the answer"
     (made,) = make_tasks(["passage"])
     example = Example(["a red ball.", question])
     for text, em in (
         ("Tom found a red ball.", 1), ("a red ball", 1), ("Sure! Tom found a red ball.", 1), ("A red ball. Yes.", 1),
+        ("The thing that he came upon was a red ball.", 1), ("The answer is: a red ball.", 1),
+        ("It was not a red ball.", 0), ("It was a kite or it was a red ball.", 0), ("It was a red ball with a kite", 0),
         ("Tom found a blue ball.", 0), ("Tom found a red ball and a kite.", 0), ("Tom", 0), ("", 0),
     ):  # fmt: skip
         assert made.task.judge(example, Answer(text))["em"] == em, text

@@ -16,6 +16,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MARKS = r"[\"'`*]*"
 _SENTENCE = re.compile(r"\.(?!\d)|\n|(?<=[A-Za-z])!(?=\s|$)")
 _OPENING = re.compile(r"(?:sure|certainly|of course|absolutely|okay|ok|great)(?: thing)?,?|[^\n]*:\W*", re.IGNORECASE)
+_BEFORE_ANSWERS = frozenset(
+    ("is", "was", "are", "were", "on", "in", "at", "to", "by", "with", "from", "found", "called", "named")
+)
 _CJK = re.compile(r"([\u3400-\u9fff])")
 
 
@@ -63,10 +66,14 @@ def f1(text: str, accepted: Iterable[str]) -> float:
 
 
 def rests(text: str, question: str) -> list[str]:
-    """What of a text may be the answer: what stands behind first words that are all of the question ("Tom found")."""
+    """What of a sentence may be the answer: what stands behind first words that are all of the question ("Tom found"),
+    and behind its last *is*, *on*, *to* and their like; nothing of a sentence that names several or denies."""
     words, known = normal(text).split(), set(normal(question).split())
+    if not question or {"or", "not", "nor"} & set(words):
+        return []
     most = next((i for i, word in enumerate(words) if word not in known), len(words))
-    return [" ".join(words[i:]) for i in range(1, most + 1)]
+    last = max((i for i, word in enumerate(words) if word in _BEFORE_ANSWERS), default=-1) + 1
+    return [" ".join(words[i:]) for i in {*range(1, most + 1), last} - {0} if i < len(words)]
 
 
 def rouge_l(text: str, accepted: Iterable[str]) -> float:
