@@ -87,7 +87,7 @@ def main() -> None:
         keep(load(file))
     if args.results:
         return
-    llm = LLM(args.model, max_model_len=4096, kv_cache_memory_bytes="900M")
+    llm = LLM(args.model, max_model_len=4096, kv_cache_memory_bytes=900_000_000)
     for spec, chat in RUNS:
         (asked,) = make_tasks([spec], data=args.data, allow_code=True)
         form = "chat" if chat else "plain"

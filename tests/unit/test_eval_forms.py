@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,11 @@ from msgspec.structs import replace
 from penstock.base.errors import ConfigError, InputError
 from penstock.cli.eval_page import html_page
 from penstock.cli.eval_tables import print_result, print_warnings
+from penstock.core.output import CompletionOutput, RequestOutput
 from penstock.eval.gate import read_gate, verdicts
 from penstock.eval.health import answers_of, health
 from penstock.eval.result import Result, Scored, TaskResult, encode, figure, load
-from penstock.eval.run import _generated
+from penstock.eval.run import _generated, _judged, _plain
 from penstock.eval.tasks import Asked, make_tasks
 from penstock.eval.tasks.base import Answer, Example, Metric, Reader
 from penstock.launch.bundled import bundled_model
@@ -159,6 +161,33 @@ def test_programs_in_both_forms(tmp_path: Path) -> None:
             assert made.found(example, Answer(text))
         assert made.judge(example, Answer("I cannot.")) == {"pass_at_1": 0}
         assert not made.found(example, Answer("I cannot."))
+
+
+def test_what_is_judged_is_what_was_said_behind_its_thoughts_and_its_beginning(tmp_path: Path) -> None:
+    made = one("humaneval?prompt=qwen", tmp_path).task
+    (example,) = made.examples(reader(CHATML), 0, 1)
+
+    def judged(text: str, finish: str = "stop", stop: str | int | None = None, opened: bool = False) -> Scored:
+        out = CompletionOutput(0, text, [1, 2, 3], finish_reason=finish, stop_reason=stop)
+        return _judged(made, example, RequestOutput("r", None, [], None, [out], True), opened=opened)
+
+    code = "def one():\n    return 1\n```\nThis is one."
+    found = judged(code)
+    assert (found.scores["pass_at_1"], found.answered, found.thinks, found.end, found.tokens) == (
+        1,
+        True,
+        False,
+        "stop",
+        3,
+    )
+    assert judged(f"Hm.\n</think>\n{code}", opened=True).scores["pass_at_1"] == 1
+    thought = judged(code, "length", opened=True)
+    assert (thought.scores["pass_at_1"], thought.answered, thought.thinks, thought.end) == (0, False, True, "length")
+    assert thought.said == code, "the report shows it all the same"
+    assert judged("I cannot.").answered is False
+    assert judged("def one", "stop", "\ndef ").end == "stop_string"
+    assert judged("def one", "stop", 151645).end == "stop", "a token that ends a turn is the model's own end"
+    assert _plain(example) != _plain(dataclasses.replace(example, begun="")), "it is a part of the digest"
 
 
 # -- health ------------------------------------------------------------------------------------------------------
