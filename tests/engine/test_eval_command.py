@@ -373,3 +373,23 @@ def test_an_engine_that_fails_fails_the_evaluation(nano: LLM, monkeypatch: pytes
     monkeypatch.setattr(nano, "generate", broken)
     with pytest.raises(EngineError, match="task 'copy': a row was sick"):
         evaluate(nano, ["copy"], limit=2)
+
+
+def test_K14_a_run_that_is_cut_warns_and_keeps_no_gate(
+    nano: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, file, rules = tmp_path / "q.jsonl", tmp_path / "r.json", tmp_path / "gate.json"
+    rows.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(6)))
+    spec = f"gsm8k:{rows}?tokens=16&shots=0"
+    result = evaluate(nano, [spec])
+    assert [w.why for w in result.warnings] == [f"{result.tasks[0].answers.cut:.0%} of 6 answers were cut at the limit "
+                                                "of tokens"]  # type: ignore[union-attr]  # fmt: skip
+    rules.write_text(json.dumps({"gsm8k:q.jsonl?tokens=16&shots=0.accuracy": 0}))
+    assert command("--tasks", spec, "--gate", str(rules), "--json", str(file)) == 1
+    out, err = capsys.readouterr()
+    assert "no answer found" in out
+    assert "penstock: warning: gsm8k:q.jsonl?tokens=16&shots=0: " in err
+    assert "penstock: gate: " in err
+    assert load(file).warnings
+    assert command("--tasks", spec, "--other-form", str(file)) == 1
+    assert "of the same form" in capsys.readouterr().err
