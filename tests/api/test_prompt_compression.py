@@ -20,6 +20,7 @@ from penstock.launch.llm import LLM
 from penstock.launch.prompt_reader import PromptReader
 from penstock.server.compression import PromptCompressing
 from penstock.server.live import LiveServer
+from penstock.text.offload import _Line
 from tests.api.conftest import bundled
 from tests.api.test_metrics import grown, scrape
 
@@ -220,7 +221,7 @@ def test_a_client_that_leaves_ends_it_at_its_next_step(
         gone.post("/v1/completions", json=body, timeout=1.0)
     assert begun.wait(30)
     until = time.monotonic() + 30
-    while part_of(live)._queued_tokens:
+    while part_of(live)._queue.queued:
         assert time.monotonic() < until
         time.sleep(0.01)
     go_on.set()
@@ -230,7 +231,8 @@ def test_a_client_that_leaves_ends_it_at_its_next_step(
 
 def test_too_much_waits(live: LiveServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     part = part_of(live)
-    monkeypatch.setattr(part, "_queued_tokens", part._max_queued_tokens)
+    monkeypatch.setattr(part._queue, "_size", part._queue._max_queued)
+    monkeypatch.setattr(part._queue, "_lines", {"other": _Line("other", 1e9, 0.0)})
     with pytest.raises(openai.InternalServerError, match="waiting to be compressed") as caught:
         complete(client, {"method": "random", "rate": 0.5})
     assert caught.value.status_code == 503

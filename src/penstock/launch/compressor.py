@@ -19,8 +19,8 @@ from penstock.config import EngineConfig
 from penstock.core.compression import ContextJob, PromptCompression, Span
 from penstock.launch.prompt_reader import PromptReader
 from penstock.text.contents import CHANGED, chosen, find_contents
+from penstock.text.encoding import TOO_LONG
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.validate import TOO_LONG
 
 MAX_TOKENS = 1 << 18
 MAX_WINDOWS = 64

@@ -185,12 +185,8 @@ class Gate:
                 wait_s - limit_s,
             )  # fmt: skip
         self._check_deadline(call, num_prompt, wait_s)
-        if tenant.max_concurrent is not None and self._concurrent[tenant.name] >= tenant.max_concurrent:
-            raise self._refusal(
-                "tenant_concurrency", 429, f"this key may have {tenant.max_concurrent} requests at once",
-                self.pace.endings_s(1, self._all.running_seqs) or 1.0, code="rate_limit_exceeded",
-            )  # fmt: skip
-        self._reserve(tenant, cost, now)
+        self._check_concurrent(tenant)
+        self._reserve(tenant, cost)
         entry = Entry(tenant, num_prompt, width_of(request), cost, now)
         self._add(request.request_id, entry)
         return lambda: self._end(request.request_id, entry)
@@ -200,6 +196,26 @@ class Gate:
         entry = self._entries.get(request.request_id)
         if entry is not None:
             entry.stream = stream
+
+    def hold(self, tenant: Tenant) -> Callable[[], None]:
+        """A text of this tenant is encoded, which counts as a request; call what is returned when that has ended.
+
+        Raises RefusedError.
+        """
+        self._check_concurrent(tenant)
+        self._concurrent[tenant.name] += 1
+        return lambda: self._let_go(tenant.name)
+
+    def tokens_left(self, tenant: Tenant) -> int | None:
+        """Tokens that a request may come to now; None: the tenant has no limit."""
+        return None if tenant.tokens_per_minute is None else int(self._bucket(tenant, self._clock.now()).level)
+
+    def too_costly(self, tenant: Tenant, num_tokens: int) -> RefusedError:
+        """The refusal of a request whose prompt alone comes to more than that."""
+        over = self._over(tenant, num_tokens + 1)
+        # It may have become possible meanwhile.
+        return over or self._refusal("tenant_tokens", 429, "this key has too few tokens left; try again", 1.0,
+                                     "rate_limit_exceeded")  # fmt: skip
 
     # -- reasons to refuse ---------------------------------------------------------------------------------------
 
@@ -258,22 +274,37 @@ class Gate:
                 f"{max(needs_s, 0.001):.3g} s", code="timeout", extra={"usage": usage},
             )  # fmt: skip
 
-    def _reserve(self, tenant: Tenant, cost: int, now: float) -> None:
+    def _check_concurrent(self, tenant: Tenant) -> None:
+        if tenant.max_concurrent is not None and self._concurrent[tenant.name] >= tenant.max_concurrent:
+            raise self._refusal(
+                "tenant_concurrency", 429, f"this key may have {tenant.max_concurrent} requests at once",
+                self.pace.endings_s(1, self._all.running_seqs) or 1.0, code="rate_limit_exceeded",
+            )  # fmt: skip
+
+    def _reserve(self, tenant: Tenant, cost: int) -> None:
+        over = self._over(tenant, cost)
+        if over is not None:
+            raise over
+        if tenant.tokens_per_minute is not None:
+            self._bucket(tenant, self._clock.now()).level -= cost
+
+    def _over(self, tenant: Tenant, cost: int) -> RefusedError | None:
+        """The refusal of what costs more than the tenant may use now."""
         per_minute = tenant.tokens_per_minute
         if per_minute is None:
-            return
+            return None
         if cost > per_minute:
-            raise self._refusal(
+            return self._refusal(
                 "tenant_tokens", 429, f"the request may come to {cost} tokens (max_tokens counted), and this key has "
                 f"{per_minute} a minute; ask for less", code="rate_limit_exceeded",
             )  # fmt: skip
-        bucket = self._bucket(tenant, now)
-        if cost > bucket.level:
-            raise self._refusal(
-                "tenant_tokens", 429, f"this key has {per_minute} tokens a minute, {bucket.level:.0f} of them left; "
-                f"the request may come to {cost}", (cost - bucket.level) * 60 / per_minute, "rate_limit_exceeded",
-            )  # fmt: skip
-        bucket.level -= cost
+        level = self._bucket(tenant, self._clock.now()).level
+        if cost <= level:
+            return None
+        return self._refusal(
+            "tenant_tokens", 429, f"this key has {per_minute} tokens a minute, {level:.0f} of them left; "
+            f"the request may come to {cost}", (cost - level) * 60 / per_minute, "rate_limit_exceeded",
+        )  # fmt: skip
 
     def _bucket(self, tenant: Tenant, now: float) -> Bucket:
         most = float(tenant.tokens_per_minute or 0)
@@ -383,9 +414,7 @@ class Gate:
             load.running_seqs -= entry.width
         if self._loads[name].live == 0:
             del self._loads[name]
-        self._concurrent[name] -= 1
-        if self._concurrent[name] == 0:
-            del self._concurrent[name]
+        self._let_go(name)
         final = None if entry.stream is None else entry.stream.final
         if final is None:
             return
@@ -397,6 +426,11 @@ class Gate:
             unused = max(0, entry.reserved - entry.num_prompt - sum(tokens))
             bucket = self._bucket(entry.tenant, self._clock.now())
             bucket.level = min(float(entry.tenant.tokens_per_minute), bucket.level + unused)
+
+    def _let_go(self, name: str) -> None:
+        self._concurrent[name] -= 1
+        if self._concurrent[name] == 0:
+            del self._concurrent[name]
 
     def _look(self) -> None:
         """Who has got a first token since the last look; at most every few milliseconds."""

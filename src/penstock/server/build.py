@@ -83,7 +83,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         server.warm_grammars = config.engine.cache.warm_grammars
         server.parts |= {"front": front, "tls": tls}
         server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"
-        server.closers += [client.stop, service.offload.close]
+        server.closers += [client.stop, service.encoding.queue.close]
         if tls is not None:
             server.closers.append(Watching(tls).close)
         compression.install(server, config.engine)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ from msgspec import UNSET, UnsetType
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
-from penstock.server.compression import check_compression, compress_prompt
-from penstock.server.context import Prompt, Server
+from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
+from penstock.server.context import Asker, Prompt, Server
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import LogprobWriter, prompt_logprobs
 from penstock.server.schema.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -27,6 +28,7 @@ from penstock.server.turns import (
     Caller,
     Meter,
     Options,
+    asker_of,
     check_model,
     check_stream_options,
     make_call,
@@ -55,9 +57,10 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None
     check_compression(server, body.prompt_compression, echo=bool(body.echo), prompt_logprobs=asks)
-    prompts = await _prompts(server, body)
+    asker = asker_of(caller, body.timeout)
+    prompts = await _prompts(server, body, asker)
     if body.prompt_compression is not None:
-        prompts = [await compress_prompt(server, prompt, body.prompt_compression) for prompt in prompts]
+        prompts = [await compress_prompt(server, prompt, body.prompt_compression, asker) for prompt in prompts]
     streams: list[Stream] = []
     try:
         for i, prompt in enumerate(prompts):
@@ -86,12 +89,15 @@ def _params(server: Server, body: CompletionRequest) -> tuple[SamplingParams, bo
     return params, scoring
 
 
-async def _prompts(server: Server, body: CompletionRequest) -> list[Prompt]:
-    """Raises InputError naming the prompt."""
-    given, service = body.prompt, server.service
-    special = body.add_special_tokens is not False
+async def _prompts(server: Server, body: CompletionRequest, asker: Asker) -> list[Prompt]:
+    """Raises InputError naming the prompt, and as `Service.encode_all`."""
+    given = body.prompt
+    fit = None if body.prompt_compression is None else TO_COMPRESS
+    encode = partial(
+        server.service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=fit, asker=asker
+    )
     if isinstance(given, str):
-        return [await service.encode(given, add_special_tokens=special)]
+        return await encode([given], ["prompt"])
     if not given:
         raise InputError("prompt is an empty list; it must have at least one text or token id", param="prompt")
     kinds = {type(item) for item in given}
@@ -102,14 +108,10 @@ async def _prompts(server: Server, body: CompletionRequest) -> list[Prompt]:
     most = server.config.max_prompts
     if len(given) > most:
         raise InputError(f"prompt has {len(given)} prompts; at most {most} are possible", param="prompt")
-    prompts = []
-    for i, item in enumerate(given):
-        param = f"prompt[{i}]"
-        if isinstance(item, str):
-            prompts.append(await service.encode(item, param=param, add_special_tokens=special))
-        elif isinstance(item, list):
-            prompts.append(Prompt(item, param=param))
-    return prompts
+    names = [f"prompt[{i}]" for i in range(len(given))]
+    if kinds == {str}:
+        return await encode([text for text in given if isinstance(text, str)], names)
+    return [Prompt(item, param=name) for item, name in zip(given, names, strict=True) if isinstance(item, list)]
 
 
 @dataclass

@@ -6,26 +6,32 @@ to the first token and towards its time limit. What admission, the context's len
 
 from __future__ import annotations
 
-import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import RefusedError
 from penstock.config import EngineConfig
 from penstock.core.compression import PromptCompression
-from penstock.launch.compressor import ChatSource, Compressed, Compressor
-from penstock.server.context import Prompt, Server
+from penstock.launch.compressor import MAX_TOKENS, ChatSource, Compressed, Compressor
+from penstock.server.context import Asker, Prompt, Server
+from penstock.server.encoding import Fit, in_time
 from penstock.server.stats import TTFT_S, Distribution
+from penstock.text.encoding import Steps, one_step
+from penstock.text.offload import Crowded, Dropped, Offload
 from penstock.text.template import choose_template
 
 if TYPE_CHECKING:
+    from penstock.server.service import Service
     from penstock.server.turns import Conversation
 
 MAX_QUEUED_TOKENS = 1 << 20
 """Of prompts that wait to be compressed or are being compressed: some minutes of work at most."""
+
+TO_COMPRESS = Fit(MAX_TOKENS, f"; at most {MAX_TOKENS} can be compressed", charged=False)
+"""How long a prompt may be that is to be compressed."""
 
 
 class _Left(Exception):
@@ -42,46 +48,50 @@ class PromptCompressing:
         self.tokens: Counter[str] = Counter({"before": 0, "after": 0})
         self.prompts: Counter[str] = Counter()
         """Prompts by method."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-compress")
-        self._max_queued_tokens = max_queued_tokens
-        self._queued_tokens = 0
+        self._queue = Offload(1, inline=0, max_queued=max_queued_tokens, unit="tokens", done="compressed")
 
     def memory_bytes(self) -> int:
         return self.compressor.num_bytes
 
-    async def run(self, prompt: Prompt, options: PromptCompression, chat: ChatSource | None = None) -> Prompt:
-        """Raises InputError, EngineError, RefusedError (503) if too much waits. Cancelling ends it at its next step."""
-        size = len(prompt.ids)
-        if self._queued_tokens and self._queued_tokens + size > self._max_queued_tokens:
-            raise RefusedError(
-                f"{self._queued_tokens} tokens are waiting to be compressed already; try again later, or leave "
-                "prompt_compression out", status=503, code="overloaded", retry_after_s=1.0,
-            )  # fmt: skip
-        loop, left = asyncio.get_running_loop(), threading.Event()
-        began = loop.time()
+    async def run(
+        self, prompt: Prompt, options: PromptCompression, service: Service, asker: Asker, chat: ChatSource | None = None
+    ) -> Prompt:
+        """Raises InputError, EngineError, RefusedError (503) if too much waits, WireError (408). Cancelling ends it at
+        its next step."""
+        left = threading.Event()
+        began = time.monotonic()
 
         def check() -> None:
             if left.is_set():
                 raise _Left
 
-        def work() -> Compressed:
-            return self.compressor.compress(prompt.ids, options, chat=chat, param=prompt.param, check=check)
-
-        self._queued_tokens += size
+        steps = one_step(
+            len(prompt.ids), self.compressor.compress, prompt.ids, options, chat=chat, param=prompt.param, check=check
+        )
         try:
-            found = await loop.run_in_executor(self._pool, work)
+            found: Compressed = await in_time(self._in_turn(prompt, steps, service, asker), service, asker)
         finally:
             left.set()
-            self._queued_tokens -= size
-        took_s = loop.time() - began
+        took_s = time.monotonic() - began
         self.seconds.observe(took_s)
         self.prompts[options.method] += 1
-        self.tokens["before"] += size
+        self.tokens["before"] += len(prompt.ids)
         self.tokens["after"] += len(found.ids)
-        return Prompt(found.ids, found.text, prompt.param, compressed_from=size, compression_s=took_s)
+        return Prompt(found.ids, found.text, prompt.param, compressed_from=len(prompt.ids), compression_s=took_s)
+
+    async def _in_turn(self, prompt: Prompt, steps: Steps[Compressed], service: Service, asker: Asker) -> Compressed:
+        tenant = asker.tenant
+        try:
+            return await self._queue.run(len(prompt.ids), steps, line=tenant.name, weight=tenant.weight)
+        except Crowded as error:
+            raise RefusedError(
+                f"{error}, or leave prompt_compression out", status=503, code="overloaded", retry_after_s=1.0
+            ) from None
+        except Dropped:
+            raise service.shutting_down() from None
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._queue.close()
 
 
 def check_compression(
@@ -92,14 +102,14 @@ def check_compression(
         _part(server).compressor.check(options, echo=echo, prompt_logprobs=prompt_logprobs)
 
 
-async def compress_prompt(server: Server, prompt: Prompt, options: PromptCompression) -> Prompt:
+async def compress_prompt(server: Server, prompt: Prompt, options: PromptCompression, asker: Asker) -> Prompt:
     """As `PromptCompressing.run`."""
-    return await _part(server).run(prompt, options)
+    return await _part(server).run(prompt, options, server.service, asker)
 
 
 async def compress_chat(
     server: Server, prompt: Prompt, options: PromptCompression, asked: Conversation,
-    tools: Sequence[Mapping[str, Any]] | None,
+    tools: Sequence[Mapping[str, Any]] | None, asker: Asker,
 ) -> Prompt:  # fmt: skip
     """The same for the prompt that `asked` has become. `tools`: those it was rendered with."""
     service = server.service
@@ -111,7 +121,7 @@ async def compress_chat(
         "continue_final_message": asked.continue_final_message,
     }  # fmt: skip
     chat = ChatSource.of(service.need_tokenizer(), template, asked.messages, rendered)
-    return await _part(server).run(prompt, options, chat)
+    return await _part(server).run(prompt, options, service, asker, chat)
 
 
 def _part(server: Server) -> PromptCompressing:

@@ -34,6 +34,16 @@ ANYONE = Tenant()
 
 
 @dataclass(frozen=True)
+class Asker:
+    """For whom a text is encoded, and until when: `limit_s` seconds from `arrival_s` (monotonic); None: the server's
+    own limit."""
+
+    tenant: Tenant = ANYONE
+    arrival_s: float = 0.0
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt as ids. `text` is what was encoded, if anything was; `param` is how errors call it.
 

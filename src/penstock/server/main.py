@@ -157,7 +157,8 @@ async def _failed(server: Server) -> None:
 
 async def drain(server: Server, hurry: asyncio.Event) -> None:
     """Take nothing new; let what runs end, until the limit or a second signal."""
-    server.draining = server.service.draining = True
+    server.draining = True
+    server.service.drain()
     ends_s = time.monotonic() + server.config.shutdown_timeout
     num = server.client.num_live
     if num:

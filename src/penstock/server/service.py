@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from penstock.base.errors import EngineError, InputError, RefusedError
+from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
-from penstock.server.context import ANYONE, Call, Prompt
-from penstock.text.offload import Offload
-from penstock.text.template import choose_template, encode_chat
-from penstock.text.validate import build_pooling_request, build_request, validate_reference
+from penstock.server.context import ANYONE, Asker, Call, Prompt, Tenant
+from penstock.server.encoding import Fit, TextEncoding
+from penstock.text.template import choose_template
+from penstock.text.validate import (
+    bad_sequences,
+    build_pooling_request,
+    build_request,
+    validate_reference,
+    validate_sampling,
+)
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -43,6 +49,18 @@ class Admission(Protocol):
         """The stream of a request that was admitted."""
         ...
 
+    def hold(self, tenant: Tenant) -> Callable[[], None]:
+        """Before a long text is encoded; what to call when it is. Raises RefusedError (429)."""
+        ...
+
+    def tokens_left(self, tenant: Tenant) -> int | None:
+        """Tokens that a request of this tenant may come to now; None: no limit."""
+        ...
+
+    def too_costly(self, tenant: Tenant, num_tokens: int) -> RefusedError:
+        """The refusal (429) of a request that comes to more."""
+        ...
+
 
 class Open:
     """Admits everything. For tests."""
@@ -52,6 +70,15 @@ class Open:
 
     def follow(self, request: Request, stream: Stream) -> None:
         pass
+
+    def hold(self, tenant: Tenant) -> Callable[[], None]:
+        return lambda: None
+
+    def tokens_left(self, tenant: Tenant) -> int | None:
+        return None
+
+    def too_costly(self, tenant: Tenant, num_tokens: int) -> RefusedError:
+        raise AssertionError("there is no limit")
 
 
 class Service:
@@ -77,7 +104,7 @@ class Service:
         self.config = config
         self.clock = clock
         self.admission: Admission = admission or Open()
-        self.offload = Offload()
+        self.encoding = TextEncoding(self)
         self.prepare: list[Callable[[Call], Any]] = []
         """Each is awaited with the Call before it is validated: compiling grammars, for example. May raise."""
         self.draining = False
@@ -96,18 +123,38 @@ class Service:
             )
         return self.tokenizer
 
-    async def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> Prompt:
-        """A text as a prompt. Raises InputError for an empty one, RefusedError (503) if too much is being encoded."""
-        if not text:
-            raise InputError(f"{param} must not be empty", param=param)
-        tokenizer = self.need_tokenizer()
-        ids = await self._offload(len(text), tokenizer.encode, text, add_special_tokens)
-        return Prompt(ids, text, param)
+    async def encode(
+        self, text: str, *, param: str = "prompt", add_special_tokens: bool = True, fit: Fit | None = None,
+        asker: Asker,
+    ) -> Prompt:  # fmt: skip
+        """A text as a prompt. Raises: as `encode_all`."""
+        return (await self.encode_all([text], [param], add_special_tokens=add_special_tokens, fit=fit, asker=asker))[0]
 
-    async def encode_reference(self, text: str, *, param: str = "prediction") -> list[int]:
-        """Ids of a text that an output is likely to repeat. Raises InputError for one that is too long for it."""
-        ids = (await self.encode(text, param=param, add_special_tokens=False)).ids if text else []
-        return validate_reference(ids, self.limits, param=param)
+    async def encode_all(
+        self, texts: Sequence[str], params: Sequence[str], *, add_special_tokens: bool = True, fit: Fit | None = None,
+        asker: Asker,
+    ) -> list[Prompt]:  # fmt: skip
+        """Texts as prompts; `params` is how errors call them, `fit` by default what can be generated from.
+
+        Raises InputError for an empty one or one that cannot fit, RefusedError (429, 503) if it is too much for now,
+        WireError (408) if it takes too long.
+        """
+        for text, param in zip(texts, params, strict=True):
+            if not text:
+                raise InputError(f"{param} must not be empty", param=param)
+        found = await self.encoding.texts(
+            self.need_tokenizer(), texts, params, fit or Fit.to_generate(self.limits), asker,
+            add_special_tokens=add_special_tokens,
+        )  # fmt: skip
+        return [Prompt(ids, text, param) for ids, text, param in zip(found, texts, params, strict=True)]
+
+    async def encode_reference(self, text: str, *, param: str = "prediction", asker: Asker) -> list[int]:
+        """Ids of a text that an output is likely to repeat. Raises: as `encode_all`, for one too long for an output."""
+        fit = Fit.to_predict(self.limits)
+        if not text:
+            return []
+        found = await self.encode(text, param=param, add_special_tokens=False, fit=fit, asker=asker)
+        return validate_reference(found.ids, self.limits, param=param)
 
     async def encode_chat(
         self,
@@ -119,37 +166,31 @@ class Service:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         param: str = "messages",
+        fit: Fit | None = None,
+        asker: Asker,
     ) -> Prompt:
-        """A conversation as a prompt. Raises InputError (also for a template in a request that is not allowed)."""
+        """A conversation as a prompt. Raises: as `encode_all`, also for a template in a request that is not allowed."""
         if len(messages) == 0:
             raise InputError(f"{param} must not be empty", param=param)
         tokenizer = self.need_tokenizer()
         template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
-        chars = sum(len(str(m.get("content", ""))) for m in messages if isinstance(m, Mapping))
-        ids = await self._offload(
-            chars, encode_chat, tokenizer, template, messages,
-            tools=tools, kwargs=chat_template_kwargs, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )  # fmt: skip
+        options = {
+            "tools": tools, "kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }  # fmt: skip
+        fit = fit or Fit.to_generate(self.limits)
+        ids = await self.encoding.chat(tokenizer, template, messages, options, fit, asker, param)
         return Prompt(ids, None, param)
-
-    async def _offload(self, chars: int, work: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int]:
-        try:
-            return await self.offload.run(chars, work, *args, **kwargs)
-        except EngineError as error:
-            raise RefusedError(str(error), status=503, code="overloaded", retry_after_s=1.0) from None
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def submit(self, call: Call) -> Stream:
         """Validate, admit and hand in. Raises InputError, RefusedError, EngineError. The caller owns the stream."""
         if self.draining:
-            raise RefusedError(
-                "the server is shutting down", status=503, code="shutting_down",
-                retry_after_s=self.config.shutdown_timeout or 1.0,
-            )  # fmt: skip
+            raise self.shutting_down()
         for hook in self.prepare:
             await hook(call)
+        await self._encode_bad_words(call)
         request = self._request(call)
         if call.tenant is not ANYONE:
             request = msgspec.structs.replace(request, tenant=call.tenant.name, weight=call.tenant.weight)
@@ -169,6 +210,27 @@ class Service:
             timer = asyncio.get_running_loop().call_later(left_s, stream.abort, "timeout")
             stream.on_end(timer.cancel)
         return stream
+
+    async def _encode_bad_words(self, call: Call) -> None:
+        """Off the loop where it takes long; the validator then finds them. Raises: as `encode_all`."""
+        params = call.params
+        if not isinstance(params, SamplingParams) or not params.bad_words:
+            return
+        validate_sampling(params, limits=self.limits)
+        words, asker = tuple(params.bad_words), Asker(call.tenant, call.arrival_s, call.deadline_s)
+        size = 2 * sum(map(len, words))
+        await self.encoding.work(size, asker, bad_sequences, words, self.tokenizer, self.limits.vocab_size)
+
+    def shutting_down(self) -> RefusedError:
+        return RefusedError(
+            "the server is shutting down", status=503, code="shutting_down",
+            retry_after_s=self.config.shutdown_timeout or 1.0,
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Nothing new is taken on from now, and texts that are being encoded are given up."""
+        self.draining = True
+        self.encoding.drop()
 
     def _request(self, call: Call) -> Request:
         number = self._counter

@@ -23,8 +23,8 @@ from penstock.core.compression import PromptCompression
 from penstock.core.output import Logprob, RequestMetrics
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
-from penstock.server.compression import check_compression, compress_chat
-from penstock.server.context import ANYONE, Call, Prompt, Server, Tenant
+from penstock.server.compression import TO_COMPRESS, check_compression, compress_chat
+from penstock.server.context import ANYONE, Asker, Call, Prompt, Server, Tenant
 from penstock.server.decode import renamed
 from penstock.server.errors import WireError, wire_error
 from penstock.server.inner import PRIORITY
@@ -65,6 +65,16 @@ def caller_of(request: Request) -> Caller:
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
         priority=request.scope.get(PRIORITY, 0),
     )  # fmt: skip
+
+
+def asker_of(caller: Caller, timeout_s: float | None = None) -> Asker:
+    """`timeout_s`: the request's own. Raises InputError."""
+    limit_s = caller.timeout_s if timeout_s is None else timeout_s
+    if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
+        raise InputError(
+            f"timeout must be above 0 and at most {MAX_TIMEOUT_S} seconds, not {limit_s:g}", param="timeout"
+        )
+    return Asker(caller.tenant, caller.arrival_s, limit_s)
 
 
 def _timeout_s(request: Request) -> float | None:
@@ -298,6 +308,7 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     parallel = asked.parallel_tool_calls
     check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
     shown = None if choice == "none" else tools
+    asker = asker_of(caller, asked.options.timeout_s)
     prompt = await server.service.encode_chat(
         asked.messages,
         tools=shown,
@@ -306,10 +317,12 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
         param=asked.param,
+        fit=TO_COMPRESS if asked.compression is not None else None,
+        asker=asker,
     )
     if asked.compression is not None:
-        prompt = await compress_chat(server, prompt, asked.compression, asked, shown)
-    reference = await server.service.encode_reference(asked.prediction, param="prediction.content")
+        prompt = await compress_chat(server, prompt, asked.compression, asked, shown, asker)
+    reference = await server.service.encode_reference(asked.prediction, param="prediction.content", asker=asker)
     ends = server.service.need_tokenizer().decode(prompt.ids[-PROMPT_TAIL:], skip_special_tokens=False)
     parsers = [
         parser_for(server, tools, choice, asked.chat_template_kwargs, prompt_text=ends, parallel=parallel)
@@ -328,14 +341,10 @@ def make_call(
 ) -> Call:
     """Raises InputError."""
     priority = caller.priority if options.priority is None else options.priority
-    timeout_s = caller.timeout_s if options.timeout_s is None else options.timeout_s
+    asker = asker_of(caller, options.timeout_s)
     if abs(priority) > MAX_PRIORITY:
         raise InputError(
             f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {str(priority)[:40]}", param="priority"
-        )
-    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InputError(
-            f"timeout must be above 0 and at most {MAX_TIMEOUT_S} seconds, not {timeout_s:g}", param="timeout"
         )
     slo_ms = options.tpot_slo_ms
     if slo_ms is not None and not 0 < slo_ms <= MAX_TPOT_SLO_MS:
@@ -345,7 +354,7 @@ def make_call(
         )
     return Call(
         prompt=prompt, params=params, request_id=request_id, endpoint=endpoint, tenant=caller.tenant,
-        priority=priority, cache_salt=options.cache_salt, deadline_s=timeout_s, arrival_s=caller.arrival_s,
+        priority=priority, cache_salt=options.cache_salt, deadline_s=asker.limit_s, arrival_s=caller.arrival_s,
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
         stream=options.stream,
         facts={"http_request_id": caller.request_id, **compression_facts(prompt), **options.facts},

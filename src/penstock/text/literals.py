@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.base.errors import InputError
+from penstock.text.encoding import PIECE_CHARS, Steps, bounded, checked
 from penstock.text.messages import strings
 from penstock.text.tokenizer import Tokenizer
 
@@ -24,11 +25,27 @@ MAX_LITERALS = 1 << 16
 _PRIVATE = re.compile("[\ue000-\uf8ff]|\\\\u([ef][0-9a-f]{3})")
 
 
+_STRIDE = 1 << 16
+"""Characters that are searched in one go: a search keeps the interpreter's lock until it finds something."""
+
+
+def _matches(pattern: re.Pattern[str], text: str, reach: int) -> Iterator[re.Match[str]]:
+    """All matches, as `finditer` finds them; none looks at more than `reach` characters, and none is longer."""
+    at = 0
+    for stop in range(_STRIDE, len(text) + _STRIDE, _STRIDE):
+        for match in pattern.finditer(text, at, stop + reach):
+            if match.start() >= stop:
+                break
+            yield match
+            at = match.end()
+        at = max(at, stop)
+
+
 def unused_marks(texts: Iterable[str], count: int) -> list[str]:
     """`count` private-use characters that neither stand in `texts` nor are written there as a JSON escape."""
     used: set[str] = set()
     for text in texts:
-        used |= {chr(int(m[1], 16)) if m[1] else m[0] for m in _PRIVATE.finditer(text)}
+        used |= {chr(int(m[1], 16)) if m[1] else m[0] for m in _matches(_PRIVATE, text, 6)}
     free = [c for c in map(chr, range(0xE000, 0xF900)) if c not in used]
     if len(free) < count:
         raise InputError("the messages use every private character of Unicode", param="messages")
@@ -47,7 +64,7 @@ class _Matcher:
         self.pattern = re.compile("|".join(groups)) if groups else None
 
     def starts(self, text: str) -> list[int]:
-        return [] if self.pattern is None else [m.start() for m in self.pattern.finditer(text)]
+        return [] if self.pattern is None else [m.start() for m in _matches(self.pattern, text, self.longest)]
 
     def break_up(self, text: str, mark: str, framed: bool) -> str:
         """`text` with `mark` inside each literal, and at its ends where a literal could be completed.
@@ -141,14 +158,22 @@ class Breaker:
         return matcher.break_up(text, self.mark, framed)
 
 
-def encode_broken(tokenizer: Tokenizer, breaker: Breaker, marked: str) -> list[int]:
-    """Ids of a text rendered from `breaker.broken()`; control tokens in it are the template's own."""
+def encode_broken(tokenizer: Tokenizer, breaker: Breaker, marked: str, most: int) -> Steps[list[int]]:
+    """Ids of a text rendered from `breaker.broken()`; control tokens in it are the template's own.
+
+    Raises: as `text.encoding.encode_steps`.
+    """
     text, cuts = breaker.cuts(marked)
-    first, *rest = pieces(text, cuts)
-    ids = tokenizer.encode(first, add_special_tokens=False)
-    for piece in rest:
-        ids += tokenizer.encode_inner(piece)
-    return ids
+    yield from bounded(tokenizer, text, most)
+    ids: list[int] = []
+    left = 0
+    for i, piece in enumerate(pieces(text, cuts)):
+        if left < len(piece) or i == 0:
+            left = max(len(piece), PIECE_CHARS)
+            yield left
+        left -= len(piece)
+        ids += tokenizer.encode_inner(piece) if i else tokenizer.encode(piece, add_special_tokens=False)
+    return checked(ids, most)
 
 
 def pieces(text: str, cuts: list[int]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tokenizers import AddedToken
 
 from penstock.base.errors import ModelError, UnsupportedError
+from penstock.text.coverage import Coverage
 from penstock.text.token_bytes import TokenBytes
 
 _WHITESPACE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f")
@@ -61,6 +62,7 @@ class PieceBackend:
 
     Attributes:
         table: ids as bytes.
+        coverage: as `Tokenizer`'s.
         unknown_id: what stands for text that cannot be written otherwise, or None.
         decoder, normalizer: None; decoding is `table`'s, and literals are only looked for in the text as written.
     """
@@ -78,10 +80,12 @@ class PieceBackend:
         user_defined: Mapping[int, str] | None = None,
         unknown_id: int | None = None,
         continues_after_special: bool = False,
+        coverage: Coverage | None = None,
     ) -> None:
         """`special` are found in texts and never come of anything else; the pieces of `user_defined` are the
         encoder's own business. `continues_after_special`: text behind a special token counts as continued."""
         self.table = table
+        self.coverage = coverage
         self.unknown_id = unknown_id
         self._pieces = dict(pieces)
         self._ids: dict[str, int] = {}

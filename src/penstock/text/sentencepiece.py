@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.text.charsmap import Charsmap
+from penstock.text.coverage import Coverage
 from penstock.text.piece_backend import Literals, PieceBackend, added_tokens
 from penstock.text.score_bpe import MAX_PIECE_CHARS
 from penstock.text.score_models import ScoreModel, Unigram, bpe
@@ -81,6 +82,7 @@ def _build(vocab: ScoredPieces, config: dict[str, Any]) -> Tokenizer:
     backend = PieceBackend(
         pieces, _table(vocab, pieces), encoder, special=special, user_defined=encoder.user_defined,
         unknown_id=encoder.unknown_id, continues_after_special=config.get("legacy") is False,
+        coverage=encoder.coverage(special.values()),
     )  # fmt: skip
     ids = {t.content: i for i, t in sorted(special.items(), reverse=True)}
     bos = ids.get(literal_of(config["bos_token"]) if "bos_token" in config else vocab.bos_piece)
@@ -162,6 +164,14 @@ class _Encoder:
             self._model: ScoreModel = Unigram(known, vocab.scores)
         else:
             self._model = bpe(ordinary, vocab.scores, unused)
+
+    def coverage(self, special: Iterable[AddedToken]) -> Coverage | None:
+        """None where the normaliser may delete text, or one unknown token stands for a stretch of it."""
+        if self._bytes is None or self._charsmap is not None or self._vocab.remove_extra_whitespaces:
+            return None
+        swallowing = tuple(token.content for token in special if token.lstrip or token.rstrip)
+        longest = max(len(text) for text in (*self._vocab.pieces, *(token.content for token in special)))
+        return Coverage(longest, in_bytes=False, swallowing=swallowing)
 
     def __call__(self, text: str, inner: bool, symbols: bool) -> list[int]:
         """Ids of `text`; `inner`: it continues another. `symbols`: user-defined ones count."""

@@ -14,6 +14,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from penstock.base.errors import InputError
+from penstock.text.encoding import NO_LIMIT, Steps, run
 from penstock.text.literals import Breaker, encode_broken, unused_marks
 from penstock.text.messages import plain, read_messages, read_tools, strings
 from penstock.text.sandbox import Sandbox, strftime_at
@@ -123,6 +124,25 @@ def encode_chat(
     such a spelling, is encoded exactly as `apply_chat_template(tokenize=True)` does.
     Raises: InputError, as `render_chat`.
     """
+    return run(
+        encode_chat_steps(
+            tokenizer, template, messages, tools=tools, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, kwargs=kwargs, max_chars=max_chars, now=now,
+        )
+    )  # fmt: skip
+
+
+def encode_chat_steps(
+    tokenizer: Tokenizer, template: str, messages: Sequence[Mapping[str, Any]], *,
+    tools: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
+    continue_final_message: bool = False, kwargs: Mapping[str, Any] | None = None, max_chars: int = MAX_OUTPUT_CHARS,
+    now: datetime | None = None, most: int = NO_LIMIT, size: int = 0,
+) -> Steps[list[int]]:  # fmt: skip
+    """The same in steps. `size`: characters of everything that is rendered, which is the first step.
+
+    Raises: as `encode_chat`, and TooManyTokens for more than `most`.
+    """
+    yield size
     compiled = _compile(template)
     variables = _variables(compiled, messages, tools, kwargs)
     markers = _find_markers(template, frozenset(tokenizer.added_literals))
@@ -131,7 +151,7 @@ def encode_chat(
         compiled, breaker.broken(), add_generation_prompt, continue_final_message,
         tokenizer.bos_token, tokenizer.eos_token, max_chars, now,
     )  # fmt: skip
-    return encode_broken(tokenizer, breaker, text)
+    return (yield from encode_broken(tokenizer, breaker, text, most))
 
 
 @lru_cache(maxsize=32)

@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 
 from penstock.base.errors import InputError, ModelError, UnsupportedError
 from penstock.text import score_bpe
+from penstock.text.coverage import Coverage, coverage_of
 from penstock.text.piece_backend import PieceBackend
 from penstock.text.token_bytes import TokenBytes, table_for
 from penstock.text.unlocked import encoded
@@ -36,6 +37,7 @@ class Tokenizer:
         added_literals: texts of all added tokens, special or not (tool markers and the like), with their ids.
         bos_token, eos_token: their literals for chat templates; "" if there is none.
         table: ids as bytes; None for the few decoders that are not a table (see `detokenize`).
+        coverage: how much of a text one token covers at most; None if nothing is known.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Tokenizer:
         self.bos_token = self.id_to_piece(bos_id) if bos_id is not None else ""
         self.eos_token = self.id_to_piece(self.eos_ids[0]) if self.eos_ids else ""
         self.table: TokenBytes | None = backend.table if own else table_for(backend.decoder, self._piece_or_none)
+        self.coverage: Coverage | None = backend.coverage if own else coverage_of(backend)
         self._plain: Any = backend.without_added() if own else _without_added(backend)
         self._forbidden = frozenset(self.added_literals.values()) - {_unknown_id(backend)}
         self._normalized = [t.content for t in added.values() if t.normalized and backend.normalizer is not None]
@@ -147,6 +150,12 @@ class Tokenizer:
         if add_special_tokens and self._prepend_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         return [*ids, self.eos_ids[0]] if add_special_tokens and self._append_eos and self.eos_ids else ids
+
+    def count(self, text: str) -> int:
+        """Tokens of `text`, without special ones around it. Raises: InputError if it cannot be encoded."""
+        if isinstance(self._backend, PieceBackend):
+            return len(self._run(self._backend, text, False))
+        return len(self._encoding(self._backend, text, False))
 
     def encode_inner(self, text: str) -> list[int]:
         """Ids of a text that continues another: no BOS, and no space put in front."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from penstock.base.errors import InputError
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs, TokenRules
+from penstock.text.encoding import TOO_LONG
 from penstock.text.grammar.source import grammar_of, kind_of
 from penstock.text.tokenizer import Tokenizer
 
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
 POOLINGS = ("last", "mean", "cls")
-TOO_LONG = "context_length_exceeded"
-"""OpenAI's code, which clients look for to shorten and try again."""
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 _FLAGS = (
@@ -193,7 +193,7 @@ def make_rules(
         min_tokens=int(params.min_tokens),
         stop_ids=list(dict.fromkeys(stop_ids)),
         logit_bias={int(k): float(v) for k, v in (params.logit_bias or {}).items()},
-        bad_sequences=_bad_sequences(params.bad_words or [], tokenizer, limits.vocab_size),
+        bad_sequences=[list(ids) for ids in bad_sequences(tuple(params.bad_words or ()), tokenizer, limits.vocab_size)],
         allowed_ids=None if params.allowed_token_ids is None else list(map(int, params.allowed_token_ids)),
         num_logprobs=_num_logprobs(params.logprobs, limits),
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, limits),
@@ -252,7 +252,9 @@ def build_pooling_request(
     _sequence(param, prompt_token_ids)
     room, what = limits.context
     if not 1 <= len(prompt_token_ids) <= room:
-        raise InputError(f"{param} has {len(prompt_token_ids)} tokens, but {what} 1 to {room}", param=param)
+        raise InputError(
+            f"{param} has {len(prompt_token_ids)} tokens, but {what} 1 to {room}", param=param, code=TOO_LONG
+        )
     _all_ids(param, prompt_token_ids, limits.vocab_size)
     return Request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=TokenRules(), max_tokens=1,
@@ -282,8 +284,12 @@ def _num_logprobs(asked: int | None, limits: Limits) -> int:
     return limits.vocab_size if asked < 0 else int(asked)
 
 
-def _bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int) -> list[list[int]]:
-    """Each word as a text begins with it, and behind a space where that is another token (as vLLM does)."""
+@lru_cache(maxsize=64)
+def bad_sequences(words: tuple[str, ...], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Each word as a text begins with it, and behind a space where that is another token (as vLLM does).
+
+    Raises: InputError.
+    """
     out: list[list[int]] = []
     for n, word in enumerate(words):
         if tokenizer is None:
@@ -299,7 +305,7 @@ def _bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None, vocab_size
                     f"bad_words[{n}] is {_show(word)}, which is not made of tokens in [0, {vocab_size})",
                     param="bad_words",
                 )
-    return [list(ids) for ids in dict.fromkeys(map(tuple, out))]
+    return tuple(dict.fromkeys(map(tuple, out)))
 
 
 def _stops(params: SamplingParams, limits: Limits) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.base.errors import ModelError
+from penstock.text.coverage import Coverage
 from penstock.text.piece_backend import PieceBackend
 from penstock.text.token_bytes import TokenBytes, byte_level, byte_level_piece
 from penstock.text.tokenizer import Tokenizer
@@ -31,7 +32,8 @@ def world_tokenizer(tokens: Mapping[int, bytes], eos_id: int | None = END_OF_TEX
     longest_match = _LongestMatch({token: i for i, token in sorted(tokens.items(), reverse=True)})
     pieces = {i: byte_level_piece(token) for i, token in tokens.items()}
     table = TokenBytes(pieces.get, byte_level)
-    backend = PieceBackend(pieces, table, lambda text, *_: longest_match.encode(text.encode("utf-8")))
+    backend = PieceBackend(pieces, table, lambda text, *_: longest_match.encode(text.encode("utf-8")),
+                           coverage=Coverage(max(map(len, tokens.values()))))  # fmt: skip
     return Tokenizer(backend, eos_ids=[] if eos_id is None else [eos_id])
 
 

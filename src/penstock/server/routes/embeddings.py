@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +17,13 @@ from penstock.core.sampling import SamplingParams
 from penstock.core.vector import check_dimensions, embedding
 from penstock.server.context import Prompt
 from penstock.server.decode import read
+from penstock.server.encoding import Fit
 from penstock.server.errors import WireError
 from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
 from penstock.server.schema.extras import ACCEPTED
 from penstock.server.schema.openai import PromptTokensDetails
 from penstock.server.sse import encoder, unless_gone
-from penstock.server.turns import Caller, Options, caller_of, check_model, make_call, new_id
+from penstock.server.turns import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
 from penstock.text.validate import build_pooling_request
 
 AT_ONCE = 16
@@ -100,24 +102,27 @@ async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, poolin
 
 
 async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
-    """Raises InputError."""
-    given = body.input
-    if isinstance(given, str) or (given and all(isinstance(x, int) for x in given)):
-        return [await _prompt(caller, body, given, "input")]
+    """Raises InputError, and as `Service.encode_all`."""
+    given, service = body.input, caller.server.service
+    encode = partial(
+        service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=Fit.to_pool(service.limits),
+        asker=asker_of(caller, body.timeout),
+    )  # fmt: skip
+    if isinstance(given, str):
+        return await encode([given], ["input"])
+    if given and all(isinstance(x, int) for x in given):
+        return [Prompt([x for x in given if isinstance(x, int)], None, "input")]
     most = caller.server.config.max_prompts
     if not 1 <= len(given) <= most:
         raise InputError(f"input has {len(given)} entries; 1 to {most} are possible", param="input")
     if any(isinstance(x, int) for x in given):
         raise InputError("input mixes token ids with texts or lists; give one kind", param="input")
-    return [await _prompt(caller, body, one, f"input[{i}]") for i, one in enumerate(given)]
-
-
-async def _prompt(caller: Caller, body: EmbeddingRequest, one: object, param: str) -> Prompt:
-    if isinstance(one, str):
-        special = body.add_special_tokens is not False
-        return await caller.server.service.encode(one, param=param, add_special_tokens=special)
-    assert isinstance(one, list)
-    return Prompt(one, None, param)
+    names = [f"input[{i}]" for i in range(len(given))]
+    listed = [(one, name) for one, name in zip(given, names, strict=True) if isinstance(one, list)]
+    texts = [(one, name) for one, name in zip(given, names, strict=True) if isinstance(one, str)]
+    found = await encode([one for one, _ in texts], [name for _, name in texts]) if texts else []
+    by_name = {prompt.param: prompt for prompt in (*found, *(Prompt(one, None, name) for one, name in listed))}
+    return [by_name[name] for name in names]
 
 
 ROUTES: list[BaseRoute] = [Route("/v1/embeddings", embeddings, methods=["POST"])]

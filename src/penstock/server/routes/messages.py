@@ -21,6 +21,7 @@ from penstock.server.anthropic_input import (
 )
 from penstock.server.completion import told
 from penstock.server.decode import read
+from penstock.server.encoding import Fit
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
 from penstock.server.sse import EventStream, encoder, frame, unless_gone
 from penstock.server.turns import (
@@ -28,6 +29,7 @@ from penstock.server.turns import (
     Conversation,
     Options,
     Turn,
+    asker_of,
     begin,
     caller_of,
     check_model,
@@ -177,13 +179,17 @@ async def count_tokens(request: Request) -> Response:
     body = await read(request, CountRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
     check_model(caller.server, body.model)
     asked = _conversation(body, SamplingParams())
-    prompt = await caller.server.service.encode_chat(
+    service = caller.server.service
+    counting = service.encode_chat(
         asked.messages,
         tools=None if asked.tool_choice == "none" else asked.tools or None,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
+        fit=Fit.to_count(service.limits),
+        asker=asker_of(caller),
     )
+    prompt = await unless_gone(request, counting)
     return Response(encoder.encode(TokenCount(input_tokens=len(prompt.ids))), media_type="application/json")
 
 

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from penstock.base.errors import InputError, RefusedError
 from penstock.core.sampling import SamplingParams
 from penstock.server.decode import read
+from penstock.server.encoding import Fit
 from penstock.server.responses_events import Item, replay
 from penstock.server.responses_input import (
     chat_messages,
@@ -36,6 +37,7 @@ from penstock.server.turns import (
     Caller,
     Conversation,
     Options,
+    asker_of,
     begin,
     caller_of,
     check_model,
@@ -230,12 +232,16 @@ async def count_input(request: Request) -> Response:
     body = await read(request, ResponsesRequest, refused=_REFUSED, accepted=_ACCEPTED)
     check_model(caller.server, body.model)
     asked, _ = await _conversation(caller, body)
-    prompt = await caller.server.service.encode_chat(
+    service = caller.server.service
+    counting = service.encode_chat(
         asked.messages,
         tools=None if asked.tool_choice == "none" else asked.tools or None,
         chat_template_kwargs=asked.chat_template_kwargs,
         param="input",
+        fit=Fit.to_count(service.limits),
+        asker=asker_of(caller),
     )
+    prompt = await unless_gone(request, counting)
     return _json(InputTokens(input_tokens=len(prompt.ids)))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
-from penstock.server.context import Prompt, Server
+from penstock.server.context import Asker, Prompt, Server
 from penstock.server.decode import read
+from penstock.server.encoding import Fit
 from penstock.server.parsing import check_tools
 from penstock.server.schema.text import (
     DetokenizeRequest,
@@ -21,58 +22,79 @@ from penstock.server.schema.text import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from penstock.server.sse import encoder
-from penstock.server.turns import check_model
+from penstock.server.sse import encoder, unless_gone
+from penstock.server.turns import Caller, asker_of, caller_of, check_model
 
 MAX_TOKENS = 1 << 20
 
 
 async def tokenize(request: Request) -> Response:
-    server: Server = request.app.state.server
+    caller = caller_of(request)
     body = await read(request, TokenizeRequest)
+    return _json(await unless_gone(request, _tokenized(caller, body)))
+
+
+async def _tokenized(caller: Caller, body: TokenizeRequest) -> TokenizeResponse:
+    """Raises InputError, and as `Service.encode_all`."""
+    server, asker = caller.server, asker_of(caller)
     check_model(server, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        prompt = await server.service.encode(body.prompt, add_special_tokens=special)
+        special, fit = body.add_special_tokens is not False, Fit.to_count(server.service.limits)
+        prompt = await server.service.encode(body.prompt, add_special_tokens=special, fit=fit, asker=asker)
     else:
-        prompt = await _chat(server, body)
-    tokenizer = server.service.need_tokenizer()
-    answer = TokenizeResponse(
-        count=len(prompt.ids),
-        max_model_len=server.service.limits.context[0],
-        tokens=prompt.ids,
-        token_strs=[tokenizer.id_to_piece(i) for i in prompt.ids] if body.return_token_strs else UNSET,
+        prompt = await _chat(server, body, asker)
+    piece = server.service.need_tokenizer().id_to_piece
+    strings: list[str] | UnsetType = UNSET
+    if body.return_token_strs:
+        strings = await server.service.encoding.work(len(prompt.ids), asker, lambda: [piece(i) for i in prompt.ids])
+    return TokenizeResponse(
+        count=len(prompt.ids), max_model_len=server.service.limits.context[0], tokens=prompt.ids, token_strs=strings
     )
-    return _json(answer)
 
 
 async def detokenize(request: Request) -> Response:
-    server: Server = request.app.state.server
+    caller = caller_of(request)
     body = await read(request, DetokenizeRequest)
+    return _json(DetokenizeResponse(prompt=await unless_gone(request, _detokenized(caller, body))))
+
+
+async def _detokenized(caller: Caller, body: DetokenizeRequest) -> str:
+    """Raises InputError, and as `TextEncoding.work`."""
+    server = caller.server
     check_model(server, body.model)
     tokenizer = server.service.need_tokenizer()
     if len(body.tokens) > MAX_TOKENS:
         raise InputError(f"tokens has {len(body.tokens)} ids; at most {MAX_TOKENS} are possible", param="tokens")
     size = server.service.limits.vocab_size
-    for n, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < size:
-            raise InputError(f"tokens[{n}] must be from 0 to {size - 1}, not {str(token_id)[:40]}", param="tokens")
-    text = tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
-    return _json(DetokenizeResponse(prompt=text))
+
+    def text() -> str:
+        for n, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < size:
+                raise InputError(f"tokens[{n}] must be from 0 to {size - 1}, not {str(token_id)[:40]}", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+
+    return await server.service.encoding.work(len(body.tokens), asker_of(caller), text)
 
 
 async def apply_template(request: Request) -> Response:
-    server: Server = request.app.state.server
+    caller = caller_of(request)
     body = await read(request, TemplateRequest)
+    return _json(await unless_gone(request, _applied(caller, body)))
+
+
+async def _applied(caller: Caller, body: TemplateRequest) -> TemplateResponse:
+    """Raises InputError, and as `Service.encode_all`."""
+    server, asker = caller.server, asker_of(caller)
     check_model(server, body.model)
-    prompt = await _chat(server, body)
-    text = server.service.need_tokenizer().decode(prompt.ids, skip_special_tokens=False)
-    return _json(TemplateResponse(prompt=text, tokens=prompt.ids, count=len(prompt.ids)))
+    ids = (await _chat(server, body, asker)).ids
+    decode = server.service.need_tokenizer().decode
+    text = await server.service.encoding.work(len(ids), asker, decode, ids, skip_special_tokens=False)
+    return TemplateResponse(prompt=text, tokens=ids, count=len(ids))
 
 
-async def _chat(server: Server, body: TokenizeRequest | TemplateRequest) -> Prompt:
+async def _chat(server: Server, body: TokenizeRequest | TemplateRequest, asker: Asker) -> Prompt:
     return await server.service.encode_chat(
         body.messages or [],
         tools=check_tools(body.tools) or None,
@@ -80,6 +102,8 @@ async def _chat(server: Server, body: TokenizeRequest | TemplateRequest) -> Prom
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
+        fit=Fit.to_count(server.service.limits),
+        asker=asker,
     )
 
 
