@@ -32,6 +32,7 @@ MAX_COUNTED_TOKENS = 1 << 20
 """Where tokens are only counted or shown, this many are possible, or what the context holds."""
 MAX_REQUEST_TOKENS = 1 << 22
 """Of all prompts of a request together."""
+_REASONS = ("length", "tenant_tokens", "tenant_concurrency", "queue", "deadline", "shutdown")
 MAX_NODES = 100_000
 """Values of a conversation that are looked at to tell its size; more make it large, whatever they are."""
 
@@ -120,6 +121,10 @@ class TextEncoding:
         Raises: what it raises, RefusedError (429, 503), WireError (408).
         """
         return await self._run(size, lambda _: one_step(size, work, *args, **kwargs), _ANY, asker, "")
+
+    def refusals(self) -> dict[str, int]:
+        """For metrics: every reason, also those that have not occurred."""
+        return dict.fromkeys(_REASONS, 0) | dict(self.refused)
 
     def drop(self) -> None:
         """The server ends: what waits is refused, and nothing more is taken."""

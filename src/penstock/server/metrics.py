@@ -92,6 +92,7 @@ class Metrics(Collector):
         if self.server.speculates:
             yield from self._speculation()
         yield from self._compression()
+        yield from self._encoding()
         yield from self._info()
         for name, text, attribute in _HISTOGRAMS:
             yield from self._histogram(name, text, getattr(self.stats, attribute))
@@ -253,6 +254,15 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "prompt_compression_tokens", text, ("stage",), part.tokens)
         text = "Prompts compressed, by method."
         yield from self._labelled(CounterMetricFamily, "prompt_compressions", text, ("method",), part.prompts)
+
+    def _encoding(self) -> Iterator[Metric]:
+        encoding = self.server.service.encoding
+        yield from self._gauge("encoding_queue_requests", "Long texts waiting or encoded.", encoding.queue.num_jobs)
+        yield from self._gauge("encoding_queue_characters", "Characters of these.", encoding.queue.queued)
+        text = "Texts refused before they were encoded, by reason."
+        yield from self._labelled(CounterMetricFamily, "encoding_refused", text, ("reason",), encoding.refusals())
+        text = "Seconds that long texts waited for their turn to be encoded; part of the time to first token."
+        yield from self._histogram("encoding_wait_seconds", text, encoding.waited, OURS)
 
     def _info(self) -> Iterator[Metric]:
         info = self.server.client.info

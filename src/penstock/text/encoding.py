@@ -90,10 +90,7 @@ def checked(ids: list[int], most: int) -> list[int]:
 def bounded(tokenizer: Encoder, text: str, most: int) -> Steps[None]:
     """Raises TooManyTokens if it can be shown that `text` has more than `most` tokens, InputError if it is so long
     that it could not be encoded at all. Works no longer than encoding a text of `most` tokens takes."""
-    if tokenizer.coverage is not None:
-        certain = tokenizer.coverage.at_least(text, most + 1)
-        if certain > most:
-            raise TooManyTokens(certain)
+    _unseen(tokenizer, text, most)
     if len(text) > max_text_bytes(most) // 4:
         yield len(text) // 16  # only a look at it
         size = len(text.encode("utf-8", "replace"))
@@ -101,6 +98,14 @@ def bounded(tokenizer: Encoder, text: str, most: int) -> Steps[None]:
             raise InputError(f"the text has {size} bytes; at most {max_text_bytes(most)} can be encoded", code=TOO_LONG)
     if len(text) > max(PIECE_CHARS, 4 * most):
         yield from _by_pieces(tokenizer, text, most)
+
+
+def _unseen(tokenizer: Encoder, text: str, most: int) -> None:
+    """Raises TooManyTokens if the vocabulary's coverage shows it."""
+    if tokenizer.coverage is not None:
+        certain = tokenizer.coverage.at_least(text, most + 1)
+        if certain > most:
+            raise TooManyTokens(certain)
 
 
 def _by_pieces(tokenizer: Encoder, text: str, most: int) -> Steps[None]:
@@ -132,6 +137,7 @@ def encode_all_steps(
                 shared = 0
                 out.append((yield from encode_steps(tokenizer, text, room, add_special_tokens)))
             else:
+                _unseen(tokenizer, text, room)
                 if shared < len(text):
                     shared = _together(texts, i)
                     yield shared
