@@ -166,6 +166,7 @@ def connect(
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
         keeping=keeping,
+        num_own_groups=len(plan.own_groups),
     )
     if select is not None and keeping is not None:
         watch_rows(runner, *select, keeping)

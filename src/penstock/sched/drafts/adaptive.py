@@ -46,7 +46,9 @@ DECIDING_SHARE = 0.015
 """Of a step, what decisions may take, if keeping them for KEPT steps suffices for it."""
 KEPT = 8
 QUIET = 8
-"""The decision that nobody guesses is kept for so many times as many."""
+"""The decision that nobody drafts is kept for so many times as many."""
+MEASURED = 2
+"""Of the steps for which it is kept, the last ones: they are timed. In all before them this class only counts."""
 AROUND = 4.0
 """What stands around a step may be longer than it by this factor; beyond it the engine had nothing to do."""
 
@@ -109,10 +111,18 @@ class AdaptiveDrafts:
         self._expected = self._drift = 0.0  # tokens gained in a step; how much more they were since the decision
         self._began_s: float | None = None  # when the last step began
         self._ran: _Ran | None = None  # a step whose time is not known to its end yet
+        self._lone = False  # the step before the one that is settled next had drafts
+        self._resting = 0  # steps for which nobody drafts and nothing is looked at
+        self._rested_s = 0.0  # what they have taken so far
+        self._num_rows = 0  # sequences that ran when it began
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+        if self._resting:
+            if len(running) == self._num_rows:
+                return self._rooms
+            self._wake()
         self._settle(now_s)
         if not running:
             return {}
@@ -120,7 +130,19 @@ class AdaptiveDrafts:
         if self.num_steps >= self._again or self._for != who:
             self._for = who
             self._rooms = self._decide(running)
+            if not self._rooms and not self._paced:
+                self._resting = max(0, self._again - self.num_steps - MEASURED)
+                self._num_rows = len(running)
         return self._rooms
+
+    def _wake(self) -> None:
+        """Time has passed without drafts; what a rest earns is what any step earns."""
+        self._resting = 0
+        self._began_s, self._lone = None, False
+        if self.purse_s is not None:
+            self.purse_s += SHARE * self._rested_s
+            self._probes.earn(self._rested_s)
+        self._rested_s = 0.0
 
     def _decide(self, running: Seq[Sequence]) -> Rooms:
         step = self._again = self.num_steps
@@ -129,6 +151,10 @@ class AdaptiveDrafts:
         if not seqs or self._since_plain >= self._measure_after:
             return {}
         if self.purse_s is not None and self.purse_s <= 0.0:
+            context = sum([seq.num_computed for seq in seqs])
+            earned_s = SHARE * self.costs.seconds(len(seqs), context, len(seqs))
+            most = QUIET * self._steps_to_keep(len(seqs), context)
+            self._again = step + max(1, min(most, int(-self.purse_s / earned_s)))
             return {}
         tracks, context = [], 0
         for seq in seqs:
@@ -179,6 +205,13 @@ class AdaptiveDrafts:
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         rows = output.scheduled
+        if self._resting and rows:
+            self.num_steps += 1
+            self._rested_s += result.duration_s
+            self._resting -= 1
+            if not self._resting:
+                self._wake()
+            return
         verified = result.verified
         num_tokens = context = room = num_asked = 0
         for row in rows:
@@ -271,14 +304,16 @@ class AdaptiveDrafts:
             if self._since_plain >= self._measure_after:
                 self._measure_after = min(2 * self._measure_after, REMEASURE)
             self._since_plain = 0
-            if self.num_steps & 3 == 0 or self.num_steps >= self._again or self.purse_s is None:
-                self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s)
+            lone, self._lone = self._lone, False
+            if lone or self.num_steps & 3 == 0 or self.num_steps + MEASURED > self._again or self.purse_s is None:
+                self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s, lone=lone)
                 self._fill_purses(ran)
             return
+        self._lone = True
         self.costs.observe(ran.num_rows, ran.context, ran.num_rows + ran.num_made, forward_s)
-        self.draft_costs.observe(ran.room, ran.num_rows, ran.draft_s)
         self._fill_purses(ran)
         self._account(ran, forward_s + ran.draft_s)
+        self.draft_costs.observe(ran.room, ran.num_rows, ran.draft_s)
 
     def _fill_purses(self, ran: _Ran) -> None:
         """At first."""
