@@ -88,7 +88,8 @@ class Runner:
         that the rank is broken.
         """
         start_s = self._clock.now()
-        if self.drafter is not None and concerns_drafter(output):
+        heard = self.drafter is not None and concerns_drafter(output)
+        if heard:
             self._track(output)
         self.rows.apply(output)
         self.sampler.chain.track(output)
@@ -102,7 +103,7 @@ class Runner:
             return StepOutput(output.step, duration_s=self._clock.now() - start_s)
         if self._strict:
             self.rows.check_writes(output.scheduled)
-        trees, draft_s = self._draft(output.scheduled)
+        trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
         plan, picks, guesses = self._batch.build(output.scheduled, trees)
         before = self._undo.remember(guesses)
         wanted = self.pooler.wanted(output.scheduled, plan.query_start_loc)
@@ -174,10 +175,10 @@ class Runner:
         A drafter that fails is used no more: it can only cost time, so it must not cost anybody's answer.
         """
         drafter = self.drafter
-        if drafter is None or not any([row.num_drafts for row in scheduled]):
+        jobs = [self._job(row) for row in scheduled if row.num_drafts]
+        if drafter is None or not jobs:
             return {}, 0.0
         start_s = self._clock.now()
-        jobs = [self._job(row) for row in scheduled if row.num_drafts]
         trees: dict[int, DraftTree] = {}
         try:
             for job, tree in zip(jobs, drafter.propose(jobs), strict=True):
@@ -220,7 +221,10 @@ def concerns_drafter(output: SchedulerOutput) -> bool:
     for row in output.scheduled:
         if row.num_drafts or row.num_candidates:
             return True
-    return any([appended.rollback for appended in output.appended])
+    for appended in output.appended:  # noqa: SIM110 (this runs in every step, and a generator costs more)
+        if appended.rollback:
+            return True
+    return False
 
 
 def _rows(guess: Guess) -> slice:

@@ -121,6 +121,11 @@ class StepCosts:
         kinds = self._ratios.get(num_rows.bit_length(), {})
         return _PLAIN not in kinds and _LONE not in kinds and any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
 
+    def surprising(self, num_rows: int) -> bool:
+        """Plain steps of so many sequences do not take what the timer says."""
+        plain = self._ratios.get(num_rows.bit_length(), {}).get(_PLAIN)
+        return plain is None or abs(plain.value - 1.0) > _DOUBT
+
     def _ratio(self, num_rows: int, width: int) -> float:
         if not self._ratios:
             return 1.0
