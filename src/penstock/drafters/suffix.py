@@ -121,7 +121,9 @@ class SuffixDrafter:
     def _guess(self, job: DraftJob) -> DraftTree:
         seen = self._seen.get(job.seq_id)
         if seen is None:
-            seen = self._seen[job.seq_id] = _Seen()
+            seen = _Seen()
+            if job.seq_id in self.rows:  # else nobody will tell when it is gone
+                self._seen[job.seq_id] = seen
         seen.catch_up(job.tokens)
         tail = seen.tokens[-self._most :].tolist()
         count = min(job.num_nodes, job.max_depth)
