@@ -102,9 +102,9 @@ class SuffixDrafter:
         for appended in output.appended:
             if appended.rollback:
                 self._seen.pop(appended.seq_id, None)
-        for row in output.scheduled:
-            if row.num_candidates:  # most of what a beam tries is dropped
-                self._beams.add(row.seq_id)
+        for planned in output.scheduled:
+            if planned.num_candidates:  # most of what a beam tries is dropped
+                self._beams.add(planned.seq_id)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:

@@ -49,8 +49,9 @@ class InputBatch:
     """Buffers of one step, reused by the next: a plan is valid until the following `build`."""
 
     def __init__(self, rows: RowStore, keeping: Keeping | None = None, num_groups: int | None = None) -> None:
-        """`num_groups`: leading cache groups that plans have; None: all. `keeping`: rows may drop tokens. With cache positions their tokens stand where they stand in the cache, so a
-        row's start moves by what it has dropped, and kernels see a shorter sequence."""
+        """`num_groups`: leading cache groups that plans have; None: all. `keeping`: rows may drop tokens. With cache
+        positions their tokens stand where they stand in the cache, so a row's start moves by what it has dropped, and
+        kernels see a shorter sequence."""
         self._rows = rows
         self._num_groups = len(rows.groups) if num_groups is None else num_groups
         self._cache_positions = keeping is not None and keeping.cache_positions

@@ -119,7 +119,9 @@ class StepCosts:
     def doubtful(self, num_rows: int) -> bool:
         """Steps with guesses do not take what the timer says, and no plain one of so many sequences was measured."""
         kinds = self._ratios.get(num_rows.bit_length(), {})
-        return _PLAIN not in kinds and _LONE not in kinds and any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
+        if _PLAIN in kinds or _LONE in kinds:
+            return False
+        return any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
 
     def surprising(self, num_rows: int) -> bool:
         """Plain steps of so many sequences do not take what the timer says."""
