@@ -137,6 +137,25 @@ def test_where_nobody_drafts_the_controller_only_counts() -> None:
     assert drafts.num_settled - settled <= 2000 / 16
 
 
+def test_a_request_with_a_deadline_is_looked_at_at_once() -> None:
+    """Also where nobody drafts, and whether it comes beside another or in its place."""
+    hurried: set[int] = set()
+    drafts = Watched(5, 63, slo_of=lambda seq: 0.0001 if seq.seq_id in hurried else None)
+    engine = Engine(drafts, plain_s=0.0004, token_s=0.0001)
+    engine.run(1000, 0)
+    while not drafts._resting:
+        engine.step(0)
+    engine.come(1)
+    drafts._refused = 1.0  # whoever comes promises no more
+    before = drafts.num_decided
+    engine.run(1, 0)
+    assert drafts.num_decided == before, "without one it is not"
+    hurried.add(engine.num_seqs)
+    engine.come(1)
+    engine.run(1, 0)
+    assert drafts.num_decided == before + 1
+
+
 @pytest.mark.parametrize("num_rows", [1, 8])
 @pytest.mark.parametrize("name", ["nano, ngram", "0.5B, ngram"])
 def test_where_drafts_are_accepted_it_goes_on(name: str, num_rows: int) -> None:

@@ -126,7 +126,8 @@ class AdaptiveDrafts:
 
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
         if self.num_steps < self._refused_until:
-            if len(running) == self._num_rows or self._is_refused_to(len(running)):
+            same = not running or (len(running) == self._num_rows and running[-1] is self._for[1])
+            if same or self._is_refused_to(running):
                 if not self._resting:
                     self._settle(now_s)
                 return self._rooms
@@ -144,15 +145,16 @@ class AdaptiveDrafts:
                 self._resting = max(0, self._again - self.num_steps - MEASURED)
         return self._rooms
 
-    def _is_refused_to(self, num_rows: int) -> bool:
-        """Whether nobody drafts among so many either: about as many, with strangers who promise no more than those to
-        whom it was refused."""
-        if not num_rows:
-            return True
+    def _is_refused_to(self, running: Seq[Sequence]) -> bool:
+        """Whether nobody drafts among these either: about as many, none with a deadline, with strangers who promise no
+        more than those to whom it was refused."""
+        num_rows = len(running)
         if num_rows.bit_length() != self._num_rows.bit_length() or self.beliefs.gains[STRANGER, 0] > self._refused:
             return False
-        self._num_rows = num_rows
-        return True
+        refused = all(self._slo_of(seq) is None for seq in running)
+        if refused:
+            self._num_rows, self._for = num_rows, (num_rows, running[-1], self._company)
+        return refused
 
     def _wake(self) -> None:
         """Time has passed without drafts; what a rest earns is what any step earns."""
