@@ -66,6 +66,8 @@ def answer(
     core = llm._engine.core
     runner = core.executor.runner  # type: ignore[attr-defined]
     runner.drafter = drafter
+    if hasattr(drafter, "rows"):
+        drafter.rows = runner.rows  # those of the rank that it drafts for now
     core.scheduler.drafts = None if drafter is None else FixedDrafts(num_drafts, 63)
     before = dict(vars(core.stats))
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 64, "ignore_eos": True} | sampling))

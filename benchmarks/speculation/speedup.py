@@ -2,14 +2,15 @@
 
     python -m benchmarks.speculation.speedup [--drafters ngram suffix ...] [--texts stories code ...]
         [--batches 1,8,32] [--pairs 8] [--max-tokens 128] [--model nano] [--quantization none] [--threads N]
-        [--temperature 0] [--out results.json] [--markdown results.md]
+        [--temperatures 0,0.8] [--time-budget SECONDS] [--out results.json] [--markdown results.md]
 
 A drafter is a method, or a whole `speculative_config` as JSON. For each one two engines stand in one process, one that
 guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
 drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
 the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
 over pairs. "decode" is the same from the first token on. All tokens of A and B are compared in the same run: one
-that differs is an error (exit status 1). Acceptance is counted over B's measured runs; definitions:
+that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left are named.
+Acceptance is counted over B's measured runs; definitions:
 docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
 """
 
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +39,10 @@ from penstock.core.acceptance import Acceptance
 
 BLOCK = 32
 RESAMPLES = 4000
-COLUMNS = ("drafter", "text", "batch", "speed-up", "95 %", "decode", "tokens/step", "accepted", "at 1, 2, 3, 4",
-           "drafting", "tokens equal")  # fmt: skip
+COLUMNS = (
+    "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "tokens/step", "accepted", "at 1, 2, 3, 4",
+    "drafting", "tokens equal",
+)  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -65,9 +69,9 @@ def engine(args: argparse.Namespace, batches: Sequence[int], drafter: str | None
     return LLM(args.model, **settings)
 
 
-def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Namespace) -> Run:
+def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Namespace, temperature: float) -> Run:
     params = [
-        SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=i, ignore_eos=args.ignore_eos)
+        SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=i, ignore_eos=args.ignore_eos)
         for i in range(len(prompts))
     ]
     began_s = time.perf_counter()
@@ -92,7 +96,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def measure(plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argparse.Namespace, temperature: float
+) -> dict[str, Any]:
     """One cell of the table."""
     prompts = [texts.prompts[i % len(texts.prompts)] for i in range((args.pairs + 1) * batch)]
     ratios, decode, seconds = [], [], []
@@ -100,7 +106,7 @@ def measure(plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argpars
     for pair in range(-1, args.pairs):  # the first one warms up
         mine = prompts[(pair + 1) * batch : (pair + 2) * batch]
         order = (plain, guessing) if pair % 2 == 0 else (guessing, plain)
-        runs = {id(llm): generate(llm, texts, mine, args) for llm in order}
+        runs = {id(llm): generate(llm, texts, mine, args, temperature) for llm in order}
         a, b = runs[id(plain)], runs[id(guessing)]
         different += sum(x != y for x, y in zip(a.tokens, b.tokens, strict=True))
         if pair < 0:
@@ -114,6 +120,7 @@ def measure(plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argpars
     acceptance = acceptance_of(guessing) - counted
     return {
         "batch": batch,
+        "temperature": temperature,
         "pairs": args.pairs,
         "repeats": len(prompts) > len(texts.prompts),
         "speedup": statistics.median(ratios),
@@ -136,7 +143,8 @@ def cells(found: dict[str, Any]) -> list[str]:
     rate = found["spec_decode_acceptance_rate"]
     positions = found["spec_decode_per_position_acceptance_rates"][:4]
     return [
-        found["drafter"], found["text"], str(found["batch"]), f"{found['speedup']:.2f}", f"{low:.2f} to {high:.2f}",
+        found["drafter"], found["text"], str(found["batch"]), f"{found['temperature']:g}",
+        f"{found['speedup']:.2f}", f"{low:.2f} to {high:.2f}",
         number(found["decode_speedup"], ".2f"), number(found["spec_decode_acceptance_length"], ".2f"),
         "-" if rate is None else f"{rate:.0f} %", " ".join(f"{share:.2f}" for share in positions) or "-",
         number(found["spec_decode_draft_share"], ".1%"), "no" if found["different"] else "yes",
@@ -171,7 +179,8 @@ def main() -> int:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperatures", default="0")
+    parser.add_argument("--time-budget", type=float, metavar="SECONDS", help="begin no cell behind it")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end: equal lengths, odder text")
     parser.add_argument("--out", help="write everything as JSON")
     parser.add_argument("--markdown", help="write the table")
@@ -181,6 +190,7 @@ def main() -> int:
     plain = engine(args, batches, None)
     texts = text_sets(args, plain.get_tokenizer(), skipped)
     rows: list[dict[str, Any]] = []
+    temperatures, began_s = [float(t) for t in args.temperatures.split(",")], time.perf_counter()
     for drafter in args.drafters:
         try:
             guessing = engine(args, batches, drafter)
@@ -188,8 +198,11 @@ def main() -> int:
             skipped.append(f"{drafter}: {error}")
             continue
         for name, chosen in texts.items():
-            for batch in batches:
-                found = measure(plain, guessing, chosen, batch, args)
+            for batch, temperature in product(batches, temperatures):
+                if args.time_budget is not None and time.perf_counter() - began_s > args.time_budget:
+                    skipped.append(f"{drafter}, {name}, batch {batch}, temperature {temperature:g}: no time left")
+                    continue
+                found = measure(plain, guessing, chosen, batch, args, temperature)
                 rows.append({"drafter": drafter, "text": name, "source": chosen.source, **found})
                 console.print("  ".join(cells(rows[-1])), highlight=False)
         del guessing

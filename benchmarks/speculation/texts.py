@@ -85,6 +85,14 @@ def stories(tokenizer: Any, room: int, rng: random.Random) -> TextSet:
     return _openings(made, tokenizer, min(room, OPENING), rng, "made up beginnings")
 
 
+def repetition(tokenizer: Any, room: int, rng: random.Random) -> TextSet:
+    """A line again and again: whoever copies is right."""
+    lines = [f"{n} lived {p} and counted: {', '.join(rng.sample(_NAMES, 5))}.\n" for n in _NAMES for p in _PLACES]
+    prompts = [tokenizer.encode(line, False) for line in lines]
+    size = min(room, 4 * OPENING)
+    return TextSet([(ids * (size // len(ids) + 1))[:size] for ids in prompts], False, f"lines repeated, {size} tokens")
+
+
 def random_tokens(tokenizer: Any, room: int, rng: random.Random) -> TextSet:
     """No text at all: what a drafter costs when nothing can be guessed from the prompt."""
     size = min(room, OPENING)
@@ -100,4 +108,5 @@ def _openings(texts: list[str], tokenizer: Any, size: int, rng: random.Random, s
 
 TEXTS: dict[str, Callable[[Any, int, random.Random], TextSet]] = {
     "spec-bench": spec_bench, "code": code, "summaries": summaries, "stories": stories, "random": random_tokens,
+    "repetition": repetition,
 }  # fmt: skip

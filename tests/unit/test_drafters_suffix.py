@@ -10,15 +10,24 @@ from typing import Any
 
 import pytest
 
-from penstock.core.batch import Fork, SchedulerOutput
+from penstock.core.batch import Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.draft import NO_DRAFT, DraftTree, Outcome
 from penstock.drafters.output_store import BYTES_PER_TOKEN, OutputStore
 from penstock.drafters.suffix import SuffixDrafter
+from penstock.runner.rows import RowStore
+from penstock.runner.runner import concerns_drafter
 from tests.drafting import added, answer, appended, job, removed
 
 
 def make(max_requests: int = 10, max_bytes: int = 1 << 20, **more: float) -> SuffixDrafter:
-    return SuffixDrafter(OutputStore(max_requests, max_bytes), **more)  # type: ignore[arg-type]
+    return SuffixDrafter(OutputStore(max_requests, max_bytes), RowStore((), (), 4, 4096), **more)  # type: ignore[arg-type]
+
+
+def tell(drafter: SuffixDrafter, output: SchedulerOutput) -> None:
+    """As a rank does: the drafter first, if it has to hear of it, then the rows."""
+    if concerns_drafter(output):
+        drafter.track(output)
+    drafter.rows.apply(output)
 
 
 def found(store: OutputStore, *tail: int) -> list[tuple[int, list[int], int]]:
@@ -107,33 +116,61 @@ def test_guesses_come_from_the_end_that_promises_most() -> None:
 
 def test_an_output_is_remembered_when_its_row_is_gone() -> None:
     drafter = make()
-    drafter.track(added(1, [50, 51, 1], 2))
-    drafter.track(appended(1, [2, 9]))
-    drafter.track(appended(1, [3], rollback=1))
+    tell(drafter, added(1, [50, 51, 1], 2))
+    tell(drafter, appended(1, [2, 9]))
+    tell(drafter, appended(1, [3], rollback=1))
+    drafter.propose([job([50, 51, 1, 2, 3], 2)])
     drafter.observe([Outcome(1, DraftTree([4, 7], [-1, -1]), [0], [4, 5, 9])])
     assert drafter.propose([job([8, 2, 3], seq_id=2)]) == [NO_DRAFT]
-    drafter.track(removed(1))
+    tell(drafter, removed(1))
     assert drafter.propose([job([8, 2, 3], seq_id=2)])[0].token_ids == [4, 5]
     assert drafter.propose([job([50, 51], seq_id=2)])[0].token_ids == [1, 2]
     assert not drafter.rows
 
 
+def test_a_row_that_never_drafted_is_remembered_too() -> None:
+    """Nothing is told of its plain steps: its tokens are read where the rank keeps them."""
+    drafter = make()
+    tell(drafter, added(1, [50, 51], 2))
+    for token in (7, 8, 9):
+        step = appended(1, [token])
+        assert not concerns_drafter(step)
+        tell(drafter, step)
+    tell(drafter, removed(1))
+    assert drafter.propose([job([3, 7, 8], seq_id=2)])[0].token_ids == [9]
+    tell(drafter, added(3, [50, 51], 2))
+    beam = SchedulerOutput(0, scheduled=[ScheduledRow(3, 1, 1, num_candidates=4)], forked=[])
+    tell(drafter, beam)
+    tell(drafter, SchedulerOutput(0, appended=[Appended(3, [1, 2])], forked=[Fork(3, 4, 1)]))
+    tell(drafter, removed(3, 4))
+    assert len(drafter.store) == 1, "what beams have tried is not kept"
+
+
+def test_a_row_catches_up_with_what_it_said_while_it_did_not_draft() -> None:
+    drafter = make()
+    text = [1, 2, 3, 4, 9, 1, 2]
+    tell(drafter, added(1, text, 2))
+    assert drafter.propose([job(text)])[0].token_ids == [3, 4]
+    text += [5, 6, 7, 1, 2, 5]
+    assert drafter.propose([job(text)]) == make().propose([job(text)]) != [NO_DRAFT]
+
+
 def test_a_preempted_row_counts_once() -> None:
     drafter = make()
-    drafter.track(added(1, [9, 1, 2, 3], 1))
-    drafter.track(removed(1))
-    drafter.track(added(1, [9, 1, 2, 3], 1))
+    tell(drafter, added(1, [9, 1, 2, 3], 1))
+    tell(drafter, removed(1))
+    tell(drafter, added(1, [9, 1, 2, 3], 1))
     assert len(drafter.store) == 0
-    drafter.track(SchedulerOutput(0, forked=[Fork(1, 2, 1)], removed=[1]))
+    tell(drafter, SchedulerOutput(0, forked=[Fork(1, 2, 1)], removed=[1]))
     assert len(drafter.store) == 1
-    drafter.track(removed(2))
+    tell(drafter, removed(2))
     assert [m.key for m in drafter.store.find([1, 2], 8)] == [2, 1]
 
 
 def test_no_memory_of_others_if_none_is_wanted() -> None:
     drafter = make(max_requests=0)
-    drafter.track(added(1, [9, 1, 2, 3], 1))
-    drafter.track(removed(1))
+    tell(drafter, added(1, [9, 1, 2, 3], 1))
+    tell(drafter, removed(1))
     assert drafter.propose([job([9, 1, 2], seq_id=2)]) == [NO_DRAFT]
     assert drafter.propose([job([1, 2, 3, 1, 2], seq_id=2)])[0].token_ids == [3, 1]
 
@@ -179,6 +216,14 @@ class Timed:
     def track(self, output: Any) -> None:
         self._start = time.thread_time()
         self._drafter.track(output)
+
+    @property
+    def rows(self) -> RowStore:
+        return self._drafter.rows
+
+    @rows.setter
+    def rows(self, rows: RowStore) -> None:
+        self._drafter.rows = rows
 
     def propose(self, jobs: Any) -> Any:
         trees = self._drafter.propose(jobs)

@@ -243,7 +243,11 @@ class Drafter(Protocol):
     """Whether `observe` shall be given hidden states."""
 
     def track(self, output: SchedulerOutput) -> None:
-        """The row lists of a step (forked, removed, added, appended), after the rows have changed, before it runs."""
+        """The row lists of a step (forked, removed, added, appended), before the rows change.
+
+        Steps in which rows only decode, without drafts, are left out (`runner.runner.concerns_drafter`): what they
+        append is in `DraftJob.tokens` when drafts are asked for, and in the rank's rows until they are removed.
+        """
         ...
 
     def propose(self, jobs: Seq[DraftJob]) -> list[DraftTree]:

@@ -17,11 +17,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, DraftJob, DraftTree, Outcome
 from penstock.drafters.bench import DraftBench
 from penstock.drafters.output_store import Match, OutputStore, PairIndex, common
 from penstock.drafters.trie import likeliest
+from penstock.runner.rows import RowStore
 
 PLACES = 32
 """Occurrences that are counted, newest first."""
@@ -34,20 +38,24 @@ _OWN = -1
 
 @dataclass
 class _Seen:
-    """A row.
+    """A row that has drafted.
 
     Attributes:
-        tokens: all that is known; output from `first` on.
-        newest: what was verified in the last step: known to the row from the next one on.
-        index: the places of `tokens` up to `num_indexed`; made when the row guesses for the first time, gone with the
-            row (about 150 bytes per token, not counted as the store's).
+        tokens: what was known when it drafted last.
+        newest: what was verified behind them then: known to the row from the next step on.
+        index: the places of `tokens` up to `num_indexed`; gone with the row (about 150 bytes per token, not counted as
+            the store's).
     """
 
-    tokens: array[int]
-    first: int
+    tokens: array[int] = field(default_factory=lambda: array("i"))
     newest: list[int] = field(default_factory=list)
     index: PairIndex = field(default_factory=PairIndex)
     num_indexed: int = 2
+
+    def catch_up(self, tokens: npt.NDArray[np.int32]) -> None:
+        """`tokens`: all that the row knows now; it has only grown since."""
+        self.tokens.frombytes(tokens[len(self.tokens) :].tobytes())
+        self.newest = []
 
     def matches(self, tail: Sequence[int], limit: int) -> list[Match]:
         """Where the last two tokens or more of the row, which end in `tail`, stand in it before, newest first."""
@@ -60,54 +68,47 @@ class _Seen:
         ends = self.index.newest(tail[-2], tail[-1], limit)
         return [Match(common(tokens, end, tail), tokens, end, _OWN) for end in ends]
 
-    def take_back(self, count: int) -> None:
-        del self.tokens[-count:]
-        if self.num_indexed > len(self.tokens):
-            self.index, self.num_indexed = PairIndex(), 2
-
 
 class SuffixDrafter:
-    """`most`: tokens of the longest end that is looked up; `least`: how often a guess must have followed."""
+    """`rows`: the rank's; `most`: tokens of the longest end that is looked up; `least`: how often a draft token must
+    have followed. Between two drafts of a row nothing is done for it: the next one catches up."""
 
     name = "suffix"
     wants_hidden = False
 
-    def __init__(self, store: OutputStore, *, most: int = 24, least: float = 0.1) -> None:
+    def __init__(self, store: OutputStore, rows: RowStore, *, most: int = 24, least: float = 0.1) -> None:
         self.store = store
+        self.rows = rows
         self._most, self._least = most, least
-        self.rows: dict[int, _Seen] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._beams: set[int] = set()
 
     # -- what rows say -------------------------------------------------------------------------------------------
 
     def track(self, output: SchedulerOutput) -> None:
-        """Follow every row's output: when it is removed, this is all that is left of it."""
-        rows = self.rows
-        for fork in output.forked:
-            parent = rows.get(fork.parent_id)
-            if parent is not None:
-                rows[fork.child_id] = _Seen(array("i", parent.tokens), parent.first)
+        """Keep what a row has said when it is removed."""
+        self._beams.update([fork.child_id for fork in output.forked if fork.parent_id in self._beams])
         for seq_id in output.removed:
-            seen = rows.pop(seq_id, None)
-            if seen is not None:
-                begin = max(0, seen.first - self._most)
-                self.store.add(seq_id, seen.tokens[begin:].tolist() + seen.newest, seen.first - begin)
+            seen = self._seen.pop(seq_id, None)
+            if seq_id in self._beams:
+                self._beams.discard(seq_id)
+            elif seq_id in self.rows:
+                row = self.rows[seq_id]
+                begin = max(0, row.prompt_len - self._most)
+                newest = seen.newest if seen is not None and len(seen.tokens) == row.num_tokens else []
+                self.store.add(seq_id, row.tokens[begin:].tolist() + newest, row.prompt_len - begin)
         for added in output.added:
             self.store.discard(added.seq_id)  # it had only been preempted
-            rows[added.seq_id] = _Seen(array("i", added.token_ids), added.prompt_len)
         for appended in output.appended:
-            seen = rows.get(appended.seq_id)
-            if seen is not None:
-                if appended.rollback:
-                    seen.take_back(appended.rollback)
-                seen.tokens.extend(appended.token_ids)
-                seen.newest = []
-        for row in output.scheduled:
-            if row.num_candidates:  # a beam: most of what it tries is dropped
-                rows.pop(row.seq_id, None)
+            if appended.rollback:
+                self._seen.pop(appended.seq_id, None)
+        for planned in output.scheduled:
+            if planned.num_candidates:  # most of what a beam tries is dropped
+                self._beams.add(planned.seq_id)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            seen = self.rows.get(outcome.seq_id)
+            seen = self._seen.get(outcome.seq_id)
             if seen is not None:
                 said = [outcome.choices[0], *(outcome.choices[i + 1] for i in outcome.path)]
                 seen.newest = [token for token in said if token >= 0]
@@ -118,9 +119,12 @@ class SuffixDrafter:
         return [self._guess(job) for job in jobs]
 
     def _guess(self, job: DraftJob) -> DraftTree:
-        seen = self.rows.get(job.seq_id)
+        seen = self._seen.get(job.seq_id)
         if seen is None:
-            seen = _Seen(array("i", job.tokens.tolist()), job.prompt_len)
+            seen = _Seen()
+            if job.seq_id in self.rows:  # else nobody will tell when it is gone
+                self._seen[job.seq_id] = seen
+        seen.catch_up(job.tokens)
         tail = seen.tokens[-self._most :].tolist()
         count = min(job.num_nodes, job.max_depth)
         best, best_score = NO_DRAFT, 0.0
@@ -145,4 +149,6 @@ class SuffixDrafter:
 def make(bench: DraftBench) -> SuffixDrafter:
     config = bench.config
     store = OutputStore(config.suffix_decoding_max_cached_requests, config.store_bytes)
-    return SuffixDrafter(store, most=config.suffix_decoding_max_tree_depth, least=config.suffix_decoding_min_token_prob)
+    return SuffixDrafter(
+        store, bench.rows, most=config.suffix_decoding_max_tree_depth, least=config.suffix_decoding_min_token_prob
+    )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.core.batch import SchedulerOutput, StepOutput
     from penstock.core.events import EngineStats
 
+EVERY = 8
+"""Plain steps of which one is looked at: where nobody drafts this must cost nothing."""
 FORGET = 64
 """The mean of plain steps follows about so many of them: contexts grow, machines change their pace."""
 
@@ -23,12 +25,17 @@ class Gain:
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
+        self._num_plain = -1
         self._plain: dict[int, tuple[float, int]] = {}
         """Sequences -> (mean seconds of a plain step, how many it was made of, at most FORGET)."""
 
     def observe(self, output: SchedulerOutput, result: StepOutput, num_tokens: int) -> None:
         """A step has been committed that made `num_tokens` tokens known."""
         rows = output.scheduled
+        if not result.verified:  # a mean needs no more than some of them
+            self._num_plain += 1
+            if self._num_plain % EVERY:
+                return
         if not rows or not num_tokens or any(row.num_tokens != 1 or not row.num_samples for row in rows):
             return
         n = len(rows)

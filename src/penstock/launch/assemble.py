@@ -153,6 +153,8 @@ def connect(
     num_slabs = plan.num_slabs
     if virtual:  # the plan counts memory; the rank needs addresses
         num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
+    num_own = len(plan.own_groups)
+    assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
     runner = Runner(
         forward,
         plan.groups,
@@ -166,6 +168,7 @@ def connect(
         grammars=grammars,
         sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
         keeping=keeping,
+        num_own_groups=num_own,
     )
     if select is not None and keeping is not None:
         watch_rows(runner, *select, keeping)

@@ -72,7 +72,7 @@ class Program:
 
     def run_pooling(self, plan: StepPlan, planes: Sequence[Planes]) -> tuple[F32, F32]:
         """`run`, and the hidden states [P, E] of `plan.hidden_indices`: what the output matrix would be given."""
-        assert len(planes) == len(plan.groups), "one dict of planes per cache group"
+        assert len(planes) >= len(plan.groups), "one dict of planes per cache group; others' come behind its own"
         assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"
         rows, num_logits = plan.logits_indices, len(plan.logits_indices)
         if plan.hidden_indices.size:

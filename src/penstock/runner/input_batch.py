@@ -48,10 +48,12 @@ _NO_MASK = TreeMask(0)
 class InputBatch:
     """Buffers of one step, reused by the next: a plan is valid until the following `build`."""
 
-    def __init__(self, rows: RowStore, keeping: Keeping | None = None) -> None:
-        """`keeping`: rows may drop tokens. With cache positions their tokens stand where they stand in the cache, so a
-        row's start moves by what it has dropped, and kernels see a shorter sequence."""
+    def __init__(self, rows: RowStore, keeping: Keeping | None = None, num_groups: int | None = None) -> None:
+        """`num_groups`: leading cache groups that plans have; None: all. `keeping`: rows may drop tokens. With cache
+        positions their tokens stand where they stand in the cache, so a row's start moves by what it has dropped, and
+        kernels see a shorter sequence."""
         self._rows = rows
+        self._num_groups = len(rows.groups) if num_groups is None else num_groups
         self._cache_positions = keeping is not None and keeping.cache_positions
         self._dropping = keeping is not None and not keeping.cache_positions
         self._choosing = keeping is not None and keeping.drops == "nothing"
@@ -132,7 +134,7 @@ class InputBatch:
             )  # fmt: skip
             self._from = self._prompts[: len(chosen)] if self._choosing else None
         self.greedy = greedy and r > 0
-        groups = tuple([self._group_plan(g, chosen) for g in range(len(rows.groups))])
+        groups = tuple([self._group_plan(g, chosen) for g in range(self._num_groups)])
         mask, last = guessed.upto(t), self._last
         # Between two blocks of its rows a decode step differs from the one before in what its arrays hold, no more.
         if last is None or last.mask is not None or mask is not None or not all(map(is_, last.groups, groups)):

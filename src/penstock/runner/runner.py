@@ -56,8 +56,11 @@ class Runner:
         grammars: GrammarCache | None = None,
         sampler: Sampler | None = None,
         keeping: Keeping | None = None,
+        num_own_groups: int | None = None,
     ) -> None:
-        """`sampler`: another than the reference, with these `grammars`. `keeping`: rows may drop tokens."""
+        """`sampler`: another than the reference, with these `grammars`. `keeping`: rows may drop tokens.
+        `num_own_groups`: leading groups that `forward` looks at, if not all; the others belong to draft models.
+        """
         self.vocab_size = vocab_size
         self.storage = storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
         self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
@@ -68,7 +71,7 @@ class Runner:
         """Guesses for rows with room for guesses; None: they run without."""
         self.verifier: Verifying = Verifier(self.sampler)
         self._undo = Undo(self.storage, self.rows)
-        self._batch = InputBatch(self.rows, keeping)
+        self._batch = InputBatch(self.rows, keeping, num_own_groups)
         self.selections: Selections | None = None
         """Who chooses what rows keep; None: they keep everything, or drop by position alone."""
         self._forward = forward
@@ -85,6 +88,9 @@ class Runner:
         that the rank is broken.
         """
         start_s = self._clock.now()
+        heard = self.drafter is not None and concerns_drafter(output)
+        if heard:
+            self._track(output)
         self.rows.apply(output)
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
@@ -97,7 +103,7 @@ class Runner:
             return StepOutput(output.step, duration_s=self._clock.now() - start_s)
         if self._strict:
             self.rows.check_writes(output.scheduled)
-        trees, draft_s = self._draft(output)
+        trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
         plan, picks, guesses = self._batch.build(output.scheduled, trees)
         before = self._undo.remember(guesses)
         wanted = self.pooler.wanted(output.scheduled, plan.query_start_loc)
@@ -155,25 +161,36 @@ class Runner:
 
     # -- guesses -------------------------------------------------------------------------------------------------
 
-    def _draft(self, output: SchedulerOutput) -> tuple[Mapping[int, DraftTree], float]:
-        """Guesses of the rows with room for them, and the seconds they took.
+    def _track(self, output: SchedulerOutput) -> None:
+        """Let the drafter hear what becomes of its rows. See `_draft` for failures."""
+        assert self.drafter is not None, "only with a drafter"
+        try:
+            self.drafter.track(output)
+        except Exception:
+            self._give_up_drafting(self.drafter)
+
+    def _draft(self, scheduled: Sequence[ScheduledRow]) -> tuple[Mapping[int, DraftTree], float]:
+        """Drafts of the rows with room for them, and the seconds they took: nothing where nobody has any.
 
         A drafter that fails is used no more: it can only cost time, so it must not cost anybody's answer.
         """
-        if self.drafter is None:
+        drafter = self.drafter
+        jobs = [self._job(row) for row in scheduled if row.num_drafts]
+        if drafter is None or not jobs:
             return {}, 0.0
         start_s = self._clock.now()
-        jobs = [self._job(row) for row in output.scheduled if row.num_drafts]
         trees: dict[int, DraftTree] = {}
         try:
-            self.drafter.track(output)
-            if jobs:
-                for job, tree in zip(jobs, self.drafter.propose(jobs), strict=True):
-                    trees[job.seq_id] = trimmed(tree, job, self.vocab_size)
+            for job, tree in zip(jobs, drafter.propose(jobs), strict=True):
+                trees[job.seq_id] = trimmed(tree, job, self.vocab_size)
         except Exception:
-            _LOG.exception("the drafter %r failed; going on without guesses", self.drafter.name)
-            self.drafter, trees = None, {}
+            self._give_up_drafting(drafter)
+            trees = {}
         return trees, self._clock.now() - start_s
+
+    def _give_up_drafting(self, drafter: Drafter) -> None:
+        _LOG.exception("the drafter %r failed; going on without guesses", drafter.name)
+        self.drafter = None
 
     def _job(self, row: ScheduledRow) -> DraftJob:
         known = self.rows[row.seq_id]
@@ -193,9 +210,21 @@ class Runner:
         try:
             self.drafter.observe(outcomes)
         except Exception:
-            _LOG.exception("the drafter %r failed; going on without guesses", self.drafter.name)
-            self.drafter = None
+            self._give_up_drafting(self.drafter)
         return self._clock.now() - start_s
+
+
+def concerns_drafter(output: SchedulerOutput) -> bool:
+    """Whether a drafter must hear of a step. Of those in which rows only decode, without drafts, it need not."""
+    if output.removed or output.added or output.forked or output.page_ops:
+        return True
+    for row in output.scheduled:
+        if row.num_drafts or row.num_candidates:
+            return True
+    for appended in output.appended:  # noqa: SIM110 (this runs in every step, and a generator costs more)
+        if appended.rollback:
+            return True
+    return False
 
 
 def _rows(guess: Guess) -> slice:

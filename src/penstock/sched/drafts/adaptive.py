@@ -24,7 +24,7 @@ from typing import NamedTuple
 from penstock.core.batch import SchedulerOutput, StepOutput, Verified
 from penstock.core.protocols import StepTimer
 from penstock.core.sequence import Sequence
-from penstock.sched.drafts.acceptance import MOST, Beliefs
+from penstock.sched.drafts.acceptance import MOST, STRANGER, Beliefs
 from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes, Rooms
@@ -36,6 +36,8 @@ SHARE = 0.005
 START_STEPS = 3.0
 MAX_STEPS = 12.0
 """Plain steps that the purse holds at first, and at most: what was won long ago must not pay for losses now."""
+WARM_UP = 4
+"""Plain steps that are timed before anybody drafts, unless the first takes what was predicted."""
 REMEASURE = 256
 FIRST_MEASURE = 8
 """Steps with guesses after which a plain one is run, to know what it takes now: few at first, then twice as many each
@@ -46,7 +48,10 @@ DECIDING_SHARE = 0.015
 """Of a step, what decisions may take, if keeping them for KEPT steps suffices for it."""
 KEPT = 8
 QUIET = 8
-"""The decision that nobody guesses is kept for so many times as many."""
+LONGEST = 128
+"""The decision that nobody drafts is kept for QUIET times the square of that many steps, at most for LONGEST."""
+MEASURED = 2
+"""Of the steps for which it is kept, the last ones: they are timed. In all before them this class only counts."""
 AROUND = 4.0
 """What stands around a step may be longer than it by this factor; beyond it the engine had nothing to do."""
 
@@ -109,10 +114,25 @@ class AdaptiveDrafts:
         self._expected = self._drift = 0.0  # tokens gained in a step; how much more they were since the decision
         self._began_s: float | None = None  # when the last step began
         self._ran: _Ran | None = None  # a step whose time is not known to its end yet
+        self._lone = False  # the step before the one that is settled next had drafts
+        self._num_measured = 0  # steps, until the purse is filled
+        self._refused_until = 0  # the step up to which nobody drafts
+        self._resting = 0  # steps for which nobody drafts and nothing is looked at
+        self._rested_s = 0.0  # what they have taken so far
+        self._num_rows = 0  # sequences that run
+        self._refused = 0.0  # the best chance of a draft token that was not worth it
 
     # -- before a step ---------------------------------------------------------------------------------------------
 
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
+        if self.num_steps < self._refused_until:
+            same = not running or (len(running) == self._num_rows and running[-1] is self._for[1])
+            if same or self._is_refused_to(running):
+                if not self._resting:
+                    self._settle(now_s)
+                return self._rooms
+            self._refused_until = 0
+            self._wake()
         self._settle(now_s)
         if not running:
             return {}
@@ -120,7 +140,30 @@ class AdaptiveDrafts:
         if self.num_steps >= self._again or self._for != who:
             self._for = who
             self._rooms = self._decide(running)
+            if not self._rooms and not self._paced:
+                self._refused_until, self._num_rows = self._again, len(running)
+                self._resting = max(0, self._again - self.num_steps - MEASURED)
         return self._rooms
+
+    def _is_refused_to(self, running: Seq[Sequence]) -> bool:
+        """Whether nobody drafts among these either: about as many, none with a deadline, with strangers who promise no
+        more than those to whom it was refused."""
+        num_rows = len(running)
+        if num_rows.bit_length() != self._num_rows.bit_length() or self.beliefs.gains[STRANGER, 0] > self._refused:
+            return False
+        refused = all(self._slo_of(seq) is None for seq in running)
+        if refused:
+            self._num_rows, self._for = num_rows, (num_rows, running[-1], self._company)
+        return refused
+
+    def _wake(self) -> None:
+        """Time has passed without drafts; what a rest earns is what any step earns."""
+        self._resting = 0
+        self._began_s, self._lone = None, False
+        if self.purse_s is not None:
+            self.purse_s += SHARE * self._rested_s
+            self._probes.earn(self._rested_s)
+        self._rested_s = 0.0
 
     def _decide(self, running: Seq[Sequence]) -> Rooms:
         step = self._again = self.num_steps
@@ -128,7 +171,14 @@ class AdaptiveDrafts:
         seqs = guessers(running)
         if not seqs or self._since_plain >= self._measure_after:
             return {}
+        if self.purse_s is None and self._began_s is not None:
+            return {}  # what a plain step takes is not known yet
         if self.purse_s is not None and self.purse_s <= 0.0:
+            context = sum([seq.num_computed for seq in seqs])
+            earned_s = SHARE * self.costs.seconds(len(seqs), context, len(seqs))
+            most = _quiet(self._steps_to_keep(len(seqs), context))
+            self._again = step + max(1, min(most, int(-self.purse_s / earned_s)))
+            self._refused = 1.0
             return {}
         tracks, context = [], 0
         for seq in seqs:
@@ -151,7 +201,10 @@ class AdaptiveDrafts:
         keep = self._steps_to_keep(len(seqs), context)
         if not rooms:
             soonest = max(self._probes.next_step, min([track.due_at for track in tracks]), step + keep)
-            self._again = min(soonest, step + QUIET * keep)
+            self._again = min(soonest, step + _quiet(keep))
+            self._refused = float(gains[:, 0].max())
+            if self.purse_s is not None:  # of a decision to draft it is a part of what the steps are seen to take
+                self.purse_s -= _deciding_s(len(seqs))
         elif not probing and not self._paced and keep > 1:
             self._again = step + keep
             gained = sum([sum(row[:room]) for row, room in zip(gains.tolist(), plan, strict=True)])
@@ -161,7 +214,7 @@ class AdaptiveDrafts:
     def _steps_to_keep(self, num_rows: int, context: int) -> int:
         """One, where steps take so long that deciding in each of them costs nothing."""
         worth_s = DECIDING_SHARE * self.costs.seconds(num_rows, context, num_rows)
-        return max(1, min(KEPT, round(DECIDING_S * (1.0 + num_rows / 48) / worth_s)))
+        return max(1, min(KEPT, round(_deciding_s(num_rows) / worth_s)))
 
     def _meet(self, seq: Sequence) -> Track:
         slo_s = self._slo_of(seq)
@@ -179,6 +232,13 @@ class AdaptiveDrafts:
 
     def observe(self, output: SchedulerOutput, result: StepOutput) -> None:
         rows = output.scheduled
+        if self._resting and rows:
+            self.num_steps += 1
+            self._rested_s += result.duration_s
+            self._resting -= 1
+            if not self._resting:
+                self._wake()
+            return
         verified = result.verified
         num_tokens = context = room = num_asked = 0
         for row in rows:
@@ -271,32 +331,42 @@ class AdaptiveDrafts:
             if self._since_plain >= self._measure_after:
                 self._measure_after = min(2 * self._measure_after, REMEASURE)
             self._since_plain = 0
-            if self.num_steps & 3 == 0 or self.num_steps >= self._again or self.purse_s is None:
-                self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s)
+            lone, self._lone = self._lone, False
+            if lone or self.num_steps & 3 == 0 or self.num_steps + MEASURED > self._again or self.purse_s is None:
+                self.costs.observe(ran.num_rows, ran.context, ran.num_rows, forward_s, lone=lone)
                 self._fill_purses(ran)
             return
+        self._lone = True
+        # Before it is learned from: what comes once (a drafter's first touch of its memory) is not what drafts cost.
+        expected_s = self._expected_seconds(ran)
         self.costs.observe(ran.num_rows, ran.context, ran.num_rows + ran.num_made, forward_s)
-        self.draft_costs.observe(ran.room, ran.num_rows, ran.draft_s)
         self._fill_purses(ran)
-        self._account(ran, forward_s + ran.draft_s)
+        if self.purse_s is not None:
+            self._account(ran, min(forward_s + ran.draft_s, 2.0 * expected_s))
+        self.draft_costs.observe(ran.room, ran.num_rows, ran.draft_s)
 
     def _fill_purses(self, ran: _Ran) -> None:
-        """At first."""
-        if self.purse_s is None:
+        """At first: once plain steps take what was predicted, or so many were measured that the slow ones of a cold
+        start are not what counts."""
+        self._num_measured += 1
+        sure = self._num_measured > WARM_UP or self._began_s is None or not self.costs.surprising(ran.num_rows)
+        if self.purse_s is None and sure:
             plain_s = self.costs.seconds(ran.num_rows, ran.context, ran.num_rows)
             self.purse_s = START_STEPS * plain_s
             self._probes.purse_s = plain_s
 
+    def _expected_seconds(self, ran: _Ran) -> float:
+        seconds = self.costs.seconds(ran.num_rows, ran.context, ran.num_rows + ran.num_made)
+        return seconds + self.draft_costs.seconds(ran.room, ran.num_rows)
+
     def _account(self, ran: _Ran, took_s: float) -> None:
-        """What a step with guesses has won or lost."""
+        """What a step with guesses has won or lost; `took_s` leaves out what somebody else's work may have added."""
         num_rows, context, seconds = ran.num_rows, ran.context, self.costs.seconds
         self._probes.pay(ran.num_made)
         self._since_plain = self._since_plain + 1 if ran.num_made else 0
         if self.costs.doubtful(num_rows):
             self._since_plain = self._measure_after
         plain_s = seconds(num_rows, context, num_rows)
-        expected_s = seconds(num_rows, context, num_rows + ran.num_made) + self.draft_costs.seconds(ran.room, num_rows)
-        took_s = min(took_s, 2.0 * expected_s)  # somebody else's work is not the guesses' fault
         won_s = plain_s * (1.0 + ran.gained / num_rows) - took_s
         assert self.purse_s is not None
         self.purse_s = min(self.purse_s + won_s, MAX_STEPS * plain_s)
@@ -315,3 +385,12 @@ class AdaptiveDrafts:
         if track is not None:
             self.beliefs.forget(track.slot)
             track.slot = -1
+
+
+def _deciding_s(num_rows: int) -> float:
+    return DECIDING_S * (1.0 + num_rows / 48)
+
+
+def _quiet(keep: int) -> int:
+    """Steps for which nobody drafts, where a decision to draft is kept for `keep`."""
+    return min(QUIET * keep * keep, LONGEST)

@@ -12,7 +12,7 @@ from penstock.core.step_shape import StepShape
 
 _KEPT = 9
 """Measurements of one kind of step whose median counts."""
-_PLAIN = 0
+_PLAIN, _LONE = 0, 1
 _DOUBT = 0.1
 _CONTEXTS_PER_BIT = 8
 
@@ -60,6 +60,9 @@ class StepCosts:
 
     A ratio measured/predicted is kept per kind of step: sequences by powers of two, steps without guesses apart, the
     others by width in half powers of two. A kind that was never run borrows the ratio of the nearest one that was.
+
+    Plain steps behind a plain one and those behind a step with drafts are kept apart: the latter find caches full of
+    other things, so they take longer than plain decoding would. The lower of the two counts.
     """
 
     def __init__(self, timer: StepTimer) -> None:
@@ -97,14 +100,16 @@ class StepCosts:
         shape = _shape(num_rows, context, width)
         return self._timer.step_s(shape.plus(0, company) if company else shape)
 
-    def observe(self, num_rows: int, context: int, width: int, seconds: float) -> None:
-        """A step in which everybody decoded took so long, guessing left out."""
+    def observe(self, num_rows: int, context: int, width: int, seconds: float, *, lone: bool = False) -> None:
+        """A step in which everybody decoded took so long, guessing left out. `lone`: the step before it had drafts."""
         predicted = self._timer.step_s(_shape(num_rows, context, width))
         if predicted <= 0.0:
             return
         kinds = self._ratios.setdefault(num_rows.bit_length(), {})
         kind = _kind(num_rows, width)
         self.confirmed = self.confirmed or kind != _PLAIN
+        if kind == _PLAIN and lone:
+            kind = _LONE
         recent = kinds.get(kind)
         if recent is None:
             recent = kinds[kind] = _Recent()
@@ -114,7 +119,14 @@ class StepCosts:
     def doubtful(self, num_rows: int) -> bool:
         """Steps with guesses do not take what the timer says, and no plain one of so many sequences was measured."""
         kinds = self._ratios.get(num_rows.bit_length(), {})
-        return _PLAIN not in kinds and any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
+        if _PLAIN in kinds or _LONE in kinds:
+            return False
+        return any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
+
+    def surprising(self, num_rows: int) -> bool:
+        """Plain steps of so many sequences do not take what the timer says."""
+        plain = self._ratios.get(num_rows.bit_length(), {}).get(_PLAIN)
+        return plain is None or abs(plain.value - 1.0) > _DOUBT
 
     def _ratio(self, num_rows: int, width: int) -> float:
         if not self._ratios:
@@ -124,8 +136,16 @@ class StepCosts:
         if kinds is None:
             kinds = self._ratios[min(self._ratios, key=lambda other: (abs(other - rows), other))]
         kind = _kind(num_rows, width)
+        plain, lone = kinds.get(_PLAIN), kinds.get(_LONE)
         recent = kinds.get(kind)
-        if recent is None:
+        if recent is None and kind != _PLAIN:
+            nearest = min(kinds, key=lambda other: (abs(other - kind), other))
+            if nearest not in (_PLAIN, _LONE):
+                recent = kinds[nearest]
+        if recent is None or recent is plain:  # plain, or nothing nearer than plain
+            known = [one.value for one in (plain, lone) if one is not None]
+            if known:
+                return min(known)
             recent = kinds[min(kinds, key=lambda other: (abs(other - kind), other))]
         return recent.value
 
@@ -138,6 +158,8 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self._known: dict[int, dict[int, float]] = {}
+        self._warm: set[tuple[int, int]] = set()
+        """(sequences, room) that were measured twice or more: the first time a drafter touches its memory."""
 
     def seconds(self, room: int, num_rows: int) -> float:
         if not self._known:
@@ -162,7 +184,11 @@ class DraftCosts:
         if was is None:
             rooms[kind] = seconds
             return True
-        rooms[kind] = was + 0.25 * (min(seconds, 2.0 * was + 1e-6) - was)
+        if (num_rows.bit_length(), kind) not in self._warm:
+            self._warm.add((num_rows.bit_length(), kind))
+            rooms[kind] = min(was, seconds)
+        else:
+            rooms[kind] = was + 0.25 * (min(seconds, 2.0 * was + 1e-6) - was)
         return False
 
 

@@ -19,7 +19,8 @@ MAX_INTERVAL = 128
 MAX_SILENT = 8
 """The same where the drafter had nothing to say: that costs no step, and tells nothing."""
 PATIENCE = 32
-"""Steps after which a purse that could not pay for a probe is looked at again."""
+MAX_PATIENCE = 1024
+"""Steps after which a purse that could not pay for a probe is looked at again: as many as it takes to fill."""
 MAX_COST = 0.1
 """A probe has more than one guess if that makes the step longer by this share at most."""
 SURPRISE = 0.1
@@ -109,7 +110,8 @@ class Probes:
             self._gap = max(self._gap, min(2 * self._gap, MAX_SILENT))
             self.next_step = step + self._gap
         else:
-            self.next_step = step + PATIENCE
+            lacks_s = self._seconds(room, 1, num_rows, context) - budget_s
+            self.next_step = step + max(PATIENCE, min(MAX_PATIENCE, int(lacks_s / (SHARE * plain_s))))
         return bool(due)
 
     def _seconds(self, room: int, count: int, num_rows: int, context: int) -> float:
