@@ -97,9 +97,10 @@ def _keys(request: Request) -> list[bytes]:
     rules, beam = request.rules, request.beam
     prompt = array("q", request.prompt_token_ids).tobytes()
     kind = _encode((request.pooling, beam is not None, rules.num_prompt_logprobs >= 0, rules.grammar is not None))
-    seedless = msgspec.structs.replace(rules, seed=0, reference=[], logit_bias={})
-    biases = sorted(rules.logit_bias.items())
-    asked = _encode((request.n, beam, request.stop_token_ids, request.eos_token_ids, seedless, biases))
+    # What ends an output chooses no token before that, unless it is kept from coming too early.
+    stops = sorted(rules.stop_ids) if rules.min_tokens else []
+    seedless = msgspec.structs.replace(rules, seed=0, reference=[], logit_bias={}, stop_ids=stops)
+    asked = _encode((request.n, beam, seedless, sorted(rules.logit_bias.items())))
     wide = digest(b"prompt", kind, prompt)
     middle = digest(b"asked", wide, asked)
     return [digest(b"seed", middle, _encode(rules.seed)), middle, wide]

@@ -6,9 +6,9 @@ at `step` also `nan` (the logits of one row) and `slow` (it takes five seconds, 
 nth: it happens at the nth time, counted from 1, in the server's first engine process alone; for `load` the nth process.
 With a plus (`step:kill:200+`) it happens every nth time in each.
 
-At `prepare` and `step` also `poison`, `poison-kill`, `poison-exception` and `poison-hang`. For these nth is a token id:
-a request whose prompt has this token ends the process with SIGSEGV, as a bug in native code would, with SIGKILL, as the
-kernel does where memory is short, or with an exception, or it never goes on.
+At `prepare` and `step` also `poison`, `poison-kill`, `poison-exception` and, at `step`, `poison-hang`. For these nth is
+a token id: a request whose prompt has this token ends the process with SIGSEGV, as a bug in native code would, with
+SIGKILL, as the kernel does where memory is short, or with an exception, or it never goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.core.request import Request
 
 _ENDS = ("kill", "exception", "hang")
 _POISONS = ("poison", "poison-kill", "poison-exception", "poison-hang")
-SITES = {"load": _ENDS, "intake": _ENDS, "prepare": (*_ENDS, *_POISONS), "step": (*_ENDS, *_POISONS, "nan", "slow")}
+SITES = {"load": _ENDS, "intake": _ENDS, "prepare": ("kill", *_POISONS[:3]), "step": (*_ENDS, *_POISONS, "nan", "slow")}
 SLOW_S = 5.0
 
 

@@ -181,11 +181,11 @@ class EngineClient:
     def started(self, stream: Stream) -> bool:
         return self._processor.live(stream.request_id).metrics.first_token_s is not None
 
-    def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
-        """Take a checked request in. `params` is None for beam search and pooling.
+    def check(self, request: Request) -> None:
+        """Raises what keeps a request from being taken in, whoever waits.
 
-        Raises EngineGoneError if the engine is gone, InputError if the request's id is in use, RefusedError (422) if
-        engines have died of its like.
+        EngineGoneError if the engine is gone, InputError if the request's id is in use, RefusedError (422) if engines
+        have died of its like.
         """
         if self.state in ("failed", "stopped"):
             raise EngineGoneError(f"the engine is not there: {self.reason}")
@@ -193,6 +193,10 @@ class EngineClient:
             raise InputError(f"request id {request.request_id!r} is in use", param="request_id")
         if self.convictions.refuses(request):
             raise RefusedError(REFUSED, status=422, code="request_convicted")
+
+    def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
+        """Take a request in. `params` is None for beam search and pooling. Raises as `check`."""
+        self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
         self._processor.add(request, params, text)
         if self.state == "ready":
