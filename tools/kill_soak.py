@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from penstock.config import serve_from_kwargs
 from penstock.engine.process_link import ProcessLink
 from penstock.launch.bundled import DEFAULT, bundled_model
 from penstock.server.live import LiveServer
-
 
 POISONS = {"poison": 4000, "poison-kill": 4001, "poison-exception": 4002, "poison-hang": 4003}
 """Kinds of `--fault`, and a token that no text here has."""
@@ -229,7 +228,7 @@ def main() -> int:
     for line in tally.poisons_wrong:
         console.print(line, style="red")
     if args.out is not None:
-        args.out.write_text(json.dumps(vars(args) | asdict(tally), indent=1, default=str) + "\n", "utf-8")
+        args.out.write_text(json.dumps(vars(args) | vars(tally), indent=1, default=str) + "\n", "utf-8")
     return 1 if tally.changed or tally.failed or tally.poisons_wrong or tally.kills < args.kills else 0
 
 
