@@ -147,10 +147,8 @@ async def soak(live: LiveServer, args: argparse.Namespace, console: Console) -> 
         load = [asyncio.create_task(again_and_again(i)) for i in range(args.streams)]
         for number in range(args.kills):
             await asyncio.sleep(args.apart * rng.uniform(0.8, 1.2))
-            pid = link.pid
-            if pid is None:
-                console.print("[red]there is no engine to kill")
-                break
+            while (pid := link.pid) is None:  # a step has hung, and the next engine is on its way
+                await asyncio.sleep(0.05)
             kind = rng.choice(args.kinds.split(","))
             tally.busy.append(live.server.client.num_live)
             tally.kinds[kind] += 1

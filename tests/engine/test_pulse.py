@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from penstock.base.errors import RefusedError
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.pulse import Pulse
 from tests.engine.processes import running, within
@@ -172,6 +173,24 @@ async def test_streams_go_on_after_a_hung_step_with_the_same_tokens() -> None:
         calm = await asyncio.gather(*(engine.complete(f"c{i}", prompts[i], params(i)) for i in range(4)))
         assert [(o.outputs, o.prompt_logprobs) for o in wild] == [(o.outputs, o.prompt_logprobs) for o in calm]
         assert engine.client.convictions.num_convicted == 0
+
+
+@within(90)
+async def test_who_hangs_an_engine_and_leaves_is_found_out() -> None:
+    """Its client has less patience than the watchdog: still it comes back only once."""
+    prompt = [5, 4000, 7]
+    async with running(faults=["step:poison-hang:4000"], hang_s=2.0) as engine:
+        calm = await engine.complete("calm", "The sea", params(1))
+        stream = engine.submit("wild", "The sea", params(1))
+        await engine.until(lambda: bool(stream.output.outputs[0].token_ids))
+        poison = engine.submit("poison", prompt, params(0))
+        await engine.until(lambda: engine.link.progress_age_s() > 0.5)
+        poison.abort("timeout")
+        assert (await stream.result()).outputs == calm.outputs
+        assert engine.client.convictions.num_convicted == 1
+        assert engine.client.num_restarts == 2
+        with pytest.raises(RefusedError):
+            engine.submit("again", prompt, params(0))
 
 
 @within(60)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.base.errors import ConvictedError, RefusedError
 from penstock.core.request import Request
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.engine.blackbox import handle_of
 from penstock.engine.core import EngineCore
 from penstock.engine.frontend import GUILTY
@@ -28,7 +28,7 @@ class Dying(Crashing):
     """
 
     def __init__(self, *poison: list[int], from_outside: bool = False, lag: int = 0) -> None:
-        self.poison = poison
+        self.poison = [*poison]
         self.from_outside = from_outside
         self.unexplained: set[int] = set()
         self.num_deaths = 0
@@ -243,6 +243,31 @@ def test_leavers_of_a_healthy_engine_are_forgotten_after_two_messages() -> None:
     run.step()
     run.step()
     assert run.client._replay._left == {}
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_beam_search_that_kills_late_is_found_out(left: bool) -> None:
+    """It begins anew on trial, and is tried to its end."""
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    run = Dying()
+    run.submit("0", PROMPT[:3], LONG)
+    run.submit("beams", POISON, params)
+    for _ in range(3):
+        run.step()
+    run.poison += [POISON]
+    with pytest.raises(OSError, match="poison"):
+        run.step()
+    if left:
+        run.streams["beams"].abort()
+    run.die(run.in_step)
+    run.up()
+    run.live()
+    assert run.num_deaths == 2
+    assert not run.unexplained
+    other = run.streams["0"].output
+    assert (other.error, other.prompt_logprobs, other.outputs) == expected("0")
+    with pytest.raises(RefusedError):
+        run.submit("again", POISON, params)
 
 
 def test_a_death_between_steps_is_nobodys_and_counts() -> None:
