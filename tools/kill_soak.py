@@ -199,7 +199,20 @@ def show(tally: Tally, console: Console) -> None:
     console.print(table)
 
 
-def main() -> int:
+def campaign(args: argparse.Namespace, console: Console) -> Tally:
+    """Start the server, and do it."""
+    faults = [f"step:{kind}:{token}" for kind, token in POISONS.items()]
+    faults += [f"step:hang:{args.hang_every}+"] if args.hang_every else []
+    config = serve_from_kwargs(
+        model=args.model, port=0, ops=args.ops, max_model_len=512, num_gpu_blocks_override=512, request_log=False,
+        max_restarts_per_minute=max(3, int(120 / args.apart)), fault=",".join(faults),
+        watchdog_timeout=args.watchdog_timeout,
+    )  # fmt: skip
+    with LiveServer(config) as live:
+        return asyncio.run(soak(live, args, console))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--apart", type=float, default=5.0, help="seconds between kills")
@@ -211,17 +224,12 @@ def main() -> int:
     parser.add_argument("--hang-every", type=int, default=0, help="this step of each engine hangs, and its multiples")
     parser.add_argument("--watchdog-timeout", type=float, default=2.0, help="seconds after which a hung step is ended")
     parser.add_argument("--out", type=Path, help="what happened, as JSON")
-    args = parser.parse_args()
-    console = Console()
-    faults = [f"step:{kind}:{token}" for kind, token in POISONS.items()]
-    faults += [f"step:hang:{args.hang_every}+"] if args.hang_every else []
-    config = serve_from_kwargs(
-        model=args.model, port=0, ops=args.ops, max_model_len=512, num_gpu_blocks_override=512, request_log=False,
-        max_restarts_per_minute=max(3, int(120 / args.apart)), fault=",".join(faults),
-        watchdog_timeout=args.watchdog_timeout,
-    )  # fmt: skip
-    with LiveServer(config) as live:
-        tally = asyncio.run(soak(live, args, console))
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args, console = parse(), Console()
+    tally = campaign(args, console)
     show(tally, console)
     for line in tally.poisons_wrong:
         console.print(line, style="red")
