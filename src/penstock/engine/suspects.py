@@ -58,10 +58,11 @@ class Suspects:
         return Verdict(alone, explained)
 
     def begin(self, live: Iterable[str]) -> None:
-        """A new engine is there: those of `live` with a strike will be tried, in this order."""
-        waiting = [r for r in live if r in self._strikes and r not in self._passed]
-        waiting.sort(key=lambda request_id: request_id not in self._died_alone)
-        self._queue = waiting[::-1]
+        """A new engine is there: those of `live` that are still to be tried will be, in this order.
+
+        So one with whom the last engine died alone comes first: whoever was tried before it has passed.
+        """
+        self._queue = [r for r in live if r in self._strikes and r not in self._passed][::-1]
 
     def next(self) -> str | None:
         """The next one to try alone; None when all have been. Who was tried until now has passed."""
