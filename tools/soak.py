@@ -5,7 +5,8 @@
 Starts `penstock serve`, asks it without pause, and lets one request in a hundred go wrong: clients that leave, bodies
 that are no JSON, values out of range, readers that stall, an engine that is killed or stopped. Every answer that was
 not disturbed by its own fault is compared with the same request's answer before the soak. At the end: memory, file
-descriptors and KV blocks against the beginning. Exit status 1 if anything changed or leaked.
+descriptors and KV blocks against the beginning, and how fast memory grew: MiB per 10,000 requests, from a line through
+the second half of the run. Exit status 1 if anything changed or leaked.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ BAD_BODIES: tuple[bytes, ...] = (
 )  # fmt: skip
 FAULTS = {"leave": 8, "bad": 8, "stall": 2, "timeout": 3, "kill": 0.15, "stop": 0.1}
 """Kinds of faults and how often each is chosen among them."""
+_SLOPE_REQUESTS = 4000
+"""A slope needs so many requests: allocators take memory in steps."""
+_MAX_SLOPE = 0.5
 _KILL_GAP_S = 25.0
 """Seconds between kills at least: a server that loses its engine four times a minute gives up, and should."""
 
@@ -187,7 +191,7 @@ async def soak(args: argparse.Namespace, url: str, pid: int, console: Console) -
             task = progress.add_task("soak", total=args.minutes * 60)
             while time.monotonic() < until:
                 await asyncio.sleep(min(10, args.minutes * 6))
-                now = used(pid)
+                now = used(pid) | {"requests": float(sum(state.counts.values()))}
                 history.append(now)
                 rss = now.get("server_rss_mib", 0)
                 told = f"{state.counts['answers']} answers, {len(state.wrong)} wrong, {rss:.0f} MiB"
@@ -198,7 +202,23 @@ async def soak(args: argparse.Namespace, url: str, pid: int, console: Console) -
     return {
         "minutes": args.minutes, "faults": args.faults, "counts": dict(state.counts), "wrong": state.wrong,
         "before": before, "after": after, "history": history,
+        "mib_per_10000": {name: slope(history, f"{name}_rss_mib") for name in ("server", "engine")},
     }  # fmt: skip
+
+
+def slope(history: list[dict[str, float]], name: str) -> float | None:
+    """MiB per 10,000 requests over the second half of a run; None if there is too little of it to say.
+
+    Points before an engine was replaced for the last time do not count: the new one fills its memory again.
+    """
+    half = history[len(history) // 2 :]
+    starts = [i for i in range(1, len(half)) if half[i].get(name, 0) < 0.8 * half[i - 1].get(name, 0)]
+    points = [(h["requests"], h[name]) for h in half[starts[-1] if starts else 0 :] if name in h]
+    if len(points) < 3 or points[-1][0] - points[0][0] < _SLOPE_REQUESTS:
+        return None
+    middle = [sum(values) / len(points) for values in zip(*points, strict=True)]
+    across = sum((x - middle[0]) ** 2 for x, _ in points)
+    return 10_000 * sum((x - middle[0]) * (y - middle[1]) for x, y in points) / across
 
 
 async def kv_used(client: httpx.AsyncClient) -> float:
@@ -214,6 +234,9 @@ def judged(result: dict[str, Any]) -> list[str]:
     for name, slack in (("server_rss_mib", 1.1), ("engine_rss_mib", 1.1), ("fds", 1.0)):
         if after.get(name, 0) > before.get(name, 0) * slack + 8:
             out.append(f"{name} grew from {before.get(name, 0):.0f} to {after.get(name, 0):.0f}")
+    for name, grown in result["mib_per_10000"].items():
+        if grown is not None and grown > _MAX_SLOPE:
+            out.append(f"resident memory of the {name} grows by {grown:.2f} MiB per 10,000 requests")
     if after["kv_used"] > before["kv_used"]:
         out.append(f"KV in use grew from {before['kv_used']} to {after['kv_used']}")
     return out
@@ -226,13 +249,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16, help="clients at once")
     parser.add_argument("--requests", type=int, default=40, help="different requests")
     parser.add_argument("--model", help="default: the bundled one")
+    parser.add_argument("--ops", default="native")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="the whole result as JSON")
     args = parser.parse_args()
     console = Console(stderr=True)
     command = [
         sys.executable, "-m", "penstock.cli.main", "serve", *([args.model] if args.model else []), "--port", "0",
-        "--ops", "blas", "--max-model-len", "512", "--num-gpu-blocks-override", "128", "--no-request-log",
+        "--ops", args.ops, "--max-model-len", "512", "--num-gpu-blocks-override", "128", "--no-request-log",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -246,7 +270,7 @@ def main() -> None:
     table = Table("", "before", "after")
     for name in sorted(set(result["before"]) | set(result["after"])):
         table.add_row(name, f"{result['before'].get(name, 0):.3g}", f"{result['after'].get(name, 0):.3g}")
-    console.print(table, result["counts"])
+    console.print(table, result["counts"], {"MiB per 10,000 requests": result["mib_per_10000"]})
     for line in (*complaints, *result["wrong"][:10]):
         console.print(line, style="red")
     if args.out is not None:

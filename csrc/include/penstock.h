@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 5
+#define PST_ABI 6
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -46,6 +46,9 @@ typedef struct pst_pool pst_pool;
 PST_API pst_pool *pst_pool_new(int32_t threads, int32_t spin_us, int32_t pin);
 PST_API void pst_pool_free(pst_pool *pool);
 PST_API int32_t pst_pool_threads(const pst_pool *pool);
+/* From now on `*progress` grows by one with every operation of a program that these threads finish, so that others can
+ * tell a long step from a stuck one. NULL: nobody looks. It must outlive the pool, or the next call of this. */
+PST_API void pst_pool_watch(pst_pool *pool, uint64_t *progress);
 
 /* ---- numbers ------------------------------------------------------------------------------------------------- */
 

@@ -176,4 +176,6 @@ void pst_pool_free(pst_pool* pool) {
 
 int32_t pst_pool_threads(const pst_pool* pool) { return pool->threads; }
 
+void pst_pool_watch(pst_pool* pool, uint64_t* progress) { pool->progress = progress; }
+
 }  // extern "C"

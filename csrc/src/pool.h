@@ -92,6 +92,7 @@ struct pst_pool {
     std::vector<pthread_t> workers;
     pst::Work work = nullptr;  // null: the workers end
     void* argument = nullptr;
+    uint64_t* progress = nullptr;  // see pst_pool_watch; thread 0 alone writes it
     alignas(64) std::atomic<uint32_t> jobs{0};
     std::atomic<int32_t> waiting{0};
 

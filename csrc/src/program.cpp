@@ -57,6 +57,7 @@ struct Job {
     pst_program* program;
     const pst_step* step;
     int32_t first, last;
+    uint64_t* progress;
 };
 
 void run_job(pst::Team& team, void* argument) {
@@ -71,6 +72,7 @@ void run_job(pst::Team& team, void* argument) {
         program.ops[size_t(i)]->run(team, context);
         if (i + 1 < job.last) program.ops[size_t(i) + 1]->warm(team, context);
         team.barrier();
+        if (job.progress && team.id == 0) __atomic_store_n(job.progress, *job.progress + 1, __ATOMIC_RELAXED);
         if (!timed) continue;
         int64_t now = pst::now_ns();
         program.nanoseconds[size_t(i)] += now - since;
@@ -127,7 +129,7 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
     for (int32_t g = 0; g < step->num_groups; g++)
         if (!pst::dropped_fits(*step, step->groups[g])) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;
-    Job job{program, step, first, last};
+    Job job{program, step, first, last, pool->progress};
     pool->run(run_job, &job);
     return 0;
 }

@@ -284,11 +284,16 @@ def test_what_comes_and_goes_while_suspects_are_tried() -> None:
     run.submit("penalties", *KINDS["penalties"])
     assert [type(item) for item in run.sent[-1:]] == [Request]
     assert run.client._replay.trial == "greedy"
-    run.streams["greedy"].abort()  # the one being tried goes: the next one's turn
+    run.streams["greedy"].abort()  # the client of the one being tried goes; the trial does not
+    assert run.client._replay.trial == "greedy"
+    assert run.streams["greedy"].ended
+    while run.client._replay.trial == "greedy":
+        run.step()
     assert [i.request_id for i in run.sent[-2:]] == ["greedy", "seeded"]
     assert isinstance(run.sent[-2], Abort)
     assert run.client._replay.trial == "seeded"
     run.drain()
+    assert not run.client._replay._left
     assert run.client.ready() == (True, "")
     expected, _ = undisturbed(1, False)
     results = run.results()

@@ -48,11 +48,15 @@ class EngineGoneError(EngineError):
     """The engine is gone, and not through the request: the same one may succeed later, or elsewhere (HTTP: 503)."""
 
 
+class ConvictedError(EngineError):
+    """Engines died of this request: to send it again, here or elsewhere, only does harm (HTTP: 500, not retryable)."""
+
+
 class RefusedError(PenstockError):
     """A request that is in order but will not be served, or not now (HTTP: `status`).
 
     Attributes:
-        status: 401, 403, 404, 408, 409, 413, 415, 429, 431, 499, 501, 503 or 504.
+        status: 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 499, 501, 503 or 504.
         code: OpenAI's `code`, a word such as "rate_limit_exceeded"; None if there is no word for it.
         type: OpenAI's `type`; by default what belongs to the status.
         retry_after_s: when trying again makes sense, as a guess; None if it does not.

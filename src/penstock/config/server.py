@@ -64,7 +64,14 @@ class ServerConfig(Section):
     shutdown_timeout: float = setting(
         60.0, "Seconds that running requests may take to end after SIGTERM; 0 ends them at once.", minimum=0
     )
-    max_restarts_per_minute: int = setting(3, "Engine restarts in a minute after which the server gives up.", minimum=0)
+    max_restarts_per_minute: int = setting(
+        3, "Engine restarts in a minute after which the server gives up. Those do not count for which one request has "
+        "been found guilty.", minimum=0,
+    )  # fmt: skip
+    watchdog_timeout: float = setting(
+        60.0, "Seconds without any progress, of the time in which it could have run, after which an engine is "
+        "replaced. A long step makes progress with each of its operations.", above=0,
+    )  # fmt: skip
     response_store_size: int = setting(1000, "Responses that are kept for later questions; 0: none.", minimum=0)
     response_store_ttl: float = setting(3600.0, "Seconds for which they are kept.", above=0)
     files_dir: str | None = setting(None, "Folder of uploaded files and batches; by default the cache folder.")

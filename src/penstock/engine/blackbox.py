@@ -6,6 +6,7 @@ and which requests were being worked on. Writing costs no system call.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 SIZE = 16384
-_BEAT, _BUSY, _STEPS, _COUNT, _FIRST = 0, 1, 2, 3, 8
+_BEAT, _BUSY, _STEPS, _COUNT, _PROGRESS, _ASIDE, _FIRST = 0, 1, 2, 3, 4, 5, 8
+NUM_ASIDE = _FIRST - _ASIDE
+"""Requests at most that are worked on beside the steps at once."""
 MAX_HANDLES = SIZE // 8 - _FIRST
 
 
@@ -25,7 +28,8 @@ def handle_of(request_id: str) -> int:
 
 
 class BlackBox:
-    """Words of 64 bits: time of the last sign of life (monotonic, ns), busy, steps, number of handles, the handles.
+    """Words of 64 bits: time of the last sign of life (monotonic, ns), busy, steps, number of handles, operations of
+    the model so far, handles of requests that are worked on beside the steps (0: none), handles of the step.
 
     One side writes, the other only reads. `fd` is the memory's file descriptor, to be inherited by a child; None for a
     box within one process.
@@ -69,6 +73,19 @@ class BlackBox:
         words[_FIRST : _FIRST + len(fit)] = memoryview(array("Q", fit))
         words[_COUNT] = len(fit)
 
+    def working_aside(self, place: int, handle: int) -> None:
+        """As `working_on`, for one request that another thread works on; 0: for none. A place belongs to a thread."""
+        self._words[_ASIDE + place] = handle
+
+    def progress(self) -> None:
+        """Count one more operation."""
+        self._words[_PROGRESS] += 1
+
+    @property
+    def progress_address(self) -> int:
+        """Where a model counts its operations, so that a long step can be told from a stuck one."""
+        return ctypes.addressof(ctypes.c_uint64.from_buffer(self._memory, 8 * _PROGRESS))
+
     def done(self) -> None:
         """The step is over: a crash from now on is nobody's fault."""
         self._words[_COUNT] = 0
@@ -84,15 +101,21 @@ class BlackBox:
     def num_steps(self) -> int:
         return self._words[_STEPS]
 
+    @property
+    def signs(self) -> tuple[int, int]:
+        """Changes while the engine moves; (0, ...) until it has been loaded."""
+        return self._words[_BEAT], self._words[_PROGRESS]
+
     def age_s(self) -> float:
         """Seconds since the last sign of life; 0 before the first."""
         last = self._words[_BEAT]
         return max(0.0, (time.monotonic_ns() - last) / 1e9) if last else 0.0
 
     def suspects(self) -> tuple[int, ...]:
-        """Handles of the requests that were being worked on."""
+        """Handles of the requests that were being worked on, in the step or beside it."""
         count = min(self._words[_COUNT], MAX_HANDLES)
-        return tuple(self._words[_FIRST : _FIRST + count])
+        aside = [handle for handle in self._words[_ASIDE:_FIRST] if handle]
+        return (*self._words[_FIRST : _FIRST + count], *aside)
 
     def close(self) -> None:
         """Let go of memory and descriptor. May be called twice."""

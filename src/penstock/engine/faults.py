@@ -1,10 +1,14 @@
 """Faults on purpose, for tests: `site:kind:nth`. Set when a server starts, never by a request.
 
-Sites: `load` (an engine process loads the model), `intake` (it takes a request in), `step` (it begins a step).
-Kinds: `kill` (SIGKILL to itself), `exception`, `hang`; at `step` also `nan` (the logits of one row) and `poison`.
+Sites: `load` (an engine process loads the model), `intake` (it takes a request in), `prepare` (a thread beside the
+steps compiles a request's grammar), `step` (it begins a step). Kinds: `kill` (SIGKILL to itself), `exception`, `hang`;
+at `step` also `nan` (the logits of one row) and `slow` (it takes five seconds, and shows that it moves).
 nth: it happens at the nth time, counted from 1, in the server's first engine process alone; for `load` the nth process.
-With a plus (`step:kill:200+`) it happens every nth time in each. For `poison` it is a token id: a step with a request
-whose prompt has this token kills the process.
+With a plus (`step:kill:200+`) it happens every nth time in each.
+
+At `prepare` and `step` also `poison`, `poison-kill`, `poison-exception` and, at `step`, `poison-hang`. For these nth is
+a token id: a request whose prompt has this token ends the process with SIGSEGV, as a bug in native code would, with
+SIGKILL, as the kernel does where memory is short, or with an exception, or it never goes on.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ from typing import Any
 from penstock.base.errors import ConfigError
 from penstock.core.request import Request
 
-SITES = {"load": ("kill", "exception", "hang"), "intake": ("kill", "exception", "hang"),
-         "step": ("kill", "exception", "hang", "nan", "poison")}  # fmt: skip
+_ENDS = ("kill", "exception", "hang")
+_POISONS = ("poison", "poison-kill", "poison-exception", "poison-hang")
+SITES = {"load": _ENDS, "intake": _ENDS, "prepare": ("kill", *_POISONS[:3]), "step": (*_ENDS, *_POISONS, "nan", "slow")}
+SLOW_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -39,17 +45,21 @@ def parse(text: str) -> Fault:
         known = ", ".join(f"{site}:{'|'.join(kinds)}" for site, kinds in SITES.items())
         raise ConfigError(f"fault: {text!r} is not site:kind:nth; known are {known}", field="fault")
     number = parts[2].removesuffix("+")
-    if not number.isascii() or not number.isdigit() or (parts[1] != "poison" and int(number) < 1):
+    if not number.isascii() or not number.isdigit() or (parts[1] not in _POISONS and int(number) < 1):
         raise ConfigError(f"fault: {parts[2]!r} is not a number from 1 on, with or without a plus", field="fault")
     return Fault(parts[0], parts[1], int(number), parts[2].endswith("+"))
 
 
 @dataclass
 class Faults:
-    """The faults of one engine process; `epoch` is its number, from 0. `spoil` is given to the rank."""
+    """The faults of one engine process; `epoch` is its number, from 0. `spoil` is given to the rank.
+
+    `move` shows that the engine moves.
+    """
 
     faults: list[Fault]
     epoch: int = 0
+    move: Callable[[], None] = lambda: None
     _counts: Counter[str] = field(default_factory=Counter)
     _nan: bool = False
 
@@ -68,20 +78,25 @@ class Faults:
                 self._happen(fault)
 
     def _due(self, fault: Fault, count: int, requests: Collection[Request]) -> bool:
-        if fault.kind == "poison":
+        if fault.kind in _POISONS:
             return any(fault.nth in request.prompt_token_ids for request in requests)
         if fault.again:
             return count % fault.nth == 0
         return count == fault.nth and (self.epoch == 0 or fault.site == "load")
 
     def _happen(self, fault: Fault) -> None:
-        if fault.kind in ("kill", "poison"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault.kind == "exception":
+        kind = fault.kind.removeprefix("poison-")
+        if kind in ("kill", "poison"):
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSEGV)
+        if kind == "exception":
             raise RuntimeError(f"injected fault {fault.site}:{fault.kind}:{fault.nth}")
-        if fault.kind == "nan":
+        if kind == "nan":
             self._nan = True
-        while fault.kind in ("hang", "kill", "poison"):  # a signal to oneself may take a moment
+        if kind == "slow":
+            for _ in range(int(SLOW_S / 0.05)):
+                time.sleep(0.05)
+                self.move()
+        while kind in ("hang", "kill", "poison"):  # a signal to oneself may take a moment
             time.sleep(0.05)
 
     @property

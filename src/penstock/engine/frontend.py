@@ -8,10 +8,10 @@ text state. So a dead engine costs its clients a pause: the next one is given th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from penstock.base.errors import EngineGoneError, InputError
+from penstock.base.errors import EngineGoneError, InputError, RefusedError
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.core.output import (
     BeamSearchOutput,
@@ -21,8 +21,8 @@ from penstock.core.output import (
     RequestOutput,
 )
 from penstock.core.request import Abort, Control, Intake, Request
-from penstock.engine.blackbox import handle_of
 from penstock.engine.client import OutputProcessor, Tally
+from penstock.engine.convictions import Convictions
 from penstock.engine.link import Down, Link
 from penstock.engine.replay import Replay, resumed
 from penstock.engine.stream import Delta, Stream
@@ -37,8 +37,12 @@ log = logging.getLogger("penstock.engine")
 UNREADY_AFTER_S = 4.0
 """Seconds without a sign of life from which an engine is not ready: known well within five."""
 GUILTY = (
-    "the engine failed twice while it worked on this request, the second time on nothing else; it will not be tried "
-    "a third time"
+    "the engine failed again and again while it worked on this request, at last on nothing else; it will not be tried "
+    "again"
+)
+REFUSED = (
+    "the engine failed while it worked on nothing but a request like this one; the same prompt is not tried again "
+    "for an hour: send another, and tell who runs this server"
 )
 
 
@@ -79,6 +83,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._epoch = 0
         self._replay = Replay(self._processor, link.send, self._all_clear)
+        self.convictions = Convictions(clock)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +106,8 @@ class EngineClient:
     def ready(self) -> tuple[bool, str]:
         """Whether new requests are being worked on now, and if not, why."""
         if self.state != "ready":
-            return False, self.reason or f"the engine is {self.state}"
+            waiting = self._replay.suspects.num_waiting
+            return False, (self.reason or f"the engine is {self.state}") + (f" ({waiting} to go)" if waiting else "")
         age_s = self.link.progress_age_s()
         if age_s >= UNREADY_AFTER_S:
             return False, f"the engine has not moved for {age_s:.0f} s"
@@ -109,6 +115,7 @@ class EngineClient:
 
     def on_up(self, info: EngineInfo, epoch: int) -> None:
         self.info, self._epoch = info, epoch
+        self.num_restarts += self.state == "restarting"
         self.reason = "requests that may have crashed the engine are tried one by one"
         self._replay.begin(stream.request for stream in list(self._streams.values()))
 
@@ -125,21 +132,40 @@ class EngineClient:
     def on_loading(self, done: int, total: int) -> None:
         self.loading = (done, total)
 
-    def on_down(self, down: Down) -> None:
+    def on_down(self, down: Down) -> Collection[int]:
         self.reason = down.reason
-        handles = set(down.suspects)
-        guilty = self._replay.crashed([i for i in self._streams if handle_of(i) in handles] if handles else [])
         if down.fatal:
             self.state = "failed"
             self._end_all("the engine failed again and again and is given up; try again later", gone=True)
-            return
+            return ()
+        verdict, gone = self._replay.crashed(self._streams, down.suspects, self._epoch, from_outside=down.from_outside)
         self.state = "restarting"
-        self.num_restarts += 1
         for stream in self._streams.values():
             stream.num_replays += 1
-        if guilty is not None:
-            log.error("request %s is given up: the engine died twice with it, the second time alone", guilty)
-            self._end(self._streams[guilty], GUILTY)
+        if verdict.guilty is not None:
+            request = self._streams[verdict.guilty].request if verdict.guilty in self._streams else gone
+            assert request is not None, "whoever is tried lives, or is remembered"
+            self._convict(request, self._num_tokens(request.request_id, gone))
+        return verdict.explained
+
+    def _convict(self, request: Request, num_tokens: int) -> None:
+        """End it, refuse its like from now on, and end what lives of those that have come no further."""
+        log.error(
+            "request %s is given up: engines died of it, the last one with nothing else to do", request.request_id
+        )
+        self.convictions.convict(request, num_tokens)
+        for stream in list(self._streams.values()):
+            alike = self.convictions.cover(stream.request, self._num_tokens(stream.request_id))
+            if alike or stream.request_id == request.request_id:
+                stream.convicted = True
+                self._end(stream, GUILTY)
+
+    def _num_tokens(self, request_id: str, gone: Request | None = None) -> int:
+        """Generated so far, by the longest of its samples."""
+        live = self._processor.find(request_id)
+        if live is not None:
+            return max((len(sample.token_ids) for sample in live.samples), default=0)
+        return max((len(ids) for _, ids in gone.resume.samples), default=0) if gone and gone.resume else 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -155,15 +181,22 @@ class EngineClient:
     def started(self, stream: Stream) -> bool:
         return self._processor.live(stream.request_id).metrics.first_token_s is not None
 
-    def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
-        """Take a checked request in. `params` is None for beam search and pooling.
+    def check(self, request: Request) -> None:
+        """Raises what keeps a request from being taken in, whoever waits.
 
-        Raises EngineGoneError if the engine is gone, InputError if the request's id is in use.
+        EngineGoneError if the engine is gone, InputError if the request's id is in use, RefusedError (422) if engines
+        have died of its like.
         """
         if self.state in ("failed", "stopped"):
             raise EngineGoneError(f"the engine is not there: {self.reason}")
         if request.request_id in self._streams:
             raise InputError(f"request id {request.request_id!r} is in use", param="request_id")
+        if self.convictions.refuses(request):
+            raise RefusedError(REFUSED, status=422, code="request_convicted")
+
+    def submit(self, request: Request, params: SamplingParams | None, text: str | None = None) -> Stream:
+        """Take a request in. `params` is None for beam search and pooling. Raises as `check`."""
+        self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
         self._processor.add(request, params, text)
         if self.state == "ready":
@@ -175,7 +208,8 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is None:
             return
-        if self.state == "ready" or request_id == self._replay.trial:
+        goes_on = self._replay.leave(self._processor.live(request_id))
+        if self.state == "ready" or (request_id == self._replay.trial and not goes_on):
             self.link.send([Abort(request_id=request_id, reason=reason)])
         if not stream.request.whole:
             self._processor.end(request_id, reason)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,12 +25,14 @@ log = logging.getLogger("penstock.engine")
 class Down:
     """The engine is gone. `suspects`: the requests that it was working on (`blackbox.handle_of`); empty if unknown.
 
-    `fatal`: it will not come back (`reason` says why, in one sentence).
+    `fatal`: it will not come back (`reason` says why, in one sentence). `from_outside`: somebody else may have killed
+    it.
     """
 
     reason: str
     suspects: tuple[int, ...] = ()
     fatal: bool = False
+    from_outside: bool = False
 
 
 class Listener(Protocol):
@@ -42,8 +44,12 @@ class Listener(Protocol):
 
     def on_outputs(self, message: Outputs) -> None: ...
 
-    def on_down(self, down: Down) -> None:
-        """Nothing sent from now on arrives, until `on_up`."""
+    def on_down(self, down: Down) -> Collection[int]:
+        """Nothing sent from now on arrives, until `on_up`.
+
+        Returns the engines, by number, whose deaths are the work of a request that has been found guilty now: they say
+        nothing against the engine. A link that gives the engine up says so with a second call (`fatal`).
+        """
         ...
 
     def on_loading(self, done: int, total: int) -> None: ...
@@ -83,7 +89,7 @@ class ThreadLink:
         events = asyncio.get_running_loop()
         core, info = await asyncio.to_thread(self._make)
 
-        def tell(f: Callable[..., None], *args: object) -> None:
+        def tell(f: Callable[..., object], *args: object) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
                 events.call_soon_threadsafe(f, *args)
 

@@ -11,6 +11,7 @@ from penstock.base.errors import InputError
 from penstock.core.messages import EngineSnapshot, Outputs
 from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Intake, Request
+from penstock.core.sampling import TokenRules
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
@@ -22,6 +23,8 @@ IDLE_S = 0.25
 """An idle loop shows a sign of life this often."""
 SNAPSHOT_S = 0.1
 IDLE_SNAPSHOT_S = 1.0
+_SPARE_HANDLES = 64
+"""Handles of requests that have ended are forgotten when there are more than so many of them."""
 TREE_NODES = 48
 """Nodes of the prefix tree in a snapshot: enough to look at, few enough to walk ten times a second."""
 
@@ -64,7 +67,7 @@ class EngineLoop:
         faults: Faults | None = None,
     ) -> None:
         self.core = core
-        self._preparation = Preparation.of(core)
+        self._preparation = Preparation.of(core, self._watch_aside)
         self._emit = emit
         self._box = box
         self._epoch = epoch
@@ -90,6 +93,18 @@ class EngineLoop:
             self._stop = True
             self._wake.notify()
 
+    def try_out(self) -> None:
+        """A request of the engine's own, a token long, before it takes any.
+
+        For an engine that follows one that died: if it is broken for everybody, it dies here, and no request is blamed.
+        """
+        own = Request(request_id="", prompt_token_ids=[0], rules=TokenRules(), max_tokens=1, namespace=b"try-out")
+        self.core.add(own)
+        while self.core.has_work:
+            self.core.step()
+        self.core.kv.reset_prefix_cache()
+        self._box.done()
+
     def run(self) -> None:
         """Returns after `stop`. Raises what is not one request's fault: the engine is broken then."""
         core = self.core
@@ -105,12 +120,14 @@ class EngineLoop:
                 continue
             self._box.beat(True)
             refused = [error for item in items if (error := self._add(item)) is not None]
+            if items:  # the step takes them in, one after the other
+                self._box.working_on([self._handles[item.request_id] for item in items if isinstance(item, Request)])
             began = core.clock.now()
             outputs = refused + core.step()
             self._box.done()
             self._box.beat(core.has_work)
-            if not core.groups:
-                self._handles.clear()
+            if len(self._handles) > 2 * len(core.groups) + _SPARE_HANDLES:
+                self._handles = {name: self._handles[name] for name in core.groups if name in self._handles}
             self._tell(outputs, core.clock.now() - began, SNAPSHOT_S if core.has_work else 0.0)
 
     def _next(self) -> Collection[Intake] | None:
@@ -146,6 +163,12 @@ class EngineLoop:
         known = self._handles
         self._box.working_on([known.get(r.request_id) or handle_of(r.request_id) for r in requests])
         self._faults.at("step", requests)
+
+    def _watch_aside(self, place: int, request: Request | None) -> None:
+        """Another thread is about to work on this request, or with None has done so."""
+        self._box.working_aside(place, handle_of(request.request_id) if request is not None else 0)
+        if request is not None:
+            self._faults.at("prepare", [request])
 
     def _tell(self, outputs: list[EngineOutput], step_s: float, every_s: float) -> None:
         now = self.core.clock.now()

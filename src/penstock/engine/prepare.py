@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.base.errors import InputError
 from penstock.core.request import Abort, Intake, Request
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
 
 NUM_THREADS = 2
+Watch = Callable[[int, Request | None], None]
 
 
 @dataclass
@@ -32,17 +32,23 @@ class Preparation:
     from any thread.
     """
 
-    def __init__(self, needed: Callable[[Request], bool], work: Callable[[Request], Any]) -> None:
+    def __init__(
+        self, needed: Callable[[Request], bool], work: Callable[[Request], Any], watch: Watch = lambda _, __: None
+    ) -> None:
         self._needed = needed
         self._work = work
+        self._watch = watch
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
         self._queue: queue.SimpleQueue[tuple[_Waiting, Callable[[Sequence[Intake]], None]]] = queue.SimpleQueue()
         self._started = False
 
     @classmethod
-    def of(cls, core: EngineCore) -> Preparation | None:
-        """Compiling grammars for the rank of `core`, if it is in this process and takes any."""
+    def of(cls, core: EngineCore, watch: Watch) -> Preparation | None:
+        """Compiling grammars for the rank of `core`, if it is in this process and takes any.
+
+        `watch` is told in a thread of this what that thread, by number, begins to work on, and with None that it has.
+        """
         grammars = getattr(getattr(core.executor, "runner", None), "grammars", None)
         if grammars is None:
             return None
@@ -50,7 +56,7 @@ class Preparation:
         def needed(request: Request) -> bool:
             return request.rules.grammar is not None and not grammars.holds(request.rules.grammar)
 
-        return cls(needed, lambda request: grammars.check(request.rules.grammar))
+        return cls(needed, lambda request: grammars.check(request.rules.grammar), watch)
 
     def sift(self, items: Sequence[Intake], later: Callable[[Sequence[Intake]], None]) -> list[Intake]:
         """The items that can go in now; the others go to `later` when they are prepared, aborted ones never."""
@@ -67,8 +73,8 @@ class Preparation:
             self._waiting[waiting.request.request_id] = waiting
             if not self._started:
                 self._started = True
-                for _ in range(NUM_THREADS):
-                    threading.Thread(target=self._run, name="penstock-prepare", daemon=True).start()
+                for place in range(NUM_THREADS):
+                    threading.Thread(target=self._run, args=(place,), name="penstock-prepare", daemon=True).start()
         self._queue.put((waiting, later))
 
     def _aborted(self, abort: Abort) -> bool:
@@ -82,14 +88,16 @@ class Preparation:
                     found.aborts.append(abort)
             return found is not None
 
-    def _run(self) -> None:
+    def _run(self, place: int) -> None:
         while True:
             waiting, later = self._queue.get()
             name = waiting.request.request_id
             if self._waiting.get(name) is not waiting:
                 continue
-            with contextlib.suppress(InputError):
+            self._watch(place, waiting.request)
+            with contextlib.suppress(BaseException):  # the rank meets it again, and it must not end this thread
                 self._work(waiting.request)
+            self._watch(place, None)
             with self._lock:
                 # Handed on under the lock, so that an abort comes either before it or behind it.
                 if self._waiting.get(name) is waiting:

@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -27,6 +26,7 @@ from penstock.core.request import Intake
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.link import Down, Listener
+from penstock.engine.pulse import Pulse
 from penstock.engine.spawn import COMMAND, Spawned, spawn
 
 log = logging.getLogger("penstock.engine")
@@ -43,9 +43,10 @@ class ProcessLink:
 
     Args:
         config: `EngineConfig.as_kwargs()`.
-        max_restarts_per_minute: one crash more within a minute, and the engine is given up.
+        max_restarts_per_minute: one crash more within a minute, and the engine is given up. Those that a guilty
+            request explains do not count.
         stall_s: silence after which the child writes its stacks to stderr.
-        hang_s: silence after which a child that is not merely stopped is killed and replaced.
+        hang_s: silence, of the time in which it could have run, after which a child is killed and replaced.
         command: starts the engine process; the two descriptors are appended.
         spare: a child that was spawned already, to be the first engine.
     """
@@ -57,7 +58,7 @@ class ProcessLink:
         max_restarts_per_minute: int = 3,
         faults: Sequence[str] = (),
         stall_s: float = 4.0,
-        hang_s: float = 300.0,
+        hang_s: float = 60.0,
         command: Sequence[str] = COMMAND,
         spare: Spawned | None = None,
     ) -> None:
@@ -69,7 +70,8 @@ class ProcessLink:
         self._command = list(command)
         self._spare = spare
         self._epoch = 0
-        self._crashes: deque[float] = deque()
+        self._crashes: deque[tuple[float, int]] = deque()
+        """(when, which engine)"""
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self.restart_s: list[float] = []
@@ -90,7 +92,7 @@ class ProcessLink:
             self._child.write(Send(list(items)))
 
     def progress_age_s(self) -> float:
-        return self._child.box.age_s() if self._child is not None else 0.0
+        return self._child.pulse.age_s() if self._child is not None else 0.0
 
     async def close(self) -> None:
         if self._task is not None:
@@ -107,10 +109,14 @@ class ProcessLink:
     async def _launch(self, listener: Listener) -> EngineInfo:
         """Start a child and wait until it is ready. Raises what keeps it from that, with its own class."""
         spare, self._spare = self._spare, None
-        child = self._child = Child(*(spare or spawn(self._command)), listener)
+        child = self._child = Child(*(spare or spawn(self._command)), listener, self._look_s)
         try:
             await child.connect()
             child.write(Hello(wire.schema(), self._epoch, self._config, self._faults, self._stall_s))
+            if self._epoch:  # the first may take its time: it may have a model to fetch
+                await self._until_silent(child, child.ready)
+                if not child.ready.done():
+                    raise EngineError(f"the engine process did not move for {self._hang_s:g} s while it was starting")
             return await child.ready
         except BaseException:
             await self._bury()
@@ -129,7 +135,7 @@ class ProcessLink:
             died_s = time.monotonic()
             down = await self._bury()
             while self._may_restart(down, listener):
-                await asyncio.sleep(_BACKOFF_S[min(len(self._crashes), len(_BACKOFF_S)) - 1])
+                await asyncio.sleep(_BACKOFF_S[min(max(1, len(self._crashes)), len(_BACKOFF_S)) - 1])
                 self._epoch += 1
                 try:
                     info = await self._launch(listener)
@@ -145,31 +151,47 @@ class ProcessLink:
 
     def _may_restart(self, down: Down, listener: Listener) -> bool:
         now = time.monotonic()
-        self._crashes.append(now)
-        while self._crashes[0] < now - _MINUTE_S:
-            self._crashes.popleft()
+        explained = listener.on_down(down)
+        crashes = [*self._crashes, (now, self._epoch)]
+        self._crashes = deque(c for c in crashes if c[0] >= now - _MINUTE_S and c[1] not in explained)
         fatal = len(self._crashes) > self._max_restarts
         log.error("%s; %s", down.reason, "it is given up" if fatal else "it is started again")
-        listener.on_down(Down(down.reason, down.suspects, fatal))
+        if fatal:
+            listener.on_down(Down(down.reason, fatal=True))
         return not fatal
 
     async def _until_dead(self) -> None:
         child = self._child
         assert child is not None
-        while not child.gone.is_set():
-            try:
-                await asyncio.wait_for(child.gone.wait(), min(1.0, self._hang_s / 4))
-            except TimeoutError:
-                if child.box.age_s() > self._hang_s and not child.is_stopped():
-                    log.error("the engine process has not moved for %.0f s: it is killed", child.box.age_s())
-                    child.kill()
+        gone = asyncio.ensure_future(child.gone.wait())
+        try:
+            await self._until_silent(child, gone)
+            if not gone.done():
+                log.error("the engine process has not moved for %.0f s: it is killed", child.pulse.silent_s)
+                child.kill(f"the engine process was killed because it did not move for {self._hang_s:g} s")
+                await gone
+        finally:
+            gone.cancel()
+
+    async def _until_silent(self, child: Child, end: asyncio.Future[Any]) -> None:
+        """Returns when `end` is there, or the child has been silent for too long."""
+        while not (await asyncio.wait({end}, timeout=self._look_s))[0]:
+            if child.pulse.look() > self._hang_s:
+                return
+
+    @property
+    def _look_s(self) -> float:
+        return min(1.0, self._hang_s / 4)
 
 
 class Child(asyncio.Protocol):
     """An engine process and its two descriptors."""
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, box: BlackBox, listener: Listener):
+    def __init__(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, box: BlackBox, listener: Listener, look_s: float
+    ) -> None:
         self.box = box
+        self.pulse = Pulse(box, process.pid, look_s)
         self.gone = asyncio.Event()
         """Set when its end of the socket is closed, or it said something that makes no sense."""
         self.ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -179,6 +201,7 @@ class Child(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._connecting: asyncio.Future[Any] | None = None
         self._splitter = wire.Splitter()
+        self._killed_for = ""
 
     @property
     def pid(self) -> int:
@@ -198,17 +221,11 @@ class Child(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.frame(message))
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        """`why`: it is its own fault, and this is what the world is told."""
         if self._process.poll() is None:
+            self._killed_for = self._killed_for or why
             self._process.kill()
-
-    def is_stopped(self) -> bool:
-        """Somebody has stopped it (SIGSTOP, a debugger): it will go on when they want."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text("ascii", "replace")
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in ("T", "t")
 
     async def bury(self) -> Down:
         self.kill()
@@ -226,7 +243,8 @@ class Child(asyncio.Protocol):
             pause_s = min(0.05, 2 * pause_s)
         suspects = self.box.suspects()
         self.box.close()
-        return Down(_obituary(status), suspects)
+        killed = status == -signal.SIGKILL  # all other signals that end it, it brings on itself
+        return Down(self._killed_for or _obituary(status), suspects, from_outside=killed and not self._killed_for)
 
     # -- asyncio.Protocol ----------------------------------------------------------------------------------------
 
@@ -239,7 +257,7 @@ class Child(asyncio.Protocol):
                 self._take(wire.from_engine.decode(frame))
         except (msgspec.MsgspecError, EngineError) as error:
             log.error("the engine process does not speak our language: %s", error)
-            self.kill()
+            self.kill("the engine process sent what makes no sense")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone.set()

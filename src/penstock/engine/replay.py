@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
 from penstock.core.output import EngineOutput
 from penstock.core.request import Abort, Intake, Request, Resume
+from penstock.engine.blackbox import handle_of
 from penstock.engine.client import Live, OutputProcessor
-from penstock.engine.suspects import Suspects
+from penstock.engine.suspects import Suspects, Verdict
 
 TRIAL = "trial"
 """Finish reason of a trial run that has shown enough. It never reaches a client."""
+MAX_LEFT = 1024
+"""Requests without a client that are remembered; those that leave while an engine hangs add up."""
 
 
 def resumed(request: Request, live: Live) -> Request | None:
@@ -31,7 +34,8 @@ def resumed(request: Request, live: Live) -> Request | None:
 class Replay:
     """Drives the trials; `send` reaches the engine, `all_clear` is called when all that lives may be sent.
 
-    While `trial` is set, only that request is in the engine.
+    While `trial` is set, only that request is in the engine. A suspect whose client has left is tried all the same:
+    otherwise whoever has less patience than a restart takes could bring it again and again.
     """
 
     def __init__(
@@ -42,6 +46,10 @@ class Replay:
         self._send = send
         self._all_clear = all_clear
         self._requests: dict[str, Request] = {}
+        self._left: dict[str, Request] = {}
+        """Without a client, but perhaps in the step of an engine that is dying, or suspects."""
+        self._left_before: set[str] = set()
+        """Those of them that left before the last message came."""
         self._stopping = False
         self._stopped: set[int] = set()
 
@@ -52,18 +60,25 @@ class Replay:
     def begin(self, requests: Iterable[Request]) -> None:
         """A new engine is ready; `requests` are those that live."""
         self._requests = {request.request_id: request for request in requests}
-        self.suspects.begin(self._requests)
+        self.suspects.begin([*self._requests, *self._left])
         self._next()
 
-    def crashed(self, working_on: Sequence[str]) -> str | None:
-        """Returns the request that is guilty of it, if any."""
-        return self.suspects.crashed(working_on)
+    def crashed(
+        self, living: Iterable[str], handles: Collection[int], engine: int, *, from_outside: bool = False
+    ) -> tuple[Verdict, Request | None]:
+        """Engine number `engine` died while it worked on `handles`. Also returns a guilty request that has left."""
+        names = [i for i in (*living, *self._left) if handle_of(i) in handles] if handles else []
+        verdict = self.suspects.crashed(names, engine, from_outside=from_outside, yielded=self._stopping)
+        gone = self._left.pop(verdict.guilty, None) if verdict.guilty is not None else None
+        self._forget_cleared(self._left)
+        return verdict, gone
 
     def sift(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
         """The news without those that only end a trial."""
         if self.trial is None:
             return outputs
-        self._stopped.update(out.index for out in outputs if out.finish_reason == TRIAL)
+        ended = [out for out in outputs if out.finish_reason == TRIAL and out.request_id == self.trial]
+        self._stopped.update(out.index for out in ended)
         return [out for out in outputs if out.finish_reason != TRIAL]
 
     def after(self, outputs: list[EngineOutput]) -> None:
@@ -73,6 +88,15 @@ class Replay:
                 self.suspects.committed(out.request_id, len(out.token_ids))
         trial = self.trial
         if trial is None:
+            if self._left:  # a second message since they left: no step has them any more
+                self._forget_cleared(self._left_before)
+                self._left_before = set(self._left)
+            return
+        news = [out for out in outputs if out.request_id == trial]  # one tried before it may still have some
+        if trial in self._left:
+            if any(out.token_ids or out.finish_reason is not None for out in news):
+                self._send([Abort(request_id=trial, reason=TRIAL)])
+                self._dismiss(trial)
             return
         live = self._processor.find(trial)
         if live is None or self._processor.is_finished(trial):
@@ -81,22 +105,43 @@ class Replay:
             left = {0} if live.request.whole else {s.index for s in live.samples if s.finish_reason is None}
             if left <= self._stopped:
                 self._next()
-        elif any(out.token_ids for out in outputs):
+        elif any(out.token_ids for out in news):
             self._stopping = True
             self._send([Abort(request_id=trial, reason=TRIAL)])
 
+    def leave(self, live: Live) -> bool:
+        """The client of a live request is about to go. Returns whether the engine goes on with it: its trial runs."""
+        request = live.request
+        name = request.request_id
+        if name == self.trial and self._stopping:
+            return False
+        again = resumed(request, live)
+        if again is not None and len(self._left) < MAX_LEFT and (self.trial is None or self.suspects.is_tried(name)):
+            self._left[name] = again
+        return name == self.trial and name in self._left
+
     def ended(self, request_id: str) -> None:
         """A request has ended for its client; its abort, if it needs one, has been sent."""
+        if request_id not in self._left:
+            self._dismiss(request_id)
+
+    def _dismiss(self, request_id: str) -> None:
+        self._left.pop(request_id, None)
         self.suspects.forget(request_id)
         if request_id == self.trial:
             self._next()
+
+    def _forget_cleared(self, names: Iterable[str]) -> None:
+        """Of those that have left, none that is suspected."""
+        for name in [name for name in names if not self.suspects.has_strike(name)]:
+            self._left.pop(name, None)
 
     def _next(self) -> None:
         self._stopping = False
         self._stopped.clear()
         while (trial := self.suspects.next()) is not None:
             live = self._processor.find(trial)
-            again = resumed(self._requests[trial], live) if live is not None else None
+            again = resumed(self._requests[trial], live) if live is not None else self._left.get(trial)
             if again is not None:
                 self._send([again])
                 return

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.base.errors import EngineError, EngineGoneError
+from penstock.base.errors import ConvictedError, EngineError, EngineGoneError
 from penstock.core.output import BeamSearchOutput, Logprob, RequestOutput
 from penstock.core.request import Request
 
@@ -62,6 +62,8 @@ class Stream:
         """Why it ended without the model's doing; None if it did not. Set with the last delta."""
         self.engine_gone = False
         """It ended because the engine did: the same request may succeed elsewhere, or later."""
+        self.convicted = False
+        """It ended because engines died of it, or of its like."""
         self.aborted = ""
         """Why a request whose result comes in one piece was given up."""
 
@@ -137,6 +139,8 @@ class Stream:
             self.abort()
 
     def failure(self, message: str) -> EngineError:
+        if self.convicted:
+            return ConvictedError(message)
         return EngineGoneError(message) if self.engine_gone else EngineError(message)
 
     def abort(self, reason: str = "abort") -> None:

@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     faults = Faults([])
     try:
         faults = Faults.of(hello.faults, hello.epoch)
+        faults.move = box.progress
         faults.at("load")
         loaded = load(hello, speaker)
     except Exception as error:
@@ -69,16 +70,20 @@ def main(argv: list[str]) -> int:
     runner = getattr(core.executor, "runner", None)
     if faults.spoil is not None and runner is not None:
         runner.spoil = faults.spoil
+    if runner is not None:
+        runner.watch(box.progress_address)
     loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
     inbox.deliver(loop)
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
     Watchdog(box, hello.stall_s).start()
-    speaker.say(Ready(hello.epoch, loaded.info))
     try:
+        if hello.epoch:
+            loop.try_out()
+        speaker.say(Ready(hello.epoch, loaded.info))
         loop.run()
-    except Exception:
+    except BaseException:  # a panic of a library in Rust is no Exception
         traceback.print_exc()
         return EXIT_BROKEN
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,11 @@ class Program:
         self.calls: Counter[str] = Counter()
         self.rows: Counter[str] = Counter()
         self._queries: list[F32] = []
+        self._progress = ctypes.c_uint64()
+
+    def watch(self, progress: int) -> None:
+        """See `runner.forward.WatchedForward`."""
+        self._progress = ctypes.c_uint64.from_address(progress)
 
     def queries(self, num_tokens: int) -> list[F32]:
         """See `runner.forward.ObservedForward`."""
@@ -112,6 +118,7 @@ class Program:
             inputs = [registers[name] for name in call.inputs]
             registers[call.output] = call.fn(*inputs, *call.bound, **call.named)
             self._count(call.op, inputs)
+            self._progress.value += 1
 
     def _count(self, op: str, inputs: list[Any]) -> None:
         first = inputs[1] if isinstance(inputs[0], Step) else inputs[0]

@@ -53,6 +53,15 @@ class HeadForward(PoolingForward, Protocol):
 
 
 @runtime_checkable
+class WatchedForward(Forward, Protocol):
+    """A model that shows how it gets on while it runs."""
+
+    def watch(self, progress: int) -> None:
+        """From now on, add one for each finished operation to the 64-bit word at this address, which outlives it."""
+        ...
+
+
+@runtime_checkable
 class ObservedForward(Forward, Protocol):
     """A model that was built to show its queries (`model.builder.build`, `observe`)."""
 

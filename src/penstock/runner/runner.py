@@ -17,7 +17,7 @@ from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.runner.forward import Forward, GreedyForward, ObservedForward, PoolingForward
+from penstock.runner.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
 from penstock.runner.guess import Guess
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler
@@ -80,6 +80,11 @@ class Runner:
         self._strict = poison
         self.spoil: Callable[[npt.NDArray[np.float32]], None] | None = None
         """Changes the logits of every step before anything looks at them: faults for tests."""
+
+    def watch(self, progress: int) -> None:
+        """Let the model count its operations at this address, if it can (`WatchedForward`)."""
+        if isinstance(self._forward, WatchedForward):
+            self._forward.watch(progress)
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """Run one step. Units: `duration_s` is seconds on the runner's clock, from row changes to the last token.

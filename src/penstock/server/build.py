@@ -114,7 +114,7 @@ def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
     if not config.server.engine_in_process:
         return ProcessLink(
             config.engine.as_kwargs(), max_restarts_per_minute=config.server.max_restarts_per_minute, faults=faults,
-            spare=spare,
+            hang_s=config.server.watchdog_timeout, spare=spare,
         )  # fmt: skip
     if faults:
         raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")

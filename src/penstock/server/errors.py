@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.base.errors import EngineError, EngineGoneError, InputError, PenstockError, RefusedError
+from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -22,16 +22,20 @@ _ANTHROPIC = {
 
 
 class WireError(Exception):
-    """Status, headers and body, ready to send. `extra`: what stands beside "error" in OpenAI's shape."""
+    """Status, headers and body, ready to send. `extra`: what stands beside "error" in OpenAI's shape.
+
+    `retry`: False tells OpenAI's and Anthropic's clients not to send it again by themselves, as they would after a 5xx.
+    """
 
     def __init__(self, status: int, message: str, *, type: str | None = None, code: str | None = None,
                  param: str | None = None, retry_after_s: float | None = None,
-                 extra: dict[str, Any] | None = None) -> None:  # fmt: skip
+                 extra: dict[str, Any] | None = None, retry: bool = True) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.extra = extra or {}
         self.type = type or TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.retry_after_s = retry_after_s
+        self.retry = retry
 
     def body(self, path: str = "") -> dict[str, Any]:
         if is_anthropic(path):
@@ -44,6 +48,8 @@ class WireError(Exception):
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if not self.retry:
+            headers["x-should-retry"] = "false"
         return headers
 
 
@@ -65,6 +71,8 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(400, f"the request body is not what this path takes: {error}")
         case EngineGoneError():
             return WireError(503, str(error), code="engine_unavailable", retry_after_s=5.0)
+        case ConvictedError():
+            return WireError(500, str(error), code="request_convicted", retry=False)
         case EngineError():
             return WireError(500, str(error), code="engine_error")
         case PenstockError():

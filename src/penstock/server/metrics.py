@@ -217,6 +217,11 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
         restarts = self.server.client.num_restarts
         yield from self._counter("engine_restarts", "Engines that had to be started again.", restarts)
+        convictions = self.server.client.convictions
+        text = "Requests that were ended because engines died of them."
+        yield from self._counter("request_convictions", text, convictions.num_convicted)
+        text = "Requests that were refused because engines had died of their like."
+        yield from self._counter("convicted_requests_refused", text, convictions.num_refused)
         yield from self._counter("request_replays", "Requests that a new engine went on with.", s.num_replays)
 
     def _speculation(self) -> Iterator[Metric]:

@@ -194,6 +194,7 @@ class Service:
         request = self._request(call)
         if call.tenant is not ANYONE:
             request = msgspec.structs.replace(request, tenant=call.tenant.name, weight=call.tenant.weight)
+        self.client.check(request)  # before admission: there is no use in coming again later
         release = self.admission.admit(call, request)
         try:
             params = call.params if isinstance(call.params, SamplingParams) and call.pooling is None else None

@@ -94,6 +94,10 @@ class NativeForward:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)
         return native.values(self._code.logits, num_logits), hidden
 
+    def watch(self, progress: int) -> None:
+        """See `runner.forward.WatchedForward`. What else runs on the same threads is counted too."""
+        self._pool.watch(progress)
+
     def queries(self, num_tokens: int) -> list[F32]:
         """See `runner.forward.ObservedForward`: views, until the next run."""
         assert self._native is not None, "nothing has run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 5
+ABI = 6
 PANEL = 64
 """Outputs of a panel."""
 
@@ -141,6 +141,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_pool_new": (c.c_void_p, [c.c_int32, c.c_int32, c.c_int32]),
     "pst_pool_free": (None, [c.c_void_p]),
     "pst_pool_threads": (c.c_int32, [c.c_void_p]),
+    "pst_pool_watch": (None, [c.c_void_p, c.c_void_p]),
     "pst_panel_bytes": (c.c_int64, [c.c_int32, c.c_int32, c.c_int32]),
     "pst_panel_scale_bytes": (c.c_int64, [c.c_int32, c.c_int32, c.c_int32]),
     "pst_pack": (

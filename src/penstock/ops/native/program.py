@@ -34,6 +34,10 @@ class Pool:
         if not self.handle:
             raise EngineError(f"{num_threads} compute threads could not be started")
 
+    def watch(self, progress: int) -> None:
+        """Count finished operations in the 64-bit word at this address, which must outlive the pool."""
+        self.library.pst_pool_watch(self.handle, progress)
+
     def close(self) -> None:
         """End the threads. Nothing may run."""
         if self.handle:

@@ -113,6 +113,10 @@ async def state(request: Request) -> Response:
         "state": client.state,
         "unready": reason.message if reason is not None else None,
         "restarts": client.num_restarts,
+        "convictions": {
+            "convicted": client.convictions.num_convicted, "refused": client.convictions.num_refused,
+            "held": len(client.convictions),
+        },
         "load": load_of(server),
         "engine": {} if info is None else {
             "max_model_len": info.max_model_len, "block_size": info.block_size, "max_num_seqs": info.max_num_seqs,
