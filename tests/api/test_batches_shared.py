@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,10 +31,10 @@ def at(url: str, key: str = "none") -> Iterator[openai.OpenAI]:
 
 
 @contextmanager
-def process(folder: Path, name: str = "nano") -> Iterator[tuple[Running, openai.OpenAI]]:
+def process(folder: Path, *more: str, name: str = "nano") -> Iterator[tuple[Running, openai.OpenAI]]:
     """A server that can be killed; with native operations, unlike those inside this process."""
     flags = ("--port", "0", "--files-dir", str(folder), "--served-model-name", name, "--threads", "1",
-             "--max-model-len", "256", "--num-gpu-blocks-override", "128", "--max-num-seqs", "4")  # fmt: skip
+             "--max-model-len", "256", "--num-gpu-blocks-override", "128", "--max-num-seqs", "4", *more)  # fmt: skip
     started = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
@@ -92,7 +93,7 @@ def test_whoever_lives_goes_on_with_what_a_dead_server_had(tmp_path: Path) -> No
 def test_either_server_cancels_and_the_dead_one_s_too(tmp_path: Path) -> None:
     """The second server serves another model: it never runs these lines, but it ends a batch that nobody owns."""
     lines = [line(f"q{i}", max_tokens=100, ignore_eos=True) for i in range(200)]
-    with process(tmp_path) as (owner, one), process(tmp_path, "another") as (_, other):
+    with process(tmp_path) as (owner, one), process(tmp_path, name="another") as (_, other):
         made = start(one, lines)
         wait(one, made.id, some_done)
         assert other.batches.cancel(made.id).status == "cancelling"
@@ -123,9 +124,10 @@ def test_a_batch_waits_at_the_quota_and_goes_on_when_there_is_room(tmp_path: Pat
     keys = tmp_path / "keys"
     keys.write_text('[a]\nkey = "key-aaaaaaaa"\n[b]\nkey = "key-bbbbbbbb"\n')
     with ExitStack() as stack:
-        live = stack.enter_context(live_server(tmp_path / "files", max_files_bytes=quota, api_keys_file=str(keys)))
-        client = stack.enter_context(at(live.url, "key-aaaaaaaa"))
-        other = stack.enter_context(at(live.url, "key-bbbbbbbb"))
+        flags = ("--max-files-bytes", str(quota), "--api-keys-file", str(keys))
+        running, _ = stack.enter_context(process(tmp_path / "files", *flags))
+        client = stack.enter_context(at(running.url, "key-aaaaaaaa"))
+        other = stack.enter_context(at(running.url, "key-bbbbbbbb"))
         ballast = client.files.create(file=("a", io.BytesIO(b"x" * 300_000)), purpose="batch")
         lines = [line(f"q{i}", max_tokens=4, n=2, logprobs=20, ignore_eos=True) for i in range(40)]
         made = [start(client, lines).id for _ in range(MAX_RUNNING)]
@@ -217,3 +219,13 @@ def test_growing_answers_end_with_a_whole_line(tmp_path: Path) -> None:
         assert json.loads(batch.to_json())["object"] == "batch"
         client.batches.cancel(made.id)
         wait(client, made.id, ended)
+
+
+def test_a_slice_of_the_campaign(tmp_path: Path) -> None:
+    """`tools/batch_soak.py` in short: servers are killed and stopped, the disk is filled, every line is right once."""
+    tool = Path(__file__).parents[2] / "tools" / "batch_soak.py"
+    out = tmp_path / "result.json"
+    subprocess.run([sys.executable, str(tool), "--seconds", "8", "--apart", "1", "--out", str(out)], check=True)
+    told = json.loads(out.read_text())
+    assert told["lines"] == told["lines_answered_once_and_right"] > 0
+    assert told["faulty"] == 0

@@ -220,3 +220,17 @@ def test_answers_of_an_earlier_version_are_taken_over(store: FileStore) -> None:
     assert json.loads(store.path(ANYONE, made.output_id).read_bytes()) == {"custom_id": "a"}
     assert store.get(ANYONE, made.output_id).status == "processed"
     assert not store.finish(ANYONE, made.error_id)
+
+
+def test_answers_of_which_a_dead_owner_told_nobody_can_be_read(store: FileStore) -> None:
+    folder = BatchFolder(store)
+    made = record(store)
+    path = put(folder, store, made)
+    folder.prepare(ANYONE, made)
+    found = folder.read(path)
+    assert found is not None
+    assert (found.batch.output_file_id, found.batch.error_file_id) == (None, None)
+    path.with_name(made.output_id).write_bytes(b"{}\n{")
+    found = folder.read(path)
+    assert found is not None
+    assert (found.batch.output_file_id, found.batch.error_file_id) == (made.output_id, None)

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.server.context import Tenant
 from penstock.server.disk import write_by_rename
-from penstock.server.file_store import FileStore
+from penstock.server.file_store import FileStore, whole_bytes
 from penstock.server.schema.batches import BatchObject
 
 log = logging.getLogger("penstock.server")
@@ -71,13 +71,17 @@ class BatchFolder:
         return folder / record.output_id, folder / record.error_id
 
     def read(self, path: Path) -> Record | None:
-        """None if there is none. Somebody may have asked for its end that its owner has not seen yet."""
+        """None if there is none. Somebody may have asked for its end that its owner has not seen yet, and its owner may
+        have died before it told of its first answers."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=Record)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
         if record.batch.status in ("validating", "in_progress") and self.is_cancelled(path):
             record.batch.status = "cancelling"
+        if record.batch.status not in FINAL:
+            for name, file_id in (("output", record.output_id), ("error", record.error_id)):
+                setattr(record.batch, f"{name}_file_id", file_id if whole_bytes(path.with_name(file_id)) else None)
         return record
 
     def save(self, path: Path, data: bytes) -> None:
