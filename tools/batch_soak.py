@@ -1,7 +1,7 @@
 """Kill servers that share a folder of batches, and fill its disk, and count what every line was answered.
 
-    python tools/batch_soak.py --seconds 300 --out benchmarks/results/batch_soak.json     the run that the docs report
-    python tools/batch_soak.py --seconds 20                                               a quick look
+    python tools/batch_soak.py --seconds 290 --apart 1.5 --seed 11 --out RESULT.json     as in benchmarks/results
+    python tools/batch_soak.py --seconds 20                                              a quick look
 
 Two servers (`--servers`) with the bundled model work on one `--files-dir`. Batches of greedy and of seeded lines are
 sent through either. Meanwhile, at random times by `--seed`: a server and its engine get SIGKILL and another one is
@@ -287,7 +287,11 @@ def main() -> int:
     print(json.dumps(result, indent=1))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if result["faulty"] or result["lines"] != result["lines_answered_once_and_right"] else 0
+    if result["faulty"] or result["lines"] != result["lines_answered_once_and_right"]:
+        print(f"what the servers said: {soak.log}", file=sys.stderr)
+        return 1
+    shutil.rmtree(soak.log.parent)
+    return 0
 
 
 if __name__ == "__main__":
