@@ -203,10 +203,11 @@ def test_a_server_that_is_started_again_goes_on(tmp_path: Path) -> None:
         made = start(client, [line(f"q{i}", max_tokens=16 if i < 100 else 1, ignore_eos=True) for i in range(400)])
         wait(client, made.id, lambda b: b.request_counts is not None and b.request_counts.completed >= 10)
     (tenant,) = tmp_path.iterdir()
-    before = (tenant / f"{made.id}.out").read_bytes()
+    kept = tenant / json.loads((tenant / f"{made.id}.json").read_bytes())["output_id"]
+    before = kept.read_bytes()
     assert 10 <= before.count(b"\n") < 400
     # As a crash would leave it: a line cut off in the middle.
-    (tenant / f"{made.id}.out").write_bytes(before + b'{"id":"batch_req_0')
+    kept.write_bytes(before + b'{"id":"batch_req_0')
     with live_server(tmp_path) as second, openai.OpenAI(base_url=second.url + "/v1", api_key="x") as client:
         batch = wait(client, made.id, ended)
         assert batch.status == "completed"

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import math
 import tempfile
 import tracemalloc
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.server import batch_job
 from penstock.server.batch_job import Job, OpenGate
 from penstock.server.batch_lines import IdSet, LineReader, Results, read_lines
+from penstock.server.context import ANYONE
+from penstock.server.file_store import FileStore
 from penstock.server.inner import Answer
+from tests.unit.faulty_disk import failing
 
 KEYS = st.lists(st.integers(1, 2**64 - 1) | st.integers(1, 40).map(lambda i: i << 20), max_size=3000)
 
@@ -121,3 +128,81 @@ def test_not_now_is_asked_again_and_an_expired_line_is_told(tmp_path: Path) -> N
         told = json.loads(out.read_text())["error"]
         assert (told["code"] if told else None) == error
     assert not answers
+
+
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_job, "_RETRY_S", (0.001, 0.01))
+
+
+@pytest.mark.usefixtures("no_patience")
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("times", [1, 2, 9])
+def test_whichever_write_fails_the_answer_waits_and_is_there_once(tmp_path: Path, code: int, times: int) -> None:
+    """Also where half of a line was written, and where taking it back fails too (the next change after a write)."""
+    write(tmp_path / "in", 8)
+    for nth in range(8):
+        told: list[Exception | None] = []
+        asked: list[str] = []
+        work, results = job(tmp_path / "in", tmp_path / f"out{nth}", 2, asked)
+        work._on_stuck = told.append
+        with failing(tmp_path, code, nth, times=times, kinds=("write", "ftruncate")):
+            asyncio.run(work.run())
+        results.close()
+        assert isinstance(told[0], OSError)
+        assert told[-1] is None
+        assert Counter(json.loads(x)["custom_id"] for x in (tmp_path / f"out{nth}").read_bytes().splitlines()) == {
+            f"q{i}": 1 for i in range(8)
+        }
+        assert (results.completed, results.failed, len(asked)) == (8, 0, 8), "nothing is asked twice"
+
+
+def test_nothing_new_begins_while_an_answer_waits(tmp_path: Path) -> None:
+    write(tmp_path / "in", 50)
+    asked: list[str] = []
+    work, results = job(tmp_path / "in", tmp_path / "out", 4, asked)
+    work._on_stuck = lambda error: None
+
+    async def run() -> None:
+        with failing(tmp_path, errno.ENOSPC, 3, times=math.inf, kinds=("write",)):
+            running = asyncio.create_task(work.run())
+            await asyncio.wait([running], timeout=0.5)
+            assert len(asked) <= 3 + 2 * 4
+        await running
+
+    asyncio.run(run())
+    results.close()
+    assert results.completed == 50
+
+
+def test_a_time_that_is_over_ends_what_waits_for_room(tmp_path: Path) -> None:
+    """What was answered is there; of the rest it is told how many lines have nothing."""
+    write(tmp_path / "in", 50)
+    work, results = job(tmp_path / "in", tmp_path / "out", 4)
+    work._on_stuck, work._expires_in_s = (lambda error: None), 2.0
+    with failing(tmp_path, errno.ENOSPC, 3, times=math.inf, kinds=("write",)):
+        asyncio.run(work.run())
+    results.close()
+    assert work.expired
+    assert results.completed == 3 == (tmp_path / "out").read_bytes().count(b"\n")
+    assert work.num_unwritten == 47
+
+
+def test_an_answer_that_can_never_fit_is_an_error_of_its_line(tmp_path: Path) -> None:
+    write(tmp_path / "in", 3)
+
+    async def ask(path: str, body: bytes, request_id: str) -> Answer:
+        return Answer(200, {}, json.dumps({"x": "y" * (5000 if "-2-" in request_id else 5)}).encode())
+
+    store = FileStore(tmp_path / "files", 4000)
+    folder = store.make_folder(ANYONE)
+    good, bad = folder / store.new_id(), folder / store.new_id()
+    results = Results(good, bad, partial(store.append, folder))
+    results.open()
+    lines = LineReader(tmp_path / "in", None, 4096)
+    asyncio.run(Job(lines, results, ask, OpenGate(2), "j", on_stuck=lambda error: None).run())
+    results.close()
+    assert (results.completed, results.failed) == (2, 1)
+    told = json.loads(bad.read_text())["error"]
+    assert told["code"] == "answer_too_large"
+    assert "line 2" in told["message"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.cli.main import main
 from penstock.launch.bundled import bundled_model
+from tests.unit.faulty_disk import failing
 
 FLAGS = ["--model", str(bundled_model("nano")), "--ops", "blas", "--max-model-len", "256",
          "--num-gpu-blocks-override", "128", "--max-num-seqs", "2"]  # fmt: skip
@@ -84,6 +87,24 @@ def test_after_a_kill_every_line_is_there_exactly_once(tmp_path: Path, number: s
     assert again.returncode == 0, again.stderr
     assert out.read_bytes().startswith(whole)
     assert Counter(x["custom_id"] for x in answers(out)) == {f"q{i}": 1 for i in range(150)}
+
+
+@pytest.mark.parametrize("most", [0, 1, 40])
+def test_a_full_disk_is_a_sentence_and_the_next_run_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], most: int
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(f"q{i}", max_tokens=1) for i in range(60)))
+    with failing(tmp_path, errno.ENOSPC, most, times=math.inf, kinds=("write", "ftruncate", "fsync")):
+        assert main(["batch", str(source), "-o", str(out), *FLAGS]) == 1
+    said = capfd.readouterr().err
+    assert "No space left on device; the answers before that are whole" in said
+    assert "Traceback" not in said
+    before = out.read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    assert main(["batch", str(source), "-o", str(out), *FLAGS]) == 0
+    assert out.read_bytes().startswith(whole)
+    assert Counter(x["custom_id"] for x in answers(out)) == {f"q{i}": 1 for i in range(60)}
 
 
 def test_two_processes_never_write_one_file(tmp_path: Path) -> None:

@@ -36,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def batch(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 if not one request was answered. Raises InputError, ConfigError, ModelError."""
-    from penstock.base.errors import InputError
+    """Returns 0, or 1 if not one request was answered. Raises InputError, ConfigError, ModelError; PenstockError if
+    the disk takes no more answers."""
+    from penstock.base.errors import InputError, PenstockError
     from penstock.cli.run import with_default_model
+    from penstock.server.disk import trouble
 
     named = [path for path in (args.file, args.input_file) if path is not None]
     if len(named) != 1:
@@ -55,8 +57,16 @@ def batch(args: argparse.Namespace) -> int:
     if args.max_in_flight is not None and args.max_in_flight < 1:
         raise InputError("--max-in-flight must be at least 1", param="--max-in-flight")
     config = _config(with_default_model(args))
-    with _alone(target):
-        return asyncio.run(_run(config, source, target, args.max_in_flight))
+    try:
+        with _alone(target):
+            return asyncio.run(_run(config, source, target, args.max_in_flight))
+    except OSError as error:
+        if trouble(error) is None:
+            raise
+        raise PenstockError(
+            f"{target}: {error.strerror}; the answers before that are whole. See to the disk and run it again: "
+            "it goes on where it stopped"
+        ) from None
 
 
 def _config(args: argparse.Namespace) -> ServeConfig:
@@ -122,8 +132,10 @@ async def _run(config: ServeConfig, source: Path, target: Path, most: int | None
             show(results.completed, results.failed)
             await job.run()
     finally:
-        results.close()
-        await close(server)
+        try:
+            results.close()
+        finally:
+            await close(server)
     done = results.completed + results.failed
     again = f" ({before} of them before)" if before else ""
     print(f"{done} requests answered{again}, {results.failed} with errors: {target}", file=sys.stderr)

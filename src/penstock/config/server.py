@@ -74,8 +74,12 @@ class ServerConfig(Section):
     )  # fmt: skip
     response_store_size: int = setting(1000, "Responses that are kept for later questions; 0: none.", minimum=0)
     response_store_ttl: float = setting(3600.0, "Seconds for which they are kept.", above=0)
-    files_dir: str | None = setting(None, "Folder of uploaded files and batches; by default the cache folder.")
-    max_files_bytes: int = setting(1 << 30, "Bytes that uploaded files may take.", minimum=0)
+    files_dir: str | None = setting(
+        None, "Folder of uploaded files and batches, which servers may share; by default the cache folder."
+    )
+    max_files_bytes: int = setting(
+        1 << 30, "Bytes that the files of each key may take, outputs of batches among them; 0: no files.", minimum=0
+    )
     grammar_timeout: float = setting(5.0, "Seconds that compiling a grammar may take.", above=0)
     disable_log_stats: bool = setting(False, "No line about throughput every ten seconds.")
     request_log: bool = setting(True, "One line per finished request, without its text.")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from penstock.base.hashing import digest
+from penstock.server import disk
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_CUSTOM_ID = 512
@@ -175,22 +177,31 @@ class _Told(msgspec.Struct):
 class Results:
     """Where answers go: appended line by line, to one file or to two. What they hold already is done.
 
-    A line that a crash cut off is removed, so its request counts as not done.
+    A line that a crash or a full disk cut off is removed, so its request counts as not done. `append` writes at the
+    end of an open file, all or nothing. Lines may be added from several threads at once.
     """
 
-    def __init__(self, good: Path, bad: Path) -> None:
+    def __init__(self, good: Path, bad: Path, append: Callable[[int, bytes], None] = disk.append) -> None:
         self._paths = (good, bad)
+        self._append = append
         self._done = IdSet()
         self._files: dict[Path, int] = {}
+        self._sizes: dict[Path, int] = {}
+        self._writing, self._marking = threading.Lock(), threading.Lock()
         self.completed = 0
         self.failed = 0
 
     def open(self) -> None:
-        """Read what is there. Raises OSError."""
-        for path in dict.fromkeys(self._paths):
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            self._files[path] = number
-            os.ftruncate(number, self._read(path))
+        """Read what is there. Raises OSError; nothing is open then."""
+        try:
+            for path in dict.fromkeys(self._paths):
+                number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+                self._files[path] = number
+                self._sizes[path] = self._read(path)
+                os.ftruncate(number, self._sizes[path])
+        except OSError:
+            self._close_all()
+            raise
 
     def _read(self, path: Path) -> int:
         whole = 0
@@ -212,31 +223,41 @@ class Results:
         self.failed += not good
 
     def has(self, line: Line) -> bool:
-        return line.key in self._done
+        with self._marking:
+            return line.key in self._done
 
     def add(self, line: Line, response: dict[str, object] | None, error: LineError | None) -> None:
-        """Write one answer; from here on it is done. Raises OSError (nothing half is left behind then)."""
+        """Write one answer; from here on it is done. Raises what `append` does (nothing half is left behind then)."""
         told = {"id": line.result_id, "custom_id": line.custom_id, "response": response, "error": None}
         if error is not None:
             told["error"] = {"code": error.code, "message": error.message}
         data = msgspec.json.encode(told) + b"\n"
-        number = self._files[self._paths[0 if error is None else 1]]
-        before = os.fstat(number).st_size
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(number, rest) :]
-        except OSError:
-            os.ftruncate(number, before)
-            raise
-        self._done.add(line.key)
-        self._count(error is None)
+        path = self._paths[0 if error is None else 1]
+        with self._writing:
+            number = self._files[path]
+            if os.fstat(number).st_size != self._sizes[path]:
+                os.ftruncate(number, self._sizes[path])  # of a write that failed, and so did taking it back
+            self._append(number, data)
+            self._sizes[path] += len(data)
+        with self._marking:
+            self._done.add(line.key)
+            self._count(error is None)
 
-    def close(self) -> None:
+    def sync(self) -> None:
+        """All of it is on the disk. Raises OSError."""
         for number in self._files.values():
             os.fsync(number)
-            os.close(number)
-        self._files.clear()
+
+    def close(self) -> None:
+        """Raises OSError; it is closed then all the same."""
+        try:
+            self.sync()
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 def _key_told(told: _Told) -> int:

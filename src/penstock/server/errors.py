@@ -8,12 +8,14 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
+from penstock.server.disk import trouble
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
     415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
     500: "server_error", 501: "not_implemented_error", 503: "overloaded_error", 504: "timeout_error",
+    507: "server_error",
 }  # fmt: skip
 _ANTHROPIC = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -77,4 +79,7 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(500, str(error), code="engine_error")
         case PenstockError():
             return WireError(500, str(error))
+        case OSError() if (told := trouble(error)) is not None:
+            status, code, sentence = told
+            return WireError(status, sentence, code=code, retry_after_s=5.0 if status == 503 else None)
     return WireError(500, "an internal error; the server's log says more", code="internal_error")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from penstock.base.errors import InputError, RefusedError
+from penstock.base.errors import InputError
 from penstock.server.context import Server, Tenant
-from penstock.server.file_store import FileStore, Upload
+from penstock.server.file_store import GROWING, FileStore, Upload
 from penstock.server.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
 from penstock.server.schema.files import FileDeleted, FileList, FileObject
 
 T = TypeVar("T", bound=msgspec.Struct)
 _WRITE_BYTES = 1 << 20
 _MAX_FIELD_BYTES = 4096
+_BYTES = "application/octet-stream"
 _PURPOSES = ("batch",)
 
 
@@ -122,7 +126,7 @@ async def create(request: Request) -> Response:
         return answer(await asyncio.to_thread(form.upload.commit, form.filename, purpose))
     finally:
         if form.upload is not None:
-            form.upload.discard()
+            await asyncio.to_thread(form.upload.discard)
 
 
 async def list_files(request: Request) -> Response:
@@ -145,18 +149,28 @@ async def content(request: Request) -> Response:
     _, tenant, store = parts_of(request)
     described = await asyncio.to_thread(store.get, tenant, request.path_params["file_id"])
     path = store.path(tenant, described.id)
-    return FileResponse(path, media_type="application/octet-stream", filename=described.filename)
+    if described.status == GROWING:
+        # Bytes that come while it is read, and half a line, would not be those that the header promised.
+        length = {"content-length": str(described.bytes)}
+        return StreamingResponse(first_bytes(path, described.bytes), media_type=_BYTES, headers=length)
+    return FileResponse(path, media_type=_BYTES, filename=described.filename)
+
+
+def first_bytes(path: Path, num_bytes: int) -> Iterator[bytes]:
+    """As many of a file, in pieces."""
+    if num_bytes:
+        with path.open("rb") as file:
+            while num_bytes and (piece := file.read(min(num_bytes, _WRITE_BYTES))):
+                num_bytes -= len(piece)
+                yield piece
 
 
 async def delete(request: Request) -> Response:
     server, tenant, store = parts_of(request)
     file_id = request.path_params["file_id"]
     runner = server.parts.get("batches")
-    if runner is not None and runner.reads(file_id):
-        raise RefusedError(
-            f"a batch is still reading {file_id}; cancel it, or wait for its end", status=409, param="file_id"
-        )
-    await asyncio.to_thread(store.delete, tenant, file_id)
+    in_use = (lambda: None) if runner is None else partial(runner.in_use, tenant, file_id)
+    await asyncio.to_thread(store.delete, tenant, file_id, in_use)
     return answer(FileDeleted(id=file_id))
 
 
