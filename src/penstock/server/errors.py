@@ -12,8 +12,10 @@ from penstock.base.errors import EngineError, EngineGoneError, InputError, Penst
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
-    415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
+    415: "invalid_request_error", 421: "invalid_request_error", 422: "invalid_request_error",
+    429: "rate_limit_error", 431: "invalid_request_error",
     500: "server_error", 501: "not_implemented_error", 503: "overloaded_error", 504: "timeout_error",
+    505: "invalid_request_error",
 }  # fmt: skip
 _ANTHROPIC = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
