@@ -61,11 +61,13 @@ class ServerConfig(Section):
     max_body_bytes: int = setting(32 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)
     max_connections: int = setting(
-        2048, "Connections at once. When they are used up, those that wait for a request are closed, oldest first.",
+        2048,
+        "Connections at once. When they are used up, those that wait for a request are closed, oldest first.",
         minimum=1,
     )
     max_connections_per_address: int = setting(
-        0, "Of these, those of one client address; 0: three quarters. All clients of a proxy have its address.",
+        0,
+        "Of these, those of one client address; 0: three quarters. All clients of a proxy have its address.",
         minimum=0,
     )
     probe_port: int | None = setting(

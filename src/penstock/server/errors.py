@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import EngineError, EngineGoneError, InputError, PenstockError, RefusedError
+from penstock.core.sampling import GRAMMAR_STUCK
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -67,6 +68,8 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(400, f"the request body is not what this path takes: {error}")
         case EngineGoneError():
             return WireError(503, str(error), code="engine_unavailable", retry_after_s=5.0)
+        case EngineError() if str(error).startswith(GRAMMAR_STUCK):  # the client's grammar, not the engine
+            return WireError(400, f"{error}; make it simpler", code="grammar_error", param="structured_outputs")
         case EngineError():
             return WireError(500, str(error), code="engine_error")
         case PenstockError():

@@ -139,7 +139,8 @@ class Keys:
 def only_tenant(scope: Scope, server: Server) -> str | None:
     """Whose requests and numbers alone this request may be shown; None: everybody's."""
     tenant: Tenant = scope["state"]["tenant"]
-    if server.parts.get("keys") is None or tenant.admin or scope["state"].get("probe"):
+    keys: Keys | None = server.parts.get("keys")
+    if keys is None or len(keys.tenants) == 1 or tenant.admin or scope["state"].get("probe"):
         return None
     return tenant.name
 
