@@ -18,6 +18,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.context import ANYONE, Call, Prompt
 from penstock.text.offload import Offload
+from penstock.text.roles import known_roles
 from penstock.text.template import choose_template, encode_chat
 from penstock.text.validate import build_pooling_request, build_request, validate_reference
 
@@ -125,6 +126,7 @@ class Service:
             raise InputError(f"{param} must not be empty", param=param)
         tokenizer = self.need_tokenizer()
         template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
+        messages = known_roles(template, messages, param)
         chars = sum(len(str(m.get("content", ""))) for m in messages if isinstance(m, Mapping))
         ids = await self._offload(
             chars, encode_chat, tokenizer, template, messages,

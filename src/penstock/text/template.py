@@ -6,7 +6,6 @@ import re
 import sys
 from bisect import bisect
 from collections.abc import Container, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ _ENTRY_BYTES = 256 << 10
 
 _FIELDS = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"))
 """Fields of the request itself."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _RESERVED_NAMES = """
     bos_token eos_token unk_token pad_token tokenize conversation conversations tokenizer return_dict return_tensors
     padding truncation max_length raise_exception strftime_now namespace range dict cycler joiner loop self super
@@ -104,7 +102,7 @@ def render_chat(
     runs in a sandbox that bounds its work and its output.
     """
     compiled = _compile(template)
-    variables = _with_roles(template, _variables(compiled, messages, tools, kwargs))
+    variables = _variables(compiled, messages, tools, kwargs)
     return _render(
         compiled, variables, add_generation_prompt, continue_final_message, bos_token, eos_token, max_chars, now
     )
@@ -126,7 +124,7 @@ def encode_chat(
     Raises: InputError, as `render_chat`.
     """
     compiled = _compile(template)
-    variables = _with_roles(template, _variables(compiled, messages, tools, kwargs))
+    variables = _variables(compiled, messages, tools, kwargs)
     markers = _find_markers(template, frozenset(tokenizer.added_literals))
     breaker = Breaker(tokenizer, markers.all, markers.roles, template, variables)
     text = _render(
@@ -191,52 +189,6 @@ def _try(template: str, messages: list[dict[str, str]]) -> list[str]:
     compiled = _compile(template)
     variables = _variables(compiled, messages, None, None)
     return [_render(compiled, variables, asks, False, "", "", MAX_OUTPUT_CHARS, None) for asks in (False, True)]
-
-
-def _with_roles(template: str, variables: dict[str, Any]) -> dict[str, Any]:
-    """`developer` as `system` where only that is known. Raises: InputError for a role that the template does not know.
-
-    Some templates leave out what such a role says, others write its name where the model has never seen one.
-    """
-    messages = variables["messages"]
-    roles = list(dict.fromkeys(message["role"] for message in messages))
-    if "developer" in roles and not _knows(template, "developer") and _knows(template, "system"):
-        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-        roles = [role for role in roles if role != "developer"]
-    for role in roles:
-        if not _knows(template, role):
-            at = next(i for i, message in enumerate(messages) if message["role"] == role)
-            known = ", ".join(name for name in ROLES if _knows(template, name))
-            raise InputError(
-                f"messages[{at}].role: this model's chat template does not know {role!r}; it knows {known}",
-                param=f"messages[{at}].role",
-            )
-    return variables | {"messages": messages}
-
-
-def _knows(template: str, role: str) -> bool:
-    """Whether what a role says gets into the prompt, under a name that the model may have seen.
-
-    Those of turns are left to the template, which refuses conversations in its own words.
-    """
-    if role in ("user", "assistant"):
-        return True
-    # In quotes, but not as a key: `message['content']` names no role.
-    named = re.search(rf"(?<!\w\[)(?<!get\()['\"]{re.escape(role)}['\"]", template) is not None
-    return (named or role in ("system", "tool")) and ((named and role == "tool") or _shows(template, role))
-
-
-@lru_cache(maxsize=256)
-def _shows(template: str, role: str) -> bool:
-    """Whether the text of a message appears in any of a few conversations."""
-    probe = unused_marks([template], 1)[0] + "x"
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-    last = {"role": role, "content": probe}
-    for messages in ([last, turns[0]], [last], [turns[0], last], [*turns, last], [*turns, last, turns[0]]):
-        with suppress(InputError):  # this template takes no such conversation
-            if any(probe in text for text in _try(template, messages)):
-                return True
-    return False
 
 
 def _variables(

@@ -20,6 +20,7 @@ from penstock.server.schema.text import (
     TemplateResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from penstock.server.sse import encoder
 from penstock.server.turns import check_model
@@ -63,6 +64,23 @@ async def detokenize(request: Request) -> Response:
     return _json(DetokenizeResponse(prompt=text))
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """vLLM's, which remote tokenizers read (lm-eval's: the tokens and the template). For everybody with a key."""
+    server: Server = request.app.state.server
+    tokenizer = server.service.need_tokenizer()
+    answer = TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        bos_token=tokenizer.bos_token or None,
+        eos_token=tokenizer.eos_token or None,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_ids[0] if tokenizer.eos_ids else None,
+        vocab_size=server.service.limits.vocab_size,
+        model_max_length=server.service.limits.context[0],
+        chat_template=server.service.chat_template,
+    )
+    return _json(answer)
+
+
 async def apply_template(request: Request) -> Response:
     server: Server = request.app.state.server
     body = await read(request, TemplateRequest)
@@ -90,10 +108,12 @@ def _json(value: Any) -> Response:
 ROUTES: list[BaseRoute] = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     Route("/apply-template", apply_template, methods=["POST"]),
 ]
 DOCS = {
     ("POST", "/tokenize"): ("Token ids of a text or of a conversation", TokenizeRequest, TokenizeResponse),
     ("POST", "/detokenize"): ("The text of token ids", DetokenizeRequest, DetokenizeResponse),
+    ("GET", "/tokenizer_info"): ("The tokenizer's special tokens and the chat template", None, TokenizerInfo),
     ("POST", "/apply-template"): ("A conversation as the model will read it", TemplateRequest, TemplateResponse),
 }
