@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import logging
 import os
+import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def guarded() -> Iterator[LiveServer]:
     config = serve_from_kwargs(
         model=bundled(), port=0, ops="blas", engine_in_process=True, max_model_len=256,
         num_gpu_blocks_override=64, api_key=f"{USER},{OTHER}", admin_api_key=ADMIN,
-        allowed_origins="https://app.example",
+        allowed_origins="https://app.example", probe_port=0,
     )  # fmt: skip
     with LiveServer(config) as server:
         yield server
@@ -189,6 +191,78 @@ def test_request_ids_are_sanitised_and_may_repeat(guarded: LiveServer) -> None:
             second = client.post("/v1/completions", json=ask, headers=same)
             assert (first.status_code, second.status_code) == (200, 200)
             assert "".join(lines).count("[DONE]") == second.text.count("[DONE]") == 1
+
+
+def test_each_key_sees_its_own_requests_and_numbers(guarded: LiveServer) -> None:
+    """In /metrics and in what the page shows; the admin's key and the second port see all."""
+    ask = {"prompt": "Once", "max_tokens": 1}
+    with httpx.Client(base_url=guarded.url, timeout=20) as client:
+        for key in (USER, OTHER):
+            assert client.post("/v1/completions", json=ask, headers=bearer(key)).status_code == 200
+        seen = {}
+        for key in (USER, OTHER, ADMIN):
+            text = client.get("/metrics", headers=bearer(key)).text
+            state = client.get("/internal/state", headers=bearer(key)).json()
+            seen[key] = set(re.findall(r'tenant="([^"]+)"', text)), {row["tenant"] for row in state["recent"]}
+            assert text.count("# TYPE penstock:tenant_total counter") == 1
+            assert bool(state["prefix"]["tree"]) == (key == ADMIN)
+    assert seen[USER] == ({"key-1"}, {"key-1"})
+    assert seen[OTHER] == ({"key-2"}, {"key-2"})
+    assert all({"key-1", "key-2"} <= found for found in seen[ADMIN])
+    assert '"key-2"' in httpx.get(guarded.probe_url + "/metrics").text
+
+
+def test_the_second_port_is_for_operators_only(guarded: LiveServer) -> None:
+    with httpx.Client(base_url=guarded.probe_url, timeout=20) as client:
+        for path in ("/health", "/ready", "/metrics"):
+            assert client.get(path).status_code == 200
+        for path in ("/", "/v1/models", "/internal/state", "/docs", "/page/api.js"):
+            assert client.get(path, headers=bearer(USER)).status_code == 404
+        assert client.post("/v1/completions", json={}, headers=bearer(USER)).status_code == 404
+        assert client.get("/admin/requests").status_code == 401
+        assert client.get("/admin/requests", headers=bearer(USER)).status_code == 403
+        assert client.get("/admin/requests", headers=bearer(ADMIN)).status_code == 200
+        assert client.get("/metrics", headers={"host": "evil.example"}).status_code == 421
+        assert client.get("/health", headers={"host": "evil.example"}).status_code == 200
+
+
+def test_two_keys_that_disagree_are_none(guarded: LiveServer) -> None:
+    with httpx.Client(base_url=guarded.url, timeout=20) as client:
+        same = bearer(USER) | {"x-api-key": USER}
+        assert client.get("/v1/models", headers=same).status_code == 200
+        for headers in (bearer("wrong") | {"x-api-key": USER}, bearer(USER) | {"x-api-key": OTHER}):
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert "different keys" in answer.json()["error"]["message"]
+        for name in ("authorization", "x-api-key"):
+            twice = [(name, "Bearer wrong"), (name, f"Bearer {USER}")]
+            assert client.get("/v1/models", headers=twice).status_code == 400
+        assert client.get("/v1/models", headers={"x_api_key": USER}).status_code == 401
+
+
+def test_a_key_in_a_trailer_is_none(guarded: LiveServer) -> None:
+    host, port = guarded.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % (len(body), body, USER.encode())
+        )
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401")
+
+
+def test_the_tokenizer_is_told_to_every_key(guarded: LiveServer) -> None:
+    """As lm-eval's RemoteTokenizer asks: the tokens, their ids by /tokenize, the template."""
+    with httpx.Client(base_url=guarded.url, timeout=20) as client:
+        assert client.get("/tokenizer_info").status_code == 401
+        client.headers.update(bearer(USER))
+        info = client.get("/tokenizer_info").json()
+        assert "<|im_start|>" in info["chat_template"]
+        for name in ("bos_token", "eos_token"):
+            asked = {"prompt": info[name], "add_special_tokens": False}
+            assert client.post("/tokenize", json=asked).json()["tokens"] == [info[name + "_id"]]
+        ids = client.post("/tokenize", json={"prompt": "Once upon", "add_special_tokens": False}).json()["tokens"]
+        assert client.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "Once upon"
 
 
 # -- without a server ------------------------------------------------------------------------------------------------

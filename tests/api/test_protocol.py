@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,7 +17,9 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.config.server import ServerConfig
-from penstock.server.protocol import HttpLimits, loop_factory, uvicorn_config
+from penstock.server.connections import Connections
+from penstock.server.http_server import loop_factory, uvicorn_config
+from penstock.server.protocol import HttpLimits
 
 BODY = 40_000
 
@@ -28,14 +30,16 @@ class Echo:
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
         self.config = ServerConfig(
-            max_header_bytes=2048, header_timeout=0.4, max_body_bytes=BODY, body_timeout=0.4, max_connections=600
+            max_header_bytes=2048, header_timeout=0.4, max_body_bytes=BODY, body_timeout=0.4, max_connections=1000
         )
         self.release = asyncio.Event()
         self.left = threading.Event()
         self.num_sent = 0
+        self.seen: list[Any] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         size, more = 0, True
+        self.seen.append(scope["headers"])
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -121,6 +125,13 @@ def talk(echo: Echo, *pieces: bytes) -> bytes:
         return read_all(sock)
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def refusal(answer: bytes) -> int:
     """The status of an answer that must be one whole error object."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -159,6 +170,30 @@ POST = b"POST / HTTP/1.1\r\nHost: a\r\n"
         (400, POST + b"Host: b\r\nContent-Length: 0\r\n\r\n"),
         (400, b"GET / HTTP/1.1\r\nBad Name: 1\r\n\r\n"),
         (400, b"GET / HTTP/1.1\r\nX: 1\r\n folded\r\n\r\n"),
+        (400, b"GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n"),
+        (400, b"GET / HTTP/1.1\nHost: a\n\n"),
+        (400, b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"),
+        (400, b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"),
+        (400, b"GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+        (400, b"GET http://a@b/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+        (400, b"GET http://a:1/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+        (400, b"GET ftp://a/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+        (400, b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+        (505, b"GET /\r\n\r\n"),
+        (505, b"GET / HTTP/2.0\r\nHost: a\r\n\r\n"),
+        (400, POST + b"Content-Length: 3, 3\r\n\r\nabc"),
+        (400, POST + b"Content-Length:\r\n\r\nabc"),
+        (400, POST + b"Content-Length: 1_0\r\n\r\n"),
+        (400, POST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n"),
+        (400, POST + b"Transfer-Encoding: chunked\r\n\r\n1\nx\r\n0\r\n\r\n"),
+        (431, POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"x" * 100_000),  # a trailer without end
+        (431, POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"x" * 100_000),  # an extension without end
+        (431, POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: 1\r\n" * 30 + b"\r\n"),
+        *(
+            (400, POST + b"%b: %b\r\n%b: %b\r\nContent-Length: 0\r\n\r\n" % (name, one, name.lower(), two))
+            for name in (b"Authorization", b"X-Api-Key", b"Content-Type", b"X-Request-Id", b"Origin", b"Sec-Fetch-Site")
+            for one, two in ((b"a", b"b"), (b"a", b"a"))
+        ),
         (400, b"\x16\x03\x01\x02\x00\x01\x00"),  # somebody speaks TLS
         (400, b"hello\r\n\r\n"),
     ],
@@ -271,16 +306,93 @@ def test_upgrades_are_answered_as_plain_requests(echo: Echo) -> None:
 
 
 def test_too_many_connections_are_told_so(echo: Echo) -> None:
-    echo.parts["http"].connections = 3
+    """Those that are being answered are not closed for others, whoever they are of."""
+    room: Connections = echo.parts["http"].open
+    room.most, room.most_of_one = 3, 3
     held = [connect(echo) for _ in range(3)]
-    for sock in held:  # it is there once it has been answered
-        sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+    for sock in held:
+        sock.sendall(b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n")
+    until(lambda: len(room) == 3 and not room.num_waiting)
     answer = talk(echo, b"")
     assert refusal(answer) == 503
     assert b"retry-after: 1\r\n" in answer
+    assert (room.num_refused, room.num_given_way) == (1, 0)
+    echo.parts["loop"].call_soon_threadsafe(echo.release.set)
+    for sock in held:
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+    assert talk(echo, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert room.num_given_way == 1, "one that has its answer makes room"
     for sock in held:
         sock.close()
+    until(lambda: not len(room))
+
+
+@pytest.mark.parametrize("kind", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\r\n", b"POST"])
+@pytest.mark.parametrize("most_of_one", [40, 30])
+def test_connections_that_only_wait_keep_nobody_out(echo: Echo, kind: bytes, most_of_one: int) -> None:
+    """Thousands of silent ones, or some that have had an answer: the oldest of them go, and everybody is answered."""
+    limits = echo.parts["http"]
+    limits.header_s, room = 30.0, limits.open
+    room.most, room.most_of_one = 40, most_of_one
+    held = []
+    with connect(echo) as busy:
+        busy.sendall(b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n")
+        until(lambda: len(room) == 1 and not room.num_waiting)
+        for number in range(200):
+            held.append(connect(echo))
+            held[-1].sendall(kind)
+            if number % 20 == 0:
+                ask = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+                assert talk(echo, ask).startswith(b"HTTP/1.1 200")
+        assert len(room) <= most_of_one
+        assert room.num_refused == 0
+        assert room.num_given_way > 100
+        echo.parts["loop"].call_soon_threadsafe(echo.release.set)
+        assert busy.recv(4096).startswith(b"HTTP/1.1 200"), "what was being answered is not disturbed"
+    for sock in held:
+        sock.close()
+    until(lambda: not len(room))
+
+
+def test_an_answer_that_is_not_read_yet_is_not_cut_off_for_others(echo: Echo) -> None:
+    room: Connections = echo.parts["http"].open
+    room.most = room.most_of_one = 2
+    with connect(echo) as slow, connect(echo) as other:
+        for sock in (slow, other):
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+        protocol = next(iter(room.all))
+        written = threading.Event()
+
+        def fill() -> None:
+            protocol.transport.write(b"x" * (16 << 20))  # type: ignore[attr-defined]
+            written.set()
+
+        echo.parts["loop"].call_soon_threadsafe(fill)
+        assert written.wait(5)
+        assert talk(echo, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert protocol in room.all
+
+
+def test_a_trailer_is_no_header(echo: Echo) -> None:
+    with connect(echo) as sock:
+        sock.sendall(
+            POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nAuthorization: Bearer k\r\n"
+            b"X-Request-Id: late\r\nHost: b\r\n\r\n" + POST + b"Content-Length: 1\r\nConnection: close\r\n\r\nx"
+        )
+        assert read_all(sock).count(b"HTTP/1.1 200") == 2
+    first, second = echo.seen
+    assert {name for name, _ in first} == {b"host", b"transfer-encoding"}
+    assert {name for name, _ in second} == {b"host", b"content-length", b"connection"}
+
+
+@pytest.mark.parametrize("request_", [
+    b"GET http://A/x HTTP/1.1\r\nHost: a\r\n", b"GET HTTPS://a:1/x?http://b HTTP/1.1\r\nHost: a:1\r\n",
+    b"GET / HTTP/1.0\r\n", b"GET /http://b/ HTTP/1.1\r\nHost: a\r\n", b"OPTIONS * HTTP/1.1\r\nHost: a\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\nX_Api_Key: 1\r\nx-other: 1\r\nX-Other: 2\r\n",
+])  # fmt: skip
+def test_what_is_unusual_but_clear_is_answered(echo: Echo, request_: bytes) -> None:
+    assert talk(echo, request_ + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
 def test_500_slow_clients_disturb_nobody(echo: Echo) -> None:

@@ -29,8 +29,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
-SLOW = {"regex": "(a{1000}){1000}"}
-"""Compiles for about a second, or until it is stopped."""
+SLOW = {"regex": "(a{140}){140}" * 50}
+"""Compiles for seconds, or until it is stopped: many repeats, each of which is possible."""
 
 
 def complete(http: httpx.Client, asked: dict[str, Any] | None, **more: Any) -> httpx.Response:
@@ -92,6 +92,18 @@ S = "structured_outputs"
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "24 back-reference": ({"regex": r"(a)\1"}, f"{S}.regex"),
     "24 regex of 10 MiB": ({"regex": "a" * (10 << 20)}, f"{S}.regex"),
+    "24 repeats within repeats": ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, f"{S}.regex"),
+    "24 the same, exactly": ({"regex": "(?:(?:x|[^{]{300}){300}){3}"}, f"{S}.regex"),
+    "24 in a Lark grammar": ({"grammar": "start: /((a{1,1000}){1,1000}){1,1000}/"}, f"{S}.grammar"),
+    "24 through Lark rules": (
+        {"grammar": 'start: a\na: b{1000}\nb: c{1000}\nc: "a"{1000}'},
+        f"{S}.grammar",
+    ),
+    "24 through GBNF rules": (
+        {"grammar": 'root ::= x{1,1000}\nx ::= y{1,1000}\ny ::= "a"{1,1000}'},
+        f"{S}.grammar",
+    ),
+    "24 in a pattern": ({"json": {"pattern": "((a{1,1000}){1,1000}){1,1000}"}}, f"{S}.json.pattern"),
     "25 loop of references": (
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
         f"{S}.json.$defs.a.$ref",
@@ -128,6 +140,19 @@ def test_rows_24_and_26_what_is_harmless_is_served(http: httpx.Client) -> None:
     assert re.fullmatch("(a+)+b", text_of(complete(http, {"regex": "(a+)+b"}, temperature=2.0, seed=1)))
     endless = complete(http, {"grammar": 'start: start "a" | "b"'}, max_tokens=40)  # stops where it likes, or never
     assert re.fullmatch("ba*", endless.json()["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("asked", [{"regex": "(a?){5000}a{5000}"}, {"regex": "(([a-z ]{1,20}){1,50}){1,20}"}])
+def test_row_24_what_explodes_only_when_it_is_used_is_the_clients_error(
+    http: httpx.Client, asked: dict[str, Any]
+) -> None:
+    """No more than that: such a grammar may also live, if the model takes another way through it."""
+    response = complete(http, asked, max_tokens=200)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "grammar_error", S)
+        assert "make it simpler" in error["message"]
+    assert response.status_code == 400 or "a?" not in asked["regex"]
 
 
 def test_row_24_a_slow_one_ends_with_its_worker(hasty: LiveServer) -> None:

@@ -17,16 +17,23 @@ class ServerConfig(Section):
     uds: str | None = setting(None, "Listen on this unix socket instead.")
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
     api_key: str | None = setting(None, "Keys of which clients must send one (commas between them); also from the "
-                                  "environment, PENSTOCK_API_KEY or VLLM_API_KEY.")  # fmt: skip
+                                  "environment, PENSTOCK_API_KEY or VLLM_API_KEY, where other users of the machine "
+                                  "cannot read them.")  # fmt: skip
     api_keys_file: str | None = setting(
         None, "TOML file of keys, one table [name] each: key or key_sha256, weight, tokens_per_minute, "
         "max_concurrent, admin."
     )  # fmt: skip
-    admin_api_key: str | None = setting(None, "Key for the admin routes; without one they do not exist.")
+    admin_api_key: str | None = setting(
+        None, "Key for the admin routes; without one they do not exist. Also from PENSTOCK_ADMIN_API_KEY."
+    )
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM). A changed file is taken up without a restart.")
     ssl_keyfile: str | None = setting(None, "TLS private key (PEM).")
     ssl_ca_certs: str | None = setting(None, "Certificates of clients must be signed by these.")
     allowed_origins: str | None = setting(None, "Origins that browsers may send from (CORS), commas; * is all.")
+    allowed_hosts: str | None = setting(
+        None, "Names that clients may call the server by while it asks for no key, besides localhost, this machine's "
+        "own and host (commas; .example.org: all below it; * is any). Addresses and names without a dot always pass."
+    )  # fmt: skip
     root_path: str = setting("", "Path under which a proxy publishes the server.", allow_empty=True)
     chat_template: str | None = setting(None, "Chat template instead of the model's: a file or the template itself.")
     trust_request_chat_template: bool = setting(False, "Run chat templates that come with requests.")
@@ -53,7 +60,21 @@ class ServerConfig(Section):
     request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
     max_body_bytes: int = setting(32 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)
-    max_connections: int = setting(2048, "Connections at once.", minimum=1)
+    max_connections: int = setting(
+        2048,
+        "Connections at once. When they are used up, those that wait for a request are closed, oldest first.",
+        minimum=1,
+    )
+    max_connections_per_address: int = setting(
+        0,
+        "Of these, those of one client address; 0: three quarters. All clients of a proxy have its address.",
+        minimum=0,
+    )
+    probe_port: int | None = setting(
+        None, "Second port with connections of its own, for /health, /ready, /metrics and /admin only; /metrics needs "
+        "no key there. 0 takes any that is free.", minimum=0, maximum=65535,
+    )  # fmt: skip
+    probe_host: str | None = setting(None, "Address of the second port; by default that of the first.")
     header_timeout: float = setting(10.0, "Seconds in which a request's header must be there.", above=0)
     body_timeout: float = setting(60.0, "Seconds in which a request's body must be there.", above=0)
     max_stream_chars: int = setting(

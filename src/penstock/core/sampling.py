@@ -10,6 +10,10 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy (vLLM's `_SAMPLING_EPS`)."""
 
 
+GRAMMAR_STUCK = "the grammar cannot go on"
+"""How the error begins that ends a row whose grammar, though it compiles, cannot be followed any further."""
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What the output must look like; exactly one is set. Names are vLLM's.
 

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.server.admission import GENERATING, Gate
-from penstock.server.context import ANYONE, Server
+from penstock.server.context import ANYONE, Server, Tenant
 from penstock.server.cors import Cors
 from penstock.server.errors import WireError, wire_error
 from penstock.server.inner import TENANT
+from penstock.server.keys import Keys, is_loopback
 from penstock.server.openapi import Documentation
 from penstock.server.routes import (
     admin,
@@ -39,9 +40,11 @@ from penstock.server.routes import (
 )
 from penstock.server.sse import Gone
 from penstock.server.turns import sampling_defaults
+from penstock.server.web_guard import WebGuard
 
 log = logging.getLogger("penstock.server")
 MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)
+PROBE_PATHS = ("/health", "/ready", "/metrics")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -66,6 +69,15 @@ def make_app(server: Server) -> ASGIApp:
     return Cors(around, origins) if origins else around
 
 
+def make_probe_app(server: Server) -> ASGIApp:
+    """The application of the second port: what operators and their programs ask for, and nothing else."""
+    known = [route for module in (ops, admin) for route in module.ROUTES if isinstance(route, Route)]
+    app = Starlette(routes=[r for r in known if r.path in PROBE_PATHS or r.path.startswith("/admin/")])
+    app.state.server = server
+    app.router.redirect_slashes = False
+    return Around(app, server, probe=True)
+
+
 def allowed_methods(app: Starlette, path: str) -> list[str]:
     """What a path takes, over all its routes."""
     found: set[str] = set()
@@ -84,11 +96,16 @@ class Around:
     """Outermost: gives every answer its request id, asks for the key, turns what is raised into an error object.
 
     Starlette's own middleware is left out: it would answer exceptions in shapes of its own, and raise them again.
+    `probe`: this is the second port, where `PROBE_PATHS` need no key.
     """
 
-    def __init__(self, app: Starlette, server: Server) -> None:
+    def __init__(self, app: Starlette, server: Server, *, probe: bool = False) -> None:
         self.app = app
         self.server = server
+        self._probe = probe
+        self._guard = WebGuard(server.config)
+        if not (probe or is_loopback(server.config.host)):
+            self._guard.learn_full_name()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self.app
@@ -100,6 +117,8 @@ class Around:
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["tenant"] = ANYONE
+        state["probe"] = self._probe
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         started = False
         gate: Gate | None = self.server.parts.get("admission")
 
@@ -120,12 +139,11 @@ class Around:
             await send(message)
 
         try:
-            keys = self.server.parts.get("keys")
             if TENANT in scope:
                 state["tenant"] = scope[TENANT]
-            elif keys is not None:
-                state["tenant"] = keys.identify(scope)
-            if gate is not None and scope["method"] == "POST" and scope["path"] in GENERATING:
+            else:
+                state["tenant"] = self._identify(scope, path)
+            if gate is not None and scope["method"] == "POST" and path in GENERATING:
                 await gate.enter(scope)
             await self.app.router(scope, receive, send_with_id)
         except (Gone, ClientDisconnect):
@@ -135,8 +153,17 @@ class Around:
                 raise  # the connection is closed: nothing true can be said any more
             await self._answer(error, scope)(scope, receive, send_with_id)
 
+    def _identify(self, scope: Scope, path: str) -> Tenant:
+        """Raises WireError."""
+        keys: Keys | None = self.server.parts.get("keys")
+        open_here = self._probe and path in PROBE_PATHS
+        tenant = ANYONE if keys is None or open_here else keys.identify(scope)
+        if tenant is ANYONE and (keys is None or open_here or not keys.has_users):
+            self._guard.check(scope)
+        return tenant
+
     def _answer(self, error: Exception, scope: Scope) -> Response:
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if isinstance(error, HTTPException):
             return self._http(error, scope["method"], path)
         answer = scope["state"]["error"] = wire_error(error)

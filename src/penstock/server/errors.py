@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
+from penstock.core.sampling import GRAMMAR_STUCK
 from penstock.server.disk import trouble
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
-    415: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
+    415: "invalid_request_error", 421: "invalid_request_error", 422: "invalid_request_error",
+    429: "rate_limit_error", 431: "invalid_request_error",
     500: "server_error", 501: "not_implemented_error", 503: "overloaded_error", 504: "timeout_error",
-    507: "server_error",
+    505: "invalid_request_error", 507: "server_error",
 }  # fmt: skip
 _ANTHROPIC = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -75,6 +77,8 @@ def wire_error(error: BaseException) -> WireError:
             return WireError(503, str(error), code="engine_unavailable", retry_after_s=5.0)
         case ConvictedError():
             return WireError(500, str(error), code="request_convicted", retry=False)
+        case EngineError() if str(error).startswith(GRAMMAR_STUCK):  # the client's grammar, not the engine
+            return WireError(400, f"{error}; make it simpler", code="grammar_error", param="structured_outputs")
         case EngineError():
             return WireError(500, str(error), code="engine_error")
         case PenstockError():

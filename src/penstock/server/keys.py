@@ -32,6 +32,7 @@ log = logging.getLogger("penstock.server")
 OPEN_PATHS = ("/health", "/ready", "/")
 """/ and what is below /page/ are the playground's files: they ask for the key that its requests need."""
 ENVIRONMENT = ("PENSTOCK_API_KEY", "VLLM_API_KEY")
+ADMIN_ENVIRONMENT = "PENSTOCK_ADMIN_API_KEY"
 CHECK_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
@@ -76,7 +77,7 @@ class Keys:
         self._refresh()
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         given = _given(scope)
-        tenant = self._find(given)
+        tenant = self._find(next(iter(given))) if len(given) == 1 else None
         if tenant is not None:
             return tenant
         is_open = path in OPEN_PATHS or path.startswith("/page/")
@@ -84,17 +85,19 @@ class Keys:
             return ANYONE
         if not (self.has_users or path.startswith("/admin/")):
             return ANYONE
+        if len(given) > 1:
+            raise WireError(401, "Authorization and x-api-key show different keys; send one of them",
+                            code="invalid_api_key")  # fmt: skip
         if given:
             raise WireError(401, "the API key is not known here", code="invalid_api_key")
         raise WireError(401, "an API key is needed: send the header Authorization: Bearer KEY", code="invalid_api_key")
 
-    def _find(self, given: list[bytes]) -> Tenant | None:
+    def _find(self, given: bytes) -> Tenant | None:
         found = None
-        for text in given:
-            digest = hashlib.sha256(text).digest()
-            for key in self._keys:
-                if hmac.compare_digest(digest, key.digest):
-                    found = key.tenant  # and on: every key takes part in every comparison
+        digest = hashlib.sha256(given).digest()
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key.tenant  # and on: every key takes part in the comparison
         return found
 
     def _salted(self, keys: list[Key]) -> list[Key]:
@@ -133,15 +136,24 @@ class Keys:
             log.info("the keys file was read again: %d keys", len(self._keys))
 
 
-def _given(scope: Scope) -> list[bytes]:
+def only_tenant(scope: Scope, server: Server) -> str | None:
+    """Whose requests and numbers alone this request may be shown; None: everybody's."""
+    tenant: Tenant = scope["state"]["tenant"]
+    keys: Keys | None = server.parts.get("keys")
+    if keys is None or len(keys.tenants) == 1 or tenant.admin or scope["state"].get("probe"):
+        return None
+    return tenant.name
+
+
+def _given(scope: Scope) -> set[bytes]:
     """The keys that a request shows: `Authorization: Bearer`, `x-api-key`."""
-    out = []
+    out = set()
     for name, value in scope["headers"]:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
-            out.append(value[7:].strip())
+            out.add(value[7:].strip())
         elif name == b"x-api-key":
-            out.append(value.strip())
-    return out[:4]
+            out.add(value.strip())
+    return out
 
 
 def _fixed_keys(config: ServerConfig) -> list[Key]:
@@ -150,8 +162,9 @@ def _fixed_keys(config: ServerConfig) -> list[Key]:
         given = next((os.environ[name] for name in ENVIRONMENT if os.environ.get(name)), "")
         texts = [part.strip() for part in given.split(",") if part.strip()]
     keys = [Key(_digest(text), Tenant("default" if len(texts) == 1 else f"key-{n}")) for n, text in enumerate(texts, 1)]
-    if config.admin_api_key is not None:
-        keys.append(Key(_digest(config.admin_api_key), Tenant("admin", admin=True)))
+    admin = config.admin_api_key or os.environ.get(ADMIN_ENVIRONMENT)
+    if admin:
+        keys.append(Key(_digest(admin), Tenant("admin", admin=True)))
     _distinct(keys)
     return keys
 

@@ -11,10 +11,10 @@ import uvicorn
 
 from penstock.config import ServeConfig
 from penstock.engine.link import Link
-from penstock.server.app import make_app
+from penstock.server.app import make_app, make_probe_app
 from penstock.server.build import build, close
 from penstock.server.context import Server
-from penstock.server.protocol import loop_factory, uvicorn_config
+from penstock.server.http_server import HttpServer, loop_factory, uvicorn_config
 
 
 class LiveServer:
@@ -29,7 +29,7 @@ class LiveServer:
         self._thread = threading.Thread(target=self._run, name="penstock-live", daemon=True)
         self.server: Server | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.url = ""
+        self.url = self.probe_url = ""
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
@@ -64,8 +64,14 @@ class LiveServer:
             host, port = listening.getsockname()[:2]
             scheme = "http" if self.server.parts.get("tls") is None else "https"
             self.url = f"{scheme}://{host}:{port}"
-            self._uvicorn = uvicorn.Server(uvicorn_config(self.server, make_app(self.server)))
+            sockets, probe_port = [listening], self._config.server.probe_port
+            configs = [uvicorn_config(self.server, make_app(self.server))]
+            if probe_port is not None:
+                sockets.append(socket.create_server((host, probe_port)))
+                configs.append(uvicorn_config(self.server, make_probe_app(self.server), probe=True))
+                self.probe_url = f"{scheme}://{host}:{sockets[1].getsockname()[1]}"
+            self._uvicorn = HttpServer(*configs)
             asyncio.get_running_loop().call_later(0.01, self._up.set)
-            await self._uvicorn.serve(sockets=[listening])
+            await self._uvicorn.serve(sockets=sockets)
         finally:
             await close(self.server)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 
-import uvicorn
 import uvloop
 
-from penstock.base.errors import ConfigError
 from penstock.base.memory import trim
-from penstock.config import ServeConfig, ServerConfig
+from penstock.config import ServeConfig
 from penstock.engine.spawn import Spawned
-from penstock.server.app import make_app
+from penstock.server.app import make_app, make_probe_app
+from penstock.server.arguments import hide_keys
 from penstock.server.build import build, close
+from penstock.server.connections import want_files
 from penstock.server.context import Server
-from penstock.server.protocol import uvicorn_config
+from penstock.server.http_server import HttpServer, uvicorn_config
+from penstock.server.listen import Sockets, bind
 
 log = logging.getLogger("penstock.server")
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3
@@ -35,74 +32,17 @@ def serve(config: ServeConfig, spare: Spawned | None = None) -> int:
 
     `spare`: an engine process that was spawned already, by this thread.
     """
-    sock = bind(config.server)  # before the model is loaded: a port that is taken should be known at once
+    hide_keys()
+    sockets = bind(config.server)  # before the model is loaded: a port that is taken should be known at once
+    want_files(config.server.max_connections)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, sock, spare))
+            return runner.run(_serve(config, sockets, spare))
     finally:
-        sock.close()
-        if config.server.uds is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(config.server.uds)
+        sockets.close()
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError that says what to change."""
-    if config.uds is not None:
-        return _bind_unix(config.uds)
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"host: {config.host} is no address of this machine: {error.strerror}", field="host"
-        ) from None
-    sock = socket.socket(family, kind, proto)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port: {config.port} is in use on {config.host}; choose another with --port (0: any that is free)",
-                field="port",
-            ) from None
-        if error.errno == errno.EACCES:
-            raise ConfigError(f"port: {config.port} needs privileges; choose one from 1024", field="port") from None
-        raise ConfigError(f"host: cannot listen on {config.host}: {error.strerror}", field="host") from None
-    return sock
-
-
-def _bind_unix(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if os.path.exists(path):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:
-                    os.unlink(path)  # left over from a server that was killed
-                else:
-                    raise ConfigError(f"uds: another server listens on {path}", field="uds")
-        sock.bind(path)
-        os.chmod(path, 0o600)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror}", field="uds") from None
-    return sock
-
-
-class _Uvicorn(uvicorn.Server):
-    """Signals are ours."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def _serve(config: ServeConfig, sock: socket.socket, spare: Spawned | None) -> int:
+async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     signals = 0
@@ -125,14 +65,18 @@ async def _serve(config: ServeConfig, sock: socket.socket, spare: Spawned | None
         await asyncio.gather(building, return_exceptions=True)
         return 128 + signal.SIGINT
     server = building.result()
-    http = _Uvicorn(uvicorn_config(server, make_app(server)))
-    running = asyncio.create_task(http.serve(sockets=[sock]))
     try:
+        sockets.listen()
+        configs = [uvicorn_config(server, make_app(server))]
+        if sockets.probe is not None:
+            configs.append(uvicorn_config(server, make_probe_app(server), probe=True))
+        http = HttpServer(*configs)
+        running = asyncio.create_task(http.serve(sockets=sockets.all))
         while not http.started and not running.done():
             await asyncio.sleep(0.005)
         trim()
         gc.freeze()  # as in the engine's process: collections need not look at what stays
-        announce(server, sock)
+        announce(server, sockets)
         failed = asyncio.create_task(_failed(server))
         await asyncio.wait({running, told, failed}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set() and failed.done():
@@ -169,15 +113,13 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
         log.warning("shutting down: %d requests are aborted", server.client.num_live)
 
 
-def announce(server: Server, sock: socket.socket) -> None:
+def announce(server: Server, sockets: Sockets) -> None:
     """Tell people where it listens and what to try, on standard output."""
     scheme = "https" if server.config.ssl_certfile else "http"
     if server.config.uds is not None:
         where, option = "http://localhost", f"--unix-socket {server.config.uds} "
     else:
-        host, port = sock.getsockname()[:2]
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        where, option = f"{scheme}://{host}:{port}", ""
+        where, option = f"{scheme}://{_address(sockets.main)}", ""
     info = server.client.info
     assert info is not None
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if server.parts.get("keys") is not None else ""
@@ -185,11 +127,19 @@ def announce(server: Server, sock: socket.socket) -> None:
     path, body = ("chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]') if chat else (
         "completions", '"prompt": "Once upon a time"'
     )  # fmt: skip
+    probes = "" if sockets.probe is None else f"probes and /admin on {scheme}://{_address(sockets.probe)}\n"
     sys.stdout.write(
         f"penstock serves {server.model_name} on {where} ({info.num_params / 1e6:,.1f} M parameters, {info.dtype}, "
         f"context {info.max_model_len}, {info.num_blocks} blocks of {info.block_size} tokens)\n"
-        f"try:  curl {option}{where}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
+        f"{probes}try:  curl {option}{where}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"        -d '{{{body}, \"max_tokens\": 64}}'\n"
         f"or open {where}/ in a browser\n"
     )
     sys.stdout.flush()
+
+
+def _address(sock: socket.socket) -> str:
+    """Where people of this machine reach it: host and port."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{host}:{port}"

@@ -79,9 +79,11 @@ class Metrics(Collector):
         if info is not None and info.pid:
             ProcessCollector("penstock_engine", self._engine_pid, registry=self.registry)
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self.registry)
+    def render(self, only: str | None = None) -> bytes:
+        """Prometheus' text format. `only`: the one tenant whose numbers are told; None: all of them."""
+        tenants = CollectorRegistry()
+        tenants.register(_Tenants(self, only))
+        return generate_latest(self.registry) + generate_latest(tenants)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once
@@ -100,6 +102,11 @@ class Metrics(Collector):
     def _engine_pid(self) -> int:
         info = self.server.client.info
         return info.pid if info is not None else 0
+
+    def tenants(self, only: str | None) -> Iterator[Metric]:
+        values = {key: n for key, n in self.stats.tenants.items() if only is None or key[0] == only}
+        text = "Requests and tokens by tenant."
+        yield from self._labelled(CounterMetricFamily, "tenant", text, ("tenant", "kind"), values)
 
     # -- shapes --------------------------------------------------------------------------------------------------
 
@@ -210,9 +217,6 @@ class Metrics(Collector):
         text = "Refused at arrival, by reason."
         yield from self._labelled(CounterMetricFamily, "admission_rejections", text, ("reason",), rejected, BOTH)
         yield from self._labelled(CounterMetricFamily, "request_errors", "Error answers.", ("status",), s.errors)
-        yield from self._labelled(
-            CounterMetricFamily, "tenant", "Requests and tokens by tenant.", ("tenant", "kind"), s.tenants
-        )
         text = "Finished requests with a tpot_slo_ms, by whether they kept it."
         yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
         restarts = self.server.client.num_restarts
@@ -288,6 +292,20 @@ class Metrics(Collector):
         yield from self._gauge("start_time_seconds", "When the server was ready, in Unix time.", self._began)
         yield from self._gauge("max_num_seqs", "Sequences at once.", info.max_num_seqs)
         yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)
+
+
+class _Tenants(Collector):
+    """What not everybody may see."""
+
+    def __init__(self, metrics: Metrics, only: str | None) -> None:
+        self._metrics = metrics
+        self._only = only
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.tenants(self._only)
 
 
 # -- the same numbers for others ---------------------------------------------------------------------------------

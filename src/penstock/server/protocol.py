@@ -16,21 +16,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import httptools
 import msgspec
-import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from penstock.server.connections import Connections, possible
 from penstock.server.errors import WireError
+from penstock.server.header_rules import wrong_header
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
     from penstock.config.server import ServerConfig
-    from penstock.server.context import Server
 
 log = logging.getLogger("penstock.server")
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -52,64 +49,34 @@ class HttpLimits:
     header_s: float = 10.0
     body_bytes: int = 32 << 20
     body_s: float = 60.0
-    connections: int = 2048
+    open: Connections = field(default_factory=lambda: Connections(2048))
     write_s: float = 60.0
     linger_s: float = 1.0
     pending_bytes: int = 256 << 20
     upload_bytes: int = 0
     upload_s: float = 3600.0
     pending_now: int = 0
+    num_sent_away: int = 0
+    """Connections that were refused and have not ended yet."""
     refused: dict[int, int] = field(default_factory=dict)
     """Refusals so far, by status."""
 
     @classmethod
-    def of(cls, config: ServerConfig) -> HttpLimits:
+    def of(cls, config: ServerConfig, max_connections: int) -> HttpLimits:
+        most = possible(max_connections)
+        if most < max_connections:
+            log.warning("this process may open too few files for %d connections; %d are possible (ulimit -n)",
+                        max_connections, most)  # fmt: skip
         return cls(
             header_bytes=config.max_header_bytes,
             header_s=config.header_timeout,
             body_bytes=config.max_body_bytes,
             body_s=config.body_timeout,
-            connections=config.max_connections,
+            open=Connections(most, config.max_connections_per_address),
             pending_bytes=max(256 << 20, 4 * config.max_body_bytes),
             # The form around the file takes some bytes too.
             upload_bytes=config.max_files_bytes + (1 << 20),
         )
-
-
-def uvicorn_config(server: Server, app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn has to run a built server: this protocol, no websockets, the server's TLS context if it has one.
-
-    The sockets, the signals and the loop (`loop_factory`) are the caller's.
-    """
-    limits = HttpLimits.of(server.config)
-    server.parts["http"] = limits
-    config = uvicorn.Config(
-        app,
-        http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits=limits)),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        root_path=server.config.root_path.rstrip("/"),
-        # Longer than clients keep idle connections: then it is they who close them, and no request meets a closed one.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-    )
-    config.load()
-    tls = server.parts.get("tls")
-    config.ssl = tls.context if tls is not None else None
-    return config
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where there is one; None is asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return cast("Callable[[], asyncio.AbstractEventLoop]", uvloop.new_event_loop)
 
 
 class _Refused(Exception):
@@ -136,6 +103,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._feeding = False
         self._deaf = False
         """Nothing more is read of what the client sends."""
+        self._sent_away = False
+        self._idle_bytes = 0
+        """Received of a body without any of its content: chunks' extensions, trailers."""
         self._refusal: bytes | None = None
         """Goes out when all earlier requests have been answered."""
         self._timer: asyncio.TimerHandle | None = None
@@ -145,16 +115,21 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
+        room = self._limits.open
+        if not room.enter(self, self.client):
+            self._limits.num_sent_away += 1
+            self._sent_away = True
             self._refuse(WireError(503, "too many connections; try again later", code="too_many_connections",
                                    retry_after_s=1.0))  # fmt: skip
-            if len(self.connections) > self._limits.connections + 64:
+            if self._limits.num_sent_away > 64:
                 self.transport.close()  # no courtesy to a flood
             return
         self._arm(self._limits.header_s, self._header_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._limits.open.leave(self)
+        self._limits.num_sent_away -= self._sent_away
         if self._write_timer is not None:
             self._write_timer.cancel()
         self._deaf = True
@@ -165,6 +140,14 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         super().connection_lost(exc)
         self.pipeline.clear()  # these are never answered
+
+    def give_way(self) -> bool:
+        """Close a connection that waits for a request, for another that wants to come in."""
+        if self.transport.get_write_buffer_size():
+            return False  # its last answer has not been read
+        self._deaf = True
+        self.transport.close()
+        return True
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -200,6 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _feed_piece(self, view: memoryview) -> int:
         """Parse the next bytes; returns how many. In a header, no more than it may still have."""
         limits, in_header, begun = self._limits, self._phase != "body", self._num_begun
+        received = self._body_bytes
         size = max(1, limits.header_bytes - self._header_bytes) if in_header else _BODY_PIECE
         piece = view[:size]
         try:
@@ -218,6 +202,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_bytes = 0 if fresh > 1 or (fresh and not in_header) else self._header_bytes + len(piece)
             if self._header_bytes >= limits.header_bytes:
                 self._refuse(WireError(431, f"the header has more than {limits.header_bytes} bytes"))
+        elif self._phase == "body":
+            self._idle_bytes = 0 if in_header or self._body_bytes > received else self._idle_bytes + len(piece)
+            if self._idle_bytes >= limits.header_bytes:
+                self._refuse(WireError(431, f"the body has {limits.header_bytes} bytes or more between its contents"))
         if self.pipeline:
             self.flow.resume_reading()  # uvicorn has paused it: nobody would notice a disconnect
         return len(piece)
@@ -234,13 +222,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._limits.headers:
             self._stop(WireError(431, f"the request has more than {self._limits.headers} header fields"))
+        if self._phase == "body":
+            return  # a trailer: nobody asked for one, and as a header it would have come too late to be checked
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._disarm()
-        error = self._wrong_header()
+        error = wrong_header(self.parser.get_http_version(), self.url, self.headers)
+        length = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        if error is None and int(length) > self._body_limit:
+            error = self._too_large()
         if error is not None:
             self._stop(error)
+        self._limits.open.works(self)
         super().on_headers_complete()
         self._phase, self._own = "body", self.cycle
         self._open.append(self.cycle)
@@ -259,22 +253,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def _body_s(self) -> float:
         limits = self._limits
         return max(limits.body_s, limits.upload_s) if self._uploads else limits.body_s
-
-    def _wrong_header(self) -> WireError | None:
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
-        if len(lengths) > 1 or (lengths and codings) or len(codings) > 1:
-            return WireError(400, "the header gives the length of the body more than once")
-        if codings and codings[0].strip().lower() != b"chunked":
-            return WireError(501, "the only Transfer-Encoding is chunked")
-        if sum(name == b"host" for name, _ in self.headers) > 1:
-            return WireError(400, "the header names the host more than once")
-        if lengths and int(lengths[0]) > self._body_limit:
-            return self._too_large()
-        for name, value in self.headers:
-            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-                return WireError(415, "compressed request bodies are not taken; send it without Content-Encoding")
-        return None
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -299,6 +277,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._open:
             self._let_go()
         super().on_response_complete()
+        if not self._open and self._phase != "body":
+            self._limits.open.rests(self)
         if not self._open and self._refusal is not None:
             self._say_last(self._refusal)
         elif self._backlog and not (self.pipeline or self._deaf or self._feeding):

@@ -18,6 +18,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.context import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.encoding import Fit, TextEncoding
+from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
 from penstock.text.validate import (
     bad_sequences,
@@ -174,6 +175,7 @@ class Service:
             raise InputError(f"{param} must not be empty", param=param)
         tokenizer = self.need_tokenizer()
         template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
+        messages = known_roles(template, messages, param)
         options = {
             "tools": tools, "kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,

@@ -192,9 +192,10 @@ class Stats:
         if tpot_s is not None and slo_s is not None:
             self.tpot_slo["yes" if tpot_s <= slo_s else "no"] += 1
         self.recent.append({
-            "id": stream.request_id, "endpoint": call.endpoint if call is not None else "", "ending": ended,
-            "time_s": metrics.finished_s, "prompt_tokens": prompt, "cached_tokens": output.num_cached_tokens,
-            "generated_tokens": sum(tokens), **{name: t[name] for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")},
+            "id": stream.request_id, "tenant": tenant, "endpoint": call.endpoint if call is not None else "",
+            "ending": ended, "time_s": metrics.finished_s, "prompt_tokens": prompt,
+            "cached_tokens": output.num_cached_tokens, "generated_tokens": sum(tokens),
+            **{name: t[name] for name in ("queue_s", "ttft_s", "tpot_s", "e2e_s")},
         })  # fmt: skip
 
     def on_refused(self, status: int, code: str | None) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import TokenRules
+from penstock.core.sampling import GRAMMAR_STUCK, TokenRules
 from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.text.grammar.compile import told
@@ -99,7 +99,7 @@ class _State:
         matcher = self._started()
         taken = 0 if matcher is None else matcher.try_consume_tokens(added)
         if matcher is not None and matcher.is_error():
-            self.problem = f"the grammar cannot go on: {told(matcher.get_error())}"
+            self.problem = f"{GRAMMAR_STUCK}: {told(matcher.get_error())}"
         self.tokens += added[:taken]
         self.surplus += added[taken:]
 
@@ -128,7 +128,7 @@ class _State:
             return
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            self.problem = f"the grammar cannot go on: {told(matcher.get_error())}"
+            self.problem = f"{GRAMMAR_STUCK}: {told(matcher.get_error())}"
         mask = np.unpackbits(bits, count=self.size + 1, bitorder="little").view(np.bool_)
         # Where nothing goes on, the library allows the end even if the grammar does not.
         self.may_end = bool(mask[self.size]) and matcher.is_accepting()

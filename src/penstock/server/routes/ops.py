@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from penstock import __version__
 from penstock.server.context import Server
 from penstock.server.errors import WireError
+from penstock.server.keys import only_tenant
 from penstock.server.metrics import draining, load_of
 
 _MIB = 1 << 20
@@ -56,7 +57,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     server: Server = request.app.state.server
     return Response(
-        server.parts["metrics"].render(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        server.parts["metrics"].render(only_tenant(request.scope, server)),
+        headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
     )
 
 
@@ -97,13 +99,14 @@ async def slots(request: Request) -> Response:
 
 
 async def state(request: Request) -> Response:
-    """All that the page shows of the engine; `?points=N`: seconds of history."""
+    """All that the page shows of the engine; `?points=N`: seconds of history. A key sees its own requests only."""
     server: Server = request.app.state.server
     client, stats = server.client, server.parts["stats"]
     info, snapshot = client.info, client.snapshot
     asked = request.query_params.get("points", "")
     points = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 60
     reason = unready(server)
+    only = only_tenant(request.scope, server)
     return json_response({
         "now_s": stats.clock.now(),
         "unix_s": time.time(),
@@ -124,13 +127,13 @@ async def state(request: Request) -> Response:
         },
         "kv": {"total": snapshot.kv_total, "used": snapshot.kv_used, "cached": snapshot.kv_evictable},
         "prefix": {
-            "tree": snapshot.prefix_tree,
+            "tree": snapshot.prefix_tree if only is None else [],  # of everybody's prompts together
             "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
         },
         "preemptions": stats.counter("num_preemptions"),
         "speculation": stats.acceptance.figures() if server.speculates else None,
         "history": stats.history(points),
-        "recent": list(stats.recent),
+        "recent": [row for row in stats.recent if only is None or row["tenant"] == only],
     })  # fmt: skip
 
 

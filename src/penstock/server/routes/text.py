@@ -21,6 +21,7 @@ from penstock.server.schema.text import (
     TemplateResponse,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
 )
 from penstock.server.sse import encoder, unless_gone
 from penstock.server.turns import Caller, asker_of, caller_of, check_model
@@ -78,6 +79,23 @@ async def _detokenized(caller: Caller, body: DetokenizeRequest) -> str:
     return await server.service.encoding.work(len(body.tokens), asker_of(caller), text)
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """vLLM's, which remote tokenizers read (lm-eval's: the tokens and the template). For everybody with a key."""
+    server: Server = request.app.state.server
+    tokenizer = server.service.need_tokenizer()
+    answer = TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        bos_token=tokenizer.bos_token or None,
+        eos_token=tokenizer.eos_token or None,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_ids[0] if tokenizer.eos_ids else None,
+        vocab_size=server.service.limits.vocab_size,
+        model_max_length=server.service.limits.context[0],
+        chat_template=server.service.chat_template,
+    )
+    return _json(answer)
+
+
 async def apply_template(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, TemplateRequest)
@@ -114,10 +132,12 @@ def _json(value: Any) -> Response:
 ROUTES: list[BaseRoute] = [
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
     Route("/apply-template", apply_template, methods=["POST"]),
 ]
 DOCS = {
     ("POST", "/tokenize"): ("Token ids of a text or of a conversation", TokenizeRequest, TokenizeResponse),
     ("POST", "/detokenize"): ("The text of token ids", DetokenizeRequest, DetokenizeResponse),
+    ("GET", "/tokenizer_info"): ("The tokenizer's special tokens and the chat template", None, TokenizerInfo),
     ("POST", "/apply-template"): ("A conversation as the model will read it", TemplateRequest, TemplateResponse),
 }

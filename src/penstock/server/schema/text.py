@@ -30,6 +30,19 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """What vLLM tells of a tokenizer, as far as it does not depend on a library. Tokens are their literals."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]

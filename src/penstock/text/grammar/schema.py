@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from penstock.base.errors import InputError
+from penstock.text.grammar.nesting import MAX_REGEX_REPEATS, check_repeats, regex_repeats
 
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_DEPTH = 64
@@ -189,6 +190,7 @@ class _Check:
 def _pattern(value: Any, path: str) -> None:
     if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
         _refuse(path, f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters")
+    check_repeats(regex_repeats(value), MAX_REGEX_REPEATS, path)
 
 
 def _number(key: str, value: Any, path: str) -> None:

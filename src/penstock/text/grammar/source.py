@@ -10,6 +10,13 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
+from penstock.text.grammar.nesting import (
+    MAX_REGEX_REPEATS,
+    MAX_RULE_REPEATS,
+    check_repeats,
+    regex_repeats,
+    rule_repeats,
+)
 from penstock.text.grammar.schema import MAX_SCHEMA_CHARS, json_schema_check
 
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -55,6 +62,7 @@ def grammar_of(asked: StructuredOutputs, param: str = "structured_outputs") -> s
         return json_grammar({"type": "object"}, where)
     if kind == "regex":
         _text(value, MAX_REGEX_CHARS, where)
+        check_repeats(regex_repeats(value), MAX_REGEX_REPEATS, where)
         return json.dumps({"grammars": [{"lark_grammar": f"start: {_lark_regex(value)}"}]})
     if kind == "choice":
         return _choice(value, where)
@@ -152,6 +160,7 @@ def _rules(value: Any, where: str) -> str:
     rules = len(_RULE.findall(value))
     if rules > MAX_RULES:
         raise InputError(f"{where} has {rules} rules; at most {MAX_RULES} are possible", param=where)
+    check_repeats(rule_repeats(value), MAX_RULE_REPEATS, where)
     if not _LARK.search(value):
         return lark_grammar(_translated(value, where))
     for n, found in enumerate(_JSON.finditer(value)):
