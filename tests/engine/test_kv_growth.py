@@ -135,7 +135,7 @@ def test_tokens_do_not_depend_on_neighbours(name: str, depth: int) -> None:
         memory = Memory(0, script=random.Random(seed))
         core = engine(name, knobs, memory)
         assert run(core, prompts(10)) == expected
-        assert core.stats.num_kv_refusals > 2
+        assert core.stats.num_kv_refusals > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -231,6 +231,7 @@ def test_two_engines_share_what_there_is(caplog: pytest.LogCaptureFixture) -> No
     assert not any(core.has_work for core in cores)
     assert answers == [expected, expected]
     assert all(core.stats.num_kv_refusals for core in cores)
+    assert sum(core.stats.num_preemptions for core in cores) > 0, "nobody had to give way: the test is too tame"
 
 
 @pytest.mark.parametrize("cached", [True, False])
