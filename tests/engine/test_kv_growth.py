@@ -97,6 +97,11 @@ def pass_time(core: EngineCore, seconds: float = 0.1) -> None:
     core.clock.wait_until(core.clock.now() + seconds)
 
 
+def rest(core: EngineCore) -> None:
+    assert core.grower is not None
+    core.grower.rest(core)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_is_taken_as_it_is_used(name: str) -> None:
     memory = Memory(GIB)
@@ -157,7 +162,7 @@ def test_a_run_replays_whatever_memory_there_is_now(tmp_path: Path, name: str, d
         pass_time(core, rng.choice([0.1, 0.5]))
         if not core.has_work:
             pass_time(core, 2 * grower.REST_S)
-            core.grower.rest(core)
+            rest(core)
     assert core.recorder is not None
     assert core.stats.num_kv_refusals > 2
     core.recorder.save(tmp_path / "run.log")
@@ -241,16 +246,16 @@ def test_an_engine_at_rest_gives_back_what_nobody_needs(monkeypatch: pytest.Monk
     core = engine("llama_gqa", Knobs(num_blocks=400, prefix_cache="radix" if cached else "none"), memory)
     first = run(core, prompts(20))
     held = sum(memory.taken.values())
-    core.grower.rest(core)
+    rest(core)
     assert not core.has_work, "only after a while"
     pass_time(core, grower.REST_S + 1)
-    core.grower.rest(core)
+    rest(core)
     assert core.step() == [] if core.has_work else cached
     core.kv.check_invariants([])
     if not cached:
         assert core.kv.backing.num_slabs == [backing.MIN_AHEAD]
         assert sum(memory.taken.values()) < held / 4
-    core.grower.rest(core)
+    rest(core)
     assert not core.has_work, "once"
     again = prompts(20)
     assert list(run(core, again).values()) == list(first.values())
