@@ -6,10 +6,9 @@ Every row starts `penstock serve` once with an empty cache of packed weights (*f
 that cache (*again*). Seconds are from the start of the process to its word that it listens, which it says when it is
 ready, and to the end of a first request of 8 tokens. Memory is the proportional set size (PSS) of the server and all
 its processes, after that request and once it changes no more (KV memory is touched behind the start; after `SETTLE_S`
-at the latest), beside what was planned: packed weights as they lie in the cache, KV memory as reserved. *peak* is the
-largest sum seen from the moment it is ready, read every 50 ms; *rest* is what the peak has beyond weights and KV: at
-most 300 MB is the goal, below zero is KV that was not touched. Files are in the page cache: nothing was read from a
-disk.
+at the latest), beside packed weights as they lie in the cache and KV memory as taken by then. *peak* is the largest
+sum seen from the moment it is ready, read every 50 ms; *rest* is what the peak has beyond weights and KV: at most
+300 MB is the goal. Files are in the page cache: nothing was read from a disk.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import threading
 import time
@@ -29,7 +27,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
-from server import ASKED, COMMAND, serving
+from server import ASKED, serving
 
 from penstock.launch.bundled import bundled_model
 
@@ -105,13 +103,8 @@ def one_start(model: str, scheme: str, cache: Path) -> dict[str, Any]:
         held = pss_bytes(pid)
     return {
         "ready_s": ready_s, "answered_s": answered_s, "pss_bytes": held, "peak_bytes": max([held, *seen]),
-        "text": answer.json()["choices"][0]["text"], "kv_tokens": state["kv"]["total"] * state["engine"]["block_size"],
+        "text": answer.json()["choices"][0]["text"], "kv_bytes": state["kv"]["held_bytes"],
     }  # fmt: skip
-
-
-def kv_bytes_per_token(model: str) -> int:
-    done = subprocess.run([*COMMAND, "plan", model, "--json"], capture_output=True, check=True)
-    return int(json.loads(done.stdout)["kv_bytes_per_token"])
 
 
 def row(model: str, scheme: str, repeats: int) -> dict[str, Any]:
@@ -122,7 +115,7 @@ def row(model: str, scheme: str, repeats: int) -> dict[str, Any]:
     assert {run["text"] for run in again} == {first["text"]}, "weights from the cache gave another text"
     return {
         "model": Path(model).name, "scheme": scheme, "packed_bytes": packed, "first": first, "again": again,
-        "kv_bytes": first["kv_tokens"] * kv_bytes_per_token(model),
+        "kv_bytes": max(run["kv_bytes"] for run in again),
         "ready_s": statistics.median(run["ready_s"] for run in again),
         "answered_s": statistics.median(run["answered_s"] for run in again),
         "pss_bytes": max(run["pss_bytes"] for run in again),

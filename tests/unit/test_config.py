@@ -53,7 +53,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "prompt_compressor": "pico", "block_size": 32,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
-        "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
+        "gpu_memory_utilization": None, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",
         "kv_cache_dtype": "auto", "kv_rotation": "none", "kv_selector": "none", "kv_budget": "25%",
         "kv_selector_config": None,
         "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,

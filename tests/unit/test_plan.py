@@ -61,7 +61,7 @@ def test_defaults_on_a_roomy_machine() -> None:
     assert p.kv_bytes == 512 * 32 * 2 * (2 * 2 * 8 * 4)
     assert decided(p) == {
         "dtype": "float32", "kv_cache_dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 512,
-        "num_gpu_blocks": 512, "max_num_seqs": 64,
+        "num_gpu_blocks": 512, "max_num_seqs": 64, "kv_cache_memory_bytes": p.kv_bytes,
     }  # fmt: skip
     assert all(d.why for d in p.decisions)
 
@@ -248,6 +248,53 @@ def test_page_ids_stay_within_int32() -> None:
     assert plan(tiny, machine(10**15), kv_cache_memory_bytes=10**14, block_size=1).num_slabs == (2**31 - 1,)
 
 
+# --- the default leaves memory to others
+
+PER_TOKEN = 2 * (2 * 2 * 8 * 4)
+
+
+def test_by_default_there_is_memory_for_sequences_of_a_modest_context() -> None:
+    p = plan(model(max_position=8192))
+    assert p.kv_capacity_tokens == 64 * 2048
+    assert "64 sequences of 2048 tokens" in why(p, "kv_cache_memory_bytes")
+    assert plan(model(max_position=8192), max_num_seqs=500).kv_capacity_tokens == 500 * 2048
+    assert plan(model(max_position=1000)).kv_capacity_tokens == 64 * 1024, "nobody needs more"
+    assert plan(model(max_position=8192), kv_allocator="contiguous").kv_capacity_tokens == 64 * 8192
+
+
+def test_by_default_kv_takes_a_quarter_of_what_is_free_at_most() -> None:
+    spec, box = model(max_position=8192), machine(GIB)
+    p = plan(spec, box, max_num_seqs=10_000)
+    assert p.kv_bytes == pytest.approx((GIB - p.weight_bytes) / 4, abs=32 * PER_TOKEN)
+    assert "a quarter of the" in why(p, "kv_cache_memory_bytes")
+
+
+@pytest.mark.parametrize("share", [0.26, 0.3, 0.42])
+def test_the_default_never_shortens_the_context(share: float) -> None:
+    """One sequence of the whole length is more than a quarter of what is free, but it fits."""
+    length = int(share * GIB) // PER_TOKEN // 32 * 32
+    spec, box = model(max_position=length), machine(GIB)
+    p = plan(spec, box)
+    assert p.max_model_len == p.kv_capacity_tokens == length
+    assert f"one sequence of max_model_len {length}" in why(p, "kv_cache_memory_bytes")
+
+
+@pytest.mark.parametrize("spec", [model(SLOT), model(FULL, SLOT), model(SLIDING), model(FULL, SLIDING, SLOT)])
+@pytest.mark.parametrize("seqs", [1, 8, 100])
+def test_the_default_has_states_and_windows_for_everybody(spec: ModelSpec, seqs: int) -> None:
+    p, everything = (plan(spec, max_num_seqs=seqs, **more) for more in ({}, {"gpu_memory_utilization": 0.9}))
+    assert p.num_slabs == everything.num_slabs, "of 256 tokens all sequences can have all that they need"
+
+
+def test_whoever_asks_for_all_gets_all() -> None:
+    spec, box = model(max_position=10**6), machine(4 * GIB)
+    assert plan(spec, box, gpu_memory_utilization=0.9).kv_bytes > 3 * GIB
+    assert plan(spec, box, kv_cache_memory_bytes=3 * GIB).kv_bytes == pytest.approx(3 * GIB, rel=1e-4)
+    blocks = plan(spec, box, num_gpu_blocks_override=40_000)
+    assert blocks.num_slabs == (40_000,)
+    assert "kv_cache_memory_bytes" not in decided(blocks)
+
+
 # --- refusals
 
 
@@ -299,7 +346,8 @@ def held(window: int, step_tokens: int, block_size: int = 32) -> int:
 
 
 def test_G26_a_window_group_gets_what_its_sequences_can_hold() -> None:
-    p = plan(model(FULL, SLIDING, FULL, WIDER, max_position=8192), max_num_batched_tokens=64, max_num_seqs=4)
+    spec = model(FULL, SLIDING, FULL, WIDER, max_position=8192)
+    p = plan(spec, max_num_batched_tokens=64, max_num_seqs=4, gpu_memory_utilization=0.9)
     assert [(g.spec.kind, g.spec.window, g.layers) for g in p.groups] == [
         ("paged", None, (0, 2)), ("window", 100, (1,)), ("window", 1000, (3,)),
     ]  # fmt: skip

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
-from penstock.core.machine import Machine
 from penstock.runner import memory
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.memory import Array, populate, zeroed
@@ -33,6 +32,10 @@ def resident(array: Array) -> float:
     return sum(page & 1 for page in pages) / count
 
 
+def whole(array: Array) -> tuple[Array, int, int]:
+    return array, 0, array.nbytes
+
+
 @pytest.fixture
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "SMALL_BYTES", 0)
@@ -43,7 +46,7 @@ def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_arrays_are_touched_by_a_thread() -> None:
     array = zeroed((16 << 20,), np.uint8)
     assert resident(array) < 0.5
-    thread = populate([array])
+    thread = populate([whole(array)])
     assert thread is not None
     thread.join(60)
     assert resident(array) == 1.0
@@ -55,7 +58,7 @@ def test_touching_changes_no_byte() -> None:
     """Somebody writes while the thread goes over the same pages."""
     array = zeroed((48 << 20,), np.uint8)
     wanted = np.random.default_rng(1).integers(0, 256, array.size, np.uint8)
-    thread = populate([array])
+    thread = populate([whole(array)])
     assert thread is not None
     array[:] = wanted
     thread.join(60)
@@ -76,7 +79,7 @@ def test_memory_that_is_given_up_is_not_touched_on(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda *a, **k: Libc())
     array = zeroed((8 << 20,), np.uint8)
-    thread = populate([array])
+    thread = populate([whole(array)])
     assert thread is not None
     del array
     gc.collect()
@@ -98,7 +101,7 @@ def test_the_first_blocks_of_all_arrays_come_first(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda *a, **k: Libc())
     arrays = [zeroed((num_bytes,), np.uint8) for num_bytes in (24 << 20, (12 << 20) + 5)]
-    thread = populate(arrays)
+    thread = populate(map(whole, arrays))
     assert thread is not None
     thread.join(30)
     shares = []
@@ -114,37 +117,37 @@ def test_the_first_blocks_of_all_arrays_come_first(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("_all_is_large")
-def test_a_quarter_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines that each planned for half of a machine have no pages touched that only a full cache would need."""
-    looks: list[int] = []
-
-    def machine() -> Machine:
-        looks.append(1)
-        return Machine(num_cores=2, memory_bytes=400, available_bytes=100 if len(looks) < 3 else 99, arch="x86_64")
-
-    monkeypatch.setattr(memory, "probe", machine)
-    array = zeroed((64 << 20,), np.uint8)
-    thread = populate([array])
-    assert thread is not None
-    thread.join(60)
-    assert len(looks) == 3
-    assert 0.45 < resident(array) < 0.55
+def test_storage_takes_what_it_is_told_to_and_gives_back_the_rest() -> None:
+    """Slabs are backed from the front, in every plane; what was given back reads as zeros."""
+    wide = CacheGroup(0, CacheSpec("paged", (Plane("k", 8, 64, "float32"), Plane("v", 8, 64, "float32"))), (0, 1))
+    storage = Storage((wide,), [512], 16)  # 32 MiB a plane
+    planes = storage.planes[0].values()
+    assert all(resident(array) < 0.1 for array in planes)
+    for wanted, least, most in ((128, 0.25, 0.4), (256, 0.5, 0.65), (64, 0.125, 0.25), (512, 1, 1)):
+        storage.back([wanted])
+        if storage._populating is not None:
+            storage._populating.join(60)
+        assert all(least <= resident(array) <= most for array in planes), f"{wanted} of 512"
+        for array in planes:
+            assert not array[-2:].any()
+            array[2 * wanted - 1] = 7
 
 
 def test_small_arrays_are_filled_at_once() -> None:
     array = zeroed((1 << 20,), np.uint8)
     assert resident(array) == 1.0
-    assert populate([array]) is None
+    assert populate([whole(array)]) is None
 
 
 @pytest.mark.usefixtures("_all_is_large")
 def test_virtual_planes_stay_untouched() -> None:
     storage = Storage((GROUP,), [256], 16)
     lazy = LazyStorage((GROUP,), [256], 16)
+    storage.back([256])
+    lazy.back([256])
     assert storage._populating is not None
     storage._populating.join(60)
     assert resident(storage.planes[0]["k"]) == 1.0
-    assert lazy._populating is None
     assert resident(lazy.planes[0]["k"]) == 0.0
 
 
@@ -159,7 +162,7 @@ def test_memory_is_touched_only_while_nobody_else_wants_the_processor(monkeypatc
 
     monkeypatch.setattr(memory, "_touch", watched)
     array = memory.zeroed((memory.SMALL_BYTES + mmap.PAGESIZE,), np.uint8)
-    thread = memory.populate([array])
+    thread = memory.populate([whole(array)])
     assert thread is not None
     thread.join(60)
     assert policies == [os.SCHED_IDLE]

@@ -68,16 +68,18 @@ class CacheConfig(Section):
 
     block_size: int = setting(32, "Tokens per KV block.", minimum=1)
     kv_cache_memory_bytes: int | None = setting(
-        None, "Bytes for KV blocks and recurrent states, instead of what gpu_memory_utilization allows.", minimum=1
+        None, "Bytes for KV blocks and recurrent states, at most; all are taken only if they are used.", minimum=1
     )
     num_gpu_blocks_override: int | None = setting(
         None,
         "Number of KV blocks, instead of a number computed from memory (vLLM's name; here: of main memory).",
         minimum=1,
     )
-    gpu_memory_utilization: float = setting(
-        0.9,
-        "Fraction of the memory left after weights and reserve that KV may take (vLLM's name; here: of main memory).",
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Fraction of main memory left after weights and reserve that KV may take (vLLM's name). By default: enough for "
+        "max_num_seqs sequences of 2048 tokens, at most a quarter of what weights leave, at least one of "
+        "max_model_len.",
         above=0.0,
         maximum=1.0,
     )
@@ -213,6 +215,13 @@ class EngineConfig:
                 f"{cache.kv_cache_memory_bytes}: both set the size of the KV memory; give only one of them",
                 field="num_gpu_blocks_override",
             )
+
+    @property
+    def sizes_kv(self) -> bool:
+        """Whether somebody said how much memory KV may take."""
+        cache = self.cache
+        given = (cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override, cache.gpu_memory_utilization)
+        return any(size is not None for size in given)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -16,6 +16,20 @@ class Decision(msgspec.Struct, frozen=True):
     why: str
 
 
+class PoolGrowth(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """How much of the KV memory there is from now on: what the machine said, logged with the intake.
+
+    Attributes:
+        num_slabs: slabs of each cache group that have memory behind them.
+        is_short: there was too little; until the next one the pools are no larger than this.
+        at_rest: nothing runs, and what is free behind the last slab in use was given back.
+    """
+
+    num_slabs: list[int]
+    is_short: bool = False
+    at_rest: bool = False
+
+
 @dataclass
 class EngineStats:
     """Counters since start. Units: tokens, blocks or steps as named."""
@@ -27,6 +41,9 @@ class EngineStats:
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
+    num_kv_growths: int = 0
+    """Times that more memory was taken for KV; `num_kv_refusals`: times that there was too little."""
+    num_kv_refusals: int = 0
     num_recomputed_tokens: int = 0
     num_forks: int = 0
     num_finished: int = 0

@@ -30,7 +30,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     pid: int = 0
     memory_bytes: dict[str, int] = {}
-    """Bytes that were set aside for good, by what for."""
+    """Bytes by what for, "weights" and "kv_limit": what KV may take."""
     load_s: float = 0.0
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
@@ -40,7 +40,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """How the engine is doing. Sent with outputs and while idle, at most every tenth of a second.
 
     `step` counts steps; `time_s` is the monotonic clock of the machine. Counters are `core.events.EngineStats`' names.
-    `memory_bytes`: bytes by subsystem ("weights", "kv", "prefix_tree", ...). KV numbers are blocks of all groups.
+    `memory_bytes`: bytes by subsystem ("weights", "prefix_tree", ...; "kv" is what was taken for KV, "kv_limit" what it
+    may take). KV numbers are blocks of all groups.
     """
 
     time_s: float = 0.0

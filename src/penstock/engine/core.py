@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
+from penstock.core.events import PoolGrowth
 from penstock.core.output import EngineOutput
-from penstock.core.request import Abort, Intake, Request
+from penstock.core.request import Abort, Control, Intake, Request
 from penstock.core.sequence import Sequence
 from penstock.engine.commit import Commit
 from penstock.engine.entry import Entry
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.batch import SchedulerOutput
     from penstock.core.protocols import Executor
+    from penstock.engine.grower import Grower
     from penstock.engine.record import Recorder
     from penstock.kv.manager import KVManager
     from penstock.sched.scheduler import Scheduler
@@ -48,9 +50,11 @@ class EngineCore:
         self.stats = scheduler.stats
         self.check_invariants = check_invariants
         self.recorder = recorder
+        self.grower: Grower | None = None
+        """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
         self.groups: dict[str, Group] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._intake: deque[Intake] = deque()
+        self._intake: deque[Intake | PoolGrowth] = deque()
         self.pending_ids: set[str] = set()
         self.leaving_ids: set[str] = set()
         """Live requests whose abort is queued: their ids are free for what is queued behind it."""
@@ -63,29 +67,22 @@ class EngineCore:
         self._entry = Entry(self)
         self._next_step = 0
 
-    def add(self, item: Intake) -> None:
-        """Hand in a request, an abort or a control order; it takes effect in the next step.
+    def add(self, item: Intake | PoolGrowth) -> None:
+        """Hand in a request, an abort, a control order or, of a log, a growth; it takes effect in the next step.
 
         Raises InputError, before anything is queued, if a request's id is in use or an order is unknown: a repeated id
         must not disturb the request that owns it.
         """
         if isinstance(item, Request):
-            self._check_request(item)
+            self._entry.check(item)
             self.leaving_ids.discard(item.request_id)
             self.pending_ids.add(item.request_id)
         elif isinstance(item, Abort):
             if item.index is None and (item.request_id in self.groups or item.request_id in self.pending_ids):
                 self.leaving_ids.add(item.request_id)
-        elif item.kind not in CONTROL_KINDS:
+        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
             raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
         self._intake.append(item)
-
-    def _check_request(self, request: Request) -> None:
-        name = request.request_id
-        if (name in self.groups or name in self.pending_ids) and name not in self.leaving_ids:
-            raise InputError(f"request id {name!r} is already in use", param="request_id")
-        if request.resume is not None:
-            request.resume.check(request)
 
     @property
     def has_work(self) -> bool:
@@ -96,6 +93,8 @@ class EngineCore:
         now_s = self.clock.now()
         if self.recorder is not None:
             self.recorder.begin(now_s)
+        if self.grower is not None:
+            self._intake.extendleft(self.grower.look(self, now_s))
         while self._intake:
             self._take(self._intake.popleft())
         while len(self._inflight) < self.executor.depth:
@@ -135,13 +134,15 @@ class EngineCore:
 
     # -- intake --------------------------------------------------------------------------------------------------
 
-    def _take(self, item: Intake) -> None:
+    def _take(self, item: Intake | PoolGrowth) -> None:
         if self.recorder is not None:
             self.recorder.took(item)
         if isinstance(item, Request):
             self._entry.request(item)
         elif isinstance(item, Abort):
             self._entry.abort(item)
+        elif isinstance(item, PoolGrowth):
+            self._entry.growth(item)
         else:
             self._entry.control(item)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.base.errors import InputError
+from penstock.core.events import PoolGrowth
 from penstock.core.request import Abort, Control, Request, Resume
 from penstock.core.sequence import Status
 from penstock.engine.group import Group
@@ -18,6 +20,14 @@ class Entry:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._next_arrival = 0
+
+    def check(self, request: Request) -> None:
+        """Raises InputError if its id is in use, or if it cannot have come as far as it says."""
+        core, name = self._core, request.request_id
+        if (name in core.groups or name in core.pending_ids) and name not in core.leaving_ids:
+            raise InputError(f"request id {name!r} is already in use", param="request_id")
+        if request.resume is not None:
+            request.resume.check(request)
 
     def request(self, request: Request) -> None:
         core = self._core
@@ -57,6 +67,15 @@ class Entry:
             self._core.commit.cancel(group, abort.index, abort.reason)
         elif abort.index in group.live:
             self._core.commit.finish(group, group.live[abort.index], abort.reason, None, aborted=True)
+
+    def growth(self, growth: PoolGrowth) -> None:
+        """There is more memory for KV, or less than was needed."""
+        core, backing = self._core, self._core.kv.backing
+        core.stats.num_kv_refusals += growth.is_short and not growth.at_rest
+        core.stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
+        backing.apply(growth)
+        if core.grower is not None:
+            core.grower.follow(backing)
 
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":

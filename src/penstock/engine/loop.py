@@ -44,7 +44,7 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         kv_used=sum(g.used for g in stats.groups),
         kv_evictable=sum(g.evictable for g in stats.groups),
         counters=core.stats.counters() | stats.counters(),
-        memory_bytes=memory_bytes or {},
+        memory_bytes=({} if core.grower is None else {"kv": core.kv.backing.num_bytes}) | (memory_bytes or {}),
         prefix_tree=core.kv.cache.sketch(TREE_NODES),
     )
 
@@ -113,6 +113,8 @@ class EngineLoop:
             items = self._next()
             if not items and not core.has_work:
                 self._box.beat(False)
+                if core.grower is not None:
+                    core.grower.rest(core)
                 self._tell([], 0.0, IDLE_SNAPSHOT_S)
                 continue
             if items is None:  # there is work, but the policy waits for company

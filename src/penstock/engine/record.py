@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.base.errors import EngineError
 from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.events import PoolGrowth
 from penstock.core.request import Abort, Control, Request
 
 if TYPE_CHECKING:
@@ -31,12 +32,13 @@ _ENCODER = msgspec.msgpack.Encoder()
 class Iteration(msgspec.Struct, array_like=True):
     """One call of `EngineCore.step`.
 
-    `intake` was taken before scheduling, `late` (aborts) while the step ran; `digests` are those of the steps
-    submitted; `result` is what was collected. Units: `now_s` seconds on the engine's clock.
+    `intake` was taken before scheduling, what the machine said of its memory first; `late` (aborts) while the step ran;
+    `digests` are those of the steps submitted; `result` is what was collected. Units: `now_s` seconds on the engine's
+    clock.
     """
 
     now_s: float
-    intake: list[Request | Abort | Control] = []
+    intake: list[Request | Abort | Control | PoolGrowth] = []
     digests: list[bytes] = []
     result: StepOutput | None = None
     late: list[Request | Abort | Control] = []
@@ -56,7 +58,7 @@ class Recorder:
     def begin(self, now_s: float) -> None:
         self.iterations.append(Iteration(now_s))
 
-    def took(self, item: Request | Abort | Control) -> None:
+    def took(self, item: Request | Abort | Control | PoolGrowth) -> None:
         self.iterations[-1].intake.append(item)
 
     def took_late(self, item: Abort) -> None:

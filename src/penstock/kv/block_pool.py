@@ -3,6 +3,8 @@
 A *slab* is `pages_per_slab` consecutive pages: slab s owns pages [s * W, (s + 1) * W). Shared tables hold slabs. Ragged
 tables hold single pages, which come from *broken* slabs; a broken slab joins again once all its pages are free.
 
+A slab that was never handed out is *fresh*: it needs no memory yet. Fresh ones have the highest numbers and go last.
+
 Epochs: a slab that a step in flight may still look at must not be written by anybody else. So whatever becomes
 unreferenced while steps are in flight waits in quarantine, tagged with the newest submitted step, until that retired.
 """
@@ -22,11 +24,12 @@ class BlockPool:
     Attributes:
         refs: references per slab, BROKEN for broken ones. Read it freely (the hot path does); never write it.
         page_refs: references per page in use, pages of broken slabs only. Read only.
+        num_fresh: slabs, read only; num_kept_back: how many of them are not handed out (`kv.backing` decides).
     """
 
     __slots__ = (
-        "_broken", "_free", "_free_pages", "_num_quarantined", "_quarantine", "_retired", "_submitted", "num_slabs",
-        "page_refs", "pages_per_slab", "refs",
+        "_broken", "_free", "_free_pages", "_num_quarantined", "_quarantine", "_retired", "_submitted", "num_fresh",
+        "num_kept_back", "num_slabs", "page_refs", "pages_per_slab", "refs",
     )  # fmt: skip
 
     def __init__(self, num_slabs: int, pages_per_slab: int) -> None:
@@ -37,6 +40,8 @@ class BlockPool:
         # Last in, first out: what was touched last is handed out first, while it is still in a cache. It starts
         # reversed so that a fresh pool hands out ascending runs, whose zeroing merges into one PageOp.
         self._free = list(range(num_slabs - 1, -1, -1))
+        self.num_fresh = num_slabs  # the first of `_free`
+        self.num_kept_back = 0
         self._free_pages: dict[int, None] = {}
         self._broken: dict[int, int] = {}
         self._quarantine: deque[tuple[int, int, bool]] = deque()
@@ -47,12 +52,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Whole slabs that can be handed out now."""
-        return len(self._free)
+        return len(self._free) - self.num_kept_back
 
     @property
     def num_free_pages(self) -> int:
         """Pages that can be handed out now, counting the free slabs that would be broken for them."""
-        return len(self._free) * self.pages_per_slab + len(self._free_pages)
+        return self.num_free * self.pages_per_slab + len(self._free_pages)
 
     @property
     def num_quarantined(self) -> int:
@@ -66,21 +71,20 @@ class BlockPool:
 
     def alloc_slab(self) -> int | None:
         """A slab with one reference, or None. Its content is whatever was there before."""
-        if not self._free:
-            return None
-        slab = self._free.pop()
-        self.refs[slab] = 1
-        return slab
+        slabs = self.alloc_slabs(1)
+        return None if slabs is None else slabs[0]
 
     def alloc_slabs(self, n: int) -> list[int] | None:
         """`n` slabs with one reference each, or None (and nothing handed out) if there are fewer."""
         free = self._free
-        if n > len(free):
+        if n > len(free) - self.num_kept_back:
             return None
         refs = self.refs
         slabs = [free.pop() for _ in range(n)]
         for slab in slabs:
             refs[slab] = 1
+        if len(free) < self.num_fresh:
+            self.num_fresh = len(free)
         return slabs
 
     def find_run(self, n: int, own: Sequence[int] = ()) -> int | None:
@@ -106,6 +110,7 @@ class BlockPool:
         left = [slab for slab in self._free if slab not in taken]
         assert len(left) == len(self._free) - len(taken), f"slabs {first}...{first + n - 1} are not all free"
         self._free = left
+        self.num_fresh = 0  # a run may lie anywhere
         for slab in taken:
             self.refs[slab] = 1
         return list(run)
@@ -115,8 +120,8 @@ class BlockPool:
         if self._free_pages:
             page, _ = self._free_pages.popitem()
             self._broken[page // self.pages_per_slab] += 1
-        elif self._free:
-            slab = self._free.pop()
+        elif (slabs := self.alloc_slabs(1)) is not None:
+            slab = slabs[0]
             page = slab * self.pages_per_slab
             self.refs[slab] = BROKEN
             self._broken[slab] = 1
@@ -137,6 +142,12 @@ class BlockPool:
             assert page is not None
             pages.append(page)
         return pages
+
+    def freshen(self) -> None:
+        """What is free behind the last slab in use is fresh again. Lower numbers are handed out first from now on."""
+        self._free.sort(reverse=True)
+        others = (i for i, slab in enumerate(self._free) if slab != self.num_slabs - 1 - i)
+        self.num_fresh = next(others, len(self._free))
 
     def split(self, slab: int) -> None:
         """A slab with one holder becomes single pages with one reference each, which this holder has now."""
@@ -238,6 +249,9 @@ class BlockPool:
             assert slab not in state, f"slab {slab} is both {state[slab]} and {name}"
             state[slab] = name
 
+        fresh, last = self._free[: self.num_fresh], self.num_slabs - 1
+        assert fresh == list(range(last, last - self.num_fresh, -1)), f"slabs {fresh} are not all fresh"
+        assert 0 <= self.num_kept_back <= self.num_fresh, "slabs that were handed out are kept back"
         assert len(state) == len(self._free), f"a slab stands twice among the free ones: {sorted(self._free)}"
         for slab in self._free:
             assert self.refs[slab] == 0, f"free slab {slab} has {self.refs[slab]} references"

@@ -19,6 +19,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.audit import Audit
+from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import Checkpoints
@@ -89,6 +90,7 @@ class KVManager:
         self._full = tuple(g.index for g in self.groups if g.spec.kind == "paged")
         self._slots = tuple(g.index for g in self.groups if g.spec.kind == "slot")
         self._refs = [pool.refs for pool in self.pools]
+        self.backing = Backing(self.groups, self.pools, block_size)
         self._outbox = Outbox(self.pools)
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)

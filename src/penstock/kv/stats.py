@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Slabs of one cache group: total = free + used + evictable + quarantined.
+    """Slabs of one cache group that are not kept back: total = free + used + evictable + quarantined.
 
     `evictable`: only the prefix cache has them, and it can give them up now. `used` includes broken slabs, and cached
     blocks that a running sequence (or a step in flight) stands on.
@@ -57,5 +57,6 @@ def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> Group
         evictable = pool.num_idle
     else:
         evictable = cache.num_checkpoints if group.spec.kind == "slot" else cache.num_evictable
-    used = pool.num_slabs - pool.num_free - evictable - pool.num_quarantined
-    return GroupStats(pool.num_slabs, pool.num_free, used, evictable, pool.num_quarantined)
+    total = pool.num_slabs - pool.num_kept_back
+    used = total - pool.num_free - evictable - pool.num_quarantined
+    return GroupStats(total, pool.num_free, used, evictable, pool.num_quarantined)

@@ -13,6 +13,7 @@ from penstock.core.protocols import DraftController, Drafter, Executor, StepTime
 from penstock.core.selection import KVSelector
 from penstock.drafters.bench import Target
 from penstock.engine.core import EngineCore
+from penstock.engine.grower import Grower
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
@@ -26,6 +27,7 @@ from penstock.model.native.forward import NativeForward
 from penstock.model.program import Program
 from penstock.model.weights import embedding_rows, fingerprint
 from penstock.ops import OP_TABLES
+from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
 from penstock.runner.lazy import LazyStorage
@@ -61,6 +63,7 @@ def assemble(
     guessers: Sequence[LoadedDraft] = (),
     encode: Callable[[str], list[int]] | None = None,
     kinds: TokenKinds = NO_KINDS,
+    ask: Callable[[], Free] = free_memory,
 ) -> EngineCore:
     """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
 
@@ -69,7 +72,7 @@ def assemble(
     `encode`: text -> ids, for drafters that read text; `kinds`: what tokens look like, for KV selectors.
 
     For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
-    `wire` sends every message through its encoded form.
+    `wire` sends every message through its encoded form, `ask` says what of the machine's memory is free.
     """
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
     program = program_of(config, spec, weights, plan)
@@ -100,6 +103,7 @@ def assemble(
             encode=encode,
         ),
         select=None if selector is None else (selector, spec),
+        ask=ask,
     )
 
 
@@ -145,8 +149,12 @@ def connect(
     drafts: DraftController | None = None,
     means: DraftMeans | None = None,
     select: tuple[KVSelector, ModelSpec] | None = None,
+    ask: Callable[[], Free] = free_memory,
 ) -> EngineCore:
-    """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators)."""
+    """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
+
+    `ask`: what of the machine's memory is free now.
+    """
     clock = clock or MonotonicClock()
     keeping = keeping_of(config)
     virtual = config.cache.kv_allocator == "virtual"
@@ -175,10 +183,15 @@ def connect(
     runner.drafter = drafter or make_drafter(config, runner, means or DraftMeans())
     runner.verifier = make_verifier(config, runner)
     executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
-    return engine_core(
+    core = engine_core(
         config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,
         drafts=drafts,
     )  # fmt: skip
+    # Baselines reserve, and poisoned memory was written to: neither grows.
+    if config.cache.kv_allocator == "paged" and not poison:
+        core.grower = Grower(ask, runner.storage.back, takes_all=config.sizes_kv)
+        core.grower.begin(core.kv.backing)
+    return core
 
 
 def engine_core(

@@ -197,7 +197,7 @@ class Loaded:
         plan, stats = self.engine.plan, self.core.kv.stats()
         cached = sum(group.evictable for group in stats.groups)
         tree = cached * (_NODE_BYTES + 4 * plan.block_size)
-        return {"weights": plan.weight_bytes, "kv": plan.kv_bytes, "prefix_tree": tree, "rss": _rss()}
+        return {"weights": plan.weight_bytes, "kv_limit": plan.kv_bytes, "prefix_tree": tree, "rss": _rss()}
 
 
 def load(hello: Hello, speaker: Speaker) -> Loaded:

@@ -77,7 +77,7 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         dtype=engine.plan.dtype,
         kv_dtype=engine.plan.kv_dtype,
         pid=pid,
-        memory_bytes={"weights": engine.plan.weight_bytes, "kv": engine.plan.kv_bytes},
+        memory_bytes={"weights": engine.plan.weight_bytes, "kv_limit": engine.plan.kv_bytes},
         load_s=load_s,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )

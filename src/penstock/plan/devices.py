@@ -37,6 +37,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     widens_halves: bool = False
     sources: dict[str, str] = {}
 
+    @property
+    def is_accelerator(self) -> bool:
+        """It has a memory of its own, that is: beside the machine's."""
+        return self.memory_bytes is not None and not self.name.startswith("cpu")
+
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s with this dtype. Raises ConfigError naming the dtypes there are."""
         try:

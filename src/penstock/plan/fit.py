@@ -11,7 +11,7 @@ from penstock.config.selection import Keeping
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import NamedSpec
-from penstock.plan.memory import largest
+from penstock.plan.memory import asking_for_all, largest
 from penstock.plan.resolve import Plan, resolve, sizes_of, tokens_in_flight
 
 
@@ -19,15 +19,16 @@ class Fit:
     """What a model, a machine and settings leave room for. Units: tokens, sequences, bytes.
 
     `num_seqs` sequences of `context` tokens *fit* if `resolve` accepts `max_num_seqs=num_seqs` with
-    `max_model_len=context` and hands out blocks for all of them at full length: nobody is ever preempted. Raises
-    CapacityError (or ConfigError) if not even one sequence of one token fits.
+    `max_model_len=context` and hands out blocks for all of them at full length: nobody is ever preempted. Where
+    the settings leave open how much memory KV may take, that is as much as can be asked for. Raises CapacityError (or
+    ConfigError) if not even one sequence of one token fits.
     """
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = (),
         keeping: Keeping | None = None,
     ) -> None:  # fmt: skip
-        self._config = config
+        self._config = asking_for_all(config)
         self._spec = spec
         self._machine = machine
         self._drafts = tuple(drafts)

@@ -9,12 +9,12 @@ however long it is; the group gets min(N, n * w) slabs, and if memory is short, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 
 from penstock.base.errors import CapacityError, ConfigError
-from penstock.config import CacheConfig
+from penstock.config import CacheConfig, EngineConfig
 from penstock.config.held import most_blocks
 from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
@@ -26,6 +26,12 @@ MIB = 1024**2
 MIN_RESERVE_BYTES = 512 * MIB
 RESERVE_PERCENT = 5
 MIN_CHECKPOINTS = 16
+UTILIZATION = 0.9
+"""Of what weights and reserve leave, KV takes no more unless it is told to."""
+MODEST_TOKENS = 2048
+"""By default there is KV memory for max_num_seqs sequences of so many tokens, ..."""
+DEFAULT_SHARE = 4
+"""... but not more than a `DEFAULT_SHARE`-th of what is free after the weights: others use the machine, too."""
 _MAX_PAGES = 2**31 - 1  # page ids are int32
 
 
@@ -108,6 +114,8 @@ class Demand:
     max_num_seqs: int
     seqs_are_given: bool
     checkpoints: bool
+    on_demand: bool = True
+    """Sequences get blocks as they grow; else they reserve those of max_model_len tokens."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,14 @@ def check_weights(weight_bytes: int, dtype: str, spec: ModelSpec, machine: Machi
     )
 
 
-def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine) -> Budget:
+def asking_for_all(config: EngineConfig) -> EngineConfig:
+    """`config` with UTILIZATION where it leaves open how much memory KV may take."""
+    if config.sizes_kv:
+        return config
+    return replace(config, cache=replace(config.cache, gpu_memory_utilization=UTILIZATION))
+
+
+def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine, sizes: Sizes, demand: Demand) -> Budget:
     """What KV may take. Explicit sizes may use the reserve too: whoever gives them knows the machine."""
     limit = machine.available_bytes - weight_bytes
     if cache.kv_cache_memory_bytes is not None:
@@ -194,13 +209,38 @@ def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine) -> Budge
         return Budget(given, limit, "kv_cache_memory_bytes", True)
     reserve = max(MIN_RESERVE_BYTES, machine.available_bytes * RESERVE_PERCENT // 100)
     # Through the decimal text, so that 0.9 is nine tenths and not its nearest binary neighbour.
-    share = Fraction(str(cache.gpu_memory_utilization))
-    usable = int(max(0, limit - reserve) * share)
+    asked = cache.gpu_memory_utilization
+    share = UTILIZATION if asked is None else asked
+    usable = int(max(0, limit - reserve) * Fraction(str(share)))
     why = (
         f"{gib(machine.available_bytes)} available - {gib(weight_bytes)} weights - {gib(reserve)} reserve, "
-        f"times gpu_memory_utilization {cache.gpu_memory_utilization}"
+        f"times gpu_memory_utilization {share}"
     )
-    return Budget(usable, limit, why, False)
+    everything = Budget(usable, limit, why, False)
+    return everything if asked is not None else _modest(everything, sizes, demand)
+
+
+def _modest(everything: Budget, sizes: Sizes, demand: Demand) -> Budget:
+    """The default: a part of `everything` that KV may take."""
+    n, length, usable = demand.max_num_seqs, demand.max_model_len, everything.kv_bytes
+    tokens = min(MODEST_TOKENS, length) if demand.on_demand else length
+    # Checkpoints get half of what sequences leave (`_checkpoints`).
+    states = sizes.state_bytes * (n + (2 * max(n, MIN_CHECKPOINTS) if demand.checkpoints else 0))
+    longest = sizes.blocks(length)
+    wanted = sizes.num_bytes(n * sizes.blocks(tokens), n, length) + states
+    share = everything.limit_bytes // DEFAULT_SHARE
+    least = sizes.num_bytes(longest, 1, length) + states
+    chosen = max(least, min(wanted, share))
+    if chosen >= usable:
+        return everything
+    if chosen == wanted:
+        why = f"what max_num_seqs {n} sequences of {tokens} tokens need"
+    elif chosen == share:
+        why = f"a quarter of the {gib(everything.limit_bytes)} that are free after the weights: others use them, too"
+    else:
+        why = f"what one sequence of max_model_len {length} needs"
+    why += f"; gpu_memory_utilization {UTILIZATION} would allow {gib(usable)}"
+    return Budget(chosen, everything.limit_bytes, why, False)
 
 
 def plan_memory(cache: CacheConfig, sizes: Sizes, demand: Demand, budget: Budget) -> Memory:

@@ -10,6 +10,7 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.core.machine import Machine
 
@@ -19,6 +20,13 @@ _NO_LIMIT = 2**62  # cgroup v1 writes "no limit" as a huge number (about 2**63, 
 _ARCH = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
+class Free(NamedTuple):
+    """What this process may use, and what of it is free now. Units: bytes."""
+
+    memory_bytes: int
+    available_bytes: int
+
+
 def probe(root: str | Path = "/", *, affinity: int | None = None, arch: str | None = None) -> Machine:
     """The machine as this process may use it. Reads files below `root` only; never fails, falls back to guesses.
 
@@ -26,25 +34,32 @@ def probe(root: str | Path = "/", *, affinity: int | None = None, arch: str | No
     together with a `root` of their own. Units: bytes.
     """
     base = Path(root)
+    cores = float(affinity if affinity is not None else _affinity())
+    for folder in _cgroup_folders(base, "cpu"):
+        cores = min(cores, _quota(folder))
+    free = free_memory(base)
+    return Machine(
+        # Rounded down: a thread more than the quota stalls all others at the end of every scheduling period.
+        num_cores=max(1, int(cores)),
+        memory_bytes=free.memory_bytes,
+        available_bytes=free.available_bytes,
+        arch=_arch(arch or platform.machine()),
+        flags=_cpu_flags(base),
+    )
+
+
+def free_memory(root: str | Path = "/") -> Free:
+    """The memory of `probe` alone, in about a tenth of a millisecond."""
+    base = Path(root)
     meminfo = _meminfo(base)
     total = meminfo.get("MemTotal") or _physical_bytes()
     # MemAvailable is missing on kernels before 3.14 and off Linux; half is a guess that seldom swaps.
     available = meminfo.get("MemAvailable", total // 2)
-    cores = float(affinity if affinity is not None else _affinity())
-    for folder in _cgroup_folders(base, "cpu"):
-        cores = min(cores, _quota(folder))
     for folder in _cgroup_folders(base, "memory"):
         limit, used = _memory(folder)
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    return Machine(
-        # Rounded down: a thread more than the quota stalls all others at the end of every scheduling period.
-        num_cores=max(1, int(cores)),
-        memory_bytes=total,
-        available_bytes=min(available, total),
-        arch=_arch(arch or platform.machine()),
-        flags=_cpu_flags(base),
-    )
+    return Free(total, min(available, total))
 
 
 def _arch(name: str) -> str:

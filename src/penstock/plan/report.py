@@ -22,6 +22,7 @@ from penstock.plan.devices import Device
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.fit import Fit
 from penstock.plan.flops import num_active_params
+from penstock.plan.memory import asking_for_all
 from penstock.plan.resolve import Plan, resolve
 
 BATCHES = (1, 4, 16, 64, 256)
@@ -115,6 +116,10 @@ def report(
     the device or each other; what only lacks memory is reported, not raised.
     """
     config, extra = _with_dtype(config, spec, device)
+    if device.is_accelerator and not config.sizes_kv:
+        config = asking_for_all(config)
+        why = "nobody else uses an accelerator's memory; on a CPU, which others use too, the default is less"
+        extra = (*extra, Decision("gpu_memory_utilization", config.cache.gpu_memory_utilization, why))
     refusal: CapacityError | None = None
     plan = fit = None
     try:

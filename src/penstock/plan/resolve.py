@@ -105,8 +105,9 @@ def resolve(
         max_num_seqs=max_num_seqs,
         seqs_are_given=config.scheduler.max_num_seqs is not None,
         checkpoints=config.cache.enable_prefix_caching,
+        on_demand=not config.cache.kv_allocator.startswith("contiguous"),
     )
-    budget = budget_for(config.cache, all_weights, machine)
+    budget = budget_for(config.cache, all_weights, machine, sizes, demand)
     memory = plan_memory(config.cache, sizes, demand, budget)
     num_slabs = sizes.per_group(memory.num_blocks, memory.num_slots, memory.window_blocks)
     kv_bytes = sum(n * g.slab_bytes(block_size) for n, g in zip(num_slabs, groups, strict=True))
@@ -119,6 +120,11 @@ def resolve(
         complete = [slabs // each for slabs, each in zip(memory.window_blocks, most, strict=True)]
         capacity = min([memory.max_num_seqs, *complete]) * max_model_len
     decisions.extend(memory.decisions)
+    if not config.sizes_kv:
+        decisions.add(
+            "kv_cache_memory_bytes", kv_bytes,
+            f"at most, taken a little ahead of use; the limit is {budget.why}",
+        )  # fmt: skip
     _explain_limits(config, memory.max_num_seqs, max_num_seqs, max_num_batched_tokens, budget, decisions)
     return Plan(
         dtype=dtype,

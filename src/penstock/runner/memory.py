@@ -1,9 +1,9 @@
 """Large zeroed arrays that need no waiting for: the system fills them in while others work already.
 
-Touching every byte before an engine is ready keeps page faults out of its steps, but costs a second per gigabyte or so,
-and in a virtual machine whose host hands out memory late much more: 12 s for the first gigabyte were seen. Pages are
-zeroed when they are handed out, so nothing depends on the first touch: it is left to a thread. The thread leaves a
-quarter of the memory to others: what a cache may hold one day is no reason to push out what runs beside it now.
+Touching every byte before it is needed keeps page faults out of steps, but costs a second per gigabyte or so, and in a
+virtual machine whose host hands out memory late much more: 12 s for the first gigabyte were seen. And memory that is
+touched is gone for whoever else runs on the machine. So a thread touches what will be used next, and no more
+(`kv.backing` says how much). Pages are zeroed when they are handed out, so nothing depends on it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.probe import probe
-
 Array = npt.NDArray[Any]
+Part = tuple[Array, int, int]
+"""Bytes first ... end-1 of an array."""
 
-SMALL_BYTES = 64 << 20
-"""Arrays up to this are filled at once."""
+SMALL_BYTES = 1 << 20
+"""Arrays up to this are filled at once, and stay in memory."""
 _CHUNK_BYTES = 4 << 20
-_CHUNKS_A_LOOK = 16
-"""Chunks that are touched from one look at the free memory to the next."""
-_LEFT_SHARE = 4
-"""A `_LEFT_SHARE`-th of the memory is left for what really needs it."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): as if every page had been written to, without changing one."""
 _LOG = logging.getLogger(__name__)
@@ -54,21 +50,35 @@ def zeroed(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     return np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape)
 
 
-def populate(arrays: Iterable[Array]) -> threading.Thread | None:
-    """Touch the pages of large arrays in a thread, from front to back.
+def populate(parts: Iterable[Part]) -> threading.Thread | None:
+    """Touch the pages of parts of large arrays in a thread, from front to back.
 
-    It ends when they are gone, when others need the memory more (`_LEFT_SHARE`), or when the process ends.
-
-    None if none is large. Where the system cannot do it, the first step that needs a page waits for it.
+    It ends when they are gone, or when the process ends. None if no array is large. Where the system cannot do it, the
+    first step that needs a page waits for it.
     """
-    large = [array for array in arrays if array.nbytes > SMALL_BYTES]
+    # Weak: the thread must not keep the memory of an engine that was given up.
+    large = [
+        (weakref.ref(array), array.ctypes.data + first, end - first)
+        for array, first, end in parts
+        if array.nbytes > SMALL_BYTES and end > first
+    ]
     if not large:
         return None
-    # Weak: the thread must not keep the memory of an engine that was given up.
-    parts = [(weakref.ref(array), array.ctypes.data, array.nbytes) for array in large]
-    thread = threading.Thread(target=_touch, args=(parts,), name="penstock-populate", daemon=True)
+    thread = threading.Thread(target=_touch, args=(large,), name="penstock-populate", daemon=True)
     thread.start()
     return thread
+
+
+def give_back(parts: Iterable[Part]) -> None:
+    """Give the whole pages in parts of large arrays back to the system: they read as zeros. Nobody may use them now."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    for array, first, end in parts:
+        begin = -(-(array.ctypes.data + first) // page) * page
+        size = (array.ctypes.data + end) // page * page - begin
+        if array.nbytes <= SMALL_BYTES or size <= 0:
+            continue
+        if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED) != 0:
+            _LOG.debug("memory is not given back: errno %d", ctypes.get_errno())
 
 
 def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
@@ -79,9 +89,6 @@ def _touch(parts: list[tuple[weakref.ref[Array], int, int]]) -> None:
     steps, page = max(num_bytes for _, _, num_bytes in parts) // _CHUNK_BYTES + 1, mmap.PAGESIZE
     # All arrays from front to back together: the first blocks, which are handed out first, are in each of them.
     for step in range(steps):
-        if step % _CHUNKS_A_LOOK == 0 and (machine := probe()).available_bytes < machine.memory_bytes // _LEFT_SHARE:
-            _LOG.debug("memory is not touched ahead any more: others have most of it")
-            return
         for ref, address, num_bytes in parts:
             array = ref()  # alive while this chunk is touched
             if array is None:

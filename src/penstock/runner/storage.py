@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, TIER_PACK, PageOp
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import I32, Planes
-from penstock.runner.memory import populate, zeroed
+from penstock.runner.memory import Part, give_back, populate, zeroed
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,7 @@ class Storage:
     """
 
     touches = True
-    """Whether device planes take memory before they are used."""
+    """Whether `back` does anything: memory is taken before it is used, and given back when it is told to."""
 
     def __init__(
         self,
@@ -61,8 +61,7 @@ class Storage:
         self.host_planes: tuple[Planes, ...] = tuple(
             _planes(group, pages, block_size, poison, filled) for group, pages in zip(groups, host, strict=True)
         )
-        touched = (*self.planes, *self.host_planes) if self.touches else self.host_planes
-        self._populating = populate([array for planes in touched for array in planes.values()])
+        self._backed = [0] * len(groups)
         # Per tier of a PageOp: where it reads and writes, and how many pages there are.
         device_side, host_side = (self.planes, self.num_pages), (self.host_planes, host)
         self._sides = {
@@ -75,6 +74,24 @@ class Storage:
     def num_bytes(self) -> int:
         """Bytes of all arrays, as numpy counts them."""
         return sum(array.nbytes for planes in self.planes for array in planes.values())
+
+    def back(self, num_slabs: Sequence[int]) -> None:
+        """Take memory for the first `num_slabs` of each group, in a thread, and give that behind them back.
+
+        What is given back reads as zeros, and is taken again when it is written to. No step may be in flight then.
+        """
+        if not self.touches:
+            return
+        more: list[Part] = []
+        for g, (had, wanted) in enumerate(zip(self._backed, num_slabs, strict=True)):
+            first, last = (n * self.pages_per_slab[g] for n in (min(had, wanted), max(had, wanted)))
+            parts = [(array, first * array.strides[0], last * array.strides[0]) for array in self.planes[g].values()]
+            if wanted > had:
+                more += parts
+            elif wanted < had:
+                give_back(parts)
+        self._backed = list(num_slabs)
+        self._populating = populate(more)
 
     def apply(self, ops: Iterable[PageOp], pack: Callable[[PageOp], None] | None = None) -> None:
         """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote.
@@ -154,7 +171,7 @@ class Storage:
 
 
 def filled(shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
-    """An explicit fill touches every byte now, so that no step pays for page faults later. Large zeros: `memory`."""
+    """Filled now, and so in memory; zeros of large arrays are not (`memory`)."""
     if content == 0:
         return zeroed(shape, dtype)
     array: Array = np.empty(shape, dtype)

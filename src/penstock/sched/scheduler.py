@@ -15,6 +15,7 @@ from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, Schedule
 from penstock.core.events import EngineStats
 from penstock.core.sequence import NEVER, Sequence, Status
 from penstock.core.step_shape import EMPTY
+from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.reserve import Reserve
 
@@ -73,7 +74,7 @@ class Scheduler:
         self.drafts = drafts
         """How much to guess; None: the rank has no drafter."""
         self.wake_s: float | None = None
-        """Set while somebody waits and nothing runs because the policy wants nothing to start before this time."""
+        """Set while somebody waits and nothing runs because of the policy, or of the machine's memory."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._claimed: set[int] = set()
@@ -262,7 +263,9 @@ class Scheduler:
                 self.preempt(held[-1])
                 return self.schedule(step, idle=idle, now_s=now_s)
             if self._stuck():
-                raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
+                if not self.kv.backing.is_short:
+                    raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
+                self.wake_s = now_s + RETRY_S  # others have the memory
             return None
         if not preempted:
             self.reserve.step()

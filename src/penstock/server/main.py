@@ -14,6 +14,7 @@ import uvloop
 
 from penstock.base.memory import trim
 from penstock.config import ServeConfig
+from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
 from penstock.server.app import make_app, make_probe_app
 from penstock.server.arguments import hide_keys
@@ -113,6 +114,13 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
         log.warning("shutting down: %d requests are aborted", server.client.num_live)
 
 
+def _kv_memory(info: EngineInfo) -> str:
+    """What KV may take, and why that much."""
+    limit = info.memory_bytes.get("kv_limit", 0) / 2**20
+    why = {name: text for name, _, text in info.decisions}.get("kv_cache_memory_bytes", "as the settings say")
+    return f"KV memory: {limit:,.0f} MiB {why}"
+
+
 def announce(server: Server, sockets: Sockets) -> None:
     """Tell people where it listens and what to try, on standard output."""
     scheme = "https" if server.config.ssl_certfile else "http"
@@ -131,6 +139,7 @@ def announce(server: Server, sockets: Sockets) -> None:
     sys.stdout.write(
         f"penstock serves {server.model_name} on {where} ({info.num_params / 1e6:,.1f} M parameters, {info.dtype}, "
         f"context {info.max_model_len}, {info.num_blocks} blocks of {info.block_size} tokens)\n"
+        f"{_kv_memory(info)}\n"
         f"{probes}try:  curl {option}{where}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"        -d '{{{body}, \"max_tokens\": 64}}'\n"
         f"or open {where}/ in a browser\n"

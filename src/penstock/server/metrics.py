@@ -56,6 +56,8 @@ _ENGINE_COUNTERS = (
     ("recomputed_tokens", "Tokens computed again after a preemption.", "num_recomputed_tokens", OURS),
     ("swaps", "Sequences swapped to the host.", "num_swaps", OURS),
     ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
+    ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
+    ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),
     ("evicted_blocks", "Blocks that the prefix cache gave up.", "num_evicted_blocks", OURS),
     ("forks", "Sequences that share a parent's blocks.", "num_forks", OURS),
     ("grammar_cache_hits", "Grammars that were compiled already.", "num_grammar_hits", OURS),

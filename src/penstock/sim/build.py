@@ -15,6 +15,7 @@ from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
 from penstock.launch.assemble import engine_core
 from penstock.plan.devices import Device
+from penstock.plan.memory import asking_for_all
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
 
@@ -52,6 +53,7 @@ def sim_plan(config: EngineConfig, spec: ModelSpec, memory_bytes: int) -> tuple[
     otherwise. Raises ConfigError, CapacityError.
     """
     _check(config)
+    config = asking_for_all(config)  # nobody else uses an accelerator's memory
     chosen: list[Decision] = []
     model, scheduler = config.model, config.scheduler
     if model.dtype == "auto":

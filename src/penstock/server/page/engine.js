@@ -14,6 +14,8 @@ function shape(name, attributes) {
 
 const time = (s) => (s == null ? "–" : s < 0.0995 ? (s * 1000).toFixed(1) + " ms" : s < 1 ? (s * 1000).toFixed(0) + " ms" : s.toFixed(2) + " s");
 
+const mib = (bytes) => Math.round(bytes / 2 ** 20).toLocaleString("en") + " MiB";
+
 export class EngineView {
   constructor() {
     this.points = [];
@@ -70,7 +72,12 @@ export class EngineView {
       const kind = i < used ? "used" : i < cached ? "cached" : "free";
       if (cell.getAttribute("class") !== kind) cell.setAttribute("class", kind);
     });
-    const note = `${kv.used} of ${kv.total} blocks in use, ${kv.cached} cached`;
+    let note = `${kv.used} of ${kv.total} blocks in use, ${kv.cached} cached`;
+    if (kv.held_bytes != null && kv.limit_bytes != null) {
+      note += `; ${mib(kv.held_bytes)} of at most ${mib(kv.limit_bytes)} taken`;
+      if (kv.refusals) note += `, the machine had no more ${kv.refusals} times`;
+    }
+    $("kv-note").title = "The limit: " + kv.why;
     $("kv-cell").textContent = `; a cell is ${per * blockSize} tokens`;
     $("kv-note").textContent = note;
     svg.setAttribute("aria-label", note);

@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.server.context import Server
 from penstock.server.errors import WireError
 from penstock.server.keys import only_tenant
-from penstock.server.metrics import draining, load_of
+from penstock.server.metrics import draining, load_of, memory_of
 
 _MIB = 1 << 20
 
@@ -107,6 +107,8 @@ async def state(request: Request) -> Response:
     points = int(asked) if asked.isascii() and asked.isdigit() and len(asked) < 6 else 60
     reason = unready(server)
     only = only_tenant(request.scope, server)
+    memory = memory_of(server)
+    why = {} if info is None else {name: text for name, _, text in info.decisions}
     return json_response({
         "now_s": stats.clock.now(),
         "unix_s": time.time(),
@@ -125,7 +127,11 @@ async def state(request: Request) -> Response:
             "max_model_len": info.max_model_len, "block_size": info.block_size, "max_num_seqs": info.max_num_seqs,
             "dtype": info.dtype, "kv_dtype": info.kv_dtype, "num_params": info.num_params,
         },
-        "kv": {"total": snapshot.kv_total, "used": snapshot.kv_used, "cached": snapshot.kv_evictable},
+        "kv": {
+            "total": snapshot.kv_total, "used": snapshot.kv_used, "cached": snapshot.kv_evictable,
+            "held_bytes": memory.get("kv"), "limit_bytes": memory.get("kv_limit"),
+            "refusals": stats.counter("num_kv_refusals"), "why": why.get("kv_cache_memory_bytes", "it was given"),
+        },
         "prefix": {
             "tree": snapshot.prefix_tree if only is None else [],  # of everybody's prompts together
             "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
