@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from penstock.text.validate import Limits
 
 MAX_SALT_BYTES = 256
-CHARS_PER_TOKEN = 4
-"""Of text, about: as long decoding keeps a thread busy."""
 
 
 class Admission(Protocol):
