@@ -47,6 +47,9 @@ class ServerConfig(Section):
         choices=("auto", "vllm"),
     )
     max_logprobs: int = setting(20, "Largest logprobs of a request; -1: the whole vocabulary.", minimum=-1)
+    max_logprob_entries: int = setting(
+        1_000_000, "Log-probabilities that a request may come to: n x max_tokens x (logprobs + 1).", minimum=1
+    )
     strict: bool = setting(False, "Refuse unknown fields in requests; otherwise they are ignored with a warning.")
     max_num_queued_reqs: int = setting(
         256, "Requests that may wait; more are refused with 429. 0: as many as come.", minimum=0
@@ -58,7 +61,7 @@ class ServerConfig(Section):
         60.0, "Seconds of predicted waiting from which requests are refused; 0: any.", minimum=0
     )
     request_timeout: float | None = setting(None, "Seconds that a request may take in all.", above=0)
-    max_body_bytes: int = setting(32 << 20, "Largest request body.", minimum=1024)
+    max_body_bytes: int = setting(16 << 20, "Largest request body.", minimum=1024)
     max_header_bytes: int = setting(64 << 10, "Largest request header.", minimum=1024)
     max_connections: int = setting(
         2048,

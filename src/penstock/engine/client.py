@@ -51,7 +51,10 @@ class Sample:
     stops: StopMatcher | None
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """As they came, of every token; only those that nobody has read, where what was read is forgotten."""
+    shown: list[dict[int, Logprob]] = field(default_factory=list)
+    """The same as vLLM's dictionaries, as far as they have been asked for."""
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -79,7 +82,8 @@ class Live:
         self.params = params
         self.prompt = prompt
         self.samples = samples
-        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.prompt_shown: list[dict[int, Logprob] | None] = []
         self.metrics = RequestMetrics(arrival_s=request.arrival_s)
         self.num_cached = 0
         self.error: str | None = None
@@ -166,7 +170,7 @@ class OutputProcessor:
             live.metrics.finished_s = now
             return
         if out.prompt_logprobs:
-            live.prompt_logprobs += [self._entry(e, params.prompt_logprobs) for e in out.prompt_logprobs]
+            live.prompt_logprobs += out.prompt_logprobs
         sample = live.samples[out.index]
         if sample.finish_reason is not None:
             return
@@ -195,12 +199,10 @@ class OutputProcessor:
             live.metrics.finished_s = now
 
     def _tokens(self, live: Live, sample: Sample, out: EngineOutput) -> None:
-        params = live.params
-        assert params is not None
         taken = self._text(live, sample, out)
         sample.token_ids += out.token_ids[:taken]
         for entry in out.logprobs[:taken]:
-            sample.logprobs.append(self._entry(entry, params.logprobs))
+            sample.logprobs.append(entry)
             sample.cumulative_logprob += entry.logprob
 
     def _text(self, live: Live, sample: Sample, out: EngineOutput) -> int:
@@ -235,7 +237,16 @@ class OutputProcessor:
                 sample.text.append(sample.stops.flush())
         sample.end(reason, stop_reason)
 
-    def _entry(self, entry: TokenLogprobs, num: int | None) -> dict[int, Logprob]:
+    def _shown(self, sample: Sample) -> list[dict[int, Logprob]]:
+        sample.shown += [self._entry(entry) for entry in sample.logprobs[len(sample.shown) :]]
+        return sample.shown
+
+    def _prompt_shown(self, live: Live) -> list[dict[int, Logprob] | None]:
+        fresh = live.prompt_logprobs[len(live.prompt_shown) :]
+        live.prompt_shown += [None if entry is None else self._entry(entry) for entry in fresh]
+        return live.prompt_shown
+
+    def _entry(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """A position's dictionary: the likeliest tokens, and the chosen one if it is not among them."""
         out = {
             token_id: Logprob(logprob, rank, self._piece(token_id))
@@ -264,27 +275,31 @@ class OutputProcessor:
         """The state of a request that is still followed."""
         return self._live[request_id]
 
-    def output(self, request_id: str, *, keep: bool = False) -> RequestOutput:
-        """The request's output so far; finished requests are forgotten by this call unless `keep`."""
+    def output(self, request_id: str, *, keep: bool = False, logprobs: bool = True) -> RequestOutput:
+        """The request's output so far; finished requests are forgotten by this call unless `keep`.
+
+        `logprobs`: False leaves them out, where they have been read as they came.
+        """
         live = self._live[request_id]
         params = live.params
         assert params is not None
         finished = self.is_finished(request_id)
         if finished and not keep:
             del self._live[request_id]
-        wants_logprobs = params.logprobs is not None
+        wants_logprobs = params.logprobs is not None and logprobs
+        wants_prompt = params.prompt_logprobs is not None and logprobs
         return RequestOutput(
             request_id=request_id,
             prompt=live.prompt,
             prompt_token_ids=live.request.prompt_token_ids,
-            prompt_logprobs=live.prompt_logprobs if params.prompt_logprobs is not None else None,
+            prompt_logprobs=self._prompt_shown(live) if wants_prompt else None,
             outputs=[
                 CompletionOutput(
                     index=s.index,
                     text="".join(s.text),
                     token_ids=s.token_ids,
-                    cumulative_logprob=s.cumulative_logprob if wants_logprobs else None,
-                    logprobs=s.logprobs if wants_logprobs else None,
+                    cumulative_logprob=s.cumulative_logprob if params.logprobs is not None else None,
+                    logprobs=self._shown(s) if wants_logprobs else None,
                     finish_reason=s.finish_reason,
                     stop_reason=s.stop_reason,
                 )

@@ -36,6 +36,8 @@ log = logging.getLogger("penstock.engine")
 
 UNREADY_AFTER_S = 4.0
 """Seconds without a sign of life from which an engine is not ready: known well within five."""
+CHARS_PER_LOGPROB = 64
+"""An entry takes about as many bytes, whether it is kept as numbers or as JSON."""
 GUILTY = (
     "the engine failed again and again while it worked on this request, at last on nothing else; it will not be tried "
     "again"
@@ -199,6 +201,7 @@ class EngineClient:
         self.check(request)
         stream = self._streams[request.request_id] = Stream(self, request)
         self._processor.add(request, params, text)
+        stream.prompt_logprobs = self._processor.live(request.request_id).prompt_logprobs
         if self.state == "ready":
             self.link.send([request])
         return stream  # otherwise it is sent with `on_up`
@@ -267,7 +270,11 @@ class EngineClient:
             if not (tokens or text or ended):
                 continue
             asked = live.params is not None and live.params.logprobs is not None
-            logprobs = sample.logprobs[cursor.tokens :] if asked else None
+            logprobs = None
+            if asked:
+                logprobs = sample.logprobs if stream.forgets else sample.logprobs[cursor.tokens :]
+            if stream.forgets:
+                sample.logprobs = []
             cursor.tokens, cursor.pieces = len(sample.token_ids), len(sample.text)
             cursor.ended = cursor.ended or ended
             reasons = (sample.finish_reason, sample.stop_reason) if ended else (None, None)
@@ -293,15 +300,29 @@ class EngineClient:
     def output(self, request_id: str) -> RequestOutput:
         return self._processor.output(request_id, keep=True)
 
+    def num_cached(self, stream: Stream) -> int:
+        return self._processor.live(stream.request_id).num_cached
+
+    def metrics(self, stream: Stream) -> RequestMetrics:
+        return self._processor.live(stream.request_id).metrics
+
     def unread_chars(self, stream: Stream) -> int:
+        """Characters that are kept for the stream's reader: text, log-probabilities and, where they are sent, ids."""
         live = self._processor.live(stream.request_id)
-        return sum(sum(map(len, live.samples[i].text[c.pieces :])) for i, c in stream.seen.items())
+        total = 0
+        for i, cursor in stream.seen.items():
+            sample = live.samples[i]
+            total += sum(map(len, sample.text[cursor.pieces :]))
+            total += stream.chars_per_token * (len(sample.token_ids) - cursor.tokens)
+            unread = sample.logprobs if stream.forgets else sample.logprobs[cursor.tokens :]
+            total += CHARS_PER_LOGPROB * sum(1 + len(entry.top_ids) for entry in unread)
+        return total
 
     # -- endings -------------------------------------------------------------------------------------------------
 
     def _finish(self, stream: Stream) -> None:
         stream.rest = self._collect(stream)
-        output = self._processor.output(stream.request_id)
+        output = self._processor.output(stream.request_id, logprobs=not stream.forgets)
         stream.final, stream.error = output, output.error
         self._drop(stream)
         self._report(stream, output)

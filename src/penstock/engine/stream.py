@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError
-from penstock.core.output import BeamSearchOutput, Logprob, RequestOutput
+from penstock.core.batch import TokenLogprobs
+from penstock.core.output import BeamSearchOutput, RequestMetrics, RequestOutput
 from penstock.core.request import Request
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -41,6 +42,8 @@ class Stream:
 
     Nothing is queued here: what a slow reader has not seen stays in the request's own output, which is bounded by its
     max_tokens, and comes in one piece. `unread_chars` tells how far it is behind.
+
+    `forgets`: log-probabilities are dropped once they were read; the final output has none then.
     """
 
     def __init__(self, client: EngineClient, request: Request) -> None:
@@ -50,13 +53,19 @@ class Stream:
         self._news = asyncio.Event()
         self.seen: dict[int, Cursor] = {i: Cursor() for i in range(request.n)}
         self.final: RequestOutput | None = None
+        self.forgets = False
+        self.chars_per_token = 0
+        """What a token counts for in `unread_chars` besides its text: more than nothing where its id is sent too."""
         self.call: Any = None
         """What the server knows about it."""
         self.num_replays = 0
         """Engines that died under it."""
         self.ended = False
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """As they came so far; of the first token there are none."""
         self.rest: list[Delta] = []
         """The last deltas, if it ended while nobody looked."""
+        self._listener: Callable[[], None] | None = None
         self._endings: list[Callable[[], None]] = []
         self.error: str | None = None
         """Why it ended without the model's doing; None if it did not. Set with the last delta."""
@@ -69,6 +78,20 @@ class Stream:
 
     def notify(self) -> None:
         self._news.set()
+        if self._listener is not None:
+            self._listener()
+
+    def listen(self, f: Callable[[], None]) -> None:
+        """Call `f` whenever `fresh` may have something; also now, as it may have already. Instead of `deltas`."""
+        self._listener = f
+        f()
+
+    def fresh(self) -> list[Delta]:
+        """What is new now. Raises EngineError with the end of a request that failed."""
+        found = self._client.take(self)
+        if self.final is not None and not found and self.error is not None:
+            raise self.failure(self.error)
+        return found
 
     def on_end(self, f: Callable[[], None]) -> None:
         """Call `f` once when the request has ended, however it does; at once if it has."""
@@ -83,7 +106,7 @@ class Stream:
         for f in self._endings:
             f()
         self._endings.clear()
-        self._news.set()
+        self.notify()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yields what is new of any sample, until all have ended. Leaving it early aborts the request.
@@ -91,7 +114,7 @@ class Stream:
         Raises EngineError if the engine failed for good, or if this request ended with an error.
         """
         try:
-            while self.final is None:
+            while self.final is None or self.rest:  # it may end while its reader is busy
                 await self._news.wait()
                 self._news.clear()
                 fresh = self._client.take(self)
@@ -151,6 +174,15 @@ class Stream:
     def output(self) -> RequestOutput:
         """Everything so far."""
         return self.final if self.final is not None else self._client.output(self.request_id)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.final.num_cached_tokens if self.final is not None else self._client.num_cached(self)
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The request's own: it goes on counting."""
+        return self.final.metrics if self.final is not None else self._client.metrics(self)
 
     @property
     def started(self) -> bool:

@@ -83,7 +83,9 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
     )
 
 
-def limits_from(info: EngineInfo, *, max_n: int = 16384, max_logprobs: int = 20) -> Limits:
+def limits_from(
+    info: EngineInfo, *, max_n: int = 16384, max_logprobs: int = 20, max_logprob_entries: int | None = None
+) -> Limits:
     """The validator's limits in a front end."""
     return Limits(
         vocab_size=info.vocab_size,
@@ -92,6 +94,7 @@ def limits_from(info: EngineInfo, *, max_n: int = 16384, max_logprobs: int = 20)
         eos_token_ids=tuple(info.eos_token_ids),
         max_n=max_n,
         max_logprobs=max_logprobs,
+        max_logprob_entries=max_logprob_entries,
     )
 
 

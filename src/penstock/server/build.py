@@ -25,6 +25,7 @@ from penstock.server import (
     file_store,
     grammars,
     keys,
+    loop_watch,
     metrics,
     request_log,
     store,
@@ -36,7 +37,7 @@ from penstock.server.service import Service
 from penstock.server.tls import Watching, open_tls
 
 log = logging.getLogger("penstock.server")
-_PARTS = (keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
+_PARTS = (loop_watch, keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
 """Installed in this order; closed in the opposite one."""
 
 
@@ -71,7 +72,12 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
             client,
             front.tokenizer,
             chat_template(config, front),
-            limits_from(info, max_n=config.server.max_n, max_logprobs=config.server.max_logprobs),
+            limits_from(
+                info,
+                max_n=config.server.max_n,
+                max_logprobs=config.server.max_logprobs,
+                max_logprob_entries=config.server.max_logprob_entries,
+            ),
             config.server,
             clock,
             no_tokenizer=front.no_tokenizer,

@@ -7,17 +7,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from penstock.base.errors import InputError
-from penstock.server.completion import told
+from penstock.server.completion import CHARS_PER_ID, told
 from penstock.server.context import Server
-from penstock.server.logprobs import LogprobWriter, prompt_logprobs
+from penstock.server.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
+from penstock.server.pieces import GAP, NUL, Pieces
 from penstock.server.schema.openai import (
     ChatChoice,
     ChatCompletion,
-    ChatLogprobs,
     ChatMessage,
     ChatRequest,
     FunctionCall,
@@ -96,8 +97,9 @@ class Chat:
         self._turn = turn
         self._created = int(time.time())
         self._reasons = body.include_reasoning is not False
-        top = body.top_logprobs or 0
-        self._writer = LogprobWriter(server.service.tokenizer, top, as_ids=bool(body.return_tokens_as_token_ids))
+        self._writer = LogprobWriter(TokenTexts.of(server, body.return_tokens_as_token_ids), body.top_logprobs or 0)
+        if body.return_token_ids:
+            turn.stream.chars_per_token = CHARS_PER_ID
 
     @property
     def too_slow(self) -> bool:
@@ -108,21 +110,43 @@ class Chat:
 
     # -- one answer ----------------------------------------------------------------------------------------------
 
-    async def answer(self) -> ChatCompletion:
-        """Raises WireError."""
-        answers = await self._turn.answers()
-        entries = self._turn.stream.output.prompt_logprobs if self._body.prompt_logprobs is not None else None
-        return ChatCompletion(
+    async def answer(self) -> Pieces:
+        """ChatCompletion, as JSON. Raises WireError."""
+        written: dict[int, bytearray] = {}
+
+        def look(piece: Piece) -> None:
+            if self._body.logprobs and piece.delta.token_ids:
+                own = written.setdefault(piece.index, bytearray())
+                if own:
+                    own += b","
+                own += self._writer.chat(piece.delta.token_ids, piece.delta.logprobs or [])
+
+        answers = await self._turn.answers(look)
+        parts: list[bytes | bytearray] = []
+        choices = [self._choice(answer, written.get(answer.index), parts) for answer in answers]
+        if self._body.prompt_logprobs is not None:
+            parts.append(await self._prompt_logprobs())
+        whole = ChatCompletion(
             id=self._turn.id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(answer) for answer in answers],
+            choices=choices,
             usage=self._turn.usage(),
-            prompt_logprobs=prompt_logprobs(entries) if entries is not None else UNSET,
+            prompt_logprobs=GAP if self._body.prompt_logprobs is not None else UNSET,
             prompt_token_ids=self._turn.prompt.ids if self._body.return_token_ids else UNSET,
         )
+        return Pieces(whole, parts)
 
-    def _choice(self, answer: Answer) -> ChatChoice:
+    async def _prompt_logprobs(self) -> bytearray:
+        work = self._server.slices.work(self._turn.call.tenant)
+        out = bytearray()
+        for entry in prompt_logprobs(TokenTexts.of(self._server, as_ids=False), self._turn.stream.prompt_logprobs):
+            await work.pause()
+            out += (b"," if out else b"[") + entry
+        return out + b"]"
+
+    def _choice(self, answer: Answer, logprobs: bytearray | None, parts: list[bytes | bytearray]) -> ChatChoice:
+        """`parts` gets what its gap stands for."""
         reasoning = answer.reasoning if answer.reasoning and self._reasons else UNSET
         calls = [ToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments)) for c in answer.calls]
         message = ChatMessage(
@@ -131,11 +155,12 @@ class Chat:
             reasoning_content=reasoning,
             tool_calls=calls or UNSET,
         )
-        logprobs = None
+        shown: Any = None
         if self._body.logprobs:
-            logprobs = ChatLogprobs(content=self._writer.chat(answer.token_ids, answer.logprobs or []))
+            shown = _content(NUL)
+            parts.append(logprobs or b"")
         return ChatChoice(
-            index=answer.index, message=message, logprobs=logprobs, finish_reason=answer.finish_reason,
+            index=answer.index, message=message, logprobs=shown, finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason, token_ids=answer.token_ids if self._body.return_token_ids else UNSET,
         )  # fmt: skip
 
@@ -184,8 +209,7 @@ class Chat:
         extra: dict[str, Any] = {}
         logprobs = None
         if self._body.logprobs and piece.delta.token_ids:
-            tokens = self._writer.chat(piece.delta.token_ids, piece.delta.logprobs or [])
-            logprobs = ChatLogprobs(content=tokens)
+            logprobs = _content(self._writer.chat(piece.delta.token_ids, piece.delta.logprobs or []))
         if self._body.return_token_ids and piece.delta.token_ids:
             extra["token_ids"] = piece.delta.token_ids
         if logprobs is None and not extra and piece.finish_reason is None:
@@ -216,3 +240,8 @@ class Chat:
 
 def _plain(index: int, delta: dict[str, Any]) -> bytes:
     return b'{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}' % (index, encoder.encode(delta))
+
+
+def _content(tokens: bytes) -> msgspec.Raw:
+    """ChatLogprobs of tokens that are written already."""
+    return msgspec.Raw(b'{"content":[%b],"refusal":null}' % tokens)

@@ -20,8 +20,9 @@ from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.context import Asker, Prompt, Server
 from penstock.server.errors import WireError, wire_error
-from penstock.server.logprobs import LogprobWriter, prompt_logprobs
-from penstock.server.schema.openai import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.pieces import GAP, NUL, Pieces
+from penstock.server.schema.openai import Completion, CompletionChoice, CompletionRequest
 from penstock.server.sse import DONE, ChunkWriter, encoder, frame
 from penstock.server.turns import (
     FINISHES,
@@ -37,6 +38,9 @@ from penstock.server.turns import (
 )
 
 log = logging.getLogger("penstock.server")
+CHARS_PER_ID = 8
+"""Of a token id in an answer, with what is around it; for the bound of slow readers."""
+ECHO_TOKENS = 64
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, where a completion request says nothing; null fills the context."""
 
@@ -62,8 +66,11 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     if body.prompt_compression is not None:
         prompts = [await compress_prompt(server, prompt, body.prompt_compression, asker) for prompt in prompts]
     streams: list[Stream] = []
+    work = server.slices.work(caller.tenant)
     try:
         for i, prompt in enumerate(prompts):
+            if i:
+                await work.pause()
             engine_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             call = make_call(caller, prompt, params, options, "completions", engine_id)
             streams.append(await server.service.submit(call))
@@ -121,7 +128,9 @@ class _Choice:
     index: int
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: CompletionLogprobs | None = None
+    echoed: Columns = field(default_factory=Columns)
+    """Those of the prompt, shared by its samples."""
+    logprobs: Columns | None = None
     offset: int = 0
     opened: bool = False
     finish_reason: str | None = None
@@ -133,8 +142,9 @@ class _New:
     """What one delta adds to a choice, as it goes to the client."""
 
     text: str
-    logprobs: CompletionLogprobs | None
-    token_ids: list[int]
+    logprobs: Columns | None = None
+    token_ids: list[int] = field(default_factory=list)
+    echoed: Columns | None = None
 
 
 class Completing:
@@ -154,9 +164,13 @@ class Completing:
         self._n = n
         self._scoring = scoring
         self._meter = Meter(streams, speculates=server.speculates)
-        tokenizer = server.service.tokenizer
-        self._writer = LogprobWriter(tokenizer, body.logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids))
+        self._writer = LogprobWriter(TokenTexts.of(server, body.return_tokens_as_token_ids), body.logprobs or 0)
         self._choices = [_Choice(i) for i in range(len(prompts) * n)]
+        self._echoes: dict[int, tuple[Columns, int]] = {}
+        self._work = server.slices.work(streams[0].call.tenant)
+        if body.return_token_ids:
+            for stream in streams:
+                stream.chars_per_token = CHARS_PER_ID
 
     @property
     def too_slow(self) -> bool:
@@ -175,7 +189,7 @@ class Completing:
             async with aclosing(merged(self._streams)) as news:
                 async for i, deltas in news:
                     self._meter.count(self._streams[i], deltas)
-                    yield [self._take(i, delta) for delta in deltas]
+                    yield [await self._take(i, delta) for delta in deltas]
                     failed = self._meter.failure(deltas)
                     if failed is not None:
                         raise failed
@@ -184,60 +198,101 @@ class Completing:
         finally:
             self.abort()
 
-    def _take(self, i: int, delta: Delta) -> tuple[_Choice, _New]:
+    async def _take(self, i: int, delta: Delta) -> tuple[_Choice, _New]:
         choice = self._choices[i * self._n + delta.index]
-        new = _New("", None, [])
+        new = _New("")
         if not choice.opened:
             choice.opened = True
             if self._body.echo:
-                self._echo(i, choice, new)
+                await self._echo(i, choice, new)
         if not self._scoring:
             new.text += delta.text
             new.token_ids = delta.token_ids
             if delta.logprobs is not None and delta.token_ids:
-                written, choice.offset = self._writer.completion(delta.token_ids, delta.logprobs, choice.offset)
-                new.logprobs = _joined(new.logprobs, written)
+                if choice.logprobs is None or self._body.stream:
+                    choice.logprobs = Columns(follows=new.echoed is not None)
+                new.logprobs = choice.logprobs
+                choice.offset = self._writer.completion(choice.logprobs, delta.token_ids, delta.logprobs, choice.offset)
         if delta.finish_reason in FINISHES:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return choice, new
 
-    def _echo(self, i: int, choice: _Choice, new: _New) -> None:
+    async def _echo(self, i: int, choice: _Choice, new: _New) -> None:
         prompt = self._prompts[i]
         new.text = prompt.text if prompt.text is not None else self._decoded(prompt.ids)
-        entries = self._streams[i].output.prompt_logprobs
-        if self._body.logprobs is not None and entries is not None:
-            new.logprobs, choice.offset = self._writer.completion(prompt.ids, entries, 0)
+        entries = self._streams[i].prompt_logprobs
+        if self._body.logprobs is None:
+            return
+        if i not in self._echoes:
+            columns, offset = Columns(), 0
+            for at in range(0, len(prompt.ids), ECHO_TOKENS):
+                await self._work.pause()
+                part = slice(at, at + ECHO_TOKENS)
+                offset = self._writer.completion(columns, prompt.ids[part], entries[part], offset)
+            self._echoes[i] = columns, offset
+        choice.echoed, choice.offset = self._echoes[i]
+        new.echoed = choice.echoed
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._server.service.need_tokenizer().decode(ids, skip_special_tokens=False)
 
     # -- one answer ----------------------------------------------------------------------------------------------
 
-    async def answer(self) -> Completion:
-        """Raises WireError."""
+    async def answer(self) -> Pieces:
+        """Completion, as JSON. Raises WireError."""
         async with aclosing(self._news()) as news:
             async for fresh in news:
                 for choice, new in fresh:
                     choice.text.append(new.text)
                     choice.token_ids += new.token_ids
-                    choice.logprobs = _joined(choice.logprobs, new.logprobs)
-        return Completion(
-            id=self.id, created=self._created, model=self._model, choices=[self._whole(c) for c in self._choices],
-            usage=self._meter.usage(),
-        )  # fmt: skip
+        parts: list[bytes | bytearray] = []
+        told = [await self._told(i) for i in range(len(self._prompts))]
+        choices = [self._whole(choice, told[choice.index // self._n], parts) for choice in self._choices]
+        return Pieces(
+            Completion(
+                id=self.id, created=self._created, model=self._model, choices=choices, usage=self._meter.usage()
+            ),
+            parts,
+        )
 
-    def _whole(self, choice: _Choice) -> CompletionChoice:
-        i, body = choice.index // self._n, self._body
-        entries = self._streams[i].output.prompt_logprobs if body.prompt_logprobs is not None else None
+    async def _told(self, i: int) -> tuple[bytes, bytearray]:
+        """What every sample of a prompt repeats of it, as JSON: its ids and its log-probabilities, if asked for."""
+        ids, entries = b"", bytearray()
+        if self._body.return_token_ids:
+            await self._work.pause()
+            ids = encoder.encode(self._prompts[i].ids)
+        if self._body.prompt_logprobs is not None:
+            texts = TokenTexts.of(self._server, as_ids=False)
+            for entry in prompt_logprobs(texts, self._streams[i].prompt_logprobs):
+                await self._work.pause()
+                entries += (b"," if entries else b"[") + entry
+            entries += b"]"
+        return ids, entries
+
+    def _whole(
+        self, choice: _Choice, told: tuple[bytes, bytearray], parts: list[bytes | bytearray]
+    ) -> CompletionChoice:
+        """`parts` gets what its gaps stand for."""
+        logprobs: Any = None
+        if choice.logprobs is not None or choice.echoed.tokens:
+            logprobs = msgspec.Raw(Columns.object(*[2 * NUL] * 4))
+            own = choice.logprobs or Columns()
+            for pair in zip(choice.echoed.parts(), own.parts(), strict=True):
+                parts += pair
+        body = self._body
+        if body.return_token_ids:
+            parts += [encoder.encode(choice.token_ids), told[0]]
+        if body.prompt_logprobs is not None:
+            parts.append(told[1])
         return CompletionChoice(
             index=choice.index,
             text="".join(choice.text),
-            logprobs=choice.logprobs,
+            logprobs=logprobs,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            token_ids=choice.token_ids if body.return_token_ids else UNSET,
-            prompt_token_ids=self._prompts[i].ids if body.return_token_ids else UNSET,
-            prompt_logprobs=prompt_logprobs(entries) if entries is not None else UNSET,
+            token_ids=GAP if body.return_token_ids else UNSET,
+            prompt_token_ids=GAP if body.return_token_ids else UNSET,
+            prompt_logprobs=GAP if body.prompt_logprobs is not None else UNSET,
         )
 
     # -- a stream ------------------------------------------------------------------------------------------------
@@ -258,7 +313,13 @@ class Completing:
                 async for fresh in news:
                     out = []
                     for choice, new in fresh:
-                        if not (new.text or new.logprobs or choice.finish_reason or self._body.return_token_ids):
+                        if not (
+                            new.text
+                            or new.logprobs
+                            or new.echoed
+                            or choice.finish_reason
+                            or self._body.return_token_ids
+                        ):
                             continue
                         encoded = self._part(choice, new, opening=choice.index in first)
                         first.discard(choice.index)
@@ -272,12 +333,17 @@ class Completing:
         yield DONE
 
     def _part(self, choice: _Choice, new: _New, *, opening: bool) -> bytes:
-        if new.logprobs is None and choice.finish_reason is None and not self._body.return_token_ids:
+        asked = new.logprobs is not None or new.echoed is not None
+        if not asked and choice.finish_reason is None and not self._body.return_token_ids:
             text = encoder.encode(new.text)
             ends = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
             return b'{"index":%d,"text":%b%b' % (choice.index, text, ends)
+        logprobs: Any = None
+        if asked:
+            both = zip((new.echoed or Columns()).parts(), (new.logprobs or Columns()).parts(), strict=True)
+            logprobs = msgspec.Raw(Columns.object(*[bytes(a + b) for a, b in both]))
         part = CompletionChoice(
-            index=choice.index, text=new.text, logprobs=new.logprobs, finish_reason=choice.finish_reason,
+            index=choice.index, text=new.text, logprobs=logprobs, finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason, token_ids=new.token_ids if self._body.return_token_ids else UNSET,
             prompt_token_ids=self._prompts[choice.index // self._n].ids if opening else UNSET,
         )  # fmt: skip
@@ -292,47 +358,35 @@ def told(error: Exception) -> WireError:
     return answer
 
 
-def _joined(a: CompletionLogprobs | None, b: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    if a is None or b is None:
-        return a or b
-    a.tokens += b.tokens
-    a.token_logprobs += b.token_logprobs
-    a.top_logprobs += b.top_logprobs
-    a.text_offset += b.text_offset
-    return a
-
-
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, list[Delta]], None]:
-    """News of several streams as it comes, with the stream's place. Raises the first error of any of them."""
+    """News of several streams as it comes, with the stream's place. Raises the first error of any of them.
+
+    Nothing is taken before the reader asks: what a slow one has not taken stays with its request, where it counts.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0].deltas()) as only:  # type: ignore[type-var]
             async for deltas in only:
                 yield 0, deltas
         return
-    # One place each: what a slow reader has not taken stays with its request and comes in one piece.
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(maxsize=len(streams))
+    ready: dict[int, None] = {}
+    news = asyncio.Event()
 
-    async def pump(i: int) -> None:
-        last: BaseException | None = None
-        try:
-            async for deltas in streams[i].deltas():
-                await queue.put((i, deltas))
-        except Exception as error:
-            last = error
-        await queue.put((i, last))
+    def tell(i: int) -> None:
+        ready[i] = None
+        news.set()
 
-    tasks = [asyncio.create_task(pump(i)) for i in range(len(streams))]
-    try:
-        left = len(streams)
-        while left:
-            i, news = await queue.get()
-            if isinstance(news, BaseException):
-                raise news
-            if news is None:
-                left -= 1
-            else:
-                yield i, news
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    for i, stream in enumerate(streams):
+        stream.listen(partial(tell, i))
+    left = set(range(len(streams)))
+    while left:
+        await news.wait()
+        news.clear()
+        while ready:
+            i = next(iter(ready))
+            del ready[i]
+            if i not in left:
+                continue
+            while deltas := streams[i].fresh():
+                yield i, deltas
+            if streams[i].final is not None:
+                left.discard(i)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.server.slices import Slices
+
 if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
     from penstock.core.sampling import BeamSearchParams, SamplingParams
@@ -100,6 +102,8 @@ class Server:
     """Called with (ASGI scope, status, WireError or None) when an error is answered: metrics and logs."""
     parts: dict[str, Any] = field(default_factory=dict)
     """Parts with a home of their own: "admission", "metrics", "keys", "store", "files", "batches", "grammars"."""
+    slices: Slices = field(default_factory=Slices)
+    """Turns for work that would keep the event loop too long."""
     speculates: bool = False
     """Whether the engine guesses: requests and metrics then tell of it."""
     warm_grammars: bool = False

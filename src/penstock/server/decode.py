@@ -1,7 +1,8 @@
 """Request bodies: bytes -> a struct, with bounded work and errors that name the field.
 
 JSON is read once into plain values, which shows unknown fields and keeps paths for messages; the struct is made of
-those. Before anything is allocated the body's skeleton (what is left without its strings) is counted.
+those. Before anything is allocated the body's skeleton (what is left without its strings) is counted. Long bodies are
+read in slices (`server.slices`), so that nobody's stream waits for them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -17,18 +18,34 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.base.errors import InputError, RefusedError
+from penstock.server.slices import whole
 
 log = logging.getLogger("penstock.server")
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_DEPTH = 100
-MAX_KEYS = 100_000
-MAX_ELEMENTS = 1_000_000
-MAX_QUOTES = 1_000_000
+MAX_FIELDS = 1_000
+"""Of the request itself; no shape has a hundred."""
+MAX_KEYS = 50_000
+MAX_CONTAINERS = 30_000
+"""Lists and objects. Making one costs twenty times what a number does, and a conversation has three per message."""
+MAX_ELEMENTS = 400_000
+"""More tokens than any prompt that is taken, in as many lists as there may be prompts."""
+MAX_QUOTES = 500_000
+MAX_ESCAPES = 2_000_000
+MAX_DIGITS = 400
+"""Of one number: reading it takes the square of them."""
+MAX_ALL_DIGITS = 5_000_000
+"""Of all numbers together."""
+INLINE_BYTES = 64 << 10
+"""Shorter bodies are read at once: a few milliseconds at most, whatever is in them."""
 
-# Possessive, and true of an unterminated string too: the time is linear whatever comes.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+_PIECE = 128 << 10
+_VALUES = 20_000
+_NO_MARK = bytes(set(range(256)) - set(b'"[]{},:0'))
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_TOO_LONG = b"0" * (MAX_DIGITS + 1)
+_SQUARE = bytes.maketrans(b"{}", b"[]")
 _AT = re.compile(r" - at `(.*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _INVALID = re.compile(r"byte (\d+)")
@@ -58,16 +75,21 @@ def _too_long(max_bytes: int) -> RefusedError:
 
 def parse(body: bytes) -> Any:
     """A JSON document as plain values. Raises InputError: no JSON, too deep, too many elements, a repeated key."""
-    if body.count(b'"') > MAX_QUOTES:  # looked at first: taking strings out costs most
+    return whole(parsing(body))
+
+
+def parsing(body: bytes) -> Generator[None, None, Any]:
+    """`parse` in steps: none takes longer than making the values of the largest body, which the bounds keep short."""
+    if body.count(b'"') > MAX_QUOTES:
         raise InputError(f"the request body has more than {MAX_QUOTES} quotation marks; send less at once")
-    skeleton = _STRING.sub(b"", body)
-    keys = skeleton.count(b":")
-    if keys > MAX_KEYS:
-        raise InputError(f"the request body has {keys} keys; at most {MAX_KEYS} are possible")
-    if skeleton.count(b",") > MAX_ELEMENTS:
-        raise InputError(f"the request body has more than {MAX_ELEMENTS} elements")
-    if _depth(skeleton) > MAX_DEPTH:
+    yield
+    if body.count(b"\\") > MAX_ESCAPES:
+        raise InputError(f"the request body has more than {MAX_ESCAPES} backslashes; send less at once")
+    yield
+    skeleton, keys = yield from _skeleton(body)
+    if (yield from _too_deep(skeleton)):
         raise InputError(f"the request body is nested deeper than {MAX_DEPTH}")
+    yield
     try:
         value = msgspec.json.decode(body)
     except UnicodeDecodeError as error:
@@ -76,38 +98,95 @@ def parse(body: bytes) -> Any:
         raise InputError(f"the request body is not valid JSON: {_AT.sub('', str(error))}") from None
     except (ValueError, RecursionError):
         raise InputError("the request body is not valid JSON") from None
-    if _count_keys(value) != keys:
+    yield
+    if not (yield from _has_keys(value, keys)):
         raise InputError(f"the request body gives {_repeated(body)} twice")
     return value
 
 
-def _depth(skeleton: bytes) -> int:
-    brackets = skeleton.translate(None, _NO_BRACKET)
+def _skeleton(body: bytes) -> Generator[None, None, tuple[bytes, int]]:
+    """The brackets outside of strings, and the number of keys. Raises InputError as soon as something is too much."""
+    brackets: list[bytes] = []
+    num_keys = num_elements = num_containers = num_digits = 0
+    escaped = in_string = False
+    for at in range(0, len(body), _PIECE):
+        piece = body[at : at + _PIECE]
+        if escaped:
+            piece = piece[1:]
+        escaped = False
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"")  # now a backslash is the only one before what it escapes
+            escaped = piece.endswith(b"\\")
+            piece = piece.replace(b'\\"', b"")
+        marks = piece.translate(_ZEROS).translate(None, _NO_MARK)
+        if in_string:
+            _, quote, marks = marks.partition(b'"')
+            in_string = not quote
+        if b'"' in marks:
+            parts = marks.split(b'"')
+            in_string = len(parts) % 2 == 0
+            marks = b"".join(parts[::2])
+        num_digits += marks.count(b"0")
+        if num_digits > MAX_ALL_DIGITS:
+            raise InputError(f"the numbers of the request body have more than {MAX_ALL_DIGITS} digits")
+        if _TOO_LONG in marks:
+            raise InputError(f"the request body is not valid JSON: a number of it has more than {MAX_DIGITS} digits")
+        num_keys += marks.count(b":")
+        num_elements += marks.count(b",")
+        num_containers += marks.count(b"[") + marks.count(b"{")
+        if num_keys > MAX_KEYS:
+            raise InputError(f"the request body has more than {MAX_KEYS} keys")
+        if num_elements > MAX_ELEMENTS:
+            raise InputError(f"the request body has more than {MAX_ELEMENTS} elements; send less at once")
+        if num_containers > MAX_CONTAINERS:
+            raise InputError(f"the request body has more than {MAX_CONTAINERS} lists and objects; send less at once")
+        brackets.append(marks.translate(_SQUARE, b",:0"))
+        yield
+    return b"".join(brackets), num_keys
+
+
+def _too_deep(brackets: bytes) -> Generator[None, None, bool]:
+    """Every round takes the innermost pairs away. What is not balanced is no JSON, whatever is said of it here."""
     if len(brackets) <= 2 * MAX_DEPTH:
-        return 0  # cannot be deeper, if it is balanced; if it is not, it is no JSON
-    depth = deepest = 0
-    for c in brackets:
-        depth += 1 if c in b"[{" else -1
-        deepest = max(deepest, depth)
-        if deepest > MAX_DEPTH:
+        return False
+    for _ in range(MAX_DEPTH):
+        fewer = brackets.replace(b"[]", b"")
+        if len(fewer) == len(brackets):
             break
-    return deepest
+        brackets = fewer
+        yield
+    return brackets.count(b"[") > MAX_DEPTH or b"[]" in brackets
 
 
-def _count_keys(value: Any) -> int:
-    total, todo = 0, [value]
-    while todo:
+def _has_keys(value: Any, num_keys: int) -> Generator[None, None, bool]:
+    """Whether all keys that were written are there: of two equal ones in an object, one is gone."""
+    found = visited = 0
+    todo = [value]
+    while todo and found < num_keys:
         item = todo.pop()
         if isinstance(item, dict):
-            total += len(item)
+            found += len(item)
+            visited += len(item)
             todo += [x for x in item.values() if isinstance(x, dict | list)]
-        else:
-            todo += [x for x in item if isinstance(x, dict | list)] if isinstance(item, list) else []
-    return total
+        elif isinstance(item, list):
+            for at in range(0, len(item), _VALUES):
+                part = item[at : at + _VALUES]
+                todo += [x for x in part if isinstance(x, dict | list)]
+                visited += len(part)
+                if visited >= _VALUES:
+                    visited = 0
+                    yield
+        visited += 1
+        if visited >= _VALUES:
+            visited = 0
+            yield
+    return found == num_keys
 
 
 def _repeated(body: bytes) -> str:
     found = ["a key"]
+    if len(body) > INLINE_BYTES:
+        return found[0]  # finding out which would mean to read it once more
 
     def look(pairs: list[tuple[str, Any]]) -> None:
         seen = set()
@@ -144,9 +223,16 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = await read_body(request, request.app.state.server.config.max_body_bytes)
     if not body.strip():
         raise InputError("the request body is empty; it must be a JSON object")
-    value = parse(body)
+    if len(body) <= INLINE_BYTES:
+        value = parse(body)
+    else:
+        work = request.app.state.server.slices.work(request.scope["state"]["tenant"])
+        value = await work.run(parsing(body))
+        await work.pause()
     if not isinstance(value, dict):
         raise InputError("the request body must be a JSON object")
+    if len(value) > MAX_FIELDS:
+        raise InputError(f"the request has {len(value)} fields; at most {MAX_FIELDS} are possible")
     return value
 
 
@@ -165,16 +251,20 @@ async def read(request: Request, kind: type[T], *, refused: Mapping[str, Any] | 
 
 
 def check_fields(
-    value: Mapping[str, Any], kind: type, refused: Mapping[str, Any], accepted: frozenset[str], *, strict: bool
+    value: Mapping[str, Any],
+    kind: type[msgspec.Struct],
+    refused: Mapping[str, Any],
+    accepted: frozenset[str],
+    *,
+    strict: bool,
 ) -> list[str]:
     """The names that nobody knows.
 
     `refused` maps a field to (harmless values, why): any other value raises InputError. `strict` raises for unknown
     names too.
     """
-    known = {f.encode_name for f in msgspec.structs.fields(kind)}
     unknown = []
-    for name in value.keys() - known:
+    for name in value.keys() - set(kind.__struct_encode_fields__):
         if name in refused:
             harmless, why = refused[name]
             if value[name] is not None and value[name] not in harmless:
@@ -202,4 +292,14 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-__all__ = ["ClientDisconnect", "check_fields", "convert", "parse", "read", "read_body", "read_object", "renamed"]
+__all__ = [
+    "ClientDisconnect",
+    "check_fields",
+    "convert",
+    "parse",
+    "parsing",
+    "read",
+    "read_body",
+    "read_object",
+    "renamed",
+]

@@ -1,103 +1,172 @@
-"""Log-probabilities in the shapes of completions, chat completions and vLLM's prompt_logprobs."""
+"""Log-probabilities in the shapes of completions, chat completions and vLLM's prompt_logprobs, as JSON.
+
+They are written as they come, a token at a time, and kept as bytes: as objects, those of one answer with many samples
+would take gigabytes, and writing them at its end seconds in which the event loop does nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from penstock.core.output import Logprob
-from penstock.server.schema.openai import CompletionLogprobs, PromptLogprob, PromptLogprobs, TokenLogprob, TopLogprob
+import msgspec
+
+from penstock.core.batch import TokenLogprobs
 
 if TYPE_CHECKING:
+    from penstock.server.context import Server
     from penstock.text.tokenizer import Tokenizer
 
-Entry = dict[int, Logprob]
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have (vLLM's number)."""
+MAX_TOKENS = 16_384
+"""Tokens whose texts are kept, about 8 MB of them; beyond that they are made anew."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token's text, and as JSON: the text, and what stands before and behind its number in a chat completion."""
+
+    text: str
+    key: bytes
+    before: bytes
+    behind: bytes
+
+
+class TokenTexts:
+    """What tokens are called in answers: their texts, or "token_id:123". One of each kind serves all requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+        self._known: dict[int, Written] = {}
+
+    @classmethod
+    def of(cls, server: Server, as_ids: bool | None) -> TokenTexts:
+        name = "token_ids" if as_ids else "token_texts"
+        found = server.parts.get(name)
+        if found is None:
+            found = server.parts[name] = cls(server.service.tokenizer, as_ids=bool(as_ids))
+        return found
+
+    def __getitem__(self, token_id: int) -> Written:
+        found = self._known.get(token_id)
+        if found is None:
+            if len(self._known) >= MAX_TOKENS:
+                self._known.clear()
+            found = self._known[token_id] = self._write(token_id)
+        return found
+
+    def decoded(self, token_id: int) -> bytes:
+        """The text as JSON; null without a tokenizer."""
+        return b"null" if self._tokenizer is None else self[token_id].key
+
+    def _write(self, token_id: int) -> Written:
+        if self._as_ids:
+            text = f"token_id:{token_id}"
+        else:
+            assert self._tokenizer is not None
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        table = None if self._tokenizer is None else self._tokenizer.table
+        data = None if table is None else table[token_id]
+        listed = list(text.encode("utf-8", "replace") if data is None else data)
+        key = msgspec.json.encode(text)
+        return Written(text, key, b'{"token":' + key + b',"logprob":', b',"bytes":' + msgspec.json.encode(listed))
+
+
+def _number(value: float) -> bytes:
+    return repr(max(float(value), LOWEST)).encode()  # float(): NumPy's own say what they are
+
+
+@dataclass
+class Columns:
+    """Logprobs of a completion as its four lists, each as JSON without its brackets.
+
+    `follows`: whether they stand behind others, so that a comma comes first.
+    """
+
+    tokens: bytearray = field(default_factory=bytearray)
+    token_logprobs: bytearray = field(default_factory=bytearray)
+    top_logprobs: bytearray = field(default_factory=bytearray)
+    text_offset: bytearray = field(default_factory=bytearray)
+    follows: bool = False
+
+    def parts(self) -> list[bytearray]:
+        return [self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset]
+
+    def add(self, token: bytes, logprob: bytes, top: bytes, offset: int) -> None:
+        comma = b"," if self.tokens or self.follows else b""
+        self.tokens += comma + token
+        self.token_logprobs += comma + logprob
+        self.top_logprobs += comma + top
+        self.text_offset += b"%b%d" % (comma, offset)
+
+    @staticmethod
+    def object(tokens: bytes, token_logprobs: bytes, top_logprobs: bytes, text_offset: bytes) -> bytes:
+        """CompletionLogprobs of four lists, as `parts` orders them."""
+        head = b'{"tokens":[%b],"token_logprobs":[%b]' % (tokens, token_logprobs)
+        return head + b',"top_logprobs":[%b],"text_offset":[%b]}' % (top_logprobs, text_offset)
 
 
 class LogprobWriter:
-    """One per request. `as_ids` writes tokens as "token_id:123", which tells apart tokens of equal text.
+    """One per request. `top`: how many alternatives were asked for; -1: all."""
 
-    `top`: how many alternatives were asked for.
-    """
+    def __init__(self, texts: TokenTexts, top: int) -> None:
+        self._texts = texts
+        self._top = None if top < 0 else top
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int, *, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._top = top
-        self._as_ids = as_ids or tokenizer is None
+    def chat(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> bytes:
+        """The elements of `logprobs.content`, commas between them."""
+        return b",".join(self._chat(i, entry) for i, entry in zip(token_ids, entries, strict=True))
 
-    def text(self, token_id: int, entry: Logprob | None = None) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        if entry is not None and entry.decoded_token is not None:
-            return entry.decoded_token
-        assert self._tokenizer is not None
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-    def _bytes(self, token_id: int, text: str) -> list[int]:
-        table = None if self._tokenizer is None else self._tokenizer.table
-        data = None if table is None else table[token_id]
-        return list(text.encode("utf-8", "replace") if data is None else data)
-
-    def _best(self, entry: Entry) -> list[tuple[int, Logprob]]:
-        """The likeliest, in order; the chosen token is among them only if it is one of them."""
-        ranked = sorted(entry.items(), key=lambda item: item[1].rank or 1 << 60)
-        return ranked[: self._top]
-
-    def chat(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> list[TokenLogprob]:
-        out = []
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            text = self.text(token_id, entry[token_id])
-            out.append(
-                TokenLogprob(
-                    token=text,
-                    logprob=_finite(entry[token_id].logprob),
-                    bytes=self._bytes(token_id, text),
-                    top_logprobs=[self._top_one(i, e) for i, e in self._best(entry)],
-                )
-            )
-        return out
-
-    def _top_one(self, token_id: int, entry: Logprob) -> TopLogprob:
-        text = self.text(token_id, entry)
-        return TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=self._bytes(token_id, text))
+    def _chat(self, token_id: int, entry: TokenLogprobs) -> bytes:
+        texts = self._texts
+        best = []
+        for i, logprob in islice(zip(entry.top_ids, entry.top_logprobs, strict=True), self._top):
+            top = texts[i]
+            best.append(top.before + _number(logprob) + top.behind + b"}")
+        own = texts[token_id]
+        head = own.before + _number(entry.logprob) + own.behind
+        return head + b',"top_logprobs":[' + b",".join(best) + b"]}"
 
     def completion(
-        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offset: int
-    ) -> tuple[CompletionLogprobs, int]:
-        """The entries, and the offset behind them. An entry of None (the first token of a prompt) has no number.
+        self, out: Columns, token_ids: Iterable[int], entries: Iterable[TokenLogprobs | None], offset: int
+    ) -> int:
+        """Add to `out`; returns the offset behind them. An entry of None (a prompt's first token) has no number.
 
         Tokens of equal text share a key of `top_logprobs`: the likelier one has it.
         """
-        out = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token_id, entry in zip(token_ids, entries, strict=True):
-            text = self.text(token_id, entry[token_id] if entry is not None else None)
-            out.tokens.append(text)
-            out.text_offset.append(offset)
-            offset += len(text)
+            own = self._texts[token_id]
             if entry is None:
-                out.token_logprobs.append(None)
-                out.top_logprobs.append(None)
-                continue
-            out.token_logprobs.append(_finite(entry[token_id].logprob))
-            top: dict[str, float] = {}
-            # As at OpenAI, the chosen token is always there, beside the likeliest.
-            for i, e in [*self._best(entry), (token_id, entry[token_id])]:
-                top.setdefault(self.text(i, e), _finite(e.logprob))
-            out.top_logprobs.append(top)
-        return out, offset
+                out.add(own.key, b"null", b"null", offset)
+            else:
+                out.add(own.key, _number(entry.logprob), self._top_object(own, entry), offset)
+            offset += len(own.text)
+        return offset
+
+    def _top_object(self, own: Written, entry: TokenLogprobs) -> bytes:
+        top: dict[bytes, bytes] = {}
+        for i, logprob in islice(zip(entry.top_ids, entry.top_logprobs, strict=True), self._top):
+            top.setdefault(self._texts[i].key, _number(logprob))
+        # As at OpenAI, the chosen token is always there, beside the likeliest.
+        top.setdefault(own.key, _number(entry.logprob))
+        return b"{" + b",".join([key + b":" + number for key, number in top.items()]) + b"}"
 
 
-def prompt_logprobs(entries: Sequence[Entry | None]) -> PromptLogprobs:
-    """vLLM's shape: one object per prompt token, keyed by token id."""
-    return [
-        None if entry is None
-        else {str(i): PromptLogprob(logprob=_finite(e.logprob), rank=e.rank, decoded_token=e.decoded_token)
-              for i, e in entry.items()}
-        for entry in entries
-    ]  # fmt: skip
-
-
-def _finite(value: float) -> float:
-    return max(value, LOWEST)
+def prompt_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs | None]) -> Iterator[bytes]:
+    """vLLM's shape, element by element: one object per prompt token, keyed by token id; commas are the caller's."""
+    for entry in entries:
+        if entry is None:
+            yield b"null"
+            continue
+        ranked = list(zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True))
+        if entry.token_id not in entry.top_ids:
+            ranked.append((entry.token_id, entry.logprob, entry.rank))
+        shown = [
+            b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (i, _number(logprob), rank, texts.decoded(i))
+            for i, logprob, rank in ranked
+        ]
+        yield b"{" + b",".join(shown) + b"}"

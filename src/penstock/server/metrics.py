@@ -180,6 +180,12 @@ class Metrics(Collector):
             {state: float(state == client.state) for state in (*_ENGINE_STATES, client.state)},
         )  # fmt: skip
         yield from self._gauge("draining", "1: nothing new is taken on.", float(draining(self.server)))
+        watch = self.server.parts.get("loop_watch")
+        if watch is not None:
+            text = "Longest time that one piece of work held the server's event loop, in CPU time of its thread."
+            yield from self._gauge("event_loop_longest_hold_seconds", text, watch.longest_s)
+            text = "The same in time that passed: longer if the machine had no processor to give."
+            yield from self._gauge("event_loop_longest_delay_seconds", text, watch.latest_s)
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)
@@ -221,6 +227,9 @@ class Metrics(Collector):
         yield from self._labelled(CounterMetricFamily, "request_errors", "Error answers.", ("status",), s.errors)
         text = "Finished requests with a tpot_slo_ms, by whether they kept it."
         yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
+        watch = self.server.parts.get("loop_watch")
+        if watch is not None:
+            yield from self._counter("event_loop_long_holds", "Holds of the event loop over 50 ms.", watch.num_long)
         restarts = self.server.client.num_restarts
         yield from self._counter("engine_restarts", "Engines that had to be started again.", restarts)
         convictions = self.server.client.convictions

@@ -47,7 +47,7 @@ class HttpLimits:
     header_bytes: int = 64 << 10
     headers: int = 128
     header_s: float = 10.0
-    body_bytes: int = 32 << 20
+    body_bytes: int = 16 << 20
     body_s: float = 60.0
     open: Connections = field(default_factory=lambda: Connections(2048))
     write_s: float = 60.0

@@ -6,6 +6,7 @@ encode (off the loop if long) -> validate -> admit -> submit -> deltas. A front 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -204,7 +205,7 @@ class Service:
         except BaseException:
             release()
             raise
-        stream.call = call
+        stream.call, stream.forgets = call, True
         self.admission.follow(request, stream)
         stream.on_end(release)
         limit_s = call.deadline_s if call.deadline_s is not None else self.config.request_timeout
@@ -244,11 +245,14 @@ class Service:
                 namespace=self._namespace(call), arrival_s=call.arrival_s, param=call.prompt.param,
             )  # fmt: skip
         params: SamplingParams | BeamSearchParams = call.params
+        limits = self.limits
+        if call.stream:  # nothing is kept but what its reader has not read, which has a bound of its own
+            limits = dataclasses.replace(limits, max_logprob_entries=None)
         return build_request(
             call.request_id,
             call.prompt.ids,
             params,
-            limits=self.limits,
+            limits=limits,
             tokenizer=self.tokenizer,
             seed=derive_seed(self._seed, number),
             priority=call.priority,

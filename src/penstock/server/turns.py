@@ -11,7 +11,7 @@ Both ways read the same events, so what is streamed adds up to what is answered 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from penstock.base.errors import EngineError, InputError, RefusedError
 from penstock.core.compression import PromptCompression
-from penstock.core.output import Logprob, RequestMetrics
+from penstock.core.output import RequestMetrics
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_chat
@@ -157,7 +157,6 @@ class Answer:
     reasoning: str = ""
     calls: list[CallAnswer] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str = "stop"
     stop_reason: int | str | None = None
 
@@ -173,8 +172,6 @@ class Answer:
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
         self.token_ids += piece.delta.token_ids
-        if piece.delta.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + piece.delta.logprobs
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
@@ -223,12 +220,13 @@ class Turn:
             reason = "tool_calls"
         return Piece(delta.index, events, delta, reason, delta.stop_reason)
 
-    async def answers(self) -> list[Answer]:
-        """All samples, in order. Raises WireError."""
+    async def answers(self, look: Callable[[Piece], None] = lambda _: None) -> list[Answer]:
+        """All samples, in order; `look` sees every piece as it comes. Raises WireError."""
         out = [Answer(i) for i in range(len(self._parsers))]
         async for pieces in self.pieces():
             for piece in pieces:
                 out[piece.index].add(piece)
+                look(piece)
         return out
 
     def usage(self) -> Usage:
@@ -260,9 +258,8 @@ class Meter:
     def count(self, stream: Stream, deltas: list[Delta]) -> None:
         self.generated += sum(len(d.token_ids) for d in deltas)
         if stream.request_id not in self._cached:
-            output = stream.output
-            self._cached[stream.request_id] = output.num_cached_tokens
-            self._metrics[stream.request_id] = output.metrics  # the request's own: it goes on counting
+            self._cached[stream.request_id] = stream.num_cached_tokens
+            self._metrics[stream.request_id] = stream.metrics
 
     def usage(self) -> Usage:
         prompt = sum(self._prompt.values())

@@ -39,11 +39,13 @@ class Limits:
 
     Attributes:
         vocab_size: rows of the model's logits; ids lie in [0, vocab_size).
+        max_bad_words_chars: of all of them together, which are tokenized while everybody waits.
         max_model_len: prompt and generated tokens of one sample together.
         kv_capacity_tokens: tokens the whole KV pool holds; None: not the tighter limit.
         eos_token_ids: the model's end-of-sequence ids.
         max_logprobs: largest `logprobs` and `prompt_logprobs`; -1 is no limit and allows -1 (all) in requests.
         max_prompt_logprob_entries: prompt tokens times entries of each.
+        max_logprob_entries: samples times tokens times entries of each; None: as many as are asked for.
     """
 
     vocab_size: int
@@ -53,12 +55,14 @@ class Limits:
     max_n: int = 16384
     max_logprobs: int = 20
     max_prompt_logprob_entries: int = 2_000_000
+    max_logprob_entries: int | None = None
     max_stops: int = 64
     max_stop_chars: int = 4096
     max_stop_token_ids: int = 1024
     max_logit_bias: int = 1024
     max_bad_words: int = 128
     max_bad_word_chars: int = 256
+    max_bad_words_chars: int = 8192
     max_beam_width: int = 64
 
     @property
@@ -231,6 +235,7 @@ def build_request(
             f"entries; at most {limits.max_prompt_logprob_entries} are possible",
             param="prompt_logprobs",
         )
+    _logprob_entries(rules.num_logprobs, params.n, max_tokens, limits)
     return Request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
@@ -278,6 +283,17 @@ def _grammar(asked: StructuredOutputs | None, tokenizer: Tokenizer | None) -> st
     return grammar_of(asked)
 
 
+def _logprob_entries(num: int, n: int, max_tokens: int, limits: Limits) -> None:
+    """Those of an answer that comes in one piece are all kept until its end."""
+    entries, most = n * max_tokens * (num + 1), limits.max_logprob_entries
+    if most is not None and entries > most:
+        raise InputError(
+            f"logprobs of {num} for {n} x {max_tokens} tokens (n x max_tokens) may come to {entries} entries; at most "
+            f"{most} are possible here: with this n, max_tokens may be at most {most // (n * (num + 1))}",
+            param="logprobs",
+        )
+
+
 def _num_logprobs(asked: int | None, limits: Limits) -> int:
     if asked is None:
         return -1
@@ -323,6 +339,9 @@ def _bad_words(words: Any, limits: Limits) -> None:
         return
     _sequence("bad_words", words, "a list of strings")
     _texts("bad_words", words, limits.max_bad_words, limits.max_bad_word_chars)
+    chars, most = sum(map(len, words)), limits.max_bad_words_chars
+    if chars > most:
+        raise InputError(f"bad_words have {chars} characters together; at most {most} are possible", param="bad_words")
     for n, word in enumerate(words):
         if not word.strip():
             raise InputError(f"bad_words[{n}] is blank; it must have 1 to {limits.max_bad_word_chars} characters",

@@ -8,9 +8,10 @@ from starlette.routing import BaseRoute, Route
 
 from penstock.server.completion import start
 from penstock.server.decode import read
+from penstock.server.pieces import Pieces, PiecesResponse
 from penstock.server.schema.extras import ACCEPTED, REFUSED
 from penstock.server.schema.openai import Completion, CompletionRequest
-from penstock.server.sse import EventStream, encoder, unless_gone
+from penstock.server.sse import EventStream, unless_gone
 from penstock.server.turns import Caller, caller_of
 
 REFUSED_FIELDS = {**REFUSED, "suffix": (("",), "is not supported: this model writes on, it does not fill in")}
@@ -21,11 +22,10 @@ async def completions(request: Request) -> Response:
     body = await read(request, CompletionRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
     if body.stream:
         return EventStream(await unless_gone(request, start(caller, body)))
-    answer = await unless_gone(request, complete(caller, body))
-    return Response(encoder.encode(answer), media_type="application/json")
+    return PiecesResponse(await unless_gone(request, complete(caller, body)))
 
 
-async def complete(caller: Caller, body: CompletionRequest) -> Completion:
+async def complete(caller: Caller, body: CompletionRequest) -> Pieces:
     """The answer to a checked body, for callers that are no HTTP request too; cancelling aborts.
 
     Raises InputError, RefusedError, WireError, EngineError.

@@ -19,6 +19,7 @@ from penstock.server.context import Prompt
 from penstock.server.decode import read
 from penstock.server.encoding import Fit
 from penstock.server.errors import WireError
+from penstock.server.pieces import GAP, Pieces, PiecesResponse
 from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
 from penstock.server.schema.extras import ACCEPTED
 from penstock.server.schema.openai import PromptTokensDetails
@@ -38,12 +39,11 @@ Vector = npt.NDArray[np.float32]
 async def embeddings(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, EmbeddingRequest, refused=_REFUSED, accepted=ACCEPTED)
-    answer = await unless_gone(request, embed(caller, body))
-    return Response(encoder.encode(answer), media_type="application/json")
+    return PiecesResponse(await unless_gone(request, embed(caller, body)))
 
 
-async def embed(caller: Caller, body: EmbeddingRequest) -> EmbeddingList:
-    """The whole answer. Raises InputError, RefusedError, WireError, EngineError; cancelling aborts."""
+async def embed(caller: Caller, body: EmbeddingRequest) -> Pieces:
+    """EmbeddingList, as JSON. Raises InputError, RefusedError, WireError, EngineError; cancelling aborts."""
     server = caller.server
     model = check_model(server, body.model)
     coded = body.encoding_format or "float"
@@ -53,8 +53,10 @@ async def embed(caller: Caller, body: EmbeddingRequest) -> EmbeddingList:
     assert info is not None
     check_dimensions(body.dimensions, info.embedding_size)
     pooling = "last" if body.pooling is None else body.pooling
+    work = server.slices.work(caller.tenant)
     prompts = await _prompts(caller, body)
     for prompt in prompts:  # all of them, before any runs
+        await work.pause()
         build_pooling_request("", prompt.ids, pooling, limits=server.service.limits, param=prompt.param)
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -70,20 +72,26 @@ async def embed(caller: Caller, body: EmbeddingRequest) -> EmbeddingList:
     finally:
         for task in tasks:
             task.cancel()
+    parts = []
+    for vector in vectors:
+        await work.pause()
+        parts.append(encoder.encode(_written(vector, coded)))
     num_tokens = sum(len(prompt.ids) for prompt in prompts)
-    return EmbeddingList(
-        data=[EmbeddingObject(index=i, embedding=_written(v, coded)) for i, v in enumerate(vectors)],
+    answer = EmbeddingList(
+        data=[EmbeddingObject(index=i, embedding=GAP) for i in range(len(parts))],
         model=model,
         usage=EmbeddingUsage(
             prompt_tokens=num_tokens, total_tokens=num_tokens, prompt_tokens_details=PromptTokensDetails()
         ),
     )
+    return Pieces(answer, parts)
 
 
 def _written(vector: Vector, coded: str) -> list[float] | str:
     if coded == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    return [float(x) for x in vector]
+    floats: list[float] = vector.astype(np.float64).tolist()
+    return floats
 
 
 async def _pooled(caller: Caller, body: EmbeddingRequest, prompt: Prompt, pooling: str, request_id: str) -> bytes:
