@@ -65,7 +65,7 @@ def names(client: openai.OpenAI, file_id: str | None) -> Counter[str]:
 def test_whoever_lives_goes_on_with_what_a_dead_server_had(tmp_path: Path) -> None:
     """And while both live, either shows, keeps and protects what one of them runs."""
     with process(tmp_path) as (owner, one), process(tmp_path) as (_, other):
-        made = start(one, [line(f"q{i}", max_tokens=100 if i < 40 else 2, ignore_eos=True) for i in range(60)])
+        made = start(one, [line(f"q{i}", max_tokens=1500 if i < 40 else 2, ignore_eos=True) for i in range(60)])
         seen = wait(other, made.id, some_done)
         assert seen.status == "in_progress"
         readable = results(other, seen.output_file_id)

@@ -48,7 +48,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     keys.write_text(KEYS)
     config = serve_from_kwargs(
         model=bundled(), port=0, ops="blas", engine_in_process=True, max_model_len=2048, num_gpu_blocks_override=256,
-        api_keys_file=str(keys), request_log=False,
+        api_keys_file=str(keys), request_log=False, max_body_bytes=32 << 20,
     )  # fmt: skip
     with LiveServer(config) as server:
         yield server
@@ -158,7 +158,7 @@ def test_counting_goes_beyond_the_context_but_not_for_ever(live: LiveServer, pat
         answer = http.post(path, json=body("the cat " * 10_000))
         assert answer.status_code == 200
         assert 20_000 < (answer.json().get("count") or answer.json()["input_tokens"]) < 50_000
-        answer = http.post(path, json=body("\n" * 15_500_000))
+        answer = http.post(path, json=body(". " * 7_750_000))
     assert answer.status_code == 400
     assert "at most 1048576 are possible" in answer.text
 
@@ -347,6 +347,7 @@ def test_two_bodies_of_32_mb_leave_a_small_server_and_its_streams_alone(tmp_path
     command = [
         "bash", "-c", 'ulimit -v 2500000; exec "$@"', "x", sys.executable, "-m", "penstock.cli.main", "serve", "--port",
         "0", "--files-dir", str(tmp_path), "--num-gpu-blocks-override", "256", "--threads", "1",
+        "--max-body-bytes", "32M",
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": sources}
@@ -354,7 +355,7 @@ def test_two_bodies_of_32_mb_leave_a_small_server_and_its_streams_alone(tmp_path
         try:
             assert process.stdout is not None
             url = re.findall(r"on (http://\S+)", process.stdout.readline())[0]
-            body = json.dumps({"prompt": "\n" * 16_000_000, "max_tokens": 4}).encode()
+            body = json.dumps({"prompt": ". " * 15_500_000, "max_tokens": 4}).encode()
             answers: list[httpx.Response] = []
             asking = [
                 threading.Thread(

@@ -139,7 +139,21 @@ CONVERSATIONS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "one long message": lambda: messages(1, WORD * 20_000),
     "parts": lambda: messages(1, [{"type": "text", "text": "hi"}] * 20_000),
     "markers": lambda: messages(1, "<|im_start|><|im_end|>" * 5_000),
+    "tool calls": lambda: called(1_500, json.dumps({"path": WORD * 10, "all": [1, 2, 3]})),
+    "arguments": lambda: called(3, json.dumps({f"a{i}": [i, str(i)] for i in range(20_000)})),
 }
+
+
+def called(number: int, arguments: str) -> list[dict[str, Any]]:
+    """A conversation whose bulk is in tool calls and their results."""
+    out = messages(1)
+    for i in range(number):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": arguments}}
+        out += [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{i}", "content": "done"},
+        ]
+    return [*out, {"role": "user", "content": "and now?"}]
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -150,7 +164,7 @@ def test_conversations(http: httpx.Client, watch: LoopWatch, name: str, path: st
     if path == RESPONSES:
         body = {"input": _items(talk)}
     if path == MESSAGES:
-        body = {"messages": talk, "max_tokens": 1}
+        body = {"messages": [_blocks(m) for m in talk], "max_tokens": 1}
     answer = held(watch, lambda: http.post(path, content=json.dumps(body).encode()))
     assert answer.status_code in (200, 400, 503), answer.text
 
@@ -158,10 +172,32 @@ def test_conversations(http: httpx.Client, watch: LoopWatch, name: str, path: st
 def _items(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for m in talk:
+        if m["role"] == "tool":
+            out.append({"type": "function_call_output", "call_id": m["tool_call_id"], "output": m["content"]})
+            continue
+        if "tool_calls" in m:
+            calls = [(call["id"], call["function"]) for call in m["tool_calls"]]
+            out += [{"type": "function_call", "call_id": call_id, **function} for call_id, function in calls]
+            continue
         kind = "output_text" if m["role"] == "assistant" else "input_text"
         content = m["content"] if isinstance(m["content"], str) else [p | {"type": kind} for p in m["content"]]
         out.append({"role": m["role"], "content": content})
     return out
+
+
+def _blocks(m: dict[str, Any]) -> dict[str, Any]:
+    """A message as Anthropic's clients write it."""
+    if m["role"] == "tool":
+        block = {"type": "tool_result", "tool_use_id": m["tool_call_id"], "content": m["content"]}
+        return {"role": "user", "content": [block]}
+    if "tool_calls" not in m:
+        return m
+    calls = [(call["id"], call["function"]) for call in m["tool_calls"]]
+    blocks = [
+        {"type": "tool_use", "id": call_id, "name": f["name"], "input": json.loads(f["arguments"])}
+        for call_id, f in calls
+    ]
+    return {"role": "assistant", "content": blocks}
 
 
 ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.engine.client import OutputProcessor
 from penstock.server.live import LiveServer
+from penstock.server.logprobs import TokenTexts, Written
 from penstock.server.routes.page import FOLDER, files
 from penstock.text.detokenize import IncrementalDetokenizer
 from tests.api.chromium import Chromium, find
@@ -207,7 +207,9 @@ def test_what_the_model_says_never_becomes_markup(
     pieces = iter([HOSTILE[:20], HOSTILE[20:], *[""] * 40])
     monkeypatch.setattr(IncrementalDetokenizer, "add", lambda self, ids: next(pieces))
     monkeypatch.setattr(IncrementalDetokenizer, "add_one", lambda self, token_id: next(pieces))
-    monkeypatch.setattr(OutputProcessor, "_piece", lambda self, token_id: HOSTILE)
+    key = json.dumps(HOSTILE).encode()
+    hostile = Written(HOSTILE, key, b'{"token":' + key + b',"logprob":', b',"bytes":[]')
+    monkeypatch.setattr(TokenTexts, "__getitem__", lambda self, token_id: hostile)
     page.run(f"document.getElementById('tab-{kind}').click()")
     if probabilities:
         page.run("document.getElementById('probs').click()")

@@ -94,7 +94,8 @@ def test_right_guesses_behind_the_end_are_not_accepted() -> None:
     """Three tokens were wanted, five guesses of eight were right: no more can be accepted than the answer has."""
     metrics = RequestMetrics(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5)
     stream: Any = SimpleNamespace(
-        request_id="a", request=SimpleNamespace(prompt_token_ids=[1, 2]), call=None,
+        request_id="a", request=SimpleNamespace(prompt_token_ids=[1, 2]), call=None, num_cached_tokens=0,
+        metrics=metrics,
         output=SimpleNamespace(num_cached_tokens=0, metrics=metrics),
     )  # fmt: skip
     meter = Meter([stream], speculates=True)

@@ -105,6 +105,21 @@ def step(n: int, seconds: float, tokens: int | None = None, *, prompt: bool = Fa
     return SchedulerOutput(0, scheduled=rows), result, tokens or n
 
 
+def test_of_plain_steps_the_gain_looks_at_one_in_eight() -> None:
+    stats = EngineStats()
+    gain = Gain(stats)
+    for seconds in (1.0, *[9.0] * 7, 1.0):
+        gain.observe(*step(1, seconds))
+    gain.observe(*step(1, 1.5, 3))
+    assert (stats.spec_compared_s, stats.spec_plain_s) == (1.5, 3.0)
+
+
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.gain.EVERY", 1)
+
+
+@pytest.mark.usefixtures("every_step")
 def test_the_gain_compares_steps_of_equal_width_only() -> None:
     stats = EngineStats()
     gain = Gain(stats)

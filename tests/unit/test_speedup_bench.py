@@ -54,11 +54,12 @@ def test_the_interval_holds_the_median_and_narrows() -> None:
 
 def test_the_table_says_what_is_different_and_what_was_left_out() -> None:
     row: dict[str, Any] = {
-        "drafter": "ngram", "text": "code", "batch": 1, "speedup": 1.5, "interval": (1.25, 1.75), "different": 1,
+        "drafter": "ngram", "text": "code", "batch": 1, "temperature": 0.8, "speedup": 1.5, "interval": (1.25, 1.75),
+        "different": 1,
         "decode_speedup": None, **Acceptance(2, 6, 3, accepted_at=(2, 1)).figures(),
     }  # fmt: skip
     page = speedup.markdown([row, row | {"different": 0}], ["suffix: there is none"])
     lines = page.splitlines()
-    assert lines[2] == "| ngram | code | 1 | 1.50 | 1.25 to 1.75 | - | 2.50 | 50 % | 1.00 0.50 | - | no |"
+    assert lines[2] == "| ngram | code | 1 | 0.8 | 1.50 | 1.25 to 1.75 | - | 2.50 | 50 % | 1.00 0.50 | - | no |"
     assert lines[3].endswith("| yes |")
     assert lines[-1] == "Not measured: suffix: there is none."
