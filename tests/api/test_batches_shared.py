@@ -62,14 +62,18 @@ def names(client: openai.OpenAI, file_id: str | None) -> Counter[str]:
     return Counter(x["custom_id"] for x in results(client, file_id))
 
 
+NUM = 140
+"""Lines of a batch that takes some seconds also where nothing else runs."""
+
+
 def test_whoever_lives_goes_on_with_what_a_dead_server_had(tmp_path: Path) -> None:
     """And while both live, either shows, keeps and protects what one of them runs."""
     with process(tmp_path) as (owner, one), process(tmp_path) as (_, other):
-        made = start(one, [line(f"q{i}", max_tokens=1500 if i < 40 else 2, ignore_eos=True) for i in range(60)])
+        made = start(one, [line(f"q{i}", max_tokens=230 if i < NUM - 20 else 2, ignore_eos=True) for i in range(NUM)])
         seen = wait(other, made.id, some_done)
         assert seen.status == "in_progress"
         readable = results(other, seen.output_file_id)
-        assert 5 <= len(readable) < 60
+        assert 5 <= len(readable) < NUM
         for file_id in (made.input_file_id, seen.output_file_id):
             with pytest.raises(openai.ConflictError, match="a batch is still"):
                 other.files.delete(file_id or "")
@@ -83,9 +87,9 @@ def test_whoever_lives_goes_on_with_what_a_dead_server_had(tmp_path: Path) -> No
         assert batch.status == "completed"
         assert batch.output_file_id == seen.output_file_id
         assert results(other, batch.output_file_id)[: len(readable)] == readable
-        assert names(other, batch.output_file_id) == {f"q{i}": 1 for i in range(60)}
+        assert names(other, batch.output_file_id) == {f"q{i}": 1 for i in range(NUM)}
         assert batch.request_counts is not None
-        assert batch.request_counts.model_dump() == {"total": 60, "completed": 60, "failed": 0}
+        assert batch.request_counts.model_dump() == {"total": NUM, "completed": NUM, "failed": 0}
         other.files.delete(made.input_file_id)
         assert not [path.name for path in tmp_path.glob("*/*") if path.suffix in (".lock", ".cancel")]
 
