@@ -173,7 +173,7 @@ def main() -> None:
         tell("memory after start", found["memory after start, bytes"], less_now=True)
     print("tokens: the same" if same else "TOKENS DIFFER")
     if args.out:
-        about = {"model": args.model, "settings": settings, "load": os.getloadavg(), "tokens_same": same}
+        about = {"model": Path(args.model).name, "settings": settings, "load": os.getloadavg(), "tokens_same": same}
         Path(args.out).write_text(json.dumps(about | {"pairs": found}, indent=1) + "\n", "utf-8")
 
 
