@@ -114,7 +114,7 @@ def test_F04_scissorhands_drops_what_a_window_of_history_did_not_look_at() -> No
 
 
 def test_F04_less_than_average_is_less_than_one_over_the_tokens_there() -> None:
-    """Of the ten tokens there, 0.06 of the attention is less than average and 0.11 is more; half of that would not be."""
+    """Of ten tokens, 0.06 of the attention is less than average and 0.11 is more; below half of it none would be."""
     made = selector(config_of("scissorhands", history=16, **BARE))
     one = line(range(10))
     weights = np.zeros((10, GROUP, 10), np.float32)
