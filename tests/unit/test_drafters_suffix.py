@@ -114,6 +114,14 @@ def test_guesses_come_from_the_end_that_promises_most() -> None:
     assert drafter.propose([job([1, 1])]) == [NO_DRAFT]
 
 
+def test_the_longest_end_that_was_repeated_decides() -> None:
+    """Two tokens were followed by 6 three times, by 5 once: but only the 5 followed all four."""
+    text = [1, 2, 3, 4, 5, 8, 10, 3, 4, 6, 11, 3, 4, 6, 12, 3, 4, 6, 9, 1, 2, 3, 4]
+    (tree,) = make().propose([job(text)])
+    assert tree.token_ids == [5, 8, 10, 3]
+    assert tree.probs == [1.0] * 4
+
+
 def test_an_output_is_remembered_when_its_row_is_gone() -> None:
     drafter = make()
     tell(drafter, added(1, [50, 51, 1], 2))

@@ -113,6 +113,19 @@ def test_F04_scissorhands_drops_what_a_window_of_history_did_not_look_at() -> No
     assert slots.tolist() == [5, 63]
 
 
+def test_F04_less_than_average_is_less_than_one_over_the_tokens_there() -> None:
+    """Of ten tokens, 0.06 of the attention is less than average and 0.11 is more; below half of it none would be."""
+    made = selector(config_of("scissorhands", history=16, **BARE))
+    one = line(range(10))
+    weights = np.zeros((10, GROUP, 10), np.float32)
+    weights[9, :, :] = 0.09
+    weights[9, :, 2], weights[9, :, 7] = 0.06, 0.11
+    made.watch(one, weights, 0)
+    counts = np.sum([one.stats[f"below.{i}"] for i in range(4)], axis=0) - 9 + np.arange(10)
+    assert counts[2] == 1, "0.06 of ten"
+    assert counts[7] == 0, "0.11 of ten"
+
+
 def test_F04_the_window_moves_by_quarters() -> None:
     made = selector(config_of("scissorhands", history=16))
     one = line(range(100))

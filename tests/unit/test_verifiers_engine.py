@@ -156,6 +156,17 @@ def test_D28_rollback_accepts_more_of_what_the_model_likes_less_as_the_threshold
     assert opinion == sorted(opinion)
 
 
+@pytest.mark.parametrize(("chance", "passes"), [(0.36, False), (0.375, True)])
+def test_D28_a_draft_passes_down_to_e_to_the_minus_threshold(chance: float, passes: bool) -> None:
+    """A threshold of 1 is a chance of 0.368, in natural logarithms; the model's own token has the rest."""
+    p = np.full(VOCAB, 1e-6)
+    p[3], p[5] = chance, 1 - chance
+    logits = np.log(np.stack([p, np.roll(p, 1)])).astype(np.float32)
+    out = walk("bild", 1.0, logits, DraftTree([3], [ROOT]), TokenRules())
+    assert out.token_ids[0] == (3 if passes else 5)
+    assert out.num_accepted == int(passes)
+
+
 @pytest.mark.parametrize("name", ["typical", "bild"])
 def test_lossy_verifiers_accept_no_fewer_guesses_than_match(name: str) -> None:
     more = 0
