@@ -5,8 +5,8 @@
 A mutation changes one spot within a function: a comparison, a sign, `and` for `or`, `min` for `max`, a number by one, a
 statement left out. It is noticed if a test of its place fails: those that import the module, and those that `PLACES`
 names for its folder. Each job works on a copy of the repository in a temporary folder. What survives is printed with
-its line: a missing case, a spot that has no effect, or code that could go. Whether it is equivalent is for a person to say:
-`--equivalent FILE` names such mutations, one `path:line: change` a line, and they are not drawn again.
+its line: a missing case, a spot that has no effect, or code that could go. Whether it is equivalent is for a person to
+say: `--equivalent FILE` names such mutations, one `path:line: change` a line, and they are not drawn again.
 """
 
 from __future__ import annotations
