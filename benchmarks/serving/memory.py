@@ -26,26 +26,13 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
+from start import processes
 
 MB = 1e6
 SETTLE_S = 60.0
 CACHE = Path.home() / ".cache/penstock"
 MODELS = ["", str(CACHE / "smollm2-135m-instruct.gguf"), str(CACHE / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")]
 WORDS = "the a red small old house tree river walks sees finds under near bird fox stone light song winter road".split()  # noqa: SIM905
-
-
-def processes(pid: int) -> list[int]:
-    """`pid` and everything it started, however deep."""
-    found, todo = [], [pid]
-    while todo:
-        one = todo.pop()
-        found.append(one)
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            try:
-                todo += [int(child) for child in children.read_text().split()]
-            except OSError:
-                continue  # it ended meanwhile
-    return found
 
 
 def sizes(pid: int) -> dict[str, int]:
