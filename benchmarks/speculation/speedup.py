@@ -8,7 +8,8 @@ A drafter is a method, or a whole `speculative_config` as JSON. For each one two
 guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
 drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
 the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
-over pairs. "decode" is the same from the first token on. All tokens of A and B are compared in the same run: one
+over pairs. "decode" is the same from the first token on, "settled" compares tokens per second once every sequence has
+SETTLED of them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the same run: one
 that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left are named.
 Acceptance is counted over B's measured runs; definitions:
 docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
@@ -39,17 +40,21 @@ from penstock.core.acceptance import Acceptance
 
 BLOCK = 32
 RESAMPLES = 4000
+SETTLED = 16
+"""Tokens within which guessing that does not pay is to turn itself off."""
 COLUMNS = (
-    "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "tokens/step", "accepted", "at 1, 2, 3, 4",
+    "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "settled", "tokens/step", "accepted", "at 1, 2, 3, 4",
     "drafting", "tokens equal",
 )  # fmt: skip
 
 
 class Run(NamedTuple):
-    """One batch. `decode_s`: from the first token of any to the last of all."""
+    """One batch. `decode_s`: from the first token of any to the last of all; `settled`: tokens per second from the step
+    on after which every sequence that is to have SETTLED tokens has them."""
 
     seconds: float
     decode_s: float
+    settled: float | None
     tokens: list[list[int]]
 
 
@@ -74,6 +79,15 @@ def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Na
         SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=i, ignore_eos=args.ignore_eos)
         for i in range(len(prompts))
     ]
+    steps, core = [], llm.engine.core
+    step = core.step
+
+    def timed() -> Any:
+        out = step()
+        steps.append((time.perf_counter(), [(one.request_id, len(one.token_ids)) for one in out]))
+        return out
+
+    core.step = timed  # type: ignore[method-assign]
     began_s = time.perf_counter()
     if texts.chat:
         outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
@@ -81,11 +95,29 @@ def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Na
         listed = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
         outputs = llm.generate(listed, params)
     seconds = time.perf_counter() - began_s
+    del core.step  # type: ignore[method-assign]
     for output in outputs:
         assert output.error is None, output.error
     first = min(o.metrics.first_token_s or 0.0 for o in outputs)
     last = max(o.metrics.finished_s or 0.0 for o in outputs)
-    return Run(seconds, last - first, [o.outputs[0].token_ids for o in outputs])
+    return Run(seconds, last - first, settled_rate(steps), [o.outputs[0].token_ids for o in outputs])
+
+
+def settled_rate(steps: Sequence[tuple[float, list[tuple[str, int]]]]) -> float | None:
+    """See `Run.settled`; None if less than two steps are left. `steps`: when each ended, and the tokens it gave."""
+    totals: dict[str, int] = {}
+    for _, given in steps:
+        for request, count in given:
+            totals[request] = totals.get(request, 0) + count
+    waiting, had = {request for request, count in totals.items() if count > SETTLED}, dict.fromkeys(totals, 0)
+    for at, (begin_s, given) in enumerate(steps):
+        for request, count in given:
+            had[request] += count
+            if had[request] >= SETTLED:
+                waiting.discard(request)
+        if not waiting and steps[-1][0] > begin_s and at + 2 < len(steps):
+            return (sum(totals.values()) - sum(had.values())) / (steps[-1][0] - begin_s)
+    return None
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
@@ -101,7 +133,7 @@ def measure(
 ) -> dict[str, Any]:
     """One cell of the table."""
     prompts = [texts.prompts[i % len(texts.prompts)] for i in range((args.pairs + 1) * batch)]
-    ratios, decode, seconds = [], [], []
+    ratios, decode, settled, seconds = [], [], [], []
     different, num_tokens, counted, num_steps = 0, 0, Acceptance(), 0
     for pair in range(-1, args.pairs):  # the first one warms up
         mine = prompts[(pair + 1) * batch : (pair + 2) * batch]
@@ -116,6 +148,8 @@ def measure(
         ratios.append(a.seconds / b.seconds)
         if min(a.decode_s, b.decode_s) > 0:
             decode.append(a.decode_s / b.decode_s)
+        if a.settled and b.settled:
+            settled.append(b.settled / a.settled)
         seconds.append((a.seconds, b.seconds))
     acceptance = acceptance_of(guessing) - counted
     return {
@@ -127,6 +161,8 @@ def measure(
         "interval": interval(ratios),
         "decode_speedup": statistics.median(decode) if decode else None,
         "decode_interval": interval(decode) if decode else None,
+        "settled_speedup": statistics.median(settled) if settled else None,
+        "settled_interval": interval(settled) if settled else None,
         "seconds": seconds,
         "num_tokens": num_tokens,
         "num_steps": guessing.engine.core.stats.num_steps - num_steps,
@@ -145,7 +181,8 @@ def cells(found: dict[str, Any]) -> list[str]:
     return [
         found["drafter"], found["text"], str(found["batch"]), f"{found['temperature']:g}",
         f"{found['speedup']:.2f}", f"{low:.2f} to {high:.2f}",
-        number(found["decode_speedup"], ".2f"), number(found["spec_decode_acceptance_length"], ".2f"),
+        number(found["decode_speedup"], ".2f"), number(found["settled_speedup"], ".2f"),
+        number(found["spec_decode_acceptance_length"], ".2f"),
         "-" if rate is None else f"{rate:.0f} %", " ".join(f"{share:.2f}" for share in positions) or "-",
         number(found["spec_decode_draft_share"], ".1%"), "no" if found["different"] else "yes",
     ]  # fmt: skip
