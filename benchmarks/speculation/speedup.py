@@ -9,8 +9,8 @@ guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every 
 drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
 the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
 over pairs. "decode" is the same from the first token on, "settled" compares tokens per second once every sequence has
-SETTLED of them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the same run: one
-that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left are named.
+SETTLED of them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the
+same run: one that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left are named.
 Acceptance is counted over B's measured runs; definitions:
 docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
 """
@@ -43,8 +43,8 @@ RESAMPLES = 4000
 SETTLED = 16
 """Tokens within which guessing that does not pay is to turn itself off."""
 COLUMNS = (
-    "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "settled", "tokens/step", "accepted", "at 1, 2, 3, 4",
-    "drafting", "tokens equal",
+    "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "settled", "tokens/step", "accepted",
+    "at 1, 2, 3, 4", "drafting", "tokens equal",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Na
         listed = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
         outputs = llm.generate(listed, params)
     seconds = time.perf_counter() - began_s
-    del core.step  # type: ignore[method-assign]
+    del core.step
     for output in outputs:
         assert output.error is None, output.error
     first = min(o.metrics.first_token_s or 0.0 for o in outputs)
