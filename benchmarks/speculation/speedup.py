@@ -8,10 +8,10 @@ A drafter is a method, or a whole `speculative_config` as JSON. For each one two
 guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
 drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
 the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
-over pairs. "decode" is the same from the first token on, "settled" compares tokens per second once every sequence has SETTLED of
-them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the same run:
-one that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left are named.
-Acceptance is counted over B's measured runs; definitions:
+over pairs. "decode" is the same from the first token on, "settled" compares tokens per second once every sequence has
+SETTLED of them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the
+same run: one that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left
+are named. Acceptance is counted over B's measured runs; definitions:
 docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
 """
 
