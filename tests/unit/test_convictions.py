@@ -97,6 +97,40 @@ def test_who_ends_before_that_token_is_harmless(convictions: Convictions) -> Non
     assert convictions.cover(request({"temperature": 0.0}, max_tokens=38))
 
 
+def test_who_has_passed_that_token_is_harmless(convictions: Convictions) -> None:
+    convictions.convict(request({"temperature": 0.0}), 37)
+    assert convictions.cover(request({"temperature": 0.0}), 37)
+    assert not convictions.cover(request({"temperature": 0.0}), 38)
+
+
+def test_the_earliest_death_counts(convictions: Convictions) -> None:
+    for num_tokens in (37, 12, 30):
+        convictions.convict(request({"temperature": 0.0}), num_tokens)
+    assert convictions.cover(request({"temperature": 0.0}, max_tokens=13))
+    assert not convictions.cover(request({"temperature": 0.0}, max_tokens=12))
+
+
+def test_stops_count_where_they_are_held_back(convictions: Convictions) -> None:
+    convictions.convict(request({"min_tokens": 3, "stop_ids": [2]}), 0)
+    assert convictions.cover(request({"min_tokens": 3, "stop_ids": [2]}))
+    assert not convictions.cover(request({"min_tokens": 3, "stop_ids": [7]}))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request({"grammar": "{}"}),
+        request({"num_prompt_logprobs": 1}),
+        request(beam=BeamSearchParams(beam_width=2, max_tokens=3)),
+    ],
+    ids=["grammar", "prompt-logprobs", "beams"],
+)
+def test_a_prompt_that_kills_is_not_refused_for_another_kind_of_work(convictions: Convictions, other: Request) -> None:
+    for temperature in (0.7, 0.8):
+        convictions.convict(request({"temperature": temperature}), 0)
+    assert not convictions.cover(other)
+
+
 def test_a_prompt_that_kills_however_it_is_asked_is_refused_however_it_is_asked(convictions: Convictions) -> None:
     convictions.convict(request({"temperature": 0.7}), 0)
     convictions.convict(request({"temperature": 0.8}), 0)
@@ -114,7 +148,7 @@ def test_the_same_conviction_twice_widens_nothing(convictions: Convictions) -> N
 
 def test_vectors_and_beams_begin_anew_and_are_covered_whatever_their_length(convictions: Convictions) -> None:
     for whole in (request(pooling="mean", max_tokens=1), request(beam=BeamSearchParams(beam_width=2, max_tokens=3))):
-        convictions.convict(whole, 0)
+        convictions.convict(whole, 7)
         assert convictions.cover(msgspec.structs.replace(whole, request_id="again"))
 
 
@@ -136,6 +170,15 @@ def test_memory_is_bounded_and_the_latest_are_kept() -> None:
     assert len(convictions._entries) == 20
     assert convictions.cover(request(prompt_token_ids=[199]))
     assert not convictions.cover(request(prompt_token_ids=[0]))
+
+
+def test_what_kills_again_and_again_is_not_forgotten_for_newer_ones() -> None:
+    convictions = Convictions(VirtualClock(), max_keys=20)
+    for i in range(100):
+        if i % 5 == 0:
+            convictions.convict(request(prompt_token_ids=[777]), 0)
+        convictions.convict(request(prompt_token_ids=[i]), 0)
+        assert convictions.cover(request(prompt_token_ids=[777])), i
 
 
 def test_harmless_requests_are_never_covered() -> None:
