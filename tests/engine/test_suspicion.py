@@ -10,6 +10,7 @@ import pytest
 from penstock.base.errors import ConvictedError, RefusedError
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
+from penstock.engine import replay
 from penstock.engine.blackbox import handle_of
 from penstock.engine.core import EngineCore
 from penstock.engine.frontend import GUILTY
@@ -225,9 +226,8 @@ def test_the_harmless_that_leave_are_forgotten() -> None:
     run.up()
     run.streams["2"].abort()
     run.drain()
-    replay = run.client._replay
-    assert replay._left == {}
-    assert not any(replay.suspects.has_strike(str(i)) for i in range(3))
+    assert run.client._replay._left == {}
+    assert not any(run.client._replay.suspects.has_strike(str(i)) for i in range(3))
     assert run.client.convictions.num_convicted == 0
     assert_idle(run.core)
 
@@ -243,6 +243,34 @@ def test_leavers_of_a_healthy_engine_are_forgotten_after_two_messages() -> None:
     run.step()
     run.step()
     assert run.client._replay._left == {}
+
+
+def test_who_left_is_remembered_for_one_message_more() -> None:
+    """The message that came after it left may be of a step before, so the engine may still die of it."""
+    run = Dying()
+    for i in range(2):
+        run.submit(str(i), PROMPT[: 3 + i], LONG)
+    run.step()
+    run.streams["0"].abort()
+    run.step()
+    run.die(["0", "1"])
+    assert run.client._replay.suspects.has_strike("0")
+    run.up()
+    run.drain()
+    assert run.client._replay._left == {}
+
+
+def test_those_who_leave_while_an_engine_hangs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MAX_LEFT", 3)
+    run = Dying()
+    for i in range(8):
+        run.submit(str(i), PROMPT[: 3 + i], LONG)
+    run.step()
+    for i in range(8):
+        run.streams[str(i)].abort()
+    assert sorted(run.client._replay._left) == ["0", "1", "2"]
+    run.die(["1", "7"])
+    assert sorted(run.client._replay._left) == ["1"], "only suspects are of use from here on"
 
 
 @pytest.mark.parametrize("left", [False, True])
