@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
 from penstock.text.grammar.compile import Compiler
-from penstock.text.grammar.schema import ANNOTATIONS, FORMATS, SUPPORTED, json_schema_check, subschemas
+from penstock.text.grammar.keywords import ANNOTATIONS, FORMATS, SUPPORTED, subschemas
+from penstock.text.grammar.schema import json_schema_check
 from penstock.text.grammar.source import Compiled, grammar_of, lark_grammar, lark_json, lark_literal
 from tests.unit.grammar_walk import VOCABULARY, conforms, fresh_cache, walk
 
