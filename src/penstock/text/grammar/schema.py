@@ -157,6 +157,8 @@ class _Rewriting:
             self._written[id(out)] = path
         elif key == "also":
             out.setdefault("allOf", []).append(schema(value))
+        elif key == "not" and isinstance(value, Mapping) and set(value) == {"not"}:
+            out.setdefault("allOf", []).append(schema(value["not"], f"{path}.not"))
         elif key == "not":
             out.setdefault("allOf", []).append(self._denied(schema(value), path))
         elif key == "if":

@@ -11,6 +11,7 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
 from penstock.text.grammar.exact import rules_of
+from penstock.text.grammar.gbnf import gbnf_to_lark
 from penstock.text.grammar.nesting import (
     MAX_REGEX_REPEATS,
     MAX_RULE_REPEATS,
@@ -172,7 +173,7 @@ def _rules(value: Any, where: str) -> str:
         raise InputError(f"{where} has {num_rules} rules; at most {MAX_RULES} are possible", param=where)
     check_repeats(rule_repeats(value), MAX_RULE_REPEATS, where)
     if not _LARK.search(value):
-        return lark_grammar(_translated(value, where))
+        return lark_grammar(gbnf_to_lark(value, where))
     parts: list[str] = []
     rules, done = "", 0
     for n, found in enumerate(_JSON.finditer(value)):
@@ -190,17 +191,6 @@ def _rules(value: Any, where: str) -> str:
             rules += "\n" + apart[1]
         done = end
     return lark_grammar("".join(parts) + value[done:] + rules)
-
-
-def _translated(value: str, where: str) -> str:
-    """GBNF (`root ::= ...`), which llama.cpp and xgrammar take, in Lark's syntax."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(value)
-    except Exception as error:  # the library raises plain ones
-        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError(f"{where}: neither Lark (start: ...) nor GBNF (root ::= ...): {why}", param=where) from None
 
 
 def _text(value: Any, most: int, where: str) -> None:
