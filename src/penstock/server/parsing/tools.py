@@ -155,7 +155,7 @@ def schemas(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
 
 
 def bound_schemas(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """`schemas`, each ready to be part of another: its references stay within it, and errors name it as the client does.
+    """`schemas`, ready to be parts of another: references stay within each, errors name it as the client does.
 
     What cannot be enforced is passed over where a tool is not `strict`: tools of others (MCP) say what they like, and
     must stay usable. Raises InputError for the rest.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.text.grammar.keywords import COUNTS, NUMBERS, TYPES, refuse, subschemas
 from penstock.text.grammar.numbers import bounds, decimals, inexact, integers, within
@@ -100,7 +100,7 @@ class _Rules:
         if name not in self._names:
             self._names[name] = f"{self._prefix}def{name}"
             if len(self._names) + len(self.lines) > MAX_RULES:
-                refuse(path, f"too many schemas lead to whole numbers beyond 2^53: at most {MAX_RULES} rules are possible")
+                self._too_many(path)
             self.lines.append(f"{self._names[name]}: {self.operand(self._definitions[name], path)}")
         return self._names[name]
 
@@ -198,7 +198,7 @@ class _Rules:
             elif name in required:
                 refuse(f"{path}.properties.{name}", "nothing satisfies it, and it is required")
             if len(self.lines) > MAX_RULES:
-                refuse(path, f"too many schemas lead to whole numbers beyond 2^53: at most {MAX_RULES} rules are possible")
+                self._too_many(path)
         other = None
         if rest is not False:
             value = self._rule(self.operand(rest, f"{path}.additionalProperties"))
@@ -233,9 +233,12 @@ class _Rules:
     def _commas(self, parts: list[str]) -> str:
         return f' {self._blank} "," {self._blank} '.join(parts)
 
-    def _refuse(self, path: str, key: str) -> None:
-        refuse(f"{path}.{key}", "cannot be enforced together with whole numbers beyond 2^53 in what it holds or bounds; "
-                                "write them in a schema of their own, below properties, items or anyOf")  # fmt: skip
+    def _too_many(self, path: str) -> NoReturn:
+        refuse(path, f"too many schemas lead to whole numbers beyond 2^53: at most {MAX_RULES} rules are possible")
+
+    def _refuse(self, path: str, key: str) -> NoReturn:
+        why = "cannot be enforced together with whole numbers beyond 2^53 in what it holds or bounds"
+        refuse(f"{path}.{key}", f"{why}; write them in a schema of their own, below properties, items or anyOf")
 
 
 def _bare(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ comes out of here must therefore not be denied again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from penstock.text.grammar.keywords import EXACT
@@ -122,7 +123,7 @@ def _between(points: list[int | float]) -> list[Schema]:
         return []
     bounds = [None, *points, None]
     out: list[Schema] = []
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    for low, high in pairwise(bounds):
         gap: dict[str, Any] = {"type": "number"}
         if low is not None:
             gap["exclusiveMinimum"] = low

@@ -13,18 +13,20 @@ from urllib.parse import unquote, urldefrag, urljoin
 from penstock.text.grammar.keywords import subschemas
 
 TOOL = "x-penstock-tool"
-"""Our own word, on a tool's schema that lies in another document: {"path": what the client calls it, "lenient": ...}."""
+"""Our own word, on a tool's schema that lies in another document: its {"path", "lenient"} are the client's, ours."""
 MAX_INDEXED = 50_000
 """Schemas of a document that may bear names; requests have fewer."""
 _MISSING = object()
 
 
 class Resource(NamedTuple):
-    """A schema that has an address, with its place in the client's terms."""
+    """A schema that has an address, with its place in the client's terms. `document`: the id of the root, or of the
+    tool's schema, in which it lies: addresses are looked for there only."""
 
     uri: str
     schema: Any
     path: str
+    document: int
 
 
 class Place(NamedTuple):
@@ -39,18 +41,21 @@ class References:
     """The names in one document."""
 
     def __init__(self, root: Mapping[str, Any], path: str) -> None:
-        self.root = Resource("", root, path)
-        self._resources: dict[str, Resource] = {"": self.root}
+        self.root = Resource("", root, path, id(root))
+        self._resources: dict[tuple[int, str], Resource] = {}
         self._anchors: dict[tuple[int, str], Place] = {}
-        self._within: dict[int, Resource] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._schemas: set[int] = set()
         todo: list[Place] = [Place(root, path, self.root)]
-        while todo and len(self._within) < MAX_INDEXED:
+        while todo and len(self._seen) < MAX_INDEXED:
             at = todo.pop()
-            if not isinstance(at.schema, Mapping) or id(at.schema) in self._within:
+            key = (id(at.schema), id(at.resource.schema))  # one object may be part of several
+            if not isinstance(at.schema, Mapping) or key in self._seen:
                 continue
+            self._seen.add(key)
+            self._schemas.add(id(at.schema))
             resource = self.inside(at)
-            self._within[id(at.schema)] = resource
-            self._resources.setdefault(resource.uri, resource)
+            self._resources.setdefault((resource.document, resource.uri), resource)
             for anchor in _anchors(at.schema):
                 self._anchors.setdefault((id(resource.schema), anchor), at)
             path = resource.path if resource.schema is at.schema else at.path
@@ -60,16 +65,17 @@ class References:
         """The resource to which what is written in a schema belongs."""
         if not has_address(at.schema):
             return at.resource
-        told = at.schema.get(TOOL)
-        path = str(told.get("path", at.path)) if isinstance(told, Mapping) else at.path
-        return Resource(_joined(at.resource.uri, at.schema["$id"].rstrip("#")), at.schema, path)
+        uri, told = _joined(at.resource.uri, at.schema["$id"].rstrip("#")), at.schema.get(TOOL)
+        if isinstance(told, Mapping):
+            return Resource(uri, at.schema, str(told.get("path", at.path)), id(at.schema))
+        return Resource(uri, at.schema, at.path, at.resource.document)
 
     def find(self, ref: str, resource: Resource) -> Place | None:
         """What `ref`, written in `resource`, names; None if that is nothing in this document."""
         address, fragment = ("", ref[1:]) if ref[:1] == "#" else urldefrag(ref)
         if address:
             uri = _joined(resource.uri, address)
-            found = resource if uri == resource.uri else self._resources.get(uri)
+            found = resource if uri == resource.uri else self._resources.get((resource.document, uri))
             if found is None:
                 return None
             resource = found
@@ -82,7 +88,8 @@ class References:
         found, path = resource.schema, resource.path
         for part in pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
-            resource = self._within.get(id(found), resource)
+            if found is not resource.schema and id(found) in self._schemas:
+                resource = self.inside(Place(found, path, resource))
             if isinstance(found, Mapping):
                 found, path = found.get(name, _MISSING), f"{path}.{name}"
             elif isinstance(found, list) and name.isascii() and name.isdecimal() and int(name[:9]) < len(found):

@@ -48,7 +48,7 @@ def compiled_form(schema: Any, path: str, *, lenient: bool = False) -> dict[str,
 
 def as_tool(schema: Mapping[str, Any], path: str, *, lenient: bool) -> dict[str, Any]:
     """A schema of arguments, to be part of another document: a resource of its own, so its references stay in it."""
-    address = {} if has_address(schema) else {"$id": f"tool:{path}"}
+    address = {} if has_address(schema) else {"$id": "tool:"}
     return {**schema, **address, TOOL: {"path": path, "lenient": lenient}}
 
 
@@ -64,7 +64,7 @@ class _Rewriting:
         self._num_schemas = 0
         self._num_values = 0
         self._definitions: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[tuple[int, int], str] = {}
         self._pending: dict[str, tuple[Place, bool]] = {}
         self._written: dict[int, str] = {}
         """Where references were written, by the id of what they have become."""
@@ -144,9 +144,10 @@ class _Rewriting:
         elif key in LISTS:
             if not isinstance(value, list) or not value:
                 refuse(path, f"must be a list of at least one schema, not {show(value)}")
-            if key == "oneOf" and self._lenient and "anyOf" not in out:
-                key = "anyOf"
-            out.setdefault(key, []).extend(schema(item, f"{path}[{n}]") for n, item in enumerate(value))
+            parts = [schema(item, f"{path}[{n}]") for n, item in enumerate(value)]
+            if key == "oneOf" and (self._lenient or len(value) == 1):
+                key, parts = "allOf", [{"anyOf": parts}]
+            out.setdefault(key, []).extend(parts)
         elif key in TABLES:
             out[key] = self._table(key, value, path, schema)
         elif key == "pattern":
@@ -214,7 +215,7 @@ class _Rewriting:
             refuse(path, f"{show(ref)} {why}")
         if not isinstance(found.schema, Mapping | bool):
             refuse(path, f"{show(ref)} is not a schema")
-        key = id(found.schema)
+        key = (id(found.schema), id(found.resource.schema))
         if key not in self._names:
             self._names[key] = str(len(self._names))
             self._pending[self._names[key]] = (found, self._lenient)
@@ -272,9 +273,13 @@ def _too_much(path: str, why: str) -> NoReturn:
 def locate(schema: Any, path: str, fails: Callable[[Any], str | None]) -> str:
     """The path of the smallest part that `fails` on its own for the same reason as the whole (`fails` returns it)."""
     reason, found = fails(schema), path
-    shared = {"$defs": schema["$defs"]} if isinstance(schema, Mapping) and "$defs" in schema else {}
+    definitions = dict(schema.get("$defs", {})) if isinstance(schema, Mapping) else {}
+    shared = {"$defs": dict(definitions)}
     while isinstance(schema, Mapping):
-        for below, item in subschemas(schema, found):
+        parts = list(subschemas({key: value for key, value in schema.items() if key != "$defs"}, found))
+        if "$ref" in schema:
+            parts.append((found, definitions.pop(schema["$ref"].removeprefix(_DEFINITION), None)))
+        for below, item in parts:
             if isinstance(item, Mapping) and fails({**shared, **item}) == reason:
                 schema, found = item, str(item.get("$comment", below))
                 break
