@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -25,6 +26,7 @@ TOKENS = [
     b"ab", b"}}", b"\xc3", b"\xa9", b"12",
 ]  # fmt: skip
 VOCABULARY = Vocabulary(TOKENS, [END], [END])
+WHOLE = {"int32": (-(2**31), 2**31 - 1), "uint8": (0, 255), "int64": (-(2**63), 2**63 - 1)}
 _CLOSERS = [TOKENS.index(t) for t in (b'"', b"}", b"]", b":", b"}}")]
 
 
@@ -66,9 +68,16 @@ def _keyword(key: str, value: Any, schema: Mapping[str, Any], root: Any) -> bool
         case "$ref":
             found = root
             for part in want.split("/")[1:]:
-                found = found[part]
+                found = found[unquote(part).replace("~1", "/").replace("~0", "~")]
             return conforms(value, found, root)
+        case "not":
+            return not conforms(value, want, root)
+        case "if":
+            branch = "then" if conforms(value, want, root) else "else"
+            return conforms(value, schema.get(branch, True), root)
         case "type":
+            if schema.get("nullable") and value is None:
+                return True
             return any(_is(value, t) for t in (want if isinstance(want, list) else [want]))
         case "const":
             return same(value, want)
@@ -85,9 +94,11 @@ def _keyword(key: str, value: Any, schema: Mapping[str, Any], root: Any) -> bool
         case "maximum":
             return not number or value <= want
         case "exclusiveMinimum":
-            return not number or value > want
+            return not number or value > (schema.get("minimum", -math.inf) if isinstance(want, bool) else want)
         case "exclusiveMaximum":
             return not number or value < want
+        case "format" if want in WHOLE:
+            return not number or WHOLE[want][0] <= value <= WHOLE[want][1]
         case "multipleOf":
             return not number or (Fraction(str(value)) / Fraction(str(want))).denominator == 1
     if isinstance(value, str):
@@ -119,6 +130,10 @@ def _of_list(key: str, value: list[Any], schema: Mapping[str, Any], root: Any) -
             return len(value) >= want
         case "maxItems":
             return len(value) <= want
+        case "items" if isinstance(want, list):
+            return all(conforms(v, s, root) for v, s in zip(value, want, strict=False))
+        case "additionalItems":
+            return all(conforms(v, want, root) for v in value[len(schema["items"]) :])
         case "prefixItems":
             return all(conforms(v, s, root) for v, s in zip(value, want, strict=False))
         case "items":
@@ -139,6 +154,14 @@ def _of_object(key: str, value: dict[str, Any], schema: Mapping[str, Any], root:
             return all(conforms(v, want, root) for v in rest)
         case "required":
             return all(k in value for k in want)
+        case "propertyNames":
+            return all(conforms(k, want, root) for k in value)
+        case "dependentRequired":
+            return all(name in value for k, names in want.items() if k in value for name in names)
+        case "dependentSchemas":
+            return all(conforms(value, s, root) for k, s in want.items() if k in value)
+        case "unevaluatedProperties":  # where nothing else evaluates
+            return want or set(value) <= set(schema.get("properties", {}))
         case "minProperties":
             return len(value) >= want
         case "maxProperties":

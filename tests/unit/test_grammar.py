@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
 from penstock.text.grammar.compile import Compiler
-from penstock.text.grammar.schema import ANNOTATIONS, FORMATS, SUPPORTED, json_schema_check, subschemas
+from penstock.text.grammar.keywords import ANNOTATIONS, COMPILED, FORMATS, REWRITTEN, subschemas
+from penstock.text.grammar.schema import json_schema_check
 from penstock.text.grammar.source import Compiled, grammar_of, lark_grammar, lark_json, lark_literal
-from tests.unit.grammar_walk import VOCABULARY, conforms, fresh_cache, walk
+from tests.unit.grammar_walk import VOCABULARY, WHOLE, conforms, fresh_cache, walk
 
 CACHE = fresh_cache()
 
@@ -35,6 +36,9 @@ def typed(name: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict
     return optional(**fields).map(lambda d: {"type": name, **d})
 
 
+LARGE_NUMBERS = st.one_of(
+    st.integers(2**53 - 2, 2**53 + 9), st.integers(-(2**80), -(2**63)), st.integers(2**63 - 2, 2**64)
+)
 SMALL, LARGE = st.integers(0, 2), st.integers(2, 4)
 LEAVES = st.one_of(
     typed("string", minLength=SMALL, maxLength=LARGE),
@@ -51,6 +55,15 @@ LEAVES = st.one_of(
     ),
     st.just({"$ref": "#/$defs/shared"}),
     st.just({"type": "string", "minLength": 2, "pattern": "^a*$", "maxLength": 3}),
+    st.builds(lambda e: {"enum": e}, st.lists(LARGE_NUMBERS, min_size=1, max_size=3)),
+    st.builds(lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more}, LARGE_NUMBERS, SMALL),
+    st.builds(lambda f: {"type": "integer", "format": f}, st.sampled_from(sorted(WHOLE))),
+    st.builds(lambda e: {"not": {"enum": e}}, st.lists(SCALARS, min_size=1, max_size=3)),
+    st.builds(lambda low: {"type": "integer", "minimum": low, "exclusiveMinimum": True}, st.integers(-9, 9)),
+    st.builds(lambda t: {"type": t, "nullable": True}, st.sampled_from(["integer", "boolean"])),
+    st.builds(
+        lambda ref: {"$ref": ref}, st.sampled_from(["#/$defs/a%20b~1c", "#/definitions/List[int]", "#/$defs/default"])
+    ),
 )
 
 
@@ -67,11 +80,43 @@ def inside(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.builds(lambda c: {"oneOf": c}, st.lists(children, min_size=1, max_size=2)),
         st.builds(lambda c: {"allOf": c}, st.lists(children, min_size=1, max_size=2)),
         st.builds(lambda a, b: {**a, **b}, children, children),
+        st.builds(
+            lambda a, b: {"type": "array", "items": [a], "additionalItems": b, "minItems": 2}, children, children
+        ),
+        st.builds(lambda a: {"allOf": [{"type": ["integer", "string"]}, {"not": a}]}, children),
+        st.builds(
+            lambda p, a, b: {
+                "type": "object",
+                "properties": p,
+                "if": {"properties": {"a": a}},
+                "then": {"required": ["b"]},
+                "else": {"properties": {"b": b}},
+            },
+            properties,
+            children,
+            children,
+        ),
+        typed(
+            "object",
+            properties=properties,
+            dependentRequired=st.just({"a": ["b"]}),
+            dependentSchemas=st.fixed_dictionaries({"b": children}),
+        ),
+        st.builds(
+            lambda a: {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": a}, children
+        ),
+        st.builds(lambda p: {"type": "object", "propertyNames": {"pattern": p}}, PATTERNS),
+        st.builds(lambda p: {"type": "object", "properties": p, "unevaluatedProperties": False}, properties),
     )
 
 
 SCHEMAS = st.recursive(LEAVES, inside, max_leaves=5)
-SHARED = {"shared": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}}
+SHARED = {
+    "shared": {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]},
+    "a b/c": {"enum": ["x", 1]},
+    "default": {"type": "array", "items": {"$ref": "#/$defs/shared"}, "maxItems": 1},
+}
+OLDER = {"List[int]": {"type": "array", "items": {"type": "integer"}, "maxItems": 2}}
 
 
 def test_whatever_is_taken_is_enforced() -> None:
@@ -83,7 +128,7 @@ def test_whatever_is_taken_is_enforced() -> None:
     @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
     def outputs_conform(schema: dict[str, Any], seed: int) -> None:
         nonlocal checked
-        schema = {**schema, "$defs": SHARED}
+        schema = {**schema, "$defs": SHARED, "definitions": OLDER}
         grammar = taken(schema)
         out = None if grammar is None else walk(grammar, seed, CACHE)
         if out is not None:
@@ -94,12 +139,13 @@ def test_whatever_is_taken_is_enforced() -> None:
 
     outputs_conform()
     assert checked > 200
-    assert SUPPORTED - enforced == {"definitions"}, "the random schemas do not use every keyword"
+    alike = {"dependencies", "uniqueItems", "contains", "minContains", "maxContains"}
+    assert (COMPILED | REWRITTEN) - enforced == alike, "the random schemas do not use every keyword"
 
 
 def taken(schema: Any) -> str | None:
-    grammar = grammar_of(StructuredOutputs(json=schema))
     try:
+        grammar = grammar_of(StructuredOutputs(json=schema))
         CACHE.check(grammar)
     except InputError as error:
         return None if error.param is not None and error.param.startswith("structured_outputs") else str(error)
@@ -118,7 +164,10 @@ def keywords(schema: Any) -> set[str]:
 J = "structured_outputs.json"
 REFUSED: dict[str, tuple[Any, str]] = {
     "loop of references": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, f"{J}.$defs.a.$ref"),
-    "loop over anyOf": ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, f"{J}.$defs.a.anyOf[0].$ref"),
+    "loop over anyOf": (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}},
+        f"{J}.$defs.a.anyOf[0].$ref",
+    ),
     "loop to the root": ({"allOf": [{"$ref": "#"}]}, f"{J}.allOf[0].$ref"),
     "external reference": ({"items": {"$ref": "http://127.0.0.1:9/x.json"}}, f"{J}.items.$ref"),
     "file reference": ({"$ref": "file:///etc/passwd"}, f"{J}.$ref"),
@@ -129,17 +178,29 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "negative count": ({"minLength": -1}, f"{J}.minLength"),
     "count that is true": ({"minItems": True}, f"{J}.minItems"),
     "unknown keyword": ({"properties": {"a": {"type": "string", "foo": 1}}}, f"{J}.properties.a.foo"),
-    "not": ({"not": {}}, f"{J}.not"),
-    "if": ({"anyOf": [{"if": {}}]}, f"{J}.anyOf[0].if"),
+    "not": ({"not": {"pattern": "a"}}, f"{J}.not"),
+    "if": ({"anyOf": [{"if": {"format": "uuid"}, "then": False}]}, f"{J}.anyOf[0].if"),
     "uniqueItems": ({"uniqueItems": True}, f"{J}.uniqueItems"),
     "contains": ({"contains": {}}, f"{J}.contains"),
-    "propertyNames": ({"propertyNames": {}}, f"{J}.propertyNames"),
-    "dependentRequired": ({"dependentRequired": {}}, f"{J}.dependentRequired"),
-    "nullable": ({"nullable": True}, f"{J}.nullable"),
+    "propertyNames": ({"propertyNames": {"format": "uuid"}}, f"{J}.propertyNames"),
+    "dependentRequired": ({"dependentRequired": {"a": 1}}, f"{J}.dependentRequired.a"),
+    "nullable": ({"nullable": 1}, f"{J}.nullable"),
+    "unevaluatedProperties": ({"allOf": [{}], "unevaluatedProperties": False}, f"{J}.unevaluatedProperties"),
+    "exclusiveMinimum": ({"exclusiveMinimum": "1"}, f"{J}.exclusiveMinimum"),
+    "multipleOf": ({"items": {"multipleOf": 2**53 + 1}}, f"{J}.items.multipleOf"),
+    "multipleOf of a fraction": ({"multipleOf": 0.07}, f"{J}.multipleOf"),
+    "a large number and a factor": (
+        {"properties": {"a": {"type": "integer", "minimum": 2**53 + 1, "multipleOf": 3}}},
+        f"{J}.properties.a.multipleOf",
+    ),
+    "an enum that a type empties": (
+        {"properties": {"a": {"enum": [2**70], "type": "string"}}, "required": ["a"]},
+        f"{J}.properties.a",
+    ),
+    "required and false": ({"type": "object", "properties": {"a": False}, "required": ["a"]}, J),
     "the library's own options": ({"x-guidance": {"lenient": True}}, f"{J}.x-guidance"),
-    "contentEncoding": ({"contentEncoding": "base64"}, f"{J}.contentEncoding"),
-    "a list of items": ({"items": [{}]}, f"{J}.items"),
-    "unknown format": ({"format": "unknown"}, f"{J}.format"),
+    "a format that is no text": ({"format": 1}, f"{J}.format"),
+    "a dynamic reference": ({"$dynamicRef": "#a"}, f"{J}.$dynamicRef"),
     "unknown type": ({"type": "float"}, f"{J}.type"),
     "bad pattern": ({"properties": {"a": {"items": {"pattern": "[a"}}}}, f"{J}.properties.a.items"),
     "pattern with look-ahead": ({"patternProperties": {"(?=a)": {}}}, J),
@@ -171,8 +232,7 @@ def test_annotations_are_taken_and_change_nothing() -> None:
     out = walk(grammar_of(StructuredOutputs(json=schema)), 1, CACHE)
     assert out is not None
     assert len(json.loads(out)) <= 3
-    with pytest.raises(InputError, match="only taken at the top"):
-        json_schema_check({"items": {"$id": "http://x/y"}}, "s")
+    json_schema_check({"type": "string", "format": "binary", "x-order": 1}, "s")
 
 
 def test_exactly_one_kind() -> None:

@@ -9,7 +9,6 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.server.parsing import check_tools
 from penstock.server.parsing.kinds import ALL, json_of, parameter_kinds
-from penstock.server.parsing.tools import calls_schema
 
 
 def tool(name="f", **more):
@@ -76,29 +75,17 @@ def test_good_tools_pass():
     assert check_tools([tool(str(n)) for n in range(128)])
 
 
-def test_references_move_with_their_schema():
-    schema = {
-        "$ref": "#", "enum": [{"$ref": "#/x"}],
-        "properties": {"a": {"$ref": "#/$defs/p"}, "$ref": {"type": "string"}}, "$defs": {"p": {"$ref": "#/$defs/p"}},
-    }  # fmt: skip
-    moved = calls_schema({"f": schema}, parallel=True)["$defs"]["f"]
-    assert moved == {
-        "$ref": "#/$defs/f", "enum": [{"$ref": "#/x"}],
-        "properties": {"a": {"$ref": "#/$defs/f/$defs/p"}, "$ref": {"type": "string"}},
-        "$defs": {"p": {"$ref": "#/$defs/f/$defs/p"}},
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(("schema", "kinds"), [
     ({"type": "string"}, {"string"}), ({"type": ["string", "null"]}, {"string", "null"}), ({}, ALL), (True, ALL),
     ({"type": "string", "nullable": True}, {"string", "null"}), ({"enum": ["a", 1]}, {"string", "integer"}),
     ({"const": 1.5}, {"number"}), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"string", "null"}),
     ({"$ref": "#/$defs/n"}, {"integer"}), ({"$ref": "#/$defs/loop"}, ALL), ({"$ref": "http://x"}, ALL),
-    ({"$ref": "#/$defs/none"}, ALL), ({"type": 3}, ALL), ({"type": "any"}, ALL), ({"oneOf": []}, ALL),
+    ({"$ref": "#/$defs/a%20b~1"}, {"null"}), ({"$ref": "x.json#/$defs/n"}, {"integer"}), ({"$ref": "#/$defs/none"}, ALL),
+    ({"type": 3}, ALL), ({"type": "any"}, ALL), ({"oneOf": []}, ALL),
 ])  # fmt: skip
 def test_kinds_of_parameters(schema, kinds):
-    definitions = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}
-    assert parameter_kinds({"properties": {"a": schema}, "$defs": definitions}, "a") == kinds
+    definitions = {"n": {"type": "integer"}, "a b/": {"type": "null"}, "loop": {"$ref": "#/$defs/loop"}}
+    assert parameter_kinds({"$id": "x.json", "properties": {"a": schema}, "$defs": definitions}, "a") == kinds
 
 
 def test_kinds_of_nonsense():

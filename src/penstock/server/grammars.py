@@ -22,7 +22,7 @@ from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.text.grammar.compile import Vocabulary, vocabulary_of
-from penstock.text.grammar.source import Compiled
+from penstock.text.grammar.source import Compiled, portable
 from penstock.text.grammar.worker import Job, Start, Verdict
 
 if TYPE_CHECKING:
@@ -162,6 +162,7 @@ class GrammarPool:
 
     async def compile(self, asked: StructuredOutputs, param: str = "structured_outputs") -> str:
         """llguidance's form of a grammar that compiles. Raises InputError, RefusedError if too many wait."""
+        asked = portable(asked, param)
         try:
             key = digest(param.encode(), msgspec.msgpack.encode(asked))
         except (RecursionError, TypeError, ValueError) as error:

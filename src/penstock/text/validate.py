@@ -19,6 +19,8 @@ from penstock.text.encoding import TOO_LONG
 from penstock.text.grammar.source import grammar_of, kind_of
 from penstock.text.tokenizer import Tokenizer
 
+MIN_REPETITION_PENALTY = 1e-6
+"""It divides logits: by less, they may leave float32."""
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
 POOLINGS = ("last", "mean", "cls")
@@ -84,7 +86,7 @@ def validate_sampling(params: SamplingParams, *, limits: Limits) -> None:
     _real("min_p", params.min_p, 0, 1)
     _real("presence_penalty", params.presence_penalty, -2, 2)
     _real("frequency_penalty", params.frequency_penalty, -2, 2)
-    _real("repetition_penalty", params.repetition_penalty, 0, 100, open_low=True)
+    _real("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, 100)
     if params.max_tokens is not None:
         _integer("max_tokens", params.max_tokens, 1, limits.max_model_len)
     _integer("min_tokens", params.min_tokens, 0, limits.max_model_len)

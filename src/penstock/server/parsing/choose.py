@@ -15,8 +15,7 @@ from penstock.server.parsing.json_wire import NONE, json_arguments
 from penstock.server.parsing.reader import Format, Reader, Thoughts
 from penstock.server.parsing.tape import Steps
 from penstock.server.parsing.template_format import find_format, find_thoughts, reads_tools, thought_state
-from penstock.server.parsing.tools import calls_schema, read_choice, schemas, text_or_calls
-from penstock.text.grammar.schema import json_schema_check
+from penstock.server.parsing.tools import bound_schemas, calls_schema, read_choice, schemas, text_or_calls
 
 if TYPE_CHECKING:
     from penstock.core.sampling import SamplingParams
@@ -72,11 +71,9 @@ def params_for(
     special = _special(server, needs, _thoughts(server))
     asked: StructuredOutputs | None = None
     if choice.kind == "named":
-        _check_schemas(tools, choice.names)
-        asked = StructuredOutputs(json=arguments[choice.names[0]])
+        asked = StructuredOutputs(json=bound_schemas(tools or (), choice.names)[choice.names[0]])
     elif choice.kind == "required":
-        _check_schemas(tools, choice.names)
-        asked = StructuredOutputs(json=calls_schema(arguments, parallel=parallel))
+        asked = StructuredOutputs(json=calls_schema(bound_schemas(tools or (), choice.names), parallel=parallel))
     elif choice.kind == "auto" and (strict := _strict(tools, choice.names)):
         if needs is None or needs.shape is None or special:
             where = f"tools[{next(iter(strict.values()))}].function.strict"
@@ -85,8 +82,8 @@ def params_for(
                 "leave strict out",
                 param=where,
             )
-        _check_schemas(tools, tuple(strict))
-        free = {name: schema if name in strict else {"type": "object"} for name, schema in arguments.items()}
+        bound = bound_schemas(tools or (), tuple(strict))
+        free = {name: bound.get(name, {"type": "object"}) for name in arguments}
         asked = StructuredOutputs(grammar=text_or_calls(needs.opens[0], needs.shape, free))
     if asked is None:
         return msgspec.structs.replace(params, skip_special_tokens=False) if special else params
@@ -102,14 +99,6 @@ def _strict(tools: Tools, names: Sequence[str]) -> dict[str, int]:
     """The tools, with their places, whose arguments must always be as their schema says."""
     functions = [tool["function"] for tool in tools or ()]
     return {f["name"]: n for n, f in enumerate(functions) if f["name"] in names and f.get("strict")}
-
-
-def _check_schemas(tools: Tools, names: Sequence[str]) -> None:
-    """Raises InputError for what cannot be enforced, with its path."""
-    for n, tool in enumerate(tools or ()):
-        function = tool["function"]
-        if function["name"] in names and function.get("parameters"):
-            json_schema_check(function["parameters"], f"tools[{n}].function.parameters")
 
 
 def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:

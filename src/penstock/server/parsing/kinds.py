@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from penstock.text.grammar.references import References
 
 ALL = frozenset(("string", "number", "integer", "boolean", "null", "object", "array"))
 _MAX_REFS = 16
@@ -15,14 +17,22 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 def parameter_kinds(schema: Any, name: str) -> frozenset[str]:
     """JSON types that parameter `name` may have; all of them if the schema does not say."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return _kinds(properties.get(name) if isinstance(properties, Mapping) else None, schema, _MAX_REFS)
+    found: list[References] = []
+
+    def follow(reference: str) -> Any:
+        if not found:
+            found.append(References(schema, ""))
+        place = found[0].find(reference, found[0].root)
+        return place.schema if place is not None else None
+
+    return _kinds(properties.get(name) if isinstance(properties, Mapping) else None, follow, _MAX_REFS)
 
 
-def _kinds(schema: Any, root: Any, left: int) -> frozenset[str]:
+def _kinds(schema: Any, follow: Callable[[str], Any], left: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or left == 0:
         return ALL
     if isinstance(schema.get("$ref"), str):
-        return _kinds(_resolve(schema["$ref"], root), root, left - 1)
+        return _kinds(follow(schema["$ref"]), follow, left - 1)
     kind = schema.get("type")
     if isinstance(kind, str):
         return (frozenset((kind,)) | ({"null"} if schema.get("nullable") is True else set())) & ALL or ALL
@@ -30,19 +40,9 @@ def _kinds(schema: Any, root: Any, left: int) -> frozenset[str]:
         return frozenset(k for k in kind if isinstance(k, str)) & ALL or ALL
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list):
-            return frozenset().union(*(_kinds(part, root, left - 1) for part in schema[word][:_MAX_REFS])) or ALL
+            return frozenset().union(*(_kinds(part, follow, left - 1) for part in schema[word][:_MAX_REFS])) or ALL
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
     return frozenset(map(_kind_of, values)) or ALL
-
-
-def _resolve(reference: str, root: Any) -> Any:
-    """What a JSON pointer within the document points to; None if nothing."""
-    if not reference.startswith("#"):
-        return None
-    at = root
-    for part in filter(None, reference[1:].split("/")):
-        at = at.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(at, Mapping) else None
-    return at
 
 
 def _kind_of(value: Any) -> str:

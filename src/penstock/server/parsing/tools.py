@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.base.errors import InputError
+from penstock.text.grammar.schema import as_tool, json_schema_check
 from penstock.text.grammar.source import lark_literal
 from penstock.text.messages import plain
 
@@ -153,33 +154,32 @@ def schemas(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[st
     return {name: by_name[name] for name in names}
 
 
-def calls_schema(tools: Mapping[str, Any], *, parallel: bool) -> dict[str, Any]:
-    """A list of at least one call as a JSON schema; each tool's own references stay within that tool's schema."""
-    definitions = {name: _moved(schema, f"#/$defs/{name}") for name, schema in tools.items()}
-    one = [
-        {"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-         "required": ["name", "arguments"], "additionalProperties": False}
-        for name in tools
-    ]  # fmt: skip
-    out: dict[str, Any] = {"type": "array", "items": {"anyOf": one}, "minItems": 1, "$defs": definitions}
-    return out if parallel else out | {"maxItems": 1}
+def bound_schemas(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """`schemas`, ready to be parts of another: references stay within each, errors name it as the client does.
 
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema that now lies at `root` of another document. Values that are data are left alone."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
+    What cannot be enforced is passed over where a tool is not `strict`: tools of others (MCP) say what they like, and
+    must stay usable. Raises InputError for the rest.
+    """
     out = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            out[key] = root + value[1:].rstrip("/")
-        elif key in ("enum", "const", "default", "examples"):
-            out[key] = value
-        else:
-            out[key] = _moved(value, root)
+    for n, tool in enumerate(tools):
+        function = tool["function"]
+        if function["name"] in names:
+            [schema] = schemas([tool], [function["name"]]).values()
+            where, lenient = f"tools[{n}].function.parameters", not function.get("strict")
+            json_schema_check(schema, where, lenient=lenient)
+            out[function["name"]] = as_tool(schema, where, lenient=lenient)
     return out
+
+
+def calls_schema(tools: Mapping[str, Any], *, parallel: bool) -> dict[str, Any]:
+    """A list of at least one call as a JSON schema. `tools`: those of `bound_schemas`."""
+    one = [
+        {"type": "object", "properties": {"name": {"const": name}, "arguments": schema},
+         "required": ["name", "arguments"], "additionalProperties": False}
+        for name, schema in tools.items()
+    ]  # fmt: skip
+    out: dict[str, Any] = {"type": "array", "items": {"anyOf": one}, "minItems": 1}
+    return out if parallel else out | {"maxItems": 1}
 
 
 def text_or_calls(opener: str, shape: tuple[str, str, str], tools: Mapping[str, Any]) -> str:

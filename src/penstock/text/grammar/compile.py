@@ -132,7 +132,9 @@ def told(error: str) -> str:
         return "it is too complex"
     lines = [line.strip() for line in _PLACE.sub("", error.split("<state>")[0]).splitlines()]
     return (
-        " ".join(line for line in lines if line and not _DRAWING.match(line))
+        " ".join(
+            line for line in lines if line and not _DRAWING.match(line) and not line.startswith("while processing")
+        )
         .replace("<non-verbose/>", "")
         .strip()[:240]
     )

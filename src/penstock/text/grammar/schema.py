@@ -1,230 +1,287 @@
-"""JSON schemas: which keywords are taken. What would be ignored is refused, with its path.
+"""JSON schemas of clients, checked, and rewritten as llguidance enforces them. What would be ignored is refused.
 
-llguidance refuses some keywords it does not implement, and passes over words it does not know; this table is the
-complete list of what it enforces (draft 2020-12). Words that only describe are taken and have no effect.
+Rewriting resolves references within the document in which they are written (`references`), leaves out what only
+describes, says older and newer words in the terms of the compiler (`keywords`, `negation`), and puts every schema that
+is referred to into one flat table of definitions.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from penstock.base.errors import InputError
-from penstock.text.grammar.nesting import MAX_REGEX_REPEATS, check_repeats, regex_repeats
+from penstock.text.grammar import keywords as words
+from penstock.text.grammar.keywords import LISTS, ONE, TABLES, refuse, show, subschemas
+from penstock.text.grammar.modern import Entry, bind_names, modern
+from penstock.text.grammar.negation import CannotDenyError, denied
+from penstock.text.grammar.references import TOOL, Place, References, Resource, has_address
 
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_DEPTH = 64
-MAX_PROPERTIES = 2_000
-"""Of one object; compiling takes time with their square. All together: `MAX_SUBSCHEMAS`."""
 MAX_SUBSCHEMAS = 10_000
 MAX_ENUM = 10_000
 """Values of all `enum`s together."""
-MAX_COUNT = 1_000_000
-"""Largest minItems, maxItems, minLength, maxLength, minProperties and maxProperties."""
-MAX_PATTERN_CHARS = 4_096
 
-TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
-FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-ANNOTATIONS = frozenset({
-    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id",
-    "discriminator",
-})  # fmt: skip
-_ONE = ("additionalProperties", "items")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_TABLES = ("properties", "patternProperties", "$defs", "definitions")
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-SUPPORTED = frozenset({*_ONE, *_LISTS, *_TABLES, *_COUNTS, *_NUMBERS,
-                       "type", "enum", "const", "required", "pattern", "format", "$ref"})  # fmt: skip
-_HINTS = {
-    "nullable": 'write "type": ["...", "null"]',
-    "x-guidance": "options of the grammar library cannot be set by requests",
-    "additionalItems": "write prefixItems and items",
-    "dependencies": "write anyOf",
-    "not": "say what is allowed instead",
-    "format": f"known formats: {', '.join(FORMATS)}",
-}
+_DEFINITION = "#/$defs/"
 
 
-def json_schema_check(schema: Any, path: str) -> None:
+def json_schema_check(schema: Any, path: str, *, lenient: bool = False) -> None:
     """Refuse what would not be enforced. `path` is how the client calls the schema; errors name the place below it.
 
+    `lenient` passes over keywords that cannot be enforced.
     Looks at the schema only: what cannot be compiled, patterns for example, is found by compiling. Fetches nothing.
     Raises: InputError.
     """
+    compiled_form(schema, path, lenient=lenient)
+
+
+def compiled_form(schema: Any, path: str, *, lenient: bool = False) -> dict[str, Any]:
+    """The schema as llguidance takes it: its keywords only, references only to `#/$defs/...` of the root.
+
+    Schemas that have moved say in `$comment` where they were. Raises: InputError, as `json_schema_check`.
+    """
     if not isinstance(schema, Mapping):
-        _refuse(path, f"must be a JSON schema (an object), not {_show(schema)}")
-    _Check(schema, path).run()
+        refuse(path, f"must be a JSON schema (an object), not {show(schema)}")
+    return _Rewriting(schema, path, lenient).run()
 
 
-def subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """(path, schema) of everything directly below one schema, in the order in which it is written."""
-    for key, value in schema.items():
-        if key in _ONE:
-            yield f"{path}.{key}", value
-        elif key in _LISTS and isinstance(value, list):
-            for n, item in enumerate(value):
-                yield f"{path}.{key}[{n}]", item
-        elif key in _TABLES and isinstance(value, Mapping):
-            for name, item in value.items():
-                yield f"{path}.{key}.{name}", item
+def as_tool(schema: Mapping[str, Any], path: str, *, lenient: bool) -> dict[str, Any]:
+    """A schema of arguments, to be part of another document: a resource of its own, so its references stay in it."""
+    address = {} if has_address(schema) else {"$id": "tool:"}
+    return {**schema, **address, TOOL: {"path": path, "lenient": lenient}}
 
 
-class _Check:
-    def __init__(self, root: Mapping[str, Any], path: str) -> None:
-        self._root = root
+class _TooMuchError(InputError):
+    """Refused in any case."""
+
+
+class _Rewriting:
+    def __init__(self, root: Mapping[str, Any], path: str, lenient: bool) -> None:
+        self._references = References(root, path)
         self._path = path
+        self._lenient = lenient
         self._num_schemas = 0
         self._num_values = 0
-        self._edges: dict[int, list[int]] = {}
-        """Which schemas say of the same value: a loop among them says nothing."""
+        self._definitions: dict[str, Any] = {}
+        self._names: dict[tuple[int, int], str] = {}
+        self._pending: dict[str, tuple[Place, bool]] = {}
+        self._written: dict[int, str] = {}
+        """Where references were written, by the id of what they have become."""
+        self._approximate: set[int] = set()
 
-    def run(self) -> None:
-        self._schema(self._root, self._path, 0)
+    def run(self) -> dict[str, Any]:
+        root = self._references.root
+        out = self._schema(Place(root.schema, self._path, root), 0)
+        assert isinstance(out, dict)
+        while self._pending:
+            self._define(next(iter(self._pending)))
+        self._loops(out)
+        return {**out, "$defs": self._definitions} if self._definitions else out
 
-    def _schema(self, schema: Any, path: str, depth: int) -> None:
-        if isinstance(schema, bool):
-            return
-        if not isinstance(schema, Mapping):
-            _refuse(path, f"must be a JSON schema (an object, true or false), not {_show(schema)}")
-        if depth > MAX_DEPTH:
-            _refuse(path, f"lies deeper than {MAX_DEPTH} levels")
-        self._num_schemas += 1
-        if self._num_schemas > MAX_SUBSCHEMAS:
-            _refuse(path, f"the schema has more than {MAX_SUBSCHEMAS} schemas in it")
-        for key, value in schema.items():
-            self._keyword(schema, key, value, f"{path}.{key}")
-        if "$ref" in schema:
-            self._loops(schema, f"{path}.$ref")
-        for below, item in subschemas(schema, path):
-            self._schema(item, below, depth + 1)
-
-    def _keyword(self, schema: Mapping[str, Any], key: str, value: Any, path: str) -> None:
-        if key in ANNOTATIONS:
-            if key == "$id" and schema is not self._root:
-                _refuse(path, "is only taken at the top of a schema")
-        elif key not in SUPPORTED:
-            _refuse(path, f"the keyword {_show(key)} is not supported" + (f"; {_HINTS[key]}" if key in _HINTS else ""))
-        elif key in _COUNTS:
-            if not _whole(value) or not 0 <= value <= MAX_COUNT:
-                _refuse(path, f"is {_show(value)}; whole numbers from 0 to {MAX_COUNT} are possible")
-        elif key in _NUMBERS:
-            _number(key, value, path)
-        elif key in _LISTS:
-            if not isinstance(value, list) or not value:
-                _refuse(path, f"must be a list of at least one schema, not {_show(value)}")
-        elif key in _TABLES:
-            if not isinstance(value, Mapping):
-                _refuse(path, f"must be an object of schemas, not {_show(value)}")
-            if len(value) > MAX_PROPERTIES:
-                _refuse(path, f"has {len(value)} entries; at most {MAX_PROPERTIES} are possible")
-            if key == "patternProperties":
-                for pattern in value:
-                    _pattern(pattern, f"{path}.{pattern}")
-        elif key == "items" and isinstance(value, list):
-            _refuse(path, "is a list; write prefixItems (and items for what follows)")
-        elif key == "pattern":
-            _pattern(value, path)
-        elif key == "$ref":
-            if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
-                _refuse(path, f"is {_show(value)}; references have the form #/$defs/name, and nothing is ever fetched")
-            self._target(value, path)
-        elif key not in _ONE:
-            self._plain(key, value, path)
-
-    def _plain(self, key: str, value: Any, path: str) -> None:
-        if key == "type":
-            listed = value if isinstance(value, list) else [value]
-            if not listed or not all(isinstance(t, str) and t in TYPES for t in listed):
-                _refuse(path, f"is {_show(value)}; the types are {', '.join(TYPES)}, or a list of them")
-        elif key == "enum":
-            if not isinstance(value, list) or not value:
-                _refuse(path, f"must be a list of at least one value, not {_show(value)}")
-            self._num_values += len(value)
-            if self._num_values > MAX_ENUM:
-                _refuse(path, f"the schema has {self._num_values} enum values or more; at most {MAX_ENUM} are possible")
-        elif key == "format":
-            if value not in FORMATS:
-                _refuse(path, f"the format {_show(value)} is not supported; {_HINTS['format']}")
-        elif key == "required" and (
-            not isinstance(value, list) or not all(isinstance(name, str) for name in value) or len(value) > MAX_ENUM
-        ):
-            _refuse(path, f"must be a list of property names, not {_show(value)}")
-
-    def _target(self, ref: str, path: str) -> Any:
-        """The schema a reference names. Raises: InputError if there is none."""
-        found: Any = self._root
-        for part in ref.split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and name in found:
-                found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                _refuse(path, f"{_show(ref)} names nothing in this schema")
-        if not isinstance(found, Mapping | bool):
-            _refuse(path, f"{_show(ref)} is not a schema")
+    def _define(self, name: str) -> Any:
+        place, lenient = self._pending.pop(name)
+        before, self._lenient = self._lenient, lenient
+        found = self._schema(place, 0)
+        self._lenient = before
+        if isinstance(found, dict):
+            found.setdefault("$comment", place.path)
+        self._definitions[name] = found
         return found
 
-    def _loops(self, schema: Mapping[str, Any], path: str) -> None:
-        """Follow what is said of the same value. Raises: InputError if that leads back to `schema`."""
-        todo: list[Any] = [schema]
-        seen: set[int] = set()
-        while todo:
-            at = todo.pop()
-            if not isinstance(at, Mapping):
-                continue
-            near: list[Any] = [item for key in _LISTS[:3] if isinstance(at.get(key), list) for item in at[key]]
-            if isinstance(at.get("$ref"), str) and at["$ref"][:1] == "#":
-                near.append(self._target(at["$ref"], path))
-            for item in near:
-                if item is schema:
-                    _refuse(path, "the reference leads back to itself, so it says nothing")
-                if id(item) not in seen:
-                    seen.add(id(item))
-                    todo.append(item)
+    def _follow(self, ref: str) -> Any:
+        """The compiled form of what a reference of the compiled form names."""
+        name = ref.removeprefix(_DEFINITION)
+        if name in self._pending:
+            return self._define(name)
+        if name not in self._definitions:  # it is being made
+            raise CannotDenyError
+        return self._definitions[name]
+
+    def _schema(self, at: Place, depth: int) -> dict[str, Any] | bool:
+        schema, path = at.schema, at.path
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping):
+            if self._lenient:
+                return True
+            refuse(path, f"must be a JSON schema (an object, true or false), not {show(schema)}")
+        self._num_schemas += 1
+        if depth > MAX_DEPTH:
+            _too_much(path, f"lies deeper than {MAX_DEPTH} levels")
+        if self._num_schemas > MAX_SUBSCHEMAS:
+            _too_much(path, f"the schema has more than {MAX_SUBSCHEMAS} schemas in it")
+        before, out = self._lenient, {}
+        resource = self._references.inside(at)
+        if isinstance(schema.get(TOOL), Mapping):
+            self._lenient, path = schema[TOOL].get("lenient") is True, resource.path
+            out["$comment"] = path
+        for entry in modern(schema, path):
+            try:
+                self._keyword(out, entry, resource, depth)
+            except _TooMuchError:
+                raise
+            except InputError:
+                if not self._lenient:
+                    raise
+                if entry.key in LISTS or entry.key in TABLES or entry.key in ONE:
+                    out.pop(entry.key, None)
+        self._lenient = before
+        return out
+
+    def _keyword(self, out: dict[str, Any], entry: Entry, resource: Resource, depth: int) -> None:
+        key, value, path = entry
+
+        def schema(item: Any, where: str = path) -> dict[str, Any] | bool:
+            return self._schema(Place(item, where, resource), depth + 1)
+
+        if key in words.COUNTS:
+            out[key] = words.count(value, path)
+        elif key in words.NUMBERS:
+            out[key] = words.number(key, value, path)
+        elif key in ONE:
+            out[key] = schema(value)
+        elif key in LISTS:
+            if not isinstance(value, list) or not value:
+                refuse(path, f"must be a list of at least one schema, not {show(value)}")
+            parts = [schema(item, f"{path}[{n}]") for n, item in enumerate(value)]
+            if key == "oneOf" and (self._lenient or len(value) == 1):
+                key, parts = "allOf", [{"anyOf": parts}]
+            out.setdefault(key, []).extend(parts)
+        elif key in TABLES:
+            out[key] = self._table(key, value, path, schema)
+        elif key == "pattern":
+            words.pattern(value, path)
+            out[key] = value
+        elif key == "$ref":
+            out[key] = self._reference(value, path, resource)
+            self._written[id(out)] = path
+        elif key == "also":
+            out.setdefault("allOf", []).append(schema(value))
+        elif key == "not" and isinstance(value, Mapping) and set(value) == {"not"}:
+            out.setdefault("allOf", []).append(schema(value["not"], f"{path}.not"))
+        elif key == "not":
+            out.setdefault("allOf", []).append(self._denied(schema(value), path))
+        elif key == "if":
+            self._if(out, value, path, resource, depth)
+        elif key == "propertyNames":
+            bind_names(out, schema(value), self._follow, path)
+        else:
+            self._plain(out, key, value, path)
+
+    def _table(self, key: str, value: Any, path: str, schema: Callable[[Any, str], Any]) -> dict[str, Any]:
+        if not isinstance(value, Mapping):
+            refuse(path, f"must be an object of schemas, not {show(value)}")
+        if len(value) > words.MAX_PROPERTIES:
+            _too_much(path, f"has {len(value)} entries; at most {words.MAX_PROPERTIES} are possible")
+        if key == "patternProperties":
+            for pattern in value:
+                words.pattern(pattern, f"{path}.{pattern}")
+        return {name: schema(item, f"{path}.{name}") for name, item in value.items()}
+
+    def _plain(self, out: dict[str, Any], key: str, value: Any, path: str) -> None:
+        if key == "type":
+            listed = value if isinstance(value, list) else [value]
+            if not listed or not all(isinstance(t, str) and t in words.TYPES for t in listed):
+                refuse(path, f"is {show(value)}; the types are {', '.join(words.TYPES)}, or a list of them")
+        elif key == "enum":
+            if not isinstance(value, list) or not value:
+                refuse(path, f"must be a list of at least one value, not {show(value)}")
+            self._num_values += len(value)
+            if self._num_values > MAX_ENUM:
+                _too_much(
+                    path, f"the schema has {self._num_values} enum values or more; at most {MAX_ENUM} are possible"
+                )
+        elif key == "required":
+            words.names(value, path)
+        elif key == "format":
+            if not isinstance(value, str):
+                refuse(path, f"must be a text, not {show(value)}")
+            if value in words.INTEGER_FORMATS:
+                low, high = words.INTEGER_FORMATS[value]
+                out["minimum"] = max(out.get("minimum", low), low)
+                out["maximum"] = min(out.get("maximum", high), high)
+            if value not in words.FORMATS:
+                return
+        elif key != "const":
+            hint = f"; {words.HINTS[key]}" if key in words.HINTS else ""
+            refuse(path, f"the keyword {show(key)} is not supported{hint}")
+        out[key] = value
+
+    def _reference(self, ref: Any, path: str, resource: Resource) -> str:
+        found = self._references.find(ref, resource) if isinstance(ref, str) else None
+        if found is None:
+            why = "names nothing in this schema; references have the form #/$defs/name, and nothing is ever fetched"
+            refuse(path, f"{show(ref)} {why}")
+        if not isinstance(found.schema, Mapping | bool):
+            refuse(path, f"{show(ref)} is not a schema")
+        key = (id(found.schema), id(found.resource.schema))
+        if key not in self._names:
+            self._names[key] = str(len(self._names))
+            self._pending[self._names[key]] = (found, self._lenient)
+        return _DEFINITION + self._names[key]
+
+    def _denied(self, part: Any, path: str) -> Any:
+        try:
+            out = denied(part, self._follow, self._approximate)
+        except CannotDenyError:
+            refuse(path, f"cannot be enforced; {words.HINTS[path.rpartition('.')[2]]}")
+        self._approximate.add(id(out))
+        return out
+
+    def _if(self, out: dict[str, Any], value: Any, path: str, resource: Resource, depth: int) -> None:
+        def schema(item: Any, where: str) -> dict[str, Any] | bool:
+            return self._schema(Place(item, where, resource), depth + 1)
+
+        condition = schema(value[0], path)
+        stem = path.removesuffix("if")
+        then, other = schema(value[1], f"{stem}then"), schema(value[2], f"{stem}else")
+        parts = [{"allOf": [condition, then]}, {"allOf": [self._denied(condition, path), other]}]
+        self._approximate.add(id(parts[1]))
+        out.setdefault("allOf", []).append({"anyOf": parts})
+
+    def _loops(self, root: Any) -> None:
+        """Raises: InputError if what is said of a value leads back to itself, and so says nothing."""
+        clear: set[str] = set()
+
+        def look(schema: Any, names: tuple[str, ...]) -> None:
+            if not isinstance(schema, dict):
+                return
+            if "$ref" in schema:
+                name = schema["$ref"].removeprefix(_DEFINITION)
+                if name in names:
+                    refuse(self._written[id(schema)], "the reference leads back to itself, so it says nothing")
+                if name not in clear:
+                    look(self._definitions[name], (*names, name))
+                    clear.add(name)
+            for key in ("allOf", "anyOf", "oneOf"):
+                for item in schema.get(key, ()):
+                    look(item, names)
+
+        look(root, ())
+        for name in self._definitions:
+            look(self._definitions[name], (name,))
 
 
-def _pattern(value: Any, path: str) -> None:
-    if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
-        _refuse(path, f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters")
-    check_repeats(regex_repeats(value), MAX_REGEX_REPEATS, path)
-
-
-def _number(key: str, value: Any, path: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        _refuse(path, f"must be a number, not {_show(value)}")
-    if key == "multipleOf" and value <= 0:
-        _refuse(path, f"is {_show(value)}; it must be above 0")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False) if len(repr(value)[:200]) < 200 else repr(value)[:60]
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _refuse(path: str, why: str) -> NoReturn:
-    short = path if len(path) <= 200 else path[:197] + "..."
-    raise InputError(f"{short}: {why}", param=short)
-
-
-Compile = Callable[[str], str | None]
+def _too_much(path: str, why: str) -> NoReturn:
+    try:
+        refuse(path, why)
+    except InputError as error:
+        raise _TooMuchError(str(error), param=error.param) from None
 
 
 def locate(schema: Any, path: str, fails: Callable[[Any], str | None]) -> str:
     """The path of the smallest part that `fails` on its own for the same reason as the whole (`fails` returns it)."""
     reason, found = fails(schema), path
-    shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, Mapping) and key in schema}
+    definitions = dict(schema.get("$defs", {})) if isinstance(schema, Mapping) else {}
+    shared = {"$defs": dict(definitions)}
     while isinstance(schema, Mapping):
-        for below, item in subschemas(schema, found):
+        parts = list(subschemas({key: value for key, value in schema.items() if key != "$defs"}, found))
+        if "$ref" in schema:
+            parts.append((found, definitions.pop(schema["$ref"].removeprefix(_DEFINITION), None)))
+        for below, item in parts:
             if isinstance(item, Mapping) and fails({**shared, **item}) == reason:
-                schema, found = item, below
+                schema, found = item, str(item.get("$comment", below))
                 break
         else:
             break

@@ -10,6 +10,8 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
+from penstock.text.grammar.exact import rules_of
+from penstock.text.grammar.gbnf import gbnf_to_lark
 from penstock.text.grammar.nesting import (
     MAX_REGEX_REPEATS,
     MAX_RULE_REPEATS,
@@ -17,7 +19,7 @@ from penstock.text.grammar.nesting import (
     regex_repeats,
     rule_repeats,
 )
-from penstock.text.grammar.schema import MAX_SCHEMA_CHARS, json_schema_check
+from penstock.text.grammar.schema import MAX_SCHEMA_CHARS, compiled_form
 
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_RULES = 500
@@ -31,6 +33,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 """Between the parts of a JSON text: a space, or a new line and its indentation. Without a bound, models that like
 blanks write them until their tokens run out. Source: llama.cpp's JSON grammars do the same."""
+_OPTIONS = {"whitespace_pattern": _WHITESPACE}
 _JSON = re.compile(r"%json\s*")
 _RULE = re.compile(r"(?m)^\s*[\w-]+\s*(?:\[[^\]\n]*\]|\{[^}\n]*\})?\s*:")
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:))")
@@ -71,6 +74,13 @@ def grammar_of(asked: StructuredOutputs, param: str = "structured_outputs") -> s
     raise InputError(f"{where} is not supported; use json, regex, choice or grammar", param=where)
 
 
+def portable(asked: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
+    """`asked` with a schema as text: between processes, a number has 64 bits at most. Raises: InputError."""
+    if isinstance(asked, Compiled) or asked.json is None or isinstance(asked.json, str):
+        return asked
+    return msgspec.structs.replace(asked, json=_dumps(asked.json, f"{param}.json"))
+
+
 def kind_of(asked: Any, param: str = "structured_outputs") -> str:
     """Which of the fields is set. Raises: InputError unless exactly one is."""
     if not isinstance(asked, StructuredOutputs):
@@ -86,8 +96,11 @@ def kind_of(asked: Any, param: str = "structured_outputs") -> str:
 
 def json_grammar(schema: Any, path: str) -> str:
     """The form of a JSON schema, or of {"type": "object"} for any object. Raises: InputError naming the place."""
-    json_schema_check(schema, path)
-    return _dumps({"grammars": [{"json_schema": _options(schema)}]}, path)
+    form = compiled_form(schema, path)
+    apart = rules_of(form, path, _OPTIONS, "json_")
+    if apart is None:
+        return _dumps({"grammars": [{"json_schema": _options(form)}]}, path)
+    return lark_grammar(f"start: {apart[0]}\n{apart[1]}")
 
 
 def lark_grammar(text: str) -> str:
@@ -96,8 +109,8 @@ def lark_grammar(text: str) -> str:
 
 
 def lark_json(schema: dict[str, Any]) -> str:
-    """A JSON schema as an operand in Lark. It must have passed `json_schema_check`."""
-    return "%json " + json.dumps(_options(schema))
+    """A JSON schema as an operand in Lark. Raises: InputError for what would not be enforced."""
+    return "%json " + _dumps(_options(compiled_form(schema, "schema")), "schema")
 
 
 def lark_literal(text: str) -> str:
@@ -106,9 +119,7 @@ def lark_literal(text: str) -> str:
 
 
 def _options(schema: dict[str, Any]) -> dict[str, Any]:
-    # Drafts differ in details; the newest is what is checked, so it is what is compiled.
-    kept = {key: value for key, value in schema.items() if key not in ("$schema", "$id")}
-    return {**kept, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return {**schema, "x-guidance": _OPTIONS}
 
 
 def _parsed(value: Any, where: str) -> Any:
@@ -157,30 +168,29 @@ def _rules(value: Any, where: str) -> str:
     _text(value, MAX_GRAMMAR_CHARS, where)
     if not value.strip():
         raise InputError(f"{where} is empty; it needs a rule named start (Lark) or root (GBNF)", param=where)
-    rules = len(_RULE.findall(value))
-    if rules > MAX_RULES:
-        raise InputError(f"{where} has {rules} rules; at most {MAX_RULES} are possible", param=where)
+    num_rules = len(_RULE.findall(value))
+    if num_rules > MAX_RULES:
+        raise InputError(f"{where} has {num_rules} rules; at most {MAX_RULES} are possible", param=where)
     check_repeats(rule_repeats(value), MAX_RULE_REPEATS, where)
     if not _LARK.search(value):
-        return lark_grammar(_translated(value, where))
+        return lark_grammar(gbnf_to_lark(value, where))
+    parts: list[str] = []
+    rules, done = "", 0
     for n, found in enumerate(_JSON.finditer(value)):
+        at = f"{where}.%json[{n}]"
         try:
-            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+            schema, end = json.JSONDecoder().raw_decode(value, found.end())
         except (ValueError, RecursionError):
             raise InputError(f"{where}: %json number {n + 1} is not followed by JSON", param=where) from None
-        json_schema_check(schema, f"{where}.%json[{n}]")
-    return lark_grammar(value)
-
-
-def _translated(value: str, where: str) -> str:
-    """GBNF (`root ::= ...`), which llama.cpp and xgrammar take, in Lark's syntax."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(value)
-    except Exception as error:  # the library raises plain ones
-        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError(f"{where}: neither Lark (start: ...) nor GBNF (root ::= ...): {why}", param=where) from None
+        form = compiled_form(schema, at)
+        apart = rules_of(form, at, _OPTIONS, f"json_{n}_")
+        if apart is None:
+            parts += [value[done : found.end()], _dumps(_options(form), at)]
+        else:
+            parts += [value[done : found.start()], apart[0]]
+            rules += "\n" + apart[1]
+        done = end
+    return lark_grammar("".join(parts) + value[done:] + rules)
 
 
 def _text(value: Any, most: int, where: str) -> None:
