@@ -19,6 +19,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.context import Asker, Prompt, Server
+from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.pieces import GAP, NUL, Pieces
@@ -34,7 +35,6 @@ from penstock.server.turns import (
     check_stream_options,
     make_call,
     new_id,
-    sampling_defaults,
 )
 
 log = logging.getLogger("penstock.server")
@@ -57,6 +57,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     options = Options(
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
+        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,
     )  # fmt: skip
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None
@@ -84,7 +85,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
 def _params(server: Server, body: CompletionRequest) -> tuple[SamplingParams, bool]:
     """The parameters, and whether only the prompt is looked at: `echo` with `max_tokens` 0, as evaluators send it."""
     scoring = bool(body.echo) and body.max_tokens == 0
-    asked = DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else body.max_tokens
+    asked = None if isinstance(body.max_tokens, UnsetType) else body.max_tokens
     params = body.sampling(sampling_defaults(server), max_tokens=1 if scoring else asked, logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InputError(
@@ -163,7 +164,7 @@ class Completing:
         self._streams = streams
         self._n = n
         self._scoring = scoring
-        self._meter = Meter(streams, speculates=server.speculates)
+        self._meter = Meter(streams, speculates=server.speculates, scoring=scoring)
         self._writer = LogprobWriter(TokenTexts.of(server, body.return_tokens_as_token_ids), body.logprobs or 0)
         self._choices = [_Choice(i) for i in range(len(prompts) * n)]
         self._echoes: dict[int, tuple[Columns, int]] = {}
@@ -215,6 +216,8 @@ class Completing:
                 choice.offset = self._writer.completion(choice.logprobs, delta.token_ids, delta.logprobs, choice.offset)
         if delta.finish_reason in FINISHES:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            if self._scoring:  # nothing was asked for, so nothing stopped
+                choice.finish_reason, choice.stop_reason = "length", None
         return choice, new
 
     async def _echo(self, i: int, choice: _Choice, new: _New) -> None:

@@ -244,8 +244,8 @@ class Service:
                 call.request_id, call.prompt.ids, call.pooling, limits=self.limits, priority=call.priority,
                 namespace=self._namespace(call), arrival_s=call.arrival_s, param=call.prompt.param,
             )  # fmt: skip
-        params: SamplingParams | BeamSearchParams = call.params
         limits = self.limits
+        params = _with_length(call, limits)
         if call.stream:  # nothing is kept but what its reader has not read, which has a bound of its own
             limits = dataclasses.replace(limits, max_logprob_entries=None)
         return build_request(
@@ -273,3 +273,14 @@ class Service:
         if salt is None and not call.tenant.secret:
             return b""
         return digest(b"tenant", call.tenant.secret, b"salt", (salt or "").encode())
+
+
+def _with_length(call: Call, limits: Limits) -> SamplingParams | BeamSearchParams:
+    """The parameters, with the default length where they have none: never more than is left, nor less than asked."""
+    params, most = call.params, call.default_max_tokens
+    if not isinstance(params, SamplingParams) or params.max_tokens is not None or most is None:
+        return params
+    left = limits.context[0] - len(call.prompt.ids)
+    if left < max(1, params.min_tokens):
+        return params  # the validator says what is too much
+    return msgspec.structs.replace(params, max_tokens=min(left, max(most, params.min_tokens)))
