@@ -257,7 +257,7 @@ class OutputProcessor:
         return out
 
     def _piece(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     # -- what the front end returns ------------------------------------------------------------------------------
 
