@@ -96,12 +96,14 @@ class Service:
         clock: Clock,
         *,
         admission: Admission | None = None,
+        named_templates: Mapping[str, str] | None = None,
         no_tokenizer: str = "",
         seed: int = 0,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.named_templates = dict(named_templates or {})
         self.limits = limits
         self.config = config
         self.clock = clock
@@ -158,6 +160,18 @@ class Service:
         found = await self.encode(text, param=param, add_special_tokens=False, fit=fit, asker=asker)
         return validate_reference(found.ids, self.limits, param=param)
 
+    def template(self, requested: str | None, tools: object) -> str:
+        """For a conversation with `tools`, or without. Raises InputError as `choose_template`."""
+        return choose_template(
+            self.chat_template, requested, trusted=self.config.trust_request_chat_template,
+            named=self.named_templates, tools=bool(tools),
+        )  # fmt: skip
+
+    @property
+    def tool_template(self) -> str:
+        """The template that tells the model of tools; "" if it has none."""
+        return self.named_templates.get("tool_use", self.chat_template or "")
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -175,7 +189,7 @@ class Service:
         if len(messages) == 0:
             raise InputError(f"{param} must not be empty", param=param)
         tokenizer = self.need_tokenizer()
-        template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
+        template = self.template(chat_template, tools)
         messages = known_roles(template, messages, param)
         options = {
             "tools": tools, "kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
