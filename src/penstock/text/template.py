@@ -71,7 +71,7 @@ def template_from_config(config: Mapping[str, Any], name: str = "default") -> st
 
 def check_template(template: str) -> None:
     """Raises InputError if `template` cannot be run, or does not show a model what one user says."""
-    probe = unused_marks([template], 1)[0] + "What is a probe?"
+    probe = "What is 73914628?"  # in plain letters, which no way to print a message changes
     if probe not in render_chat(template, [{"role": "user", "content": probe}]):
         raise InputError("the chat template does not show what a user says", param="chat_template")
 
