@@ -204,9 +204,14 @@ def test_a_text_is_cut_where_its_tokens_end(page: Chromium) -> None:
 def test_what_the_model_says_never_becomes_markup(
     page: Chromium, monkeypatch: pytest.MonkeyPatch, kind: str, probabilities: bool
 ) -> None:
-    pieces = iter([HOSTILE[:20], HOSTILE[20:], *[""] * 40])
-    monkeypatch.setattr(IncrementalDetokenizer, "add", lambda self, ids: next(pieces))
-    monkeypatch.setattr(IncrementalDetokenizer, "add_one", lambda self, token_id: next(pieces))
+    pieces = [HOSTILE[:20], HOSTILE[20:], *[""] * 40]
+
+    def say(self: Any, ids: object) -> str:
+        said: str = next(self.__dict__.setdefault("said", iter(pieces)))
+        return said
+
+    monkeypatch.setattr(IncrementalDetokenizer, "add", say)
+    monkeypatch.setattr(IncrementalDetokenizer, "add_one", say)
     key = json.dumps(HOSTILE).encode()
     hostile = Written(HOSTILE, key, b'{"token":' + key + b',"logprob":', b',"bytes":[]')
     monkeypatch.setattr(TokenTexts, "__getitem__", lambda self, token_id: hostile)

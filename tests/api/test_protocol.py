@@ -56,6 +56,12 @@ class Echo:
             gone.cancel()
             free.cancel()
         start: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        if scope["path"] == "/pieces":
+            await send(start)
+            for piece in (b"data: a\n\n", b"", b"data: b\n\n"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
         if scope["path"] != "/slow":
             body = str(size).encode()
             start["headers"] = [(b"content-length", str(len(body)).encode())]
@@ -142,6 +148,38 @@ def refusal(answer: bytes) -> int:
     assert any(line.startswith("x-request-id: ") for line in lines)
     assert answer.count(b"HTTP/1.1") == 1
     return int(lines[0].split()[1])
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: keep-alive\r\n", b"Connection: close\r\n", b"Host: a\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks(echo: Echo, more: bytes) -> None:
+    head, _, body = talk(echo, b"GET /pieces HTTP/1.0\r\n" + more + b"\r\n").partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in lines)
+    assert b"connection: close" in lines, "its end is the end of the connection, whatever was asked for"
+    assert body == b"data: a\n\ndata: b\n\n"
+
+
+def test_answers_of_known_length_and_without_a_body_in_http_1_0(echo: Echo) -> None:
+    expects = b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nConnection: keep-alive\r\nContent-Length: 3\r\n\r\nabc"
+    answer = talk(echo, expects)  # RFC 9110, section 10.1.1: an expectation in HTTP/1.0 is ignored
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"\r\n\r\n3")
+    assert b"content-length: 1\r\n" in answer
+    assert b"connection: close" in answer
+    head, _, body = talk(echo, b"HEAD /pieces HTTP/1.0\r\n\r\n").partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert body == b""
+
+
+def test_a_client_of_http_1_1_gets_chunks_and_keeps_its_connection(echo: Echo) -> None:
+    with connect(echo) as sock:
+        for _ in range(2):
+            sock.sendall(b"GET /pieces HTTP/1.1\r\nHost: a\r\n\r\n")
+            got = b""
+            while not got.endswith(b"0\r\n\r\n"):
+                got += sock.recv(65536)
+            assert b"transfer-encoding: chunked" in got
+            assert b"9\r\ndata: a\n\n\r\n" in got
 
 
 POST = b"POST / HTTP/1.1\r\nHost: a\r\n"

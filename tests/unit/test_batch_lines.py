@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import errno
 import json
 import math
@@ -206,3 +207,44 @@ def test_an_answer_that_can_never_fit_is_an_error_of_its_line(tmp_path: Path) ->
     told = json.loads(bad.read_text())["error"]
     assert told["code"] == "answer_too_large"
     assert "line 2" in told["message"]
+
+
+def encoded_file(path: Path, text: str, encoding: str) -> Path:
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("end", ["", "\n", "\n\n \n"])
+def test_no_line_is_lost_to_how_the_file_was_saved(tmp_path: Path, encoding: str, newline: str, end: str) -> None:
+    asks = [{"custom_id": f"Zoë\U0001f98a{i}", "url": "/v1/completions", "body": {"prompt": "ü"}} for i in range(3)]
+    asks[1]["body"] = {"prompt": "\u0a0d\u0d0a"}  # their bytes in UTF-16 are those of line ends
+    text = "\n\n".join(json.dumps(ask, ensure_ascii=False) for ask in asks) + end
+    path = encoded_file(tmp_path / "in", text.replace("\n", newline), encoding)
+    lines = list(LineReader(path, None, 4096))
+    assert [(line.number, line.custom_id, line.error) for line in lines] == [
+        (2 * i + 1, ask["custom_id"], None) for i, ask in enumerate(asks)
+    ]
+    assert [json.loads(line.body) for line in lines] == [ask["body"] for ask in asks]
+
+
+def test_a_mark_between_files_that_were_joined_is_no_part_of_a_line(tmp_path: Path) -> None:
+    ask = b'{"custom_id": "%d", "url": "/v1/completions", "body": {}}\r\n'
+    (tmp_path / "in").write_bytes(b"".join(codecs.BOM_UTF8 + ask % i for i in range(3)) + codecs.BOM_UTF8 + b"\r\n")
+    assert [(line.custom_id, line.error) for line in LineReader(tmp_path / "in", None, 999)] == [
+        (str(i), None) for i in range(3)
+    ]
+
+
+def test_what_is_broken_in_utf_16_is_an_error_of_its_line(tmp_path: Path) -> None:
+    good = '{"custom_id": "%s", "url": "/v1/completions", "body": {}}\n'
+    data = codecs.BOM_UTF16_LE + (good % "a").encode("utf-16-le") + (good % "X").encode("utf-16-le")
+    data = data.replace(b"X\0", b"\x00\xd8") + (good % "b").encode("utf-16-le") + b"{"
+    (tmp_path / "in").write_bytes(data)
+    found = [line.error and line.error.code for line in LineReader(tmp_path / "in", None, 999)]
+    assert found == [None, "invalid_json_line", None, "invalid_json_line"]
+    text = "x" * 5000 + good % "a" + "\n" + good % "b"
+    (tmp_path / "in").write_bytes(codecs.BOM_UTF16_LE + text.encode("utf-16-le"))
+    found = [line.error and line.error.code for line in LineReader(tmp_path / "in", None, 999)]
+    assert found == ["line_too_long", None]

@@ -179,7 +179,8 @@ def server(template, special=(), **settings):
     """As much of a server as a parser is chosen by."""
     tokenizer = SimpleNamespace(special_literals=frozenset(special), id_to_piece=lambda i: "<|im_end|>")
     service = SimpleNamespace(
-        chat_template=template, tokenizer=tokenizer, limits=SimpleNamespace(eos_token_ids=(2,))
+        chat_template=template, tool_template=template, tokenizer=tokenizer,
+        limits=SimpleNamespace(eos_token_ids=(2,)),
     )  # fmt: skip
     return SimpleNamespace(service=service, config=ServerConfig(**settings))
 

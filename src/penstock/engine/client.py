@@ -212,11 +212,11 @@ class OutputProcessor:
         ids = out.token_ids
         if sample.detokenizer is None:
             return len(ids)
-        if sample.stops is None and out.stop_reason is None and len(ids) == 1:  # nearly always
+        if sample.stops is None and out.finish_reason is None and len(ids) == 1:  # nearly always
             sample.text.append(sample.detokenizer.add_one(ids[0]))
             return 1
-        if out.stop_reason is not None and ids and ids[-1] == out.stop_reason:
-            ids = ids[:-1] if not params.include_stop_str_in_output else ids
+        if out.finish_reason == "stop" and not params.include_stop_str_in_output:
+            ids = ids[:-1]  # the engine stops at an id: the model's end, or one of the request
         for i, token_id in enumerate(ids):  # one by one: the matcher counts tokens for min_tokens
             hit = sample.add_text(sample.detokenizer.add_one(token_id), 1)
             if hit is not None:
@@ -257,7 +257,7 @@ class OutputProcessor:
         return out
 
     def _piece(self, token_id: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return None if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     # -- what the front end returns ------------------------------------------------------------------------------
 

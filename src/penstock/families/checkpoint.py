@@ -30,13 +30,15 @@ class TokenizerFiles:
 
     Kinds: "hf" tokenizer.json; "llama2c"; "sentencepiece" tokenizer.model; "bpe" vocab.json or encoder.json, with the
     merges in `merges`; "tiktoken"; "rwkv", the World vocabulary; "gguf", a model file with its tokenizer; "pairs".
-    `config` is tokenizer_config.json or {}. `chat_template` is Jinja source from a stranger, unrendered.
+    `config` is tokenizer_config.json or {}. `chat_template` is Jinja source from a stranger, unrendered;
+    `named_templates` are others for a purpose, by name ("tool_use", "rag").
     """
 
     kind: Literal["hf", "llama2c", "sentencepiece", "bpe", "tiktoken", "rwkv", "gguf", "pairs", "bytes", "none"]
     path: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
+    named_templates: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     merges: Path | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.core.weight_map import Cut
+from penstock.families.chat_templates import chat_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
     Checkpoint,
@@ -23,14 +25,13 @@ from penstock.families.checkpoint import (
 )
 from penstock.families.fields import Fields
 from penstock.families.quantized import is_readable, pair_scales, weight_ref
-from penstock.formats.files import quoted, read_text
+from penstock.formats.files import quoted
 from penstock.formats.json_file import read_json_object
 from penstock.formats.safetensors import INDEX_NAME, read_index, read_safetensors
 from penstock.formats.tensor_ref import TensorRef
 
 _SINGLE_NAME = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_TEMPLATE_LIMIT_BYTES = 4 * 1024 * 1024
 
 
 def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], family: ModelFamily) -> Checkpoint:
@@ -136,28 +137,29 @@ _RWKV_VOCAB = re.compile(r"rwkv_vocab_v\d{8}\.txt")
 def read_tokenizer_files(folder: Path, names: list[str]) -> TokenizerFiles:
     """The tokenizer of a folder with these file names. Raises ModelError."""
     config = _optional_json(folder, names, "tokenizer_config.json")
-    if "chat_template.jinja" in names:
-        template: str | None = read_text(folder / "chat_template.jinja", _TEMPLATE_LIMIT_BYTES)
-    else:
-        template = _template(config.get("chat_template"))
+    found = _tokenizer_files(folder, names)
+    return replace(found, config=config, **chat_templates(folder, names, config))
+
+
+def _tokenizer_files(folder: Path, names: list[str]) -> TokenizerFiles:
     if "tokenizer.json" in names:
-        return TokenizerFiles("hf", folder / "tokenizer.json", config, template)
+        return TokenizerFiles("hf", folder / "tokenizer.json")
     if "tokenizer.model" in names:
-        return TokenizerFiles("sentencepiece", folder / "tokenizer.model", config, template)
+        return TokenizerFiles("sentencepiece", folder / "tokenizer.model")
     for vocab, merges in _BPE_PAIRS:
         if vocab in names and merges in names:
-            return TokenizerFiles("bpe", folder / vocab, config, template, merges=folder / merges)
+            return TokenizerFiles("bpe", folder / vocab, merges=folder / merges)
     ranks = sorted(name for name in names if name.endswith(".tiktoken"))
     worlds = sorted(name for name in names if _RWKV_VOCAB.fullmatch(name))
     for found in (ranks, worlds):
         if len(found) > 1:
             raise ModelError(f"{quoted(folder)} has {quoted(found[0])} and {quoted(found[1])}: name one as tokenizer")
     if ranks:
-        return TokenizerFiles("tiktoken", folder / ranks[0], config, template)
+        return TokenizerFiles("tiktoken", folder / ranks[0])
     if worlds:
-        return TokenizerFiles("rwkv", folder / worlds[0], config, template)
+        return TokenizerFiles("rwkv", folder / worlds[0])
     reason = f"{quoted(folder)} has no tokenizer.json, nor a tokenizer in any other format that is read"
-    return TokenizerFiles("none", None, config, template, reason)
+    return TokenizerFiles("none", reason=reason)
 
 
 def tokenizer_file(path: Path) -> TokenizerFiles | None:
@@ -178,16 +180,3 @@ def tokenizer_file(path: Path) -> TokenizerFiles | None:
     if _RWKV_VOCAB.fullmatch(path.name):
         return TokenizerFiles("rwkv", path)
     return TokenizerFiles("gguf", path) if path.suffix == ".gguf" else None
-
-
-def _template(value: object) -> str | None:
-    """`chat_template` of tokenizer_config.json: source, or a list of named ones of which "default" counts."""
-    if value is None or isinstance(value, str):
-        return value
-    named: dict[object, object] = {}
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        named = {str(entry.get("name")): entry.get("template") for entry in value}
-    source = named.get("default")
-    if named and (source is None or isinstance(source, str)):
-        return source
-    raise ModelError("tokenizer_config.json gives a chat_template that is neither a string nor a list of named ones")

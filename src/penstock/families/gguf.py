@@ -16,6 +16,7 @@ from typing import Any
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, Norm, QkNorm, Rope, Router
 from penstock.core.weight_map import Cut
+from penstock.families.chat_templates import gguf_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
     Checkpoint,
@@ -37,7 +38,6 @@ _MAX_POSITION = 2**31 - 1
 _CODED_DTYPE = "bfloat16"
 """What decoded weights are held in. float16 keeps three bits more of them and reads prompts at half the speed; both
 are nearer to the exact values than engines that round rows to 8 bits (docs/guides/models-and-weights.md)."""
-_TEMPLATE_LIMIT_CHARS = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,7 @@ def _special_tokens(gguf: Gguf, vocab_size: int) -> tuple[int | None, tuple[int,
 
 
 def _tokenizer(gguf: Gguf, spec: ModelSpec) -> TokenizerFiles:
-    template = gguf.metadata.get("tokenizer.chat_template")
-    if template is not None and (not isinstance(template, str) or len(template) > _TEMPLATE_LIMIT_CHARS):
-        raise ModelError(f"{quoted(gguf.path)} gives a tokenizer.chat_template that is no text of reasonable length")
+    templates = gguf_templates(gguf.path, gguf.metadata)
     if not gguf.metadata.get("tokenizer.ggml.tokens"):
-        return TokenizerFiles("none", None, {}, template, f"{quoted(gguf.path)} holds no tokenizer")
-    return TokenizerFiles("gguf", gguf.path, {}, template)
+        return TokenizerFiles("none", reason=f"{quoted(gguf.path)} holds no tokenizer", **templates)
+    return TokenizerFiles("gguf", gguf.path, **templates)

@@ -59,6 +59,7 @@ class Engine:
     tokenizer: Tokenizer | None
     clock: Clock
     chat_template: str | None
+    named_templates: dict[str, str]
     no_tokenizer: str
     """Why there is no tokenizer, if the model has none. An engine that serves has none of its own (`start`)."""
     grammars: GrammarCache | None = None
@@ -143,6 +144,7 @@ def start(
         tokenizer=tokenizer,
         clock=clock,
         chat_template=files.chat_template,
+        named_templates=files.named_templates,
         no_tokenizer=files.reason or "the engine was started with skip_tokenizer_init",
         grammars=grammars,
     )

@@ -26,6 +26,7 @@ class Front:
     path: Path
     tokenizer: Tokenizer | None
     chat_template: str | None
+    named_templates: dict[str, str]
     no_tokenizer: str
     generation_config: dict[str, object]
 
@@ -53,6 +54,7 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
             path=Path(path),
             tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
             chat_template=files.chat_template,
+            named_templates=files.named_templates,
             no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
             generation_config=dict(checkpoint.generation_config),
         )

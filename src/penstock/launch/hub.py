@@ -38,7 +38,7 @@ _SINGLE_NAME = "model.safetensors"
 # What `families.folder` looks at, besides the weights.
 _SMALL = re.compile(
     r"(config|generation_config|hf_quant_config|tokenizer|tokenizer_config|vocab|encoder)\.json|tokenizer\.model|"
-    r"merges\.txt|vocab\.bpe|chat_template\.jinja|[\w.-]+\.tiktoken|rwkv_vocab_v\d{8}\.txt|"
+    r"merges\.txt|vocab\.bpe|chat_template\.(jinja|json)|additional_chat_templates/[\w-]+\.jinja|[\w.-]+\.tiktoken|rwkv_vocab_v\d{8}\.txt|"
     + re.escape(INDEX_NAME)
 )  # fmt: skip
 _WORKERS = 4

@@ -28,7 +28,8 @@ from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
 from penstock.launch.progress import StepProgress, loading
 from penstock.text.grammar.source import kind_of
-from penstock.text.template import encode_chat
+from penstock.text.roles import known_roles
+from penstock.text.template import choose_template, encode_chat
 from penstock.text.validate import build_pooling_request, build_request
 
 Prompt = str | Mapping[str, Any]
@@ -292,11 +293,10 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         **options: Any,
     ) -> _Tokens:
-        template = chat_template or self._engine.chat_template
-        if template is None:
-            raise InputError(
-                "this model has no chat template; pass chat_template=... or use generate()", param="chat_template"
-            )
+        engine = self._engine
+        named = engine.named_templates
+        template = choose_template(engine.chat_template, chat_template, trusted=True, named=named, tools=bool(tools))
+        messages = known_roles(template, messages)
         tokenizer = self.get_tokenizer()
         options |= {"tools": tools, "kwargs": chat_template_kwargs}
         ids = encode_chat(tokenizer, template, messages, **options)

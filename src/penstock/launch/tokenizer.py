@@ -76,4 +76,4 @@ def named_tokenizer(path: str, checkpoint: Checkpoint) -> TokenizerFiles:
             f"{path!r} is neither a tokenizer.json, tokenizer.model, vocab.json with merges.txt, .tiktoken, .gguf or "
             f"rwkv_vocab file nor a llama2.c tokenizer of {checkpoint.spec.vocab_size} tokens"
         )
-    return replace(found, config=own.config, chat_template=own.chat_template)
+    return replace(found, config=own.config, chat_template=own.chat_template, named_templates=own.named_templates)

@@ -19,6 +19,7 @@ from penstock import __version__
 from penstock.server.admission import GENERATING, Gate
 from penstock.server.context import ANYONE, Server, Tenant
 from penstock.server.cors import Cors
+from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
 from penstock.server.inner import TENANT
 from penstock.server.keys import Keys, is_loopback
@@ -39,7 +40,6 @@ from penstock.server.routes import (
     text,
 )
 from penstock.server.sse import Gone
-from penstock.server.turns import sampling_defaults
 from penstock.server.web_guard import WebGuard
 
 log = logging.getLogger("penstock.server")

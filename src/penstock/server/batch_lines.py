@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,17 +92,37 @@ class IdSet:
 
 
 def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """(number, line) of every line that is not blank; None for one longer than `max_bytes`, whose rest is skipped."""
-    with path.open("rb", buffering=_READ_BYTES) as file:
+    """(number, line) of every line that is not blank; None for one longer than `max_bytes`, whose rest is skipped.
+
+    Lines come as UTF-8 without a byte order mark, whichever of Unicode's encodings the file has.
+    """
+    with _opened(path) as readline:
         number = 0
-        while line := file.readline(max_bytes + 2):
+        while line := readline(max_bytes + 2):
             number += 1
             if len(line.rstrip(b"\r\n")) > max_bytes:
                 while line and not line.endswith(b"\n"):
-                    line = file.readline(_READ_BYTES)
+                    line = readline(_READ_BYTES)
                 yield number, None
-            elif line.strip():
+                continue
+            # Joined files have marks inside.
+            line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
                 yield number, line
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Callable[[int], bytes]]:
+    """A `readline(size)` of the file's lines in UTF-8."""
+    with path.open("rb", buffering=_READ_BYTES) as file:
+        encoding = json.detect_encoding(file.read(4))
+        file.seek(0)
+        if encoding.startswith("utf-8"):
+            yield file.readline
+            return
+        # What cannot be decoded becomes \\x.., which JSON does not have: an error of its line.
+        with io.TextIOWrapper(file, encoding, "backslashreplace", newline="\n") as text:
+            yield lambda size: text.readline(size).encode()
 
 
 class LineReader:

@@ -17,7 +17,7 @@ from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Link, ThreadLink
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
-from penstock.launch.front import Front, begin_front, limits_from, local_engine
+from penstock.launch.front import begin_front, limits_from, local_engine
 from penstock.server import (
     admission,
     batch_runner,
@@ -35,6 +35,7 @@ from penstock.server.keys import fair_share
 from penstock.server.parsing.choose import check_parsers
 from penstock.server.service import Service
 from penstock.server.tls import Watching, open_tls
+from penstock.text.template import check_template
 
 log = logging.getLogger("penstock.server")
 _PARTS = (loop_watch, keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
@@ -52,6 +53,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         check_parsers(config.server.tool_call_parser, config.server.reasoning_parser)
     except InputError as error:
         raise ConfigError(str(error), field=error.param) from None
+    given = given_template(config)
     config = fair_share(config)
     load_front = begin_front(config.engine)
     clock = MonotonicClock()
@@ -71,7 +73,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         service = Service(
             client,
             front.tokenizer,
-            chat_template(config, front),
+            front.chat_template if given is None else given,
             limits_from(
                 info,
                 max_n=config.server.max_n,
@@ -80,6 +82,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
             ),
             config.server,
             clock,
+            named_templates=front.named_templates if given is None else None,
             no_tokenizer=front.no_tokenizer,
             seed=config.engine.model.seed,
         )
@@ -132,14 +135,19 @@ def model_name(path: str) -> str:
     return Path(path).resolve().name if Path(path).exists() else path
 
 
-def chat_template(config: ServeConfig, front: Front) -> str | None:
-    """The model's own, or that of `--chat-template` (a file, or the text itself). Raises ConfigError."""
+def given_template(config: ServeConfig) -> str | None:
+    """That of `--chat-template` (a file, or the text itself), if there is one. Raises ConfigError if it cannot work."""
     given = config.server.chat_template
     if given is None:
-        return front.chat_template
-    if "{" in given:
-        return given
+        return None
+    where, text = "", given
     try:
-        return Path(given).read_text("utf-8")
+        if "{" not in given:
+            where = f"{given}: "
+            text = Path(given).read_text("utf-8")
+        check_template(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {given} cannot be read: {error}", field="chat_template") from None
+    except InputError as error:
+        raise ConfigError(f"chat_template: {where}{error}", field="chat_template") from None
+    return text

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from penstock.base.errors import InputError
 from penstock.server.completion import CHARS_PER_ID, told
 from penstock.server.context import Server
+from penstock.server.defaults import sampling_defaults
 from penstock.server.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from penstock.server.pieces import GAP, NUL, Pieces
@@ -35,7 +36,6 @@ from penstock.server.turns import (
     begin,
     check_model,
     check_stream_options,
-    sampling_defaults,
 )
 
 

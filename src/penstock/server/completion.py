@@ -19,6 +19,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.context import Asker, Prompt, Server
+from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.pieces import GAP, NUL, Pieces
@@ -34,8 +35,9 @@ from penstock.server.turns import (
     check_stream_options,
     make_call,
     new_id,
-    sampling_defaults,
 )
+from penstock.text.detokenize import IncrementalDetokenizer
+from penstock.text.places import TokenPlaces
 
 log = logging.getLogger("penstock.server")
 CHARS_PER_ID = 8
@@ -57,6 +59,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     options = Options(
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
+        default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,
     )  # fmt: skip
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None
@@ -84,7 +87,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
 def _params(server: Server, body: CompletionRequest) -> tuple[SamplingParams, bool]:
     """The parameters, and whether only the prompt is looked at: `echo` with `max_tokens` 0, as evaluators send it."""
     scoring = bool(body.echo) and body.max_tokens == 0
-    asked = DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else body.max_tokens
+    asked = None if isinstance(body.max_tokens, UnsetType) else body.max_tokens
     params = body.sampling(sampling_defaults(server), max_tokens=1 if scoring else asked, logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InputError(
@@ -131,7 +134,9 @@ class _Choice:
     echoed: Columns = field(default_factory=Columns)
     """Those of the prompt, shared by its samples."""
     logprobs: Columns | None = None
-    offset: int = 0
+    begins: int = 0
+    """Where generated text begins in the answer's."""
+    places: TokenPlaces | None = None
     opened: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -163,10 +168,10 @@ class Completing:
         self._streams = streams
         self._n = n
         self._scoring = scoring
-        self._meter = Meter(streams, speculates=server.speculates)
+        self._meter = Meter(streams, speculates=server.speculates, scoring=scoring)
         self._writer = LogprobWriter(TokenTexts.of(server, body.return_tokens_as_token_ids), body.logprobs or 0)
         self._choices = [_Choice(i) for i in range(len(prompts) * n)]
-        self._echoes: dict[int, tuple[Columns, int]] = {}
+        self._echoes: dict[int, Columns] = {}
         self._work = server.slices.work(streams[0].call.tenant)
         if body.return_token_ids:
             for stream in streams:
@@ -212,26 +217,43 @@ class Completing:
                 if choice.logprobs is None or self._body.stream:
                     choice.logprobs = Columns(follows=new.echoed is not None)
                 new.logprobs = choice.logprobs
-                choice.offset = self._writer.completion(choice.logprobs, delta.token_ids, delta.logprobs, choice.offset)
+                choice.places = choice.places or self._places(i, choice.begins)
+                self._writer.completion(choice.logprobs, delta.token_ids, delta.logprobs, choice.places)
         if delta.finish_reason in FINISHES:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            if self._scoring:  # nothing was asked for, so nothing stopped
+                choice.finish_reason, choice.stop_reason = "length", None
         return choice, new
 
     async def _echo(self, i: int, choice: _Choice, new: _New) -> None:
         prompt = self._prompts[i]
         new.text = prompt.text if prompt.text is not None else self._decoded(prompt.ids)
+        choice.begins = len(new.text)
         entries = self._streams[i].prompt_logprobs
         if self._body.logprobs is None:
             return
         if i not in self._echoes:
-            columns, offset = Columns(), 0
+            columns, places = Columns(), self._prompt_places(prompt)
             for at in range(0, len(prompt.ids), ECHO_TOKENS):
                 await self._work.pause()
                 part = slice(at, at + ECHO_TOKENS)
-                offset = self._writer.completion(columns, prompt.ids[part], entries[part], offset)
-            self._echoes[i] = columns, offset
-        choice.echoed, choice.offset = self._echoes[i]
-        new.echoed = choice.echoed
+                self._writer.completion(columns, prompt.ids[part], entries[part], places)
+            self._echoes[i] = columns
+        choice.echoed = new.echoed = self._echoes[i]
+
+    def _prompt_places(self, prompt: Prompt) -> TokenPlaces | None:
+        tokenizer = self._server.service.tokenizer
+        if tokenizer is None:
+            return None
+        return TokenPlaces(tokenizer, IncrementalDetokenizer(tokenizer, skip_special_tokens=False), text=prompt.text)
+
+    def _places(self, i: int, begins: int) -> TokenPlaces | None:
+        tokenizer, body = self._server.service.tokenizer, self._body
+        if tokenizer is None:
+            return None
+        skip, spaces = body.skip_special_tokens is not False, body.spaces_between_special_tokens is not False
+        detokenizer = IncrementalDetokenizer(tokenizer, skip, spaces, self._prompts[i].ids)
+        return TokenPlaces(tokenizer, detokenizer, begins)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._server.service.need_tokenizer().decode(ids, skip_special_tokens=False)

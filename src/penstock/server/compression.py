@@ -21,7 +21,7 @@ from penstock.server.encoding import Fit, in_time
 from penstock.server.stats import TTFT_S, Distribution
 from penstock.text.encoding import Steps, one_step
 from penstock.text.offload import Crowded, Dropped, Offload
-from penstock.text.template import choose_template
+from penstock.text.roles import known_roles
 
 if TYPE_CHECKING:
     from penstock.server.service import Service
@@ -113,14 +113,12 @@ async def compress_chat(
 ) -> Prompt:  # fmt: skip
     """The same for the prompt that `asked` has become. `tools`: those it was rendered with."""
     service = server.service
-    template = choose_template(
-        service.chat_template, asked.chat_template, trusted=service.config.trust_request_chat_template
-    )
+    template = service.template(asked.chat_template, tools)
     rendered = {
         "tools": tools, "kwargs": asked.chat_template_kwargs, "add_generation_prompt": asked.add_generation_prompt,
         "continue_final_message": asked.continue_final_message,
     }  # fmt: skip
-    chat = ChatSource.of(service.need_tokenizer(), template, asked.messages, rendered)
+    chat = ChatSource.of(service.need_tokenizer(), template, known_roles(template, asked.messages), rendered)
     return await _part(server).run(prompt, options, service, asker, chat)
 
 

@@ -64,7 +64,8 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average.
+    `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
+    are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for.
     """
 
     prompt: Prompt
@@ -76,6 +77,7 @@ class Call:
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
+    default_max_tokens: int | None = None
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None

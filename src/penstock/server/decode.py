@@ -269,7 +269,7 @@ def check_fields(
             harmless, why = refused[name]
             if value[name] is not None and value[name] not in harmless:
                 raise InputError(f"{name}: {why}", param=name)
-        elif name not in accepted:
+        elif name not in accepted and value[name] is not None:
             unknown.append(name[:64])
     if unknown and strict:
         name = min(unknown)

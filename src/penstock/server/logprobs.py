@@ -17,6 +17,7 @@ from penstock.core.batch import TokenLogprobs
 
 if TYPE_CHECKING:
     from penstock.server.context import Server
+    from penstock.text.places import TokenPlaces
     from penstock.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -40,7 +41,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._as_ids = as_ids or tokenizer is None
+        self.as_ids = as_ids or tokenizer is None
         self._known: dict[int, Written] = {}
 
     @classmethod
@@ -64,16 +65,21 @@ class TokenTexts:
         return b"null" if self._tokenizer is None else self[token_id].key
 
     def _write(self, token_id: int) -> Written:
-        if self._as_ids:
-            text = f"token_id:{token_id}"
+        if self.as_ids:
+            text = name_of(token_id)
         else:
             assert self._tokenizer is not None
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            text = self._tokenizer.token_text(token_id)
         table = None if self._tokenizer is None else self._tokenizer.table
         data = None if table is None else table[token_id]
         listed = list(text.encode("utf-8", "replace") if data is None else data)
         key = msgspec.json.encode(text)
         return Written(text, key, b'{"token":' + key + b',"logprob":', b',"bytes":' + msgspec.json.encode(listed))
+
+
+def name_of(token_id: int) -> str:
+    """A name that no other token has (vLLM's)."""
+    return f"token_id:{token_id}"
 
 
 def _number(value: float) -> bytes:
@@ -132,28 +138,33 @@ class LogprobWriter:
         return head + b',"top_logprobs":[' + b",".join(best) + b"]}"
 
     def completion(
-        self, out: Columns, token_ids: Iterable[int], entries: Iterable[TokenLogprobs | None], offset: int
-    ) -> int:
-        """Add to `out`; returns the offset behind them. An entry of None (a prompt's first token) has no number.
-
-        Tokens of equal text share a key of `top_logprobs`: the likelier one has it.
-        """
+        self, out: Columns, token_ids: Iterable[int], entries: Iterable[TokenLogprobs | None],
+        places: TokenPlaces | None,
+    ) -> None:  # fmt: skip
+        """Add to `out`. An entry of None (a prompt's first token) has no number. `places`: None without a text."""
         for token_id, entry in zip(token_ids, entries, strict=True):
-            own = self._texts[token_id]
+            own, offset = self._texts[token_id], 0
+            key = own.key
+            if places is not None:
+                offset, name = places.next(token_id)
+                if not self._texts.as_ids and name != own.text:
+                    key = msgspec.json.encode(name)
             if entry is None:
-                out.add(own.key, b"null", b"null", offset)
+                out.add(key, b"null", b"null", offset)
             else:
-                out.add(own.key, _number(entry.logprob), self._top_object(own, entry), offset)
-            offset += len(own.text)
-        return offset
+                out.add(key, _number(entry.logprob), self._top_object(token_id, key, entry), offset)
 
-    def _top_object(self, own: Written, entry: TokenLogprobs) -> bytes:
+    def _top_object(self, token_id: int, key: bytes, entry: TokenLogprobs) -> bytes:
+        """The chosen token has the key `key`; among others of equal text the likeliest has it as a key."""
         top: dict[bytes, bytes] = {}
         for i, logprob in islice(zip(entry.top_ids, entry.top_logprobs, strict=True), self._top):
-            top.setdefault(self._texts[i].key, _number(logprob))
+            name = key if i == token_id else self._texts[i].key
+            if name in top or (name == key and i != token_id):
+                name = msgspec.json.encode(name_of(i))
+            top[name] = _number(logprob)
         # As at OpenAI, the chosen token is always there, beside the likeliest.
-        top.setdefault(own.key, _number(entry.logprob))
-        return b"{" + b",".join([key + b":" + number for key, number in top.items()]) + b"}"
+        top.setdefault(key, _number(entry.logprob))
+        return b"{" + b",".join([name + b":" + number for name, number in top.items()]) + b"}"
 
 
 def prompt_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs | None]) -> Iterator[bytes]:

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from penstock.server.connections import Connections, possible
 from penstock.server.errors import WireError
 from penstock.server.header_rules import wrong_header
+from penstock.server.http_1_0 import as_http_1_0
 
 if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
@@ -236,6 +237,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(error)
         self._limits.open.works(self)
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            as_http_1_0(self.cycle)  # its task has not begun
         self._phase, self._own = "body", self.cycle
         self._open.append(self.cycle)
         self._arm(self._body_s, self._body_late)

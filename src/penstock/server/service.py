@@ -96,12 +96,14 @@ class Service:
         clock: Clock,
         *,
         admission: Admission | None = None,
+        named_templates: Mapping[str, str] | None = None,
         no_tokenizer: str = "",
         seed: int = 0,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.named_templates = dict(named_templates or {})
         self.limits = limits
         self.config = config
         self.clock = clock
@@ -158,6 +160,18 @@ class Service:
         found = await self.encode(text, param=param, add_special_tokens=False, fit=fit, asker=asker)
         return validate_reference(found.ids, self.limits, param=param)
 
+    def template(self, requested: str | None, tools: object) -> str:
+        """For a conversation with `tools`, or without. Raises InputError as `choose_template`."""
+        return choose_template(
+            self.chat_template, requested, trusted=self.config.trust_request_chat_template,
+            named=self.named_templates, tools=bool(tools),
+        )  # fmt: skip
+
+    @property
+    def tool_template(self) -> str:
+        """The template that tells the model of tools; "" if it has none."""
+        return self.named_templates.get("tool_use", self.chat_template or "")
+
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -175,7 +189,7 @@ class Service:
         if len(messages) == 0:
             raise InputError(f"{param} must not be empty", param=param)
         tokenizer = self.need_tokenizer()
-        template = choose_template(self.chat_template, chat_template, trusted=self.config.trust_request_chat_template)
+        template = self.template(chat_template, tools)
         messages = known_roles(template, messages, param)
         options = {
             "tools": tools, "kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
@@ -244,8 +258,8 @@ class Service:
                 call.request_id, call.prompt.ids, call.pooling, limits=self.limits, priority=call.priority,
                 namespace=self._namespace(call), arrival_s=call.arrival_s, param=call.prompt.param,
             )  # fmt: skip
-        params: SamplingParams | BeamSearchParams = call.params
         limits = self.limits
+        params = _with_length(call, limits)
         if call.stream:  # nothing is kept but what its reader has not read, which has a bound of its own
             limits = dataclasses.replace(limits, max_logprob_entries=None)
         return build_request(
@@ -273,3 +287,14 @@ class Service:
         if salt is None and not call.tenant.secret:
             return b""
         return digest(b"tenant", call.tenant.secret, b"salt", (salt or "").encode())
+
+
+def _with_length(call: Call, limits: Limits) -> SamplingParams | BeamSearchParams:
+    """The parameters, with the default length where they have none: never more than is left, nor less than asked."""
+    params, most = call.params, call.default_max_tokens
+    if not isinstance(params, SamplingParams) or params.max_tokens is not None or most is None:
+        return params
+    left = limits.context[0] - len(call.prompt.ids)
+    if left < max(1, params.min_tokens):
+        return params  # the validator says what is too much
+    return msgspec.structs.replace(params, max_tokens=min(left, max(most, params.min_tokens)))

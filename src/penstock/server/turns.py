@@ -26,11 +26,11 @@ from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_chat
 from penstock.server.context import ANYONE, Asker, Call, Prompt, Server, Tenant
 from penstock.server.decode import renamed
+from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
 from penstock.server.inner import PRIORITY
 from penstock.server.parsing import check_tools, params_for, parser_for
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
-from penstock.server.schema.extras import model_defaults
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
@@ -93,13 +93,14 @@ def _timeout_s(request: Request) -> float | None:
 @dataclass(kw_only=True)
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
-    milliseconds that a token after the first should take on average."""
+    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own."""
 
     stream: bool = False
     priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
+    default_max_tokens: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -244,19 +245,21 @@ FINISHES = ("stop", "length")
 class Meter:
     """Counts tokens of one or more streams of a request, and says what a bad end means.
 
-    `speculates`: the usage says how many guesses were right.
+    `speculates`: the usage says how many guesses were right. `scoring`: what is generated goes to nobody.
     """
 
-    def __init__(self, streams: Sequence[Stream], *, speculates: bool = False) -> None:
+    def __init__(self, streams: Sequence[Stream], *, speculates: bool = False, scoring: bool = False) -> None:
         self._prompt = {s.request_id: len(s.request.prompt_token_ids) for s in streams}
         self._before = sum(s.call.prompt.compressed_from for s in streams if s.call is not None)
         self._cached: dict[str, int] = {}
         self._speculates = speculates
+        self._scoring = scoring
         self._metrics: dict[str, RequestMetrics] = {}
         self.generated = 0
 
     def count(self, stream: Stream, deltas: list[Delta]) -> None:
-        self.generated += sum(len(d.token_ids) for d in deltas)
+        if not self._scoring:
+            self.generated += sum(len(d.token_ids) for d in deltas)
         if stream.request_id not in self._cached:
             self._cached[stream.request_id] = stream.num_cached_tokens
             self._metrics[stream.request_id] = stream.metrics
@@ -350,12 +353,20 @@ def make_call(
             param="tpot_slo_ms",
         )
     return Call(
-        prompt=prompt, params=params, request_id=request_id, endpoint=endpoint, tenant=caller.tenant,
-        priority=priority, cache_salt=options.cache_salt, deadline_s=asker.limit_s, arrival_s=caller.arrival_s,
+        prompt=prompt,
+        params=params,
+        request_id=request_id,
+        endpoint=endpoint,
+        tenant=caller.tenant,
+        priority=priority,
+        cache_salt=options.cache_salt,
+        deadline_s=asker.limit_s,
+        arrival_s=caller.arrival_s,
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
+        default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
         facts={"http_request_id": caller.request_id, **compression_facts(prompt), **options.facts},
-    )  # fmt: skip
+    )
 
 
 def compression_facts(prompt: Prompt) -> dict[str, float]:
@@ -388,11 +399,3 @@ def check_model(server: Server, name: str | None) -> str:
         f"the model {name[:80]!r} is not served here; served is {served}",
         status=404, code="model_not_found", param="model",
     )  # fmt: skip
-
-
-def sampling_defaults(server: Server) -> dict[str, Any]:
-    """The model's own defaults of sampling parameters, where a request gives none."""
-    front = server.parts.get("front")
-    if front is None or server.config.generation_config == "vllm":
-        return {}
-    return model_defaults(front.generation_config)

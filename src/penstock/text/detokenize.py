@@ -52,6 +52,10 @@ class IncrementalDetokenizer:
             return ""
         return self._stream.feed((token_id,))
 
+    def skips(self, token_id: int) -> bool:
+        """Whether the text never shows this token."""
+        return self._skip and token_id in self._tokenizer.special_ids
+
     def flush(self) -> str:
         """The rest: incomplete bytes become replacement characters. Nothing may be added afterwards."""
         return self._stream.finish()

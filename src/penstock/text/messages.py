@@ -16,6 +16,11 @@ MAX_DEPTH = 64
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a model's earlier reasoning; templates read the first two."""
+_LOST = {
+    "function_call": "was replaced by tool_calls; send it as one of those",
+    "audio": "cannot be read by this model; send what was said as content",
+}
+"""Of a message, what no template shows, though it is part of what was said."""
 
 
 def read_messages(messages: Any, *, parts: bool = False) -> list[dict[str, Any]]:
@@ -23,8 +28,9 @@ def read_messages(messages: Any, *, parts: bool = False) -> list[dict[str, Any]]
 
     Text parts are joined by a newline (as vLLM does); with `parts`, several parts stay a list for templates that read
     one, but for system messages, which those templates print as they are. A missing content is "" for messages that
-    carry tool calls or reasoning. Arguments of tool calls that are a JSON object in a string become that object, which
-    templates expect.
+    carry tool calls or reasoning, and a refusal is what was said. Arguments of tool calls that are a JSON object in a
+    string become that object, which templates expect. A key that is null is no key: templates ask which there are, and
+    clients write null for what there is not.
     Raises: InputError naming the message and part.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
@@ -38,18 +44,25 @@ def _message(message: Any, where: str, parts: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
         raise InputError(f"{where}.role must be a name such as system, user, assistant or tool", param=f"{where}.role")
-    rest = {key: value for key, value in message.items() if key != "content"}
+    rest = {key: value for key, value in message.items() if key != "content" and value is not None}
+    if rest.get("tool_calls") == []:
+        del rest["tool_calls"]
+    for key, why in _LOST.items():
+        if key in rest:
+            raise InputError(f"{where}.{key} {why}", param=f"{where}.{key}")
     out: dict[str, Any] = plain(rest, where)
     reasoning = next((out[key] for key in _REASONING if out.get(key) is not None), None)
     if reasoning is not None:
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
     content = message.get("content")
+    if content is None and isinstance(out.get("refusal"), str):
+        content = out["refusal"]
     if content is None and (out.get("tool_calls") or reasoning is not None):
         content = ""
     texts = _texts(content, f"{where}.content")
     listed = parts and len(texts) > 1 and role not in ("system", "developer")
     out["content"] = [{"type": "text", "text": text} for text in texts] if listed else "\n".join(texts)
-    if out.get("tool_calls") is not None:
+    if "tool_calls" in out:
         out["tool_calls"] = _tool_calls(out["tool_calls"], f"{where}.tool_calls")
     # In a client's order: templates that print a whole message show what the client sent.
     order = [key for key in message if key in out]
@@ -80,6 +93,7 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
         raise InputError(f"{where} must be a list of objects", param=where)
     out = []
     for call in calls:
+        call = _told(call)
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
@@ -99,7 +113,16 @@ def read_tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InputError("tools must be a list of objects", param="tools")
-    return [plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    return [_told(plain(tool, f"tools[{i}]")) for i, tool in enumerate(tools)]
+
+
+def _told(item: dict[str, Any]) -> dict[str, Any]:
+    """A tool or a call without null keys, its own and its function's. In schemas and arguments null is a value."""
+    out = {key: value for key, value in item.items() if value is not None}
+    function = out.get("function")
+    if isinstance(function, dict):
+        out["function"] = {key: value for key, value in function.items() if value is not None}
+    return out
 
 
 def plain(value: Any, where: str) -> Any:

@@ -70,15 +70,31 @@ def template_from_config(config: Mapping[str, Any], name: str = "default") -> st
 
 
 def check_template(template: str) -> None:
-    """Raises InputError if `template` is not a chat template that can be run at all."""
-    _compile(template)
+    """Raises InputError if `template` cannot be run, or does not show a model what one user says."""
+    probe = "What is 73914628?"  # in plain letters, which no way to print a message changes
+    if probe not in render_chat(template, [{"role": "user", "content": probe}]):
+        raise InputError("the chat template does not show what a user says", param="chat_template")
 
 
-def choose_template(own: str | None, requested: str | None, *, trusted: bool) -> str:
+def choose_template(
+    own: str | None, requested: str | None, *, trusted: bool, named: Mapping[str, str] | None = None,
+    tools: bool = False,
+) -> str:  # fmt: skip
     """The template to use: the request's if it brings one and requests are `trusted` to, else the model's own.
 
-    Raises: InputError if there is none, or the request may not bring one.
+    As transformers does: a model may have templates under names, which a request may name; with `tools` it is the one
+    for `tool_use`. Raises: InputError if there is none, or the request may not bring one.
     """
+    named = named or {}
+    if requested is not None and requested in named:
+        return named[requested]
+    if not requested and tools:
+        own = named.get("tool_use", own)
+    if not own and not requested and named:
+        raise InputError(
+            f"this model has chat templates for {', '.join(sorted(named))} only; name one of them as chat_template",
+            param="chat_template",
+        )
     if requested and not trusted:
         raise InputError(
             "this server does not run chat templates from requests; leave chat_template out", param="chat_template"

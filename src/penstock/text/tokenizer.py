@@ -217,6 +217,28 @@ class Tokenizer:
         """The vocabulary's own spelling (`▁the`, `Ġthe`, `<0x0A>`); "" for ids it does not have."""
         return self._piece_or_none(token_id) or ""
 
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, as answers name it: its text, with the space that a SentencePiece token begins with.
+
+        Bytes that are no whole characters are written as `bytes:\\xe2\\x80` (OpenAI's way), so that no two of them look
+        the same. "" for ids the vocabulary does not have.
+        """
+        if self.table is None:
+            return self.decode([token_id], skip_special_tokens=False)
+        data = self.table[token_id]
+        if self.is_whole(token_id):
+            return data.decode("utf-8")
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_whole(self, token_id: int) -> bool:
+        """Whether a token is made of whole characters."""
+        data = b"" if self.table is None else self.table[token_id]
+        try:
+            data.decode("utf-8")
+        except UnicodeDecodeError:
+            return False
+        return True
+
     def piece_to_id(self, piece: str) -> int | None:
         found: int | None = self.added_literals.get(piece, self._backend.token_to_id(piece))
         return found

@@ -113,7 +113,7 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
 
 def _tool_format(server: Server) -> Format:
     """How this model writes calls. Raises InputError if it writes none."""
-    config, template = server.config, server.service.chat_template or ""
+    config, template = server.config, server.service.tool_template
     if not config.enable_auto_tool_choice:
         raise InputError("this server does not take tools (it was started without auto tool choice)", param="tools")
     name = config.tool_call_parser

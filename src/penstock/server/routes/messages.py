@@ -21,6 +21,7 @@ from penstock.server.anthropic_input import (
 )
 from penstock.server.completion import told
 from penstock.server.decode import read
+from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
 from penstock.server.sse import EventStream, encoder, frame, unless_gone
@@ -33,7 +34,6 @@ from penstock.server.turns import (
     begin,
     caller_of,
     check_model,
-    sampling_defaults,
 )
 
 _SERVER_SIDE = "is not supported: this server runs no tools"
@@ -138,9 +138,14 @@ class MessageRun:
         )  # fmt: skip
 
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Raises WireError."""
+        """Begins with the first token, when it is known what the cache had. Raises WireError."""
         async with aclosing(self._turn.pieces()) as pieces:
+            begun = False
             async for listed in pieces:
+                if not begun:
+                    begun = True
+                    yield {"type": "message_start", "message": self._message()}
+                    yield {"type": "ping"}
                 for piece in listed:
                     if piece.finish_reason is not None:
                         self._stop = stop_of(piece.finish_reason, piece.stop_reason)
@@ -157,7 +162,6 @@ class MessageRun:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an error after the beginning is one of them."""
-        yield _frame({"type": "message_start", "message": self._message()}) + _frame({"type": "ping"})
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:

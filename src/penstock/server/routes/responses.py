@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from penstock.base.errors import InputError, RefusedError
 from penstock.core.sampling import SamplingParams
 from penstock.server.decode import read
+from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
 from penstock.server.responses_events import Item, replay
 from penstock.server.responses_input import (
@@ -41,7 +42,6 @@ from penstock.server.turns import (
     begin,
     caller_of,
     check_model,
-    sampling_defaults,
 )
 
 _REFUSED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,7 @@ from penstock.core.compression import PromptCompression
 from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.text.grammar.schema import json_schema_check
 
-MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that a model's generation_config.json may give defaults for (as in vLLM)."""
+_ID = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
@@ -125,7 +125,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     prompt_compression: PromptCompression | None = None
 
     def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """As the validator takes it. `defaults`: the model's own. Raises InputError."""
+        """As the validator takes it. `defaults`: the model's own; of the length, which depends on the prompt,
+        `Call.default_max_tokens` tells. Raises InputError."""
         given: dict[str, Any] = {}
         for name in _SAME:
             value = getattr(self, name)
@@ -138,8 +139,6 @@ class Sampling(msgspec.Struct, kw_only=True):
         structured = self._structured()
         if structured is not None:
             given["structured_outputs"] = structured
-        if max_tokens is None:
-            max_tokens = defaults.get("max_tokens")
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
     def _structured(self) -> StructuredOutputs | None:
@@ -161,23 +160,9 @@ _SAME = (
 
 
 def _token_id(key: str) -> int:
-    text = key.strip()
-    if not text.lstrip("-").isdecimal() or not text.isascii() or len(text) > 40:
-        raise InputError(f"logit_bias: {key[:40]!r} is no token id", param="logit_bias")
-    return int(text)
-
-
-def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's generation_config.json says of sampling, under our names; what makes no sense is left out."""
-    found = {}
-    for name in MODEL_DEFAULTS:
-        value = generation_config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = value
-    most = generation_config.get("max_new_tokens")
-    if isinstance(most, int) and not isinstance(most, bool) and most > 0:
-        found["max_tokens"] = most
-    return found
+    if _ID.fullmatch(key) is None:
+        raise InputError(f"logit_bias: {key[:40]!r} is no token id; write it as a plain number", param="logit_bias")
+    return int(key)
 
 
 def _guided(new: str) -> tuple[tuple[Any, ...], str]:
