@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.engine.frontend import EngineClient
     from penstock.server.service import Service
+    from penstock.text.grammar.lead import Lead
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Call:
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
     `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
-    are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for.
+    are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
+    what may come before an answer that is bound.
     """
 
     prompt: Prompt
@@ -78,6 +80,7 @@ class Call:
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
     default_max_tokens: int | None = None
+    lead: Lead | None = None
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import StructuredOutputs
+from penstock.core.sampling import StructuredOutputs, Thought
 from penstock.text.grammar.exact import rules_of
 from penstock.text.grammar.gbnf import gbnf_to_lark
 from penstock.text.grammar.nesting import (
@@ -43,10 +43,12 @@ class Compiled(StructuredOutputs, frozen=True, kw_only=True, omit_defaults=True,
     """Structured output that is in llguidance's form already, checked by whoever made it. Never decoded from a wire.
 
     Attributes:
-        text: what `grammar_of` or `lark_grammar` returned.
+        text: what `grammar_of`, `lark_grammar` or `lead.led` returned.
+        thought: what `text` lets come before the answer.
     """
 
     text: str = ""
+    thought: Thought | None = None
 
 
 def grammar_of(asked: StructuredOutputs, param: str = "structured_outputs") -> str:
@@ -177,6 +179,8 @@ def _rules(value: Any, where: str) -> str:
     parts: list[str] = []
     rules, done = "", 0
     for n, found in enumerate(_JSON.finditer(value)):
+        if found.start() < done:
+            continue  # within a schema
         at = f"{where}.%json[{n}]"
         try:
             schema, end = json.JSONDecoder().raw_decode(value, found.end())
