@@ -38,6 +38,30 @@ class Waste(NamedTuple):
         return sum(self)
 
 
+def unfilled(kv: KVManager, live: Iterable[Sequence]) -> tuple[int, int]:
+    """(reserved, internal) slots of the main group; what several samples of a request share counts once."""
+    group = kv.main_group
+    assert group is not None
+    size = kv.block_size
+    reserved = internal = 0
+    begun: set[int] = set()
+    for seq in live:
+        if not seq.tables:
+            continue
+        filled = seq.num_computed + seq.num_inflight
+        empty = kv.num_held(seq) * size - filled
+        at, in_block = divmod(filled, size)
+        ids = seq.tables[group].ids
+        if in_block and at < len(ids):  # a fork shares the block that it has begun until it writes there
+            if ids[at] in begun:
+                empty -= size - in_block
+            begun.add(ids[at])
+        promised = min(empty, max(0, seq.prompt_len + seq.request.max_tokens - 1 - filled))
+        reserved += promised
+        internal += empty - promised
+    return reserved, internal
+
+
 def waste(kv: KVManager, live: Iterable[Sequence], head: Sequence | None = None) -> Waste:
     """Measure now. `live`: all with memory; `head`: the one that waits first. Zeros for models of slots only."""
     group = kv.main_group
@@ -45,14 +69,7 @@ def waste(kv: KVManager, live: Iterable[Sequence], head: Sequence | None = None)
         return Waste(0, 0, 0, 0, 0, 0)
     size = kv.block_size
     stats = kv.stats().groups[group]
-    reserved = internal = 0
-    for seq in live:
-        if seq.tables:
-            filled = seq.num_computed + seq.num_inflight
-            unfilled = kv.num_held(seq) * size - filled
-            promised = min(unfilled, max(0, seq.prompt_len + seq.request.max_tokens - 1 - filled))
-            reserved += promised
-            internal += unfilled - promised
+    reserved, internal = unfilled(kv, live)
     stranded = 0 if head is None else kv.num_stranded(head)
     return Waste(
         stats.used * size - reserved - internal,

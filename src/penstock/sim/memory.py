@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from penstock.core.sequence import Sequence
 from penstock.kv.manager import KVManager
+from penstock.kv.waste import unfilled
 
 SHARES = ("tokens", "reserved", "internal", "external", "cached")
 """Parts of the pool, in the order of `SlotUse.shares`; what is missing to 1 is free."""
@@ -56,7 +57,7 @@ class SlotUse:
         stats = self._kv.stats().groups[self._group]
         self._measured += 1
         if self._measured <= EXACT_STEPS or self._measured % STRIDE == 0:
-            self._walk(running, size)
+            self._reserved, self._internal = unfilled(self._kv, running)
         used = stats.used * size
         reserved = min(self._reserved, used)
         internal = min(self._internal, used - reserved)
@@ -70,18 +71,3 @@ class SlotUse:
             (stats.quarantined + stranded) * size / total,
             stats.evictable * size / total,
         )
-
-    def _walk(self, running: Iterable[Sequence], size: int) -> None:
-        group = self._group
-        assert group is not None
-        reserved = internal = 0
-        for seq in running:
-            if not seq.tables:
-                continue
-            filled = seq.num_computed + seq.num_inflight
-            unfilled = self._kv.num_held(seq) * size - filled
-            to_come = seq.prompt_len + seq.request.max_tokens - 1 - filled  # the last token is never written
-            promised = min(unfilled, to_come)
-            reserved += promised
-            internal += unfilled - promised
-        self._reserved, self._internal = reserved, internal
