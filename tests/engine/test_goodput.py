@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from penstock.base.clock import VirtualClock
@@ -9,6 +13,7 @@ from penstock.base.errors import InputError
 from penstock.config import from_kwargs
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import find_device
+from penstock.sim import goodput
 from penstock.sim.build import build_sim, device_plan
 from penstock.sim.driver import Limits, simulate
 from penstock.sim.goodput import find_goodput
@@ -66,3 +71,37 @@ def test_attainment_is_the_share_within_both_limits() -> None:
     trials = find_goodput(lambda x: run(load(1, 60).scaled(x)), SLO, tolerance=0.5).trials
     again = within(run(load(1, 60).scaled(trials[0].factor)), SLO).mean()
     assert trials[0].attainment == pytest.approx(float(again))
+
+
+class Arrivals:
+    """Stands for the requests of a run: 101 that come `factor` a second."""
+
+    def __init__(self, factor: float) -> None:
+        self.arrival_s = np.arange(101) / factor
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@pytest.mark.parametrize("attainment", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("tolerance", [0.02, 0.1])
+def test_K05_the_search_ends_at_the_true_rate(
+    attainment: float, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty systems of known limit: what is found keeps the promise, and the limit is at most `tolerance` off"""
+    monkeypatch.setattr(goodput, "within", lambda result, slo: np.array([result.met]))
+    rng = np.random.default_rng(4)
+    for limit in [1.0, 0.25, 64.0, *np.exp(rng.uniform(-6, 8, 27))]:
+        tried: list[float] = []
+
+        def run_at(factor: float, limit: float = float(limit), tried: list[float] = tried) -> Any:
+            tried.append(factor)
+            return SimpleNamespace(requests=Arrivals(factor), met=min(1.0, attainment * (limit / factor) ** 0.5))
+
+        result = find_goodput(run_at, SLO, attainment=attainment, tolerance=tolerance)
+        assert result.best is not None
+        assert result.best.attainment >= attainment
+        assert result.best.factor <= limit < result.best.factor * (1 + tolerance) * (1 + 1e-9)
+        assert result.best.rate == pytest.approx(result.best.factor)
+        assert [t.factor for t in result.trials] == tried
+        assert len(tried) < 40

@@ -109,6 +109,24 @@ def test_A09_urgent_requests_do_not_feel_an_overload(seed: int) -> None:
     assert overtakes <= 2 * loaded.num_preemptions, "not FCFS within a class"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_A09_the_p99_of_many_urgent_requests_is_within_a_fifth_of_unloaded(depth: int) -> None:
+    """Of one load's 60 requests the p99 is the largest time, and one in ten such loads missed 1.2x: here are three,
+    those that missed among them."""
+    machine = {"budget": 256, "max_num_seqs": 16, "num_blocks": 700, "depth": depth}
+    alone: list[float] = []
+    loaded: list[float] = []
+    for seed in (4, 5, 6):
+        high, low = two_classes(seed)
+        alone += play("priority", high, **machine).ttft_s(high)
+        both = sorted(high + low, key=lambda r: r.arrival_s)
+        loaded += play("priority", both, **machine).ttft_s(high)
+    assert len(alone) > 150
+    ratios = {q: round(quantile(loaded, q) / quantile(alone, q), 3) for q in (0.9, 0.95, 0.99)}
+    print(depth, len(alone), ratios)
+    assert max(ratios.values()) <= 1.2, ratios
+
+
 def test_A09_ageing_lets_low_priority_through_an_endless_overload() -> None:
     """Urgent requests alone are more than the engine can do; a patient one gets its turn when it has aged enough."""
     rng = random.Random(4)

@@ -104,3 +104,23 @@ def test_swapping_under_pressure_changes_no_token(slots: bool) -> None:
         assert core.stats.num_swaps > 3
         for r in load:
             assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+
+
+@pytest.mark.parametrize("num_computed", [5, 22, 40])
+def test_A08_auto_changes_its_mind_where_both_ways_cost_the_same(num_computed: int) -> None:
+    """There and back again, block by block, against one step of as many tokens: counted here by hand."""
+    bytes_of_block = 4 * 2 * 4 * 2  # tokens, k and v, bytes of a float32, layers
+    both_ways = 2 * -(-num_computed // 4) * bytes_of_block
+    recompute_s = 1e-3 + 1e-3 * num_computed + 1e-4  # `Linear`: a step, its tokens, its row
+    for faster in (0.95, 1.05):
+        timer = Costs()
+        object.__setattr__(timer, "copy_bytes_per_s", both_ways / recompute_s * faster)
+        core, _ = fake_engine(Knobs(block_size=4, budget=64, host_blocks=64, prefix_cache="none"), timer=timer)
+        r = request([3 + i % 20 for i in range(num_computed)], max_tokens=4)
+        core.add(r)
+        collector = Collector()
+        collector.take(core.step())
+        core.add(Control(kind="preempt", request_id=r.request_id))
+        drain(core, collector)
+        assert (core.stats.num_preemptions, core.stats.num_swaps) == (1, int(faster > 1)), faster
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
