@@ -81,5 +81,5 @@ def unknown(value: Any, shape: Shape | None, path: str) -> Iterator[tuple[str, A
             if name in shape:
                 if isinstance(item, dict | list):
                     yield from unknown(item, shape[name], f"{path}.{name}")
-            elif not isinstance(shape, Open):
+            elif item is not None and not isinstance(shape, Open):
                 yield f"{path}.{name}", item
