@@ -9,6 +9,8 @@ from pathlib import Path
 import certifi
 import pytest
 
+from tests.unproven import ROOT, unproven
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
@@ -30,3 +32,15 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
         yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """Last of all: what this run did not show, so that "passed" is not read as more than it says."""
+    yield
+    skipped = [(r.nodeid, str(r.longrepr[2])) for r in terminalreporter.stats.get("skipped", []) if r.longrepr]
+    if skipped:
+        table = (ROOT / "docs" / "catalogue.tsv").read_text(encoding="utf-8")
+        terminalreporter.section("not shown by this run")
+        for line in unproven(skipped, table):
+            terminalreporter.line(line)

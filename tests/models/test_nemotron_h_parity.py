@@ -42,15 +42,15 @@ def _one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def reference(case: str) -> NemotronHForCausalLM:
+def reference(case: str, time_step_min: float = 1e-30) -> NemotronHForCausalLM:
     """A random model. transformers raises the time step of prompts to `time_step_min`, a setting of training, and not
-    that of single tokens; here it is too small to matter."""
+    that of single tokens; by default it is too small to matter here."""
     torch.manual_seed(len(case))
     config = NemotronHConfig(
         vocab_size=V, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
         ssm_state_size=7, mamba_num_heads=8, mamba_head_dim=6, chunk_size=16, moe_intermediate_size=24,
-        moe_shared_expert_intermediate_size=20, time_step_min=1e-30, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, **CASES[case],
+        moe_shared_expert_intermediate_size=20, time_step_min=time_step_min, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, **CASES[case],
     )  # fmt: skip
     model = NemotronHForCausalLM(config).eval()
     with torch.no_grad():
@@ -98,6 +98,41 @@ def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) ->
             prompts[len(prompts)] = prompt
     assert paged.greedy(prompts, 64) == texts
     assert sum(len(set(text)) >= 8 for text in texts.values()) > len(texts) // 2
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_floor_of_the_time_step_is_all_that_differs_from_transformers(case: str, tmp_path: Path) -> None:
+    """With time steps as small as published weights have, transformers' logits of a prompt are off by more than 1e-2:
+    from ours, and from its own, token by token, whose floor it forgets. `time_step_limit` puts the same floor under
+    every token here, and nothing is left of it."""
+    floor = 0.001
+    model = reference(case, time_step_min=floor)  # the default, which every published config has
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("dt_bias"):
+                p.sub_(4.0)
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(len(case)).integers(0, V, 120).tolist()
+    with torch.no_grad():
+        prompt = model(torch.tensor([ids])).logits[0].numpy()
+        first, past = 8, None  # the first run has no cache, so it goes the way of prompts
+        alone = []
+        for chunk in [ids[:first], *([i] for i in ids[first:])]:
+            out = model(torch.tensor([chunk]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            alone.append(out.logits[0].numpy())
+    assert np.abs(np.concatenate(alone) - prompt).max() > 1e-2
+
+    def ours() -> np.ndarray:
+        checkpoint = open_model(tmp_path)
+        weights = load_weights(checkpoint, checkpoint.spec, "float32")
+        return Paged(checkpoint.spec, weights, max_model_len=128, block_size=8).one_go("a", ids)
+
+    assert np.abs(ours() - prompt).max() > 1e-2
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"time_step_limit": [floor, {"__float__": "Infinity"}]}
+    path.write_text(json.dumps(config))
+    np.testing.assert_allclose(ours(), prompt, atol=1e-4)
 
 
 def test_blocks_pair_up_to_layers(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("prompt must not be empty", param="prompt")
     params, compression = SamplingParams(**_sampling(args)), _compression(args.prompt_compression)
     llm = LLM.from_config(from_args(with_default_model(args)))
-    if args.explain:
-        for d in llm.engine.decisions:
+    for d in llm.engine.decisions:
+        if args.explain or (d.name == "rope_regime" and d.value == "extended"):
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
     started = time.perf_counter()
     # Checked here, before anything is printed: the request is made at once, only its tokens come later.

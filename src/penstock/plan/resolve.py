@@ -19,6 +19,7 @@ from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
+from penstock.plan.positions import rope_decision
 
 DEFAULT_NUM_SEQS = 64
 DEFAULT_BATCHED_TOKENS = 512
@@ -86,6 +87,9 @@ def resolve(
     weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
     check_weights(weight_bytes, dtype, spec, machine)
     max_model_len = _max_model_len(config, spec, keeping, decisions)
+    regime = rope_decision(spec, max_model_len)
+    if regime is not None:
+        decisions.append(regime)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
 
     groups, planned, why_drafts = plan_drafts(

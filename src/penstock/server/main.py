@@ -121,6 +121,12 @@ def _kv_memory(info: EngineInfo) -> str:
     return f"KV memory: {limit:,.0f} MiB {why}"
 
 
+def _positions(info: EngineInfo) -> str:
+    """A line for a model whose positions go by max_model_len and differ from those of a shorter one."""
+    found = [text for name, value, text in info.decisions if name == "rope_regime" and value == "extended"]
+    return f"positions: {found[0]}\n" if found else ""
+
+
 def announce(server: Server, sockets: Sockets) -> None:
     """Tell people where it listens and what to try, on standard output."""
     scheme = "https" if server.config.ssl_certfile else "http"
@@ -140,6 +146,7 @@ def announce(server: Server, sockets: Sockets) -> None:
         f"penstock serves {server.model_name} on {where} ({info.num_params / 1e6:,.1f} M parameters, {info.dtype}, "
         f"context {info.max_model_len}, {info.num_blocks} blocks of {info.block_size} tokens)\n"
         f"{_kv_memory(info)}\n"
+        f"{_positions(info)}"
         f"{probes}try:  curl {option}{where}/v1/{path} -H 'Content-Type: application/json'{key} \\\n"
         f"        -d '{{{body}, \"max_tokens\": 64}}'\n"
         f"or open {where}/ in a browser\n"
