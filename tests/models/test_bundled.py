@@ -65,3 +65,28 @@ def test_nano_finds_what_it_was_told() -> None:
     prompt = f"The pass key is 48213. Remember it. {story}What is the pass key? The pass key is"
     out = LLM("nano", max_num_seqs=2).generate([prompt], SamplingParams(max_tokens=8, temperature=0.0))
     assert out[0].outputs[0].text.strip().startswith("48213")
+
+
+def test_C82_the_bundled_weights_in_hugging_face_say_the_same() -> None:
+    """Trained weights of the Llama kind that every clone has: log-probabilities within 1e-3, greedy text equal."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = bundled_model("nano")
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    llm = LLM("nano", dtype="float32", ops="ref", max_num_seqs=2)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    try:
+        for prompt in ("Once upon a time", '"I am not afraid," said the boy. "Are you?"'):
+            (out,) = llm.generate([prompt], params)
+            ids, text = out.prompt_token_ids, list(out.outputs[0].token_ids)
+            with torch.no_grad():
+                logp = model(torch.tensor([[*ids, *text]])).logits[0].double().log_softmax(-1)
+            assert logp[len(ids) - 1 : -1].argmax(-1).tolist() == text
+            want = [float(logp[i, token]) for i, token in enumerate(ids[1:])]
+            got = [entry[token].logprob for entry, token in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]
+            assert got == pytest.approx(want, abs=1e-3)
+            assert max(want) - min(want) > 1
+    finally:
+        torch.set_num_threads(before)
