@@ -106,7 +106,7 @@ def test_the_floor_of_the_time_step_is_all_that_differs_from_transformers(case: 
     from ours, and from its own, token by token, whose floor it forgets. `time_step_limit` puts the same floor under
     every token here, and nothing is left of it."""
     floor = 0.001
-    model = reference(case, time_step_min=floor)  # the default, which every published config has
+    model = reference(case, time_step_min=floor)  # the default, as in published configs
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("dt_bias"):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from penstock.core.model_spec import ModelSpec, weight_shapes
+from penstock.core.model_spec import Layer, ModelSpec, weight_shapes
 from penstock.eval.sample import SAMPLE
 from penstock.launch.bundled import bundled_model
 from tests.oracle import NaiveModel
@@ -43,11 +43,29 @@ def test_pooling_heads_that_are_alike_changes_nothing() -> None:
     assert want.std() > 0.1
 
 
+def test_C03_a_pooled_head_is_the_mean_of_its_group_of_neighbours() -> None:
+    """Six heads become three: 0 and 1, 2 and 3, 4 and 5, as query heads share them."""
+    source = RECIPES["nano"]
+    many, few = (
+        msgspec.structs.replace(source, layers=tuple(_kv(layer, heads) for layer in source.layers)) for heads in (6, 3)
+    )
+    rng = np.random.default_rng(1)
+    weights = {n: rng.standard_normal(s).astype(np.float32) for n, s in weight_shapes(many).items()}
+    for name in ("layers.0.k", "layers.5.v"):
+        heads = weights[name].reshape(6, 32, -1)
+        want = np.stack([(heads[2 * g] + heads[2 * g + 1]) / 2 for g in range(3)]).reshape(96, -1)
+        np.testing.assert_allclose(pooled(weights, many, few)[name], want, atol=1e-6)
+
+
 def test_other_shapes_are_refused() -> None:
     source = RECIPES["nano"]
     weights = {n: np.zeros(s, np.float32) for n, s in weight_shapes(source).items()}
     with pytest.raises(ValueError, match=r"divides|differ"):
         pooled(weights, source, RECIPES["nano-mla"])
+
+
+def _kv(layer: Layer, heads: int) -> Layer:
+    return msgspec.structs.replace(layer, mixer=msgspec.structs.replace(layer.mixer, num_kv_heads=heads))  # type: ignore[type-var]
 
 
 def uptrained(spec: ModelSpec, weights: dict[str, F32], steps: int, ids: torch.Tensor) -> SpecModule:
@@ -76,8 +94,7 @@ def test_C03_a_converted_model_recovers_nine_tenths_of_the_gap_after_a_short_upt
     torch.set_num_threads(1)
     source, folder = RECIPES["pico"], bundled_model("pico")
     assert folder is not None
-    one = [msgspec.structs.replace(x, mixer=msgspec.structs.replace(x.mixer, num_kv_heads=1)) for x in source.layers]  # type: ignore[type-var]
-    target = msgspec.structs.replace(source, layers=tuple(one))
+    target = msgspec.structs.replace(source, layers=tuple(_kv(layer, 1) for layer in source.layers))
     weights = read_weights(folder, source)
     fewer = pooled(weights, source, target)
     assert fewer["layers.0.k"].shape[0] * 3 == weights["layers.0.k"].shape[0]
