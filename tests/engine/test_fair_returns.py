@@ -14,15 +14,9 @@ from penstock.engine.core import EngineCore
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, drain, fake_engine, request
 
-<<<<<<< HEAD
-NUM_BLOCKS, BLOCK, LONGEST = 60, 4, 40
-BOUND = 2 * max(LONGEST, 2 * NUM_BLOCKS * BLOCK)
-"""Of the paper (theorem 4.4): 2 max(w_p L, w_q M); M tokens run at once."""
-=======
 NUM_BLOCKS, BLOCK, LONGEST = 60, 4, 32
 BOUND = 2 * max(LONGEST, 2 * NUM_BLOCKS * BLOCK)
 """Of the paper: 2 max(w_p L, w_q M); M tokens run at once. Prompts, shorter than L, fit into one step."""
->>>>>>> thin
 
 
 class Watched:
