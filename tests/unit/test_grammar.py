@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
+from penstock.server.parsing.tools import calls_schema, text_or_calls
 from penstock.text.grammar.compile import Compiler
+from penstock.text.grammar.lead import led
 from penstock.text.grammar.schema import ANNOTATIONS, FORMATS, SUPPORTED, json_schema_check, subschemas
 from penstock.text.grammar.source import Compiled, grammar_of, lark_grammar, lark_json, lark_literal
-from tests.unit.grammar_walk import VOCABULARY, conforms, fresh_cache, walk
+from tests.unit.grammar_walk import TOKENS, VOCABULARY, conforms, fresh_cache, walk
 
 CACHE = fresh_cache()
 
@@ -266,3 +268,45 @@ def test_a_compiler_without_an_encoder_writes_forced_text() -> None:
     matcher = Compiler(VOCABULARY).compile(grammar_of(StructuredOutputs(choice=['{"ab": true, "x": null}'])))
     assert matcher.compute_ff_bytes() == b'{"ab": true, "x": null}'
     assert matcher.compute_ff_tokens()
+
+
+# -- blanks -------------------------------------------------------------------------------------------------------
+
+LIST = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+HOLDS_JSON = {
+    "json": (StructuredOutputs(json=LIST), ""),
+    "json, as text": (StructuredOutputs(json=json.dumps(LIST)), ""),
+    "json_object": (StructuredOutputs(json_object=True), ""),
+    "calls that are required": (
+        StructuredOutputs(json=calls_schema({"f": LIST}, parallel=True)),
+        '[{"name": "f", "arguments": ',
+    ),
+    "a strict tool, where a call is free": (
+        StructuredOutputs(grammar=text_or_calls("<t>", ('{"name": "', '", "arguments": ', "}"), {"f": LIST})),
+        'a <t>{"name": "f", "arguments": ',
+    ),
+    "%json in Lark": (StructuredOutputs(grammar=f'start: "x" json\njson: %json {json.dumps(LIST)}\n'), "x"),
+    "two of them": (
+        StructuredOutputs(grammar=f'start: %json {{"const": "%json"}} %json  {json.dumps(LIST)} "end"\n'),
+        '"%json"',
+    ),
+    "behind a thought": (StructuredOutputs(json=LIST), "hm</think>"),
+}
+
+
+@pytest.mark.parametrize("name", HOLDS_JSON)
+def test_blanks_in_json_are_bounded_everywhere(name: str) -> None:
+    asked, before = HOLDS_JSON[name]
+    grammar = grammar_of(asked)
+    if before.endswith("</think>"):
+        grammar = led("start: thought @answer\nthought[lazy]: /(.|\\n)*<\\/think>/\n", grammar)
+    matcher = Compiler(VOCABULARY).compile(grammar)
+    for inside in ("{", '{"a"', '{"a":', '{"a":[', '{"a":[1', '{"a":[1,', '{"a":[1]'):
+        for blanks in (" " * 99, "\n" * 99, "\n" + " " * 99, " \n" * 99):
+            one = matcher.deep_copy()
+            assert one.try_consume_tokens(ids := spelled(before + inside)) == len(ids)
+            assert one.try_consume_tokens(spelled(blanks)) <= 33
+
+
+def spelled(text: str) -> list[int]:
+    return [TOKENS.index(char.encode()) for char in text]

@@ -105,6 +105,22 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     include_stop_str_in_output: bool = False
 
 
+class Thought(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What precedes an answer that a grammar binds, and is ended in time for the answer.
+
+    Attributes:
+        opening: what the output begins with if it is a thought; "" if the prompt has opened it.
+        close: the text that ends it.
+        closing: ids of that text.
+        most: tokens of output from which on only `closing` may follow, unless the thought has ended.
+    """
+
+    opening: str = ""
+    close: str = ""
+    closing: list[int] = []
+    most: int = 0
+
+
 class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """SamplingParams reduced to ids, with every text resolved: all that a rank needs to choose a token.
 
@@ -133,6 +149,8 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """llguidance's form of what the output must look like (`text.grammar`); None: free."""
     reference: list[int] = []
     """Text that the output is likely to repeat (OpenAI's `prediction`); drafters may copy from it."""
+    thought: Thought | None = None
+    """What may come before the answer, if `grammar` lets a thought come first."""
 
     @property
     def greedy(self) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.engine.frontend import EngineClient
     from penstock.server.service import Service
+    from penstock.text.grammar.lead import Lead
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Call:
     """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
 
     `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
-    `slo_tpot_s`: seconds that a token after the first should take on average.
+    `slo_tpot_s`: seconds that a token after the first should take on average. `lead`: what may come before an answer
+    that is bound.
     """
 
     prompt: Prompt
@@ -76,6 +78,7 @@ class Call:
     cache_salt: str | None = None
     deadline_s: float | None = None
     slo_tpot_s: float | None = None
+    lead: Lead | None = None
     arrival_s: float = 0.0
     stream: bool = False
     pooling: str | None = None

@@ -157,13 +157,18 @@ class GrammarPool:
         params = call.params
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if asked is not None and not isinstance(asked, Compiled):
-            text = await self.compile(asked)
-            call.params = msgspec.structs.replace(params, structured_outputs=Compiled(text=text))
+            lead = call.lead
+            text = await self.compile(asked, lead="" if lead is None else lead.rules)
+            compiled = Compiled(text=text, thought=None if lead is None else lead.thought)
+            call.params = msgspec.structs.replace(params, structured_outputs=compiled)
 
-    async def compile(self, asked: StructuredOutputs, param: str = "structured_outputs") -> str:
-        """llguidance's form of a grammar that compiles. Raises InputError, RefusedError if too many wait."""
+    async def compile(self, asked: StructuredOutputs, param: str = "structured_outputs", *, lead: str = "") -> str:
+        """llguidance's form of a grammar that compiles, behind the rules `lead` if there are any.
+
+        Raises InputError, RefusedError if too many wait.
+        """
         try:
-            key = digest(param.encode(), msgspec.msgpack.encode(asked))
+            key = digest(param.encode(), lead.encode(), msgspec.msgpack.encode(asked))
         except (RecursionError, TypeError, ValueError) as error:
             raise InputError(f"{param} cannot be read: {str(error)[:100]}", param=param) from None
         known = self._known.get(key)
@@ -171,19 +176,19 @@ class GrammarPool:
             self.num_hits += 1
             self._known.move_to_end(key)
         else:
-            known = await asyncio.shield(self._job(key, asked, param))
+            known = await asyncio.shield(self._job(key, Job(asked, param, lead)))
         if known.problem:
             raise InputError(known.problem, param=known.param)
         return known.text
 
-    def _job(self, key: bytes, asked: StructuredOutputs, param: str) -> asyncio.Task[Verdict]:
+    def _job(self, key: bytes, job: Job) -> asyncio.Task[Verdict]:
         """Equal questions wait for one answer; a client that leaves leaves it to the others."""
         task = self._jobs.get(key)
         if task is None:
             if len(self._jobs) >= MAX_WAITING:
                 raise _not_now("too many grammars are being compiled")
             self.num_misses += 1
-            task = self._jobs[key] = asyncio.get_running_loop().create_task(self._run(key, Job(asked, param)))
+            task = self._jobs[key] = asyncio.get_running_loop().create_task(self._run(key, job))
             task.add_done_callback(lambda done: self._done(key, done))
         return task
 

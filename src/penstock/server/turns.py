@@ -28,7 +28,7 @@ from penstock.server.context import ANYONE, Asker, Call, Prompt, Server, Tenant
 from penstock.server.decode import renamed
 from penstock.server.errors import WireError, wire_error
 from penstock.server.inner import PRIORITY
-from penstock.server.parsing import check_tools, params_for, parser_for
+from penstock.server.parsing import check_tools, lead_for, params_for, parser_for
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.extras import model_defaults
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -321,12 +321,17 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         prompt = await compress_chat(server, prompt, asked.compression, asked, shown, asker)
     reference = await server.service.encode_reference(asked.prediction, param="prediction.content", asker=asker)
     ends = server.service.need_tokenizer().decode(prompt.ids[-PROMPT_TAIL:], skip_special_tokens=False)
+    bound = asked.params.structured_outputs is not None
+    kwargs = asked.chat_template_kwargs
     parsers = [
-        parser_for(server, tools, choice, asked.chat_template_kwargs, prompt_text=ends, parallel=parallel)
+        parser_for(server, tools, choice, kwargs, prompt_text=ends, parallel=parallel, bound=bound)
         for _ in range(max(1, min(asked.params.n, server.service.limits.max_n)))  # what is more, `submit` refuses
     ]
     params = params_for(server, tools, choice, asked.params, parallel=parallel)
     call = make_call(caller, prompt, params, asked.options, endpoint, new_id(prefix))
+    call.lead = lead_for(
+        server, tools, choice, kwargs, prompt_text=ends, bound=bound, continued=asked.continue_final_message
+    )
     call.reference = reference if server.speculates else []  # nobody would look at it
     with renamed(asked.names):
         stream = await server.service.submit(call)

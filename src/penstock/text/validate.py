@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from penstock.base.errors import InputError
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs, TokenRules
 from penstock.text.encoding import TOO_LONG
-from penstock.text.grammar.source import grammar_of, kind_of
+from penstock.text.grammar.lead import tokens_to_think
+from penstock.text.grammar.source import Compiled, grammar_of, kind_of
 from penstock.text.tokenizer import Tokenizer
 
 MAX_TEMPERATURE = 100.0
@@ -203,6 +206,7 @@ def make_rules(
         num_prompt_logprobs=_num_logprobs(params.prompt_logprobs, limits),
         seed=int(seed if params.seed is None else params.seed),
         grammar=_grammar(params.structured_outputs, tokenizer),
+        thought=params.structured_outputs.thought if isinstance(params.structured_outputs, Compiled) else None,
         reference=validate_reference(reference, limits),
     )
 
@@ -228,6 +232,9 @@ def build_request(
     validate_sampling(params, limits=limits)
     max_tokens = validate_prompt_ids(prompt_token_ids, limits, params.max_tokens, params.min_tokens, param=param)
     rules = make_rules(params, tokenizer, limits, seed=seed, reference=reference)
+    if rules.thought is not None:
+        thought = msgspec.structs.replace(rules.thought, most=tokens_to_think(max_tokens, rules.thought))
+        rules = msgspec.structs.replace(rules, thought=thought)
     entries = len(prompt_token_ids) * (rules.num_prompt_logprobs + 1)
     if entries > limits.max_prompt_logprob_entries:
         raise InputError(

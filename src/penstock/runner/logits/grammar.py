@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import GRAMMAR_STUCK, TokenRules
+from penstock.core.sampling import GRAMMAR_STUCK, Thought, TokenRules
 from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.text.grammar.compile import told
@@ -43,11 +43,16 @@ class _State:
 
     __slots__ = (
         "allowed", "cache", "changes", "end_ids", "forbidden", "grammar", "lock", "matcher", "may_end", "problem",
-        "size", "stale", "surplus", "tokens",
+        "settled_at", "size", "stale", "surplus", "thought", "tokens",
     )  # fmt: skip
 
-    def __init__(self, grammar: str, cache: GrammarCache, end_ids: list[int], size: int) -> None:
+    def __init__(
+        self, grammar: str, cache: GrammarCache, end_ids: list[int], size: int, thought: Thought | None = None
+    ) -> None:
         self.grammar = grammar
+        self.thought = thought
+        self.settled_at: int | None = None
+        """How many tokens show that there is no thought that must be ended (any more)."""
         self.cache = cache
         self.end_ids = end_ids
         self.size = size
@@ -75,7 +80,8 @@ class _State:
 
     def copy(self) -> _State:
         self.settle()
-        twin = _State(self.grammar, self.cache, self.end_ids, self.size)
+        twin = _State(self.grammar, self.cache, self.end_ids, self.size, self.thought)
+        twin.settled_at = self.settled_at
         twin.matcher = None if self.matcher is None else self.matcher.deep_copy()
         twin.tokens, twin.surplus = self.tokens.copy(), self.surplus.copy()
         twin.stale, twin.may_end, twin.problem = False, self.may_end, self.problem
@@ -135,8 +141,26 @@ class _State:
         mask = mask[: self.size]
         for end_id in self.end_ids:
             mask[end_id] = self.may_end
+        ending = self._ending()
+        if ending is not None and mask[ending]:  # in the middle of a character it is not, but behind it
+            mask = np.arange(self.size) == ending
         few = np.count_nonzero(mask) * _FEW < self.size
         self.allowed, self.forbidden = (np.flatnonzero(mask), None) if few else (None, ~mask)
+
+    def _ending(self) -> int | None:
+        """The token that ends a thought which has taken all the tokens that it may take."""
+        thought = self.thought
+        if thought is None or len(self.tokens) < thought.most:
+            return None
+        if self.settled_at is not None and self.settled_at <= len(self.tokens):
+            return None
+        pieces = self.cache.compiler().vocabulary.tokens
+        said = b"".join([pieces[i] for i in self.tokens])
+        if not said.startswith(thought.opening.encode()) or thought.close.encode() in said:
+            self.settled_at = len(self.tokens)
+            return None
+        done = range(len(thought.closing) - 1, 0, -1)
+        return thought.closing[next((n for n in done if self.tokens[-n:] == thought.closing[:n]), 0)]
 
     def _only_ended(self) -> bool:
         return set(self.surplus) <= set(self.end_ids)
@@ -160,7 +184,7 @@ class Grammar(PerRow[_State]):
             return None
         assert self.cache is not None, "a grammar came to a rank without a vocabulary"
         ends = vocab_ids(self.cache.end_ids & set(rules.stop_ids), self.vocab_size).tolist()
-        state = _State(rules.grammar, self.cache, ends, self.vocab_size)
+        state = _State(rules.grammar, self.cache, ends, self.vocab_size, rules.thought)
         if output:
             state.changes.append((0, list(output)))
         self._ahead(state)

@@ -14,8 +14,9 @@ from penstock.server.parsing.formats import ALIASES, FORMATS, THOUGHTS
 from penstock.server.parsing.json_wire import NONE, json_arguments
 from penstock.server.parsing.reader import Format, Reader, Thoughts
 from penstock.server.parsing.tape import Steps
-from penstock.server.parsing.template_format import find_format, find_thoughts, reads_tools, thought_state
+from penstock.server.parsing.template_format import State, find_format, find_thoughts, reads_tools, thought_state
 from penstock.server.parsing.tools import calls_schema, read_choice, schemas, text_or_calls
+from penstock.text.grammar.lead import Lead, thought_lead
 from penstock.text.grammar.schema import json_schema_check
 
 if TYPE_CHECKING:
@@ -27,31 +28,63 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 def parser_for(
     server: Server, tools: Tools, tool_choice: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-    *, prompt_text: str = "", parallel: bool = True,
+    *, prompt_text: str = "", parallel: bool = True, bound: bool = False,
 ) -> OutputParser | None:  # fmt: skip
     """A parser for one sample; None: all output is plain content.
 
     `tools` are those of `check_tools`; `parallel` is parallel_tool_calls. `prompt_text`: the end of the prompt as text,
-    if known; it shows whether the prompt has opened or closed a thought. Raises InputError if this model cannot call
-    tools: its template does not show them to it, or writes calls in no known way.
+    if known; it shows whether the prompt has opened or closed a thought. `bound`: the request binds its answer.
+
+    Raises InputError if this model cannot call tools: its template does not show them to it, or writes calls in no
+    known way.
     """
     choice = read_choice(tools, tool_choice)
     needs = _tool_format(server) if choice.kind != "none" else None
     arguments = schemas(tools or (), choice.names)
+    calls = choice.kind in ("named", "required")
     if choice.kind == "named":
-        return OutputParser(_arguments_of(choice.names[0]), None, arguments)
-    if choice.kind == "required":
-        return OutputParser(FORMATS["openai"], None, arguments, parallel=parallel, bound=True)
+        needs = _arguments_of(choice.names[0])
+    elif choice.kind == "required":
+        needs = FORMATS["openai"]
+    else:
+        needs = needs or _framed(server)
     thoughts = _thoughts(server)
-    needs = needs or _framed(server)
     if needs is None and thoughts is None:
         return None
-    template = server.service.chat_template or ""
-    state = thought_state(template, thoughts, chat_template_kwargs or {}, prompt_text) if thoughts else ""
-    hidden = _turn_ends(server) if _special(server, needs, thoughts) else ()
+    state = _state(server, thoughts, chat_template_kwargs, prompt_text)
+    hidden = _turn_ends(server) if _special(server, None if calls else needs, thoughts) else ()
     return OutputParser(
-        needs, thoughts, arguments, opened=state == "opened", closed=state == "closed", parallel=parallel, hidden=hidden
-    )
+        needs, thoughts, arguments, opened=state == "opened", closed=state == "closed", parallel=parallel,
+        bound=choice.kind == "required", exact=calls or bound, hidden=hidden,
+    )  # fmt: skip
+
+
+def lead_for(
+    server: Server, tools: Tools, tool_choice: Any, chat_template_kwargs: Mapping[str, Any] | None, *,
+    prompt_text: str, bound: bool, continued: bool = False,
+) -> Lead | None:  # fmt: skip
+    """What may come before an answer that is bound, by the request (`bound`) or by its tool_choice: a thought.
+
+    None: nothing may. `continued`: the prompt has begun the answer, so no thought begins now. The others are those of
+    `parser_for`, which finds the thought by the same marks.
+    """
+    if not bound and read_choice(tools, tool_choice).kind not in ("named", "required"):
+        return None
+    thoughts, service = _thoughts(server), server.service
+    state = _state(server, thoughts, chat_template_kwargs, prompt_text)
+    if thoughts is None or service.tokenizer is None or state == "closed" or (continued and not state):
+        return None
+    limits = service.limits
+    return thought_lead(
+        service.tokenizer, limits.vocab_size, limits.eos_token_ids, thoughts.open, thoughts.close,
+        opened=state == "opened",
+    )  # fmt: skip
+
+
+def _state(server: Server, thoughts: Thoughts | None, kwargs: Mapping[str, Any] | None, prompt_text: str) -> State:
+    if thoughts is None:
+        return ""
+    return thought_state(server.service.chat_template or "", thoughts, kwargs or {}, prompt_text)
 
 
 def params_for(
@@ -59,8 +92,8 @@ def params_for(
 ) -> SamplingParams:
     """`params` with what `tool_choice` asks of decoding.
 
-    `required` and a named function bind the output to the tools' schemas; thoughts are then left out, since the first
-    character already belongs to the calls. With `auto`, a `strict` tool binds the arguments once a call has begun, in
+    `required` and a named function bind the output to the tools' schemas, behind a thought where there is one
+    (`lead_for`). With `auto`, a `strict` tool binds the arguments once a call has begun, in
     formats and vocabularies that allow it; elsewhere strict is refused. Markers that are special tokens are made
     visible for the parser.
     Raises InputError if the request binds its output to something else as well, has no such tool, or a schema with
@@ -69,7 +102,7 @@ def params_for(
     choice = read_choice(tools, tool_choice)
     arguments = schemas(tools or (), choice.names)
     needs = _tool_format(server) if choice.kind == "auto" else _framed(server)
-    special = _special(server, needs, _thoughts(server))
+    special = _special(server, needs if choice.kind in ("none", "auto") else None, _thoughts(server))
     asked: StructuredOutputs | None = None
     if choice.kind == "named":
         _check_schemas(tools, choice.names)
@@ -88,8 +121,10 @@ def params_for(
         _check_schemas(tools, tuple(strict))
         free = {name: schema if name in strict else {"type": "object"} for name, schema in arguments.items()}
         asked = StructuredOutputs(grammar=text_or_calls(needs.opens[0], needs.shape, free))
+    if special:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     if asked is None:
-        return msgspec.structs.replace(params, skip_special_tokens=False) if special else params
+        return params
     if params.structured_outputs is not None:
         raise InputError(
             "the output cannot be bound to tool calls and to something else: leave out response_format or the tools",

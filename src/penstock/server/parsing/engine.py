@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.server.parsing.events import Event
@@ -18,19 +19,22 @@ class OutputParser:
 
     `tools`: schemas of arguments by name; a call of another name is text. `opened`: the prompt ends inside a thought;
     `closed`: it has already closed one, so the model will not think. `bound`: decoding was bound to calls, so their
-    beginning is never text. `hidden`: literals of control tokens that end a turn and are never told.
+    beginning is never text; `exact`: it was bound to something, so all that is behind the first thought is the answer.
+    `hidden`: literals of control tokens that end a turn and are never told.
     """
 
     def __init__(
         self, format: Format | None = None, thoughts: Thoughts | None = None, tools: Mapping[str, Any] | None = None,
         *, opened: bool = False, closed: bool = False, parallel: bool = True, bound: bool = False,
-        hidden: Sequence[str] = (),
+        exact: bool = False, hidden: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.format = format
+        if thoughts is not None and exact:
+            thoughts = replace(thoughts, anywhere=False)
         self.thoughts = None if closed and not (thoughts and thoughts.anywhere) else thoughts
         self._reader = Reader(tools or {}, *([format.new_id] if format else []), parallel=parallel)
         self._opened = opened
-        self._bound = bound
+        self._bound, self._exact = bound, exact
         self._openers = Markers((*(format.opens + format.bare if format else ()), *self._think_openers()))
         self._hidden = Markers(hidden)
         self._uncut = ""
@@ -85,11 +89,11 @@ class OutputParser:
     def _run(self) -> Steps[None]:
         r = self._reader
         try:
+            if self.thoughts is not None:
+                yield from self._first_thought(self.thoughts)
             if self.format is not None and self.format.whole:
                 r.hold()
                 yield from self._calls("")
-            elif self.thoughts is not None:
-                yield from self._first_thought(self.thoughts)
             while (opener := (yield from self._text())) is not None:
                 if self.thoughts is not None and opener in self._think_openers():
                     yield from self._thought(self.thoughts)
@@ -166,7 +170,8 @@ class OutputParser:
             blank += piece[len(body) :]
 
         yield from r.copy_until(Markers((thoughts.close,)), tell)
-        yield from r.run(_LINE_FEEDS, ignore)
+        if not self._exact:
+            yield from r.run(_LINE_FEEDS, ignore)
 
 
 def _until(r: Reader, markers: Markers) -> Steps[str]:

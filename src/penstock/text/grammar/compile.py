@@ -57,10 +57,16 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int])
             param="structured_outputs",
         )
     ends = [i for i in dict.fromkeys(eos_ids) if 0 <= i < vocab_size]
-    markers = [i for text, i in tokenizer.added_literals.items() if text[:1] in "<[" and text[-1:] in ">]"]
-    special = {i for i in (*tokenizer.special_ids, *markers, *ends) if 0 <= i < vocab_size}
+    listed = special_ids_of(tokenizer, vocab_size, ends)
+    special = frozenset(listed)
     tokens = [tokenizer.id_to_piece(i).encode() if i in special else table[i] for i in range(vocab_size)]
-    return Vocabulary(tokens, sorted(special), ends)
+    return Vocabulary(tokens, listed, ends)
+
+
+def special_ids_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> list[int]:
+    """Ids that never count as text, ascending: special tokens, added ones that look like markers, ends."""
+    markers = [i for text, i in tokenizer.added_literals.items() if text[:1] in "<[" and text[-1:] in ">]"]
+    return sorted({i for i in (*tokenizer.special_ids, *markers, *eos_ids) if 0 <= i < vocab_size})
 
 
 def encoder_of(tokenizer: Tokenizer) -> Encode:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import StructuredOutputs
+from penstock.core.sampling import StructuredOutputs, Thought
 from penstock.text.grammar.nesting import (
     MAX_REGEX_REPEATS,
     MAX_RULE_REPEATS,
@@ -40,10 +40,12 @@ class Compiled(StructuredOutputs, frozen=True, kw_only=True, omit_defaults=True,
     """Structured output that is in llguidance's form already, checked by whoever made it. Never decoded from a wire.
 
     Attributes:
-        text: what `grammar_of` or `lark_grammar` returned.
+        text: what `grammar_of`, `lark_grammar` or `lead.led` returned.
+        thought: what `text` lets come before the answer.
     """
 
     text: str = ""
+    thought: Thought | None = None
 
 
 def grammar_of(asked: StructuredOutputs, param: str = "structured_outputs") -> str:
@@ -163,13 +165,23 @@ def _rules(value: Any, where: str) -> str:
     check_repeats(rule_repeats(value), MAX_RULE_REPEATS, where)
     if not _LARK.search(value):
         return lark_grammar(_translated(value, where))
+    return lark_grammar(_with_bounded_blanks(value, where))
+
+
+def _with_bounded_blanks(value: str, where: str) -> str:
+    """Every JSON schema in a grammar in Lark, checked, with the options of those that stand alone."""
+    out, at = [], 0
     for n, found in enumerate(_JSON.finditer(value)):
+        if found.start() < at:
+            continue  # within a schema
         try:
-            schema, _ = json.JSONDecoder().raw_decode(value, found.end())
+            schema, end = json.JSONDecoder().raw_decode(value, found.end())
         except (ValueError, RecursionError):
             raise InputError(f"{where}: %json number {n + 1} is not followed by JSON", param=where) from None
         json_schema_check(schema, f"{where}.%json[{n}]")
-    return lark_grammar(value)
+        out += [value[at : found.start()], lark_json(schema)]
+        at = end
+    return "".join([*out, value[at:]])
 
 
 def _translated(value: str, where: str) -> str:

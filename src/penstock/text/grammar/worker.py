@@ -20,6 +20,7 @@ import msgspec
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
 from penstock.text.grammar.compile import Compiler, Vocabulary
+from penstock.text.grammar.lead import led
 from penstock.text.grammar.source import grammar_of, kind_of
 
 STACK_BYTES = 1 << 20
@@ -36,10 +37,11 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """`param`: how the client calls it."""
+    """`param`: how the client calls it. `lead`: rules of what comes before it (`text.grammar.lead`)."""
 
     asked: StructuredOutputs
     param: str
+    lead: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +78,9 @@ def _try(compiler: Compiler, job: Job, answer: list[Verdict]) -> None:
     try:
         text = grammar_of(job.asked, job.param)
         compiler.compile(text, f"{job.param}.{kind_of(job.asked, job.param)}")
+        if job.lead:
+            text = led(job.lead, text)
+            compiler.compile(text, job.param)
         answer[0] = Verdict(text=text)
     except InputError as error:
         answer[0] = Verdict(problem=str(error), param=error.param)
