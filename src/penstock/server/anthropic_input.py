@@ -8,7 +8,8 @@ from typing import Any
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
-from penstock.server.schema.messages import CountRequest
+from penstock.server.schema.forms import Form, only
+from penstock.server.schema.messages import CountRequest, MessagesRequest
 
 Message = dict[str, Any]
 _ONLY_TEXT = "this model reads only text"
@@ -170,13 +171,19 @@ def template_kwargs(body: CountRequest) -> dict[str, Any] | None:
     return kwargs or None
 
 
-def structured(body: CountRequest) -> StructuredOutputs | None:
-    """What `output_config.format` asks for. Raises InputError."""
-    given = (body.output_config or {}).get("format")
+def form(body: MessagesRequest) -> Form | None:
+    """What the answer is bound to. Raises InputError."""
+    field = body.structured_outputs
+    return only((
+        _format((body.output_config or {}).get("format"), "output_config.format"),
+        _format(body.output_format, "output_format"),
+        None if field is None else Form("structured_outputs", field.chosen()),
+    ))  # fmt: skip
+
+
+def _format(given: Any, where: str) -> Form | None:
     if given is None:
         return None
     if not isinstance(given, dict) or given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-        raise InputError(
-            'output_config.format must be {"type": "json_schema", "schema": {...}}', param="output_config.format"
-        )
-    return StructuredOutputs(json=given["schema"])
+        raise InputError(f'{where} must be {{"type": "json_schema", "schema": {{...}}}}', param=where)
+    return Form(f"{where}.schema", StructuredOutputs(json=given["schema"]))

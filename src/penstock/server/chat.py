@@ -50,7 +50,8 @@ async def start(caller: Caller, body: ChatRequest) -> Chat:
 
 def _conversation(server: Server, body: ChatRequest) -> Conversation:
     """Raises InputError."""
-    names = {"logprobs": "top_logprobs"}
+    form = body.form()
+    names = {"logprobs": "top_logprobs", **(form.names if form is not None else {})}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens

@@ -19,6 +19,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.context import Asker, Prompt, Server
+from penstock.server.decode import renamed
 from penstock.server.errors import WireError, wire_error
 from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.pieces import GAP, NUL, Pieces
@@ -54,6 +55,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     model = check_model(server, body.model)
     check_stream_options(body.stream, body.stream_options)
     params, scoring = _params(server, body)
+    form = body.form()
     options = Options(
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
@@ -73,7 +75,8 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
                 await work.pause()
             engine_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
             call = make_call(caller, prompt, params, options, "completions", engine_id)
-            streams.append(await server.service.submit(call))
+            with renamed({} if form is None else form.names):
+                streams.append(await server.service.submit(call))
     except BaseException:
         for stream in streams:
             stream.abort()

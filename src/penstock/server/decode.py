@@ -18,6 +18,8 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from penstock.base.errors import InputError, RefusedError
+from penstock.server.schema.forms import misplaced
+from penstock.server.schema.known import shape_of, unknown
 from penstock.server.slices import whole
 
 log = logging.getLogger("penstock.server")
@@ -49,7 +51,8 @@ _SQUARE = bytes.maketrans(b"{}", b"[]")
 _AT = re.compile(r" - at `(.*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _INVALID = re.compile(r"byte (\d+)")
-_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.\[\]-]+")
+_MAX_NAME = 128
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -258,37 +261,47 @@ def check_fields(
     *,
     strict: bool,
 ) -> list[str]:
-    """The names that nobody knows.
+    """The names that nobody knows, at any depth.
 
-    `refused` maps a field to (harmless values, why): any other value raises InputError. `strict` raises for unknown
-    names too.
+    `refused` maps a field to (harmless values, why): any other value raises InputError. So does what is asked of the
+    answer's form where it would have no effect. `strict` raises for all unknown names.
     """
-    unknown = []
-    for name in value.keys() - set(kind.__struct_encode_fields__):
-        if name in refused:
+    shape = shape_of(kind)
+    found: list[tuple[str, Any]] = []
+    binds = "structured_outputs" in shape
+    for name, given in value.items():
+        if name in shape:
+            found += unknown(given, shape[name], name)
+        elif name in refused:
             harmless, why = refused[name]
-            if value[name] is not None and value[name] not in harmless:
+            if given is not None and given not in harmless:
                 raise InputError(f"{name}: {why}", param=name)
         elif name not in accepted:
-            unknown.append(name[:64])
-    if unknown and strict:
-        name = min(unknown)
-        raise InputError(f"{name!r} is no field of this request; leave it out", param=name)
-    if unknown:
-        log.warning("fields of a request that nobody knows were ignored: %s", ", ".join(map(repr, sorted(unknown)[:8])))
-    return sorted(name for name in unknown if _NAME.fullmatch(name))[:16]
+            found.append((name, given))
+    for path, given in found if binds else ():
+        if place := misplaced(given, path):
+            place = place[:_MAX_NAME]
+            raise InputError(f"{place} has no effect there; write structured_outputs at the top of the request",
+                             param=place)  # fmt: skip
+    names = sorted({path[:_MAX_NAME] for path, _ in found})
+    if names and strict:
+        raise InputError(f"{names[0]!r} is no field of this request; leave it out", param=names[0])
+    if names:
+        log.warning("fields of a request that nobody knows were ignored: %s", ", ".join(map(repr, names[:8])))
+    return [name for name in names if _NAME.fullmatch(name)][:16]
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about our field `a` speak of the client's field `names[a]`."""
+    """Errors about our field `a`, and what is within it, speak of the client's field `names[a]`."""
     try:
         yield
     except InputError as error:
         for ours, theirs in names.items():
-            if error.param == ours:
+            below = (error.param or "").removeprefix(ours)
+            if error.param is not None and error.param.startswith(ours) and below[:1] in ("", ".", "["):
                 said = re.sub(rf"\b{re.escape(ours)}\b", theirs, str(error))
-                raise InputError(said, param=theirs, code=error.code) from None
+                raise InputError(said, param=theirs + below, code=error.code) from None
         raise
 
 

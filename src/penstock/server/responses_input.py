@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import StructuredOutputs
+from penstock.server.schema.forms import Form, only
 from penstock.server.schema.responses import ResponsesRequest
 from penstock.server.turns import new_id
 
@@ -171,20 +171,7 @@ def chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-def structured(body: ResponsesRequest) -> StructuredOutputs | None:
-    """What `text.format` asks for. Raises InputError."""
+def form(body: ResponsesRequest) -> Form | None:
+    """What the answer is bound to. Raises InputError."""
     given = body.text.format if body.text is not None else None
-    if given is None:
-        return None
-    match given.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return StructuredOutputs(json_object=True)
-        case "json_schema":
-            if not isinstance(given.get("schema"), dict):
-                raise InputError(
-                    "text.format of type json_schema needs a schema, an object", param="text.format.schema"
-                )
-            return StructuredOutputs(json=given["schema"])
-    raise InputError("text.format.type must be text, json_object or json_schema", param="text.format.type")
+    return only((body.form(), None if given is None else given.form("text.format", "schema")))

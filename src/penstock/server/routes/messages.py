@@ -16,12 +16,13 @@ from penstock.server.anthropic_input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
-    structured,
+    form,
     template_kwargs,
 )
 from penstock.server.completion import told
 from penstock.server.decode import read
 from penstock.server.encoding import Fit
+from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
 from penstock.server.sse import EventStream, encoder, frame, unless_gone
 from penstock.server.turns import (
@@ -38,6 +39,7 @@ from penstock.server.turns import (
 
 _SERVER_SIDE = "is not supported: this server runs no tools"
 REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    **REFUSED_IN_MESSAGES,
     "container": ((), _SERVER_SIDE),
     "mcp_servers": (([],), _SERVER_SIDE),
     "n": ((1,), "is not supported: a message has one answer"),
@@ -69,7 +71,9 @@ async def messages(request: Request) -> Response:
 async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
     """Raises InputError, RefusedError, EngineError. The caller must read what it gets, or abort it."""
     model = check_model(caller.server, body.model)
-    asked = _conversation(body, _params(caller, body))
+    bound = form(body)
+    asked = _conversation(body, _params(caller, body, bound))
+    asked.names = {**asked.names, **(bound.names if bound is not None else {})}
     asked.options = Options(
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
@@ -79,14 +83,13 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
     return MessageRun(turn, model, caller.server.config.max_stream_chars)
 
 
-def _params(caller: Caller, body: MessagesRequest) -> SamplingParams:
+def _params(caller: Caller, body: MessagesRequest, bound: Form | None) -> SamplingParams:
     defaults = sampling_defaults(caller.server)
     given = {name: getattr(body, name) for name in _SAMPLING}
     given = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     given = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(
-        max_tokens=body.max_tokens, stop=body.stop_sequences, structured_outputs=structured(body), **given
-    )
+    asked = None if bound is None else bound.asked
+    return SamplingParams(max_tokens=body.max_tokens, stop=body.stop_sequences, structured_outputs=asked, **given)
 
 
 def _conversation(body: CountRequest, params: SamplingParams) -> Conversation:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.core.sampling import SamplingParams
 from penstock.server.decode import read
 from penstock.server.encoding import Fit
 from penstock.server.responses_events import Item, replay
@@ -19,8 +18,8 @@ from penstock.server.responses_input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
+    form,
     input_items,
-    structured,
 )
 from penstock.server.responses_run import Replayed, ResponseRun, event_frame
 from penstock.server.schema.extras import ACCEPTED, REFUSED
@@ -95,7 +94,7 @@ async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
         },
         store=keep,
         temperature=asked.params.temperature,
-        text={"format": (body.text.format if body.text else None) or {"type": "text"}},
+        text={"format": _format(body)},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=body.tools or [],
         top_p=asked.params.top_p,
@@ -135,12 +134,15 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         before = msgspec.json.decode(_stored(caller, body.previous_response_id, "previous_response_id").items)
     items = [*before, *own]
     params = body.sampling(sampling_defaults(caller.server), max_tokens=body.max_output_tokens, logprobs=None)
+    asked_form = form(body)
+    if asked_form is not None:
+        params = msgspec.structs.replace(params, structured_outputs=asked_form.asked)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
     asked = Conversation(
         messages=chat_messages(items, body.instructions, num_stored=len(before)),
-        params=_formatted(params, body),
+        params=params,
         options=Options(
             stream=bool(body.stream),
             priority=body.priority,
@@ -152,20 +154,11 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         tool_choice=chat_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         chat_template_kwargs=kwargs or None,
-        names={"max_tokens": "max_output_tokens", "messages": "input"},
+        names={"max_tokens": "max_output_tokens", "messages": "input", **(asked_form.names if asked_form else {})},
         param="input",
         compression=body.prompt_compression,
     )
     return asked, items
-
-
-def _formatted(params: SamplingParams, body: ResponsesRequest) -> SamplingParams:
-    wanted = structured(body)
-    if wanted is None:
-        return params
-    if params.structured_outputs is not None:
-        raise InputError("text.format and structured_outputs exclude each other; give one of them", param="text.format")
-    return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
 # -- what is stored ----------------------------------------------------------------------------------------------
@@ -243,6 +236,13 @@ async def count_input(request: Request) -> Response:
     )
     prompt = await unless_gone(request, counting)
     return _json(InputTokens(input_tokens=len(prompt.ids)))
+
+
+def _format(body: ResponsesRequest) -> dict[str, Any]:
+    """As it was given."""
+    given = body.text.format if body.text is not None else None
+    plain: dict[str, Any] = {"type": "text"} if given is None else msgspec.to_builtins(given)
+    return {name: value for name, value in plain.items() if value is not None}
 
 
 def _json(value: Any) -> Response:

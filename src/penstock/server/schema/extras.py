@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.compression import PromptCompression
-from penstock.core.sampling import SamplingParams, StructuredOutputs
-from penstock.text.grammar.schema import json_schema_check
+from penstock.core.sampling import SamplingParams
+from penstock.server.schema.forms import REFUSED_FORMS, ForeignForms, Form, ResponseFormat, StructuredOutputsField, only
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that a model's generation_config.json may give defaults for (as in vLLM)."""
@@ -24,68 +24,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=False):
     include_obfuscation: bool | None = None
 
 
-class StructuredOutputsField(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
-
-    json: dict[str, Any] | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: str | None = None
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
-    whitespace_pattern: str | None = None
-
-    def chosen(self) -> StructuredOutputs:
-        """Raises InputError for options that would change what is asked, silently."""
-        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
-            if getattr(self, name):
-                raise InputError(
-                    f"structured_outputs.{name} is not supported; leave it out", param=f"structured_outputs.{name}"
-                )
-        return StructuredOutputs(
-            json=self.json, regex=self.regex, choice=self.choice, grammar=self.grammar, json_object=self.json_object,
-            structural_tag=self.structural_tag,
-        )  # fmt: skip
-
-
-class ResponseFormatSchema(msgspec.Struct, kw_only=True):
-    name: str | None = None
-    schema: dict[str, Any] | str | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's: text, json_object, or json_schema with a schema."""
-
-    type: str
-    json_schema: ResponseFormatSchema | None = None
-
-    def chosen(self) -> StructuredOutputs | None:
-        """Raises InputError."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                return StructuredOutputs(json_object=True)
-            case "json_schema":
-                if self.json_schema is None or self.json_schema.schema is None:
-                    raise InputError(
-                        "response_format of type json_schema needs json_schema.schema",
-                        param="response_format.json_schema.schema",
-                    )
-                # By the client's name for it; what only compiling finds is told as structured_outputs.json.
-                json_schema_check(self.json_schema.schema, "response_format.json_schema.schema")
-                return StructuredOutputs(json=self.json_schema.schema)
-        raise InputError(
-            f"response_format.type must be text, json_object or json_schema, not {self.type[:40]!r}",
-            param="response_format.type",
-        )
-
-
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(ForeignForms, kw_only=True):
     """Fields of every generating request. null is the same as leaving a field out."""
 
     model: str | None = None
@@ -135,22 +74,19 @@ class Sampling(msgspec.Struct, kw_only=True):
                 given[name] = value
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(k): v for k, v in self.logit_bias.items()}
-        structured = self._structured()
-        if structured is not None:
-            given["structured_outputs"] = structured
+        form = self.form()
+        if form is not None:
+            given["structured_outputs"] = form.asked
         if max_tokens is None:
             max_tokens = defaults.get("max_tokens")
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
-    def _structured(self) -> StructuredOutputs | None:
-        format = None if self.response_format is None else self.response_format.chosen()
-        field = None if self.structured_outputs is None else self.structured_outputs.chosen()
-        if format is not None and field is not None:
-            raise InputError(
-                "response_format and structured_outputs exclude each other; give one of them",
-                param="structured_outputs",
-            )
-        return format or field
+    def form(self) -> Form | None:
+        """What the answer is bound to. Raises InputError."""
+        format = None if self.response_format is None else self.response_format.form()
+        field = self.structured_outputs
+        own = None if field is None else Form("structured_outputs", field.chosen())
+        return only((format, own, *self.foreign_forms()))
 
 
 _SAME = (
@@ -180,18 +116,8 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _guided(new: str) -> tuple[tuple[Any, ...], str]:
-    return (), f"is gone; write structured_outputs: {{{new}: ...}} instead"
-
-
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "guided_json": _guided('"json"'),
-    "guided_regex": _guided('"regex"'),
-    "guided_choice": _guided('"choice"'),
-    "guided_grammar": _guided('"grammar"'),
-    "guided_decoding_backend": ((), "is gone; there is one backend, leave it out"),
-    "guided_whitespace_pattern": ((), "is gone; write structured_outputs instead, without a pattern for blanks"),
-    "structural_tag": ((), "is not supported; write structured_outputs with json, regex, choice or grammar"),
+    **REFUSED_FORMS,
     "best_of": ((1,), "is not supported: OpenAI and vLLM have dropped it; ask for n samples with logprobs and choose"),
     "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut; shorten it before it is sent"),
     "logits_processors": ((), "is not supported: a request cannot bring code"),

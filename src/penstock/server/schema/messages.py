@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from penstock.core.compression import PromptCompression
+from penstock.server.schema.forms import StructuredOutputsField
+from penstock.server.schema.known import ANTHROPIC, Shape
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
     """What a prompt is made of. `system`: a text or a list of text blocks."""
+
+    inner: ClassVar[Shape] = ANTHROPIC
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -23,7 +27,10 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """`output_config`: {"format": {"type": "json_schema", "schema": ...}} and {"effort": ...}."""
+    """`output_config`: {"format": {"type": "json_schema", "schema": ...}} and {"effort": ...}.
+
+    `output_format`: the same format, under its older name. `structured_outputs`: vLLM's, for what that cannot say.
+    """
 
     max_tokens: int
     stop_sequences: list[str] | None = None
@@ -42,6 +49,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     priority: int | None = None
     tpot_slo_ms: float | None = None
     prompt_compression: PromptCompression | None = None
+    output_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsField | None = None
     cache_salt: str | None = None
     timeout: float | None = None
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.base.errors import InputError
 from penstock.server.schema.extras import Sampling
+from penstock.server.schema.known import MESSAGES, TOOL_CHOICE, TOOLS, Shape
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -45,6 +46,8 @@ class Prediction(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(Sampling, kw_only=True):
+    inner: ClassVar[Shape] = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": TOOL_CHOICE}
+
     messages: list[dict[str, Any]]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from penstock.server.schema.extras import Sampling
+from penstock.server.schema.forms import ResponseFormat
+from penstock.server.schema.known import FLAT_TOOLS, ITEMS, TOOL_CHOICE, Shape
 
 
 class TextField(msgspec.Struct, kw_only=True):
     """`format`: {"type": "text" | "json_object"}, or {"type": "json_schema", "name": ..., "schema": ...}."""
 
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
     verbosity: str | None = None
 
 
@@ -24,6 +26,8 @@ class ReasoningField(msgspec.Struct, kw_only=True):
 
 class ResponsesRequest(Sampling, kw_only=True):
     """`input`: a text, or a list of messages, function calls with their outputs, and reasoning items."""
+
+    inner: ClassVar[Shape] = {"input": ITEMS, "tools": FLAT_TOOLS, "tool_choice": TOOL_CHOICE}
 
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None

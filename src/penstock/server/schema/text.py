@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.schema.known import MESSAGES, TOOLS, Shape
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either `prompt`, or `messages` with what belongs to a chat."""
+
+    inner: ClassVar[Shape] = {"messages": MESSAGES, "tools": TOOLS}
 
     model: str | None = None
     prompt: str | None = None
@@ -55,6 +59,8 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 class TemplateRequest(msgspec.Struct, kw_only=True):
     """What a chat request would be made into; nothing is generated."""
+
+    inner: ClassVar[Shape] = {"messages": MESSAGES, "tools": TOOLS}
 
     messages: list[dict[str, Any]]
     model: str | None = None
