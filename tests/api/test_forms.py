@@ -13,12 +13,13 @@ import pytest
 
 from penstock.base.errors import InputError
 from penstock.config import serve_from_kwargs
-from penstock.server.decode import check_fields, renamed
+from penstock.server.decode import checking, renamed
 from penstock.server.live import LiveServer
 from penstock.server.routes.chat import REFUSED_FIELDS
 from penstock.server.schema.extras import ACCEPTED
 from penstock.server.schema.forms import ResponseFormat
 from penstock.server.schema.openai import ChatRequest
+from penstock.server.slices import whole
 from tests.api.conftest import bundled
 from tests.unit.test_parsing_templates import HERMES
 
@@ -315,13 +316,22 @@ def test_fields_of_a_message_are_its_templates(strict: httpx.Client) -> None:
 def test_many_unknown_fields_are_named_in_bounds() -> None:
     part = {"type": "text", "text": "a", "x" * 500: 1, "weiß": 2}
     body = {"messages": [{"role": "user", "content": [part] * 500}]}
-    found = check_fields(body, ChatRequest, REFUSED_FIELDS, ACCEPTED, strict=False)
+    found = whole(checking(body, ChatRequest, REFUSED_FIELDS, ACCEPTED, strict=False))
     assert len(found) == 16
     assert all(len(name) <= 128 and name.isascii() for name in found)
     deep: Any = {"a": 1}
     for _ in range(90):
         deep = {"a": [deep]}
-    assert check_fields({**body, "unknown": deep}, ChatRequest, {}, ACCEPTED, strict=False)
+    assert whole(checking({**body, "unknown": deep}, ChatRequest, {}, ACCEPTED, strict=False))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]}] * 10_000},
+     {"messages": [], "unknown": [[[1]] for _ in range(10_000)]}, {"messages": [], "tools": [{"foo": 1}] * 10_000}],
+)  # fmt: skip
+def test_long_bodies_are_looked_through_in_steps(body: dict[str, Any]) -> None:
+    assert sum(1 for _ in checking(body, ChatRequest, {}, ACCEPTED, strict=False)) >= 39
 
 
 def test_errors_within_a_renamed_field_keep_their_place() -> None:

@@ -17,6 +17,7 @@ from penstock.config import serve_from_kwargs
 from penstock.engine.process_link import ProcessLink
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
+from tests.api.watch import scrape
 from tests.unit.test_parsing_templates import HERMES
 
 TEMPLATE = HERMES.replace(
@@ -174,13 +175,14 @@ def test_with_guesses_and_with_preemption_the_answers_are_the_same(thinking: Liv
     expected = [post(thinking, CHAT, **body, prediction={"type": "content", "content": '{"a": "x"}'})["choices"]]
     expected += [post(thinking, CHAT, **body, seed=n)["choices"] for n in range(4)]
     guesses = {"method": "ngram", "num_speculative_tokens": 4, "controller": "fixed"}
-    for settings in ({"speculative_config": guesses}, {"num_gpu_blocks_override": 34, "block_size": 16}):
+    for settings in ({"speculative_config": guesses}, {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}):
         with serving(engine_in_process=True, **settings) as live, ThreadPoolExecutor(5) as pool:
             first = pool.submit(
                 post, live, CHAT, **body, prediction={"type": "content", "content": '{"a": "x"}'}
             )  # fmt: skip
             others = [pool.submit(post, live, CHAT, **body, seed=n) for n in range(4)]
             assert [one.result()["choices"] for one in (first, *others)] == expected
+            assert "speculative_config" in settings or scrape(live.url)["penstock:num_preemptions_total"] > 0
 
 
 def test_the_end_of_an_engine_changes_no_answer(thinking: LiveServer) -> None:

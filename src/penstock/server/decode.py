@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.base.errors import InputError, RefusedError
 from penstock.server.schema.forms import misplaced
 from penstock.server.schema.known import shape_of, unknown
-from penstock.server.slices import whole
+from penstock.server.slices import Work, whole
 
 log = logging.getLogger("penstock.server")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -221,11 +221,15 @@ def convert(value: Any, kind: type[T]) -> T:
         raise InputError(f"{path}: {said[:1].lower()}{said[1:]}" if path else said, param=path or None) from None
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The body of a request as a JSON object. Raises InputError, RefusedError, ClientDisconnect."""
+async def _read_object(request: Request) -> tuple[dict[str, Any], Work | None]:
+    """The body of a request as a JSON object, and what slices the work on it if it is long.
+
+    Raises InputError, RefusedError, ClientDisconnect.
+    """
     body = await read_body(request, request.app.state.server.config.max_body_bytes)
     if not body.strip():
         raise InputError("the request body is empty; it must be a JSON object")
+    work: Work | None = None
     if len(body) <= INLINE_BYTES:
         value = parse(body)
     else:
@@ -236,59 +240,76 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise InputError("the request body must be a JSON object")
     if len(value) > MAX_FIELDS:
         raise InputError(f"the request has {len(value)} fields; at most {MAX_FIELDS} are possible")
-    return value
+    return value, work
 
 
 async def read(request: Request, kind: type[T], *, refused: Mapping[str, Any] | None = None,
                accepted: frozenset[str] = frozenset()) -> T:  # fmt: skip
     """The body of a request as `kind`.
 
-    `refused`: known fields that this path cannot serve, see `check_fields`; `accepted`: fields without any effect.
+    `refused`: known fields that this path cannot serve, see `checking`; `accepted`: fields without any effect.
     Names of fields that nobody knows go to `request.state.ignored`, from where they get into a header of the answer.
     Raises InputError, RefusedError, ClientDisconnect.
     """
-    value = await read_object(request)
-    strict = request.app.state.server.config.strict
-    request.state.ignored = check_fields(value, kind, refused or {}, accepted, strict=strict)
+    value, work = await _read_object(request)
+    steps = checking(value, kind, refused or {}, accepted, strict=request.app.state.server.config.strict)
+    if work is None:
+        request.state.ignored = whole(steps)
+    else:
+        request.state.ignored = await work.run(steps)
+        await work.pause()
     return convert(value, kind)
 
 
-def check_fields(
+def checking(
     value: Mapping[str, Any],
     kind: type[msgspec.Struct],
     refused: Mapping[str, Any],
     accepted: frozenset[str],
     *,
     strict: bool,
-) -> list[str]:
-    """The names that nobody knows, at any depth.
+) -> Generator[None, None, list[str]]:
+    """The names that nobody knows, at any depth; in steps, for the largest bodies.
 
     `refused` maps a field to (harmless values, why): any other value raises InputError. So does what is asked of the
     answer's form where it would have no effect. `strict` raises for all unknown names.
     """
     shape = shape_of(kind)
-    found: list[tuple[str, Any]] = []
-    binds = "structured_outputs" in shape
+    names: set[str] = set()
     for name, given in value.items():
+        fields: Iterable[tuple[str, Any] | None] = ()
         if name in shape:
-            found += unknown(given, shape[name], name)
+            fields = unknown(given, shape[name], name)
         elif name in refused:
             harmless, why = refused[name]
             if given is not None and given not in harmless:
                 raise InputError(f"{name}: {why}", param=name)
         elif name not in accepted:
-            found.append((name, given))
-    for path, given in found if binds else ():
-        if place := misplaced(given, path):
+            fields = ((name, given),)
+        for field in fields:
+            if field is None:
+                yield
+                continue
+            names.add(field[0][:_MAX_NAME])
+            if "structured_outputs" in shape:
+                yield from _not_misplaced(*field)
+    listed = sorted(names)
+    if listed and strict:
+        raise InputError(f"{listed[0]!r} is no field of this request; leave it out", param=listed[0])
+    if listed:
+        log.warning("fields of a request that nobody knows were ignored: %s", ", ".join(map(repr, listed[:8])))
+    return [name for name in listed if _NAME.fullmatch(name)][:16]
+
+
+def _not_misplaced(path: str, value: Any) -> Generator[None, None, None]:
+    """Raises InputError for a form that is asked for where nobody looks."""
+    for place in misplaced(value, path):
+        if place is not None:
             place = place[:_MAX_NAME]
-            raise InputError(f"{place} has no effect there; write structured_outputs at the top of the request",
-                             param=place)  # fmt: skip
-    names = sorted({path[:_MAX_NAME] for path, _ in found})
-    if names and strict:
-        raise InputError(f"{names[0]!r} is no field of this request; leave it out", param=names[0])
-    if names:
-        log.warning("fields of a request that nobody knows were ignored: %s", ", ".join(map(repr, names[:8])))
-    return [name for name in names if _NAME.fullmatch(name)][:16]
+            raise InputError(
+                f"{place} has no effect there; write structured_outputs at the top of the request", param=place
+            )
+        yield
 
 
 @contextmanager
@@ -307,12 +328,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 __all__ = [
     "ClientDisconnect",
-    "check_fields",
+    "checking",
     "convert",
     "parse",
     "parsing",
     "read",
     "read_body",
-    "read_object",
     "renamed",
 ]

@@ -5,7 +5,7 @@ A client that asked for a form must never get free text because the name was ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
+from penstock.server.schema.known import PAUSE
 
 
 @dataclass(frozen=True)
@@ -222,18 +223,23 @@ REFUSED_IN_MESSAGES = {
 _NAMES = frozenset(
     (*REFUSED_IN_MESSAGES, "structured_outputs", "output_format", "output_config", "text_format", "guided_options")
 ) - {"format"}  # fmt: skip
-_DEPTH = 8
 
 
-def misplaced(value: Any, path: str, depth: int = 0) -> str | None:
-    """Where in `value`, a field that nobody knows, something is asked of the answer's form: there it has no effect."""
-    name = path.rpartition(".")[2]
-    if name in _NAMES and value not in (None, "", [], {}, False):
-        return path
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, Mapping):
-        inner = ((f"{path}.{key}", item) for key, item in value.items())
-    elif isinstance(value, list):
-        inner = ((f"{path}[{n}]", item) for n, item in enumerate(value) if isinstance(item, dict | list))
-    found = (misplaced(item, at, depth + 1) for at, item in inner) if depth < _DEPTH else ()
-    return next(filter(None, found), None)
+def misplaced(value: Any, path: str) -> Iterator[str | None]:
+    """Where in `value`, a field that nobody knows, something is asked of the answer's form: there it has no effect.
+
+    None, every now and then: this may be interrupted.
+    """
+    todo = [(path, value)]
+    visited = 0
+    while todo:
+        at, item = todo.pop()
+        visited += 1
+        if visited % PAUSE == 0:
+            yield None
+        if at.rpartition(".")[2] in _NAMES and item not in (None, "", [], {}, False):
+            yield at
+        elif isinstance(item, dict):
+            todo += [(f"{at}.{key}", inner) for key, inner in item.items()]
+        elif isinstance(item, list):
+            todo += [(f"{at}[{n}]", inner) for n, inner in enumerate(item) if isinstance(inner, dict | list)]

@@ -20,6 +20,10 @@ def names(*free: str, **inner: Shape | None) -> Shape:
     return {**dict.fromkeys(free), **inner}
 
 
+PAUSE = 256
+"""Items of a list between two pauses."""
+
+
 class Open(dict[str, Any]):
     """A shape with fields besides those that are known."""
 
@@ -68,12 +72,17 @@ def _of_type(hint: Any) -> Shape | None:
     return next(filter(None, map(_of_type, get_args(hint))), None)
 
 
-def unknown(value: Any, shape: Shape | None, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, value) of every field that `shape` does not have, at any depth below `value`, which is at `path`."""
+def unknown(value: Any, shape: Shape | None, path: str) -> Iterator[tuple[str, Any] | None]:
+    """(path, value) of every field that `shape` does not have, at any depth below `value`, which is at `path`.
+
+    None, every now and then: this may be interrupted.
+    """
     if shape is None:
         return
     if isinstance(value, list):
         for n, item in enumerate(value):
+            if n % PAUSE == PAUSE - 1:
+                yield None
             if isinstance(item, dict | list):
                 yield from unknown(item, shape, f"{path}[{n}]")
     elif isinstance(value, dict):
