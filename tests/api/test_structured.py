@@ -82,10 +82,10 @@ def test_response_format(http: httpx.Client) -> None:
     lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
     deltas = [c["delta"].get("content") or "" for line in lines for c in json.loads(line)["choices"]]
     assert "".join(deltas) == answer.json()["choices"][0]["message"]["content"]
-    broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "sometimes": {}}}}
+    broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "uniqueItems": True}}}
     answer = http.post("/v1/chat/completions", json={**body, "response_format": broken})
     assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "response_format.json_schema.schema.sometimes"
+    assert answer.json()["error"]["param"] == "response_format.json_schema.schema.uniqueItems"
 
 
 S = "structured_outputs"
@@ -110,10 +110,32 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "25 external reference": ({"json": {"items": {"$ref": "http://127.0.0.1:9/x"}}}, f"{S}.json.items.$ref"),
     "25 properties": ({"json": {"properties": {f"p{n}": {} for n in range(10_000)}}}, f"{S}.json.properties"),
-    "25 enum": ({"json": {"items": {"enum": list(range(390_000))}}}, f"{S}.json"),
+    "25 enum": ({"json": {"items": {"enum": list(range(100_000))}}}, f"{S}.json.items.enum"),
     "25 maxItems": ({"json": {"type": "array", "maxItems": 10**9}}, f"{S}.json.maxItems"),
     "25 unknown keyword": ({"json": {"properties": {"a": {"sometimes": 1}}}}, f"{S}.json.properties.a.sometimes"),
     "25 bad pattern": ({"json": {"properties": {"a": {"pattern": "(?<=a)b"}}}}, f"{S}.json.properties.a"),
+    "25 a reference to nothing": ({"json": {"items": {"$ref": "#/$defs/a"}}}, f"{S}.json.items.$ref"),
+    "25 a number beyond 64 bits": ({"json": {"items": {"multipleOf": 10**30}}}, f"{S}.json.items.multipleOf"),
+    "25 many ways to deny": (
+        {
+            "json": {
+                "not": {"$ref": "#/$defs/d0"},
+                "$defs": {
+                    f"d{n}": {"properties": {f"p{k}": {"$ref": f"#/$defs/d{n + 1}"} for k in range(10)}}
+                    for n in range(20)
+                }
+                | {"d20": {}},
+            }
+        },
+        f"{S}.json.not",
+    ),
+    "25 nothing satisfies it": ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, f"{S}.json"),
+    "25 an object in itself": (
+        {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        f"{S}.json",
+    ),
+    "26 an escape that is none": ({"grammar": r'root ::= "\q"'}, f"{S}.grammar"),
+    "26 brackets without end": ({"grammar": "root ::= " + "[" * 90_000}, f"{S}.grammar"),
     "26 a rule that is missing": ({"grammar": "start: nothing"}, f"{S}.grammar"),
     "26 100,000 rules": ({"grammar": "start: r0\n" + "".join(f'r{n}: "a"\n' for n in range(100_000))}, f"{S}.grammar"),
     "26 endless left recursion": ({"grammar": 'start: start "a"'}, f"{S}.grammar"),
@@ -133,6 +155,41 @@ def test_rows_24_to_26_are_answered_with_the_place(http: httpx.Client, row: str)
     assert error["param"] == param, error
     assert len(error["message"]) < 500
     assert time.monotonic() - began < 5
+
+
+def test_numbers_of_any_size(http: httpx.Client) -> None:
+    """In every field that holds a schema; where a description only says them, they do no harm."""
+    for value in (1183472938475029391, 10**30):
+        assert json.loads(text_of(complete(http, {"json": {"const": value}}))) == value
+        assert json.loads(text_of(complete(http, {"json": json.dumps({"enum": [value]})}))) == value
+        schema = {"type": "integer", "minimum": value, "maximum": value, "default": 2**70, "examples": [value]}
+        format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        body = {"model": "nano", "messages": [{"role": "user", "content": "x"}], "max_tokens": 60}
+        answer = http.post("/v1/chat/completions", json={**body, "response_format": format})
+        assert answer.status_code == 200, answer.text
+        assert json.loads(answer.json()["choices"][0]["message"]["content"]) == value
+        format = {"type": "json_schema", "name": "n", "schema": schema}
+        body = {"model": "nano", "input": "x", "max_output_tokens": 60}
+        answer = http.post("/v1/responses", json={**body, "text": {"format": format}})
+        assert answer.status_code == 200, answer.text
+        assert json.loads(answer.json()["output"][0]["content"][0]["text"]) == value
+        assert answer.json()["text"]["format"]["schema"] == schema
+
+
+def test_gbnf_with_zeros(http: httpx.Client) -> None:
+    assert text_of(complete(http, {"grammar": r'root ::= "a\u000A" [\x62]'})) == "a\nb"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p"])
+def test_denormal_numbers_are_served(http: httpx.Client, name: str) -> None:
+    response = complete(http, {"choice": ["a"]}, **{name: 5e-324})
+    assert text_of(response) == "a"
+
+
+def test_a_denormal_divisor_is_refused(http: httpx.Client) -> None:
+    response = complete(http, None, repetition_penalty=5e-324)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "repetition_penalty"
 
 
 def test_rows_24_and_26_what_is_harmless_is_served(http: httpx.Client) -> None:

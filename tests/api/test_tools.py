@@ -144,7 +144,7 @@ def test_what_was_called_comes_back_in_the_next_turn(client):
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"tool_choice": NAMED, "tools": [NOW, {"type": "function", "function": {"name": "get_weather", "parameters": {
-        "type": "object", "properties": {"a": {"type": "string", "unevaluatedItems": False}}}}}]},
+        "type": "object", "properties": {"a": {"type": "string", "unevaluatedItems": False}}}, "strict": True}}]},
      "tools[1].function.parameters.properties.a.unevaluatedItems"),
 ])  # fmt: skip
 def test_bad_tools_are_refused(tools_server, more, param):
@@ -162,6 +162,42 @@ def test_a_template_without_tools_refuses_them(live):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "tools"
     assert "does not show tools" in answer.json()["error"]["message"]
+
+
+def test_each_tool_is_bound_by_its_own_document(client):
+    """A parameter named default, a definition named as another tool is, $id, numbers beyond 64 bits, and what cannot be
+    enforced."""
+    colour = {
+        "$id": "https://a.example/f.json",
+        "type": "object",
+        "properties": {
+            "default": {"$ref": "#/$defs/L"},
+            "id": {"const": 10**30},
+            "set": {"type": "null", "uniqueItems": True},
+        },
+        "required": ["default", "id", "set"],
+        "additionalProperties": False,
+        "$defs": {"L": {"enum": ["red", "blue"]}},
+    }
+    other = {
+        "type": "object",
+        "properties": {"secret": {"const": 42}},
+        "required": ["secret"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}
+             for name, parameters in (("f", colour), ("L", other))]  # fmt: skip
+    for choice in ({"type": "function", "function": {"name": "f"}}, "required"):
+        _, calls, finish = ask(
+            client, tools=tools, tool_choice=choice, parallel_tool_calls=False, temperature=0.7, max_tokens=400
+        )  # fmt: skip
+        assert finish == "tool_calls"
+        [(name, arguments)] = calls
+        value = json.loads(arguments)
+        if name == "f":
+            assert value in [{"default": colour, "id": 10**30, "set": None} for colour in ("red", "blue")]
+        else:
+            assert (choice, value["secret"]) == ("required", 42)
 
 
 def test_strict_leaves_text_alone(client):

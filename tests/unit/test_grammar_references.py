@@ -19,8 +19,7 @@ COLOUR = {"L": {"enum": ["red", "blue"]}}
 KEYWORDS = [
     "default", "enum", "const", "examples", "properties", "required", "$defs", "definitions", "items", "type", "$ref",
     "$id", "$anchor", "allOf", "anyOf", "not", "if", "additionalProperties", "patternProperties", "title",
-    "description",
-    "x-guidance", "$comment", "$schema", "nullable", "format", "components",
+    "description", "x-guidance", "$comment", "$schema", "nullable", "format", "components",
 ]  # fmt: skip
 
 
@@ -88,9 +87,8 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "an address within": {"$id": "https://a.example/s.json", "$ref": "b/t.json",
                           "$defs": {"a": {"$id": "https://a.example/b/t.json", "$ref": "#/$defs/c",
                                           "$defs": {"c": {"const": 7}}}, "c": {"const": 8}}},
-    "an anchor within": {"$ref": "t.json#x",
-                         "$defs": {"a": {"$id": "t.json", "$defs": {"c": {"$anchor": "x", "const": 7}}},
-                                   "c": {"$anchor": "x", "const": 8}}},
+    "an anchor within": {"$ref": "t.json#x", "$defs": {
+        "a": {"$id": "t.json", "$defs": {"c": {"$anchor": "x", "const": 7}}}, "c": {"$anchor": "x", "const": 8}}},
     "a folder as an address": {"$id": "x/", "$ref": "#/$defs/a",
                                "$defs": {"a": {"$id": "y/", "$ref": "z", "$defs": {"b": {"$id": "z", "const": 7}}}}},
 }  # fmt: skip
@@ -172,6 +170,7 @@ def test_what_compiling_finds_is_told_in_the_clients_words() -> None:
         CACHE.check(grammar_of(StructuredOutputs(json=schema)), "structured_outputs.json")
     assert caught.value.param == "structured_outputs.json.$defs.a b.properties.c"
     tools = [tool("g", {}), tool("f", {"c": {"type": "string", "pattern": "(?=x)"}})]
+    tools[1]["function"]["strict"] = True
     bound = calls_schema(bound_schemas(tools, ["g", "f"]), parallel=True)
     with pytest.raises(InputError) as caught:
         CACHE.check(grammar_of(StructuredOutputs(json=bound)), "structured_outputs.json")

@@ -81,8 +81,7 @@ def test_good_tools_pass():
     ({"const": 1.5}, {"number"}), ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"string", "null"}),
     ({"$ref": "#/$defs/n"}, {"integer"}), ({"$ref": "#/$defs/loop"}, ALL), ({"$ref": "http://x"}, ALL),
     ({"$ref": "#/$defs/a%20b~1"}, {"null"}), ({"$ref": "x.json#/$defs/n"}, {"integer"}),
-    ({"$ref": "#/$defs/none"}, ALL),
-    ({"type": 3}, ALL), ({"type": "any"}, ALL), ({"oneOf": []}, ALL),
+    ({"$ref": "#/$defs/none"}, ALL), ({"type": 3}, ALL), ({"type": "any"}, ALL), ({"oneOf": []}, ALL),
 ])  # fmt: skip
 def test_kinds_of_parameters(schema, kinds):
     definitions = {"n": {"type": "integer"}, "a b/": {"type": "null"}, "loop": {"$ref": "#/$defs/loop"}}

@@ -42,7 +42,7 @@ BAD = [
     ("presence_penalty", 1e9, ["-2", "2", "1e+09"], 2), ("presence_penalty", -1e9, ["-2"], -2.0),
     ("presence_penalty", NAN, ["nan"], 0), ("frequency_penalty", 2.1, ["-2", "2", "2.1"], 2.0),
     ("frequency_penalty", -2.1, ["-2.1"], -2), ("repetition_penalty", 0, ["1e-06", "100"], 1e-6),
-    ("repetition_penalty", 5e-324, ["1e-06", "5e-324"], 1e-3), ("repetition_penalty", 9e-7, ["1e-06"], 1),
+    ("repetition_penalty", 5e-324, ["1e-06", "e-324"], 1e-3), ("repetition_penalty", 9e-7, ["1e-06"], 1),
     ("repetition_penalty", -1e9, ["100"], 1), ("repetition_penalty", 101, ["100", "101"], 100),
     ("repetition_penalty", INF, ["inf"], 1.1),
     ("max_tokens", 0, ["1", "100", "0"], 1), ("max_tokens", -1, ["1", "-1"], 100),

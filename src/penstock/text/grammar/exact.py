@@ -33,7 +33,7 @@ def rules_of(form: dict[str, Any], path: str, options: Mapping[str, Any], prefix
     rules = _Rules(form, options, prefix)
     if not rules.apart(form):
         return None
-    operand = rules.operand(form, path)
+    operand = rules.write(form, path)
     return operand, "\n".join(rules.lines) + "\n"
 
 
@@ -47,8 +47,8 @@ class _Rules:
         self._apart: set[str] = set()
         self.lines = [f"{self._blank}: {prefix.upper()}BLANK?",
                       f"{prefix.upper()}BLANK: /{options['whitespace_pattern']}/"]  # fmt: skip
-        while found := {n for n, d in self._definitions.items() if n not in self._apart and self.apart(d)}:
-            self._apart |= found
+        self._pending: list[tuple[str, str]] = []
+        self._find_apart()
 
     def apart(self, schema: Any) -> bool:
         """Whether a schema leads to a number that has to be written as a rule."""
@@ -57,6 +57,34 @@ class _Rules:
         if inexact(schema) or _name(schema) in self._apart:
             return True
         return any(self.apart(part) for _, part in subschemas(_bare(schema), ""))
+
+    def _find_apart(self) -> None:
+        """The definitions that lead to such numbers, by those that refer to them."""
+        from_: dict[str, list[str]] = {}
+        todo = []
+        for name, schema in self._definitions.items():
+            inner = [schema]
+            while inner:
+                at = inner.pop()
+                if not isinstance(at, Mapping):
+                    continue
+                if inexact(at):
+                    todo.append(name)
+                from_.setdefault(_name(at), []).append(name)
+                inner += [part for _, part in subschemas(_bare(at), "")]
+        while todo:
+            name = todo.pop()
+            if name not in self._apart:
+                self._apart.add(name)
+                todo += from_.get(name, [])
+
+    def write(self, schema: Any, path: str) -> str:
+        """The operand for a schema, with all rules that it needs."""
+        out = self.operand(schema, path)
+        while self._pending:
+            name, at = self._pending.pop()
+            self.lines.append(f"{self._names[name]}: {self.operand(self._definitions[name], at)}")
+        return out
 
     def operand(self, schema: Any, path: str) -> str:
         if not self.apart(schema):
@@ -101,7 +129,7 @@ class _Rules:
             self._names[name] = f"{self._prefix}def{name}"
             if len(self._names) + len(self.lines) > MAX_RULES:
                 self._too_many(path)
-            self.lines.append(f"{self._names[name]}: {self.operand(self._definitions[name], path)}")
+            self._pending.append((name, path))
         return self._names[name]
 
     def _values(self, schema: Mapping[str, Any], path: str) -> str:
@@ -211,7 +239,8 @@ class _Rules:
         after = self._rule(f"({comma} {other})*") if other else ""
         start = f"({other} {after})?" if other else ""  # if no member has come before
         for pair, must in reversed(pairs):
-            start = f"{pair} {after}" if must else f"({pair} {after} | {start})" if start else f"({pair} {after})?"
+            first = f"{pair} {after}"
+            start = first if must else f"({first} | {self._rule(start)})" if start else f"({first})?"
             after = self._rule(f"({comma} {pair}){'' if must else '?'} {after}")
         return f'"{{" {self._blank} {start} {self._blank} "}}"'
 

@@ -12,15 +12,14 @@ import re
 from penstock.base.errors import InputError
 
 _PART = re.compile(
-    r'(?P<quoted>"(?:\\.|[^"\\])*")|(?P<set>\[(?:\\.|[^\]\\])*\])|(?P<comment>\#[^\r\n]*)|(?P<bounds>\{[^{}]*\})'
-    r"|(?P<name>[A-Za-z0-9_-]+)|(?P<any>\.)|(?P<other>.)",
+    r'(?P<quoted>"(?:\\.|[^"\\])*")|(?P<set>\[(?:\\.|[^\]\\])*\])|(?P<open>["\[].*)|(?P<comment>\#[^\r\n]*)|(?P<bounds>\{[^{}]*\})'
+    r"|(?P<blank>\s+)|(?P<name>[A-Za-z0-9_-]+)|(?P<any>\.)|(?P<other>.)",
     re.DOTALL,
 )
 _CHAR = re.compile(
     r"\\(?:x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|U(?P<U>[0-9A-Fa-f]{8})|(?P<one>.))|(?P<plain>[^\\])", re.DOTALL
 )
 _RULE = re.compile(r"(?m)(?:^|(?<=[\r\n]))[ \t]*([A-Za-z0-9_-]+)\s*::=")
-_NEXT_LINE = re.compile(r"\s*[\r\n]\s*\|")
 _SPELLED = {"n": "\n", "r": "\r", "t": "\t"}
 _ANY = f"[\\x00-{chr(0x10FFFF)}]"
 
@@ -60,8 +59,10 @@ def _plain(text: str, where: str) -> str:
             case "any":
                 out.append(_ANY)
             case _:
+                while said == "|" and out and out[-1].isspace():
+                    out.pop()  # an alternative may begin a line
                 out.append(said)
-    return _NEXT_LINE.sub(" |", "".join(out))
+    return "".join(out)
 
 
 def _chars(text: str, where: str) -> list[str]:

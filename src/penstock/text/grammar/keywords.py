@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NoReturn
@@ -22,6 +23,10 @@ MAX_PROPERTIES = 2_000
 """Of one object; compiling takes time with their square."""
 EXACT = 1 << 53
 """llguidance holds numbers as doubles, in which larger integers become others."""
+
+EVEN = 92 * 10**17
+"""Near the end of 64 bits, and the same in a double's shortest digits."""
+_IRREGULAR = re.compile(r"\(\?<?[=!]|\\[1-9k]")
 
 TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -111,7 +116,11 @@ def count(value: Any, path: str) -> int:
 
 def number(key: str, value: Any, path: str) -> int | float:
     """A value of `NUMBERS`; whole ones as int."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
         refuse(path, f"must be a number, not {show(value)}")
     if key == "multipleOf":
         if value <= 0:
@@ -129,10 +138,13 @@ def _factor(value: int | float, path: str) -> None:
         refuse(path, f"is {show(value)}; at most nine digits are possible, and only numbers that a double holds")
 
 
-def pattern(value: Any, path: str) -> None:
+def pattern(value: Any, path: str, *, lenient: bool = False) -> None:
+    """`lenient`: refuse here what only compiling would find to be no regular expression."""
     if not isinstance(value, str) or len(value) > MAX_PATTERN_CHARS:
         refuse(path, f"must be a regular expression of at most {MAX_PATTERN_CHARS} characters")
     check_repeats(regex_repeats(value), MAX_REGEX_REPEATS, path)
+    if lenient and _IRREGULAR.search(value.replace("\\\\", "")):
+        refuse(path, "look-around and back-references cannot be enforced")
 
 
 def names(value: Any, path: str) -> None:

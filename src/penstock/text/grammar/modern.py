@@ -31,6 +31,8 @@ class Entry(NamedTuple):
 
 _LAST = ("format", "propertyNames", "also")
 """These change or read what other keywords have said."""
+_MAX_STEPS = 8
+"""From one reference to the next."""
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else", "$ref", "dependentSchemas", "dependencies")
 
 
@@ -101,8 +103,9 @@ def _dependent(name: str, needed: Any, path: str, *, only_names: bool) -> Iterat
 
 def bind_names(out: dict[str, Any], bound: Any, follow: Callable[[str], Any], path: str) -> None:
     """Say in `out`, a schema in compiled form, that all names conform to `bound`, another one. Raises: InputError."""
-    while isinstance(bound, Mapping) and set(bound) <= {"$ref", "$comment"} and "$ref" in bound:
-        bound = follow(bound["$ref"])
+    for _ in range(_MAX_STEPS):
+        if isinstance(bound, Mapping) and "$ref" in bound and set(bound) <= {"$ref", "$comment"}:
+            bound = follow(bound["$ref"])
     said = {key: value for key, value in bound.items() if key != "$comment"} if isinstance(bound, dict) else {}
     kinds = said.pop("type", "string")
     if bound is False or not ({kinds} if isinstance(kinds, str) else set(kinds)) & {"string"}:

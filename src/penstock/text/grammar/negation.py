@@ -20,6 +20,8 @@ _DUAL = {
 }  # fmt: skip
 _COUNTED = {"Length": "string", "Items": "array", "Properties": "object"}
 MAX_DEPTH = 16
+MAX_STEPS = 2_000
+"""Schemas that are denied in one document: through references, there may be any number."""
 MAX_TEXT_CHARS = 200
 """Of a text that is forbidden, and ten times as many of all at one place."""
 
@@ -28,28 +30,38 @@ class CannotDenyError(Exception):
     """No part of the complement can be said."""
 
 
-def denied(schema: Any, follow: Callable[[str], Any], approximate: set[int], depth: int = 0) -> Schema:
-    """A schema all of whose instances are no instances of `schema`, which is in compiled form.
+class Denier:
+    """Denies schemas of one document, in compiled form.
 
-    `follow` gives the schema of a reference. `approximate`: ids of schemas that are only parts of what was asked.
-    Raises CannotDenyError.
+    Attributes:
+        approximate: ids of schemas that are only parts of what was asked, and so cannot be denied.
     """
-    if isinstance(schema, bool):
-        return not schema
-    if depth > MAX_DEPTH or id(schema) in approximate:
-        raise CannotDenyError
-    options: list[Schema] = []
-    for key, value in schema.items():
-        try:
-            options += _keyword(key, value, lambda part: denied(part, follow, approximate, depth + 1), follow)
-        except CannotDenyError:
-            continue
-    options = [option for option in options if option is not False]
-    if not options:
-        if all(key == "$comment" for key in schema):
-            return False
-        raise CannotDenyError
-    return options[0] if len(options) == 1 else {"anyOf": options}
+
+    def __init__(self, follow: Callable[[str], Any]) -> None:
+        """`follow` gives the schema of a reference."""
+        self.approximate: set[int] = set()
+        self._follow = follow
+        self._left = MAX_STEPS
+
+    def denied(self, schema: Any, depth: int = 0) -> Schema:
+        """A schema all of whose instances are no instances of `schema`. Raises CannotDenyError."""
+        self._left -= 1
+        if isinstance(schema, bool):
+            return not schema
+        if depth > MAX_DEPTH or self._left < 0 or id(schema) in self.approximate:
+            raise CannotDenyError
+        options: list[Schema] = []
+        for key, value in schema.items():
+            try:
+                options += _keyword(key, value, lambda part: self.denied(part, depth + 1), self._follow)
+            except CannotDenyError:
+                continue
+        options = [option for option in options if option is not False]
+        if not options:
+            if all(key == "$comment" for key in schema):
+                return False
+            raise CannotDenyError
+        return options[0] if len(options) == 1 else {"anyOf": options}
 
 
 def _keyword(key: str, value: Any, deny: Callable[[Any], Schema], follow: Callable[[str], Any]) -> list[Schema]:

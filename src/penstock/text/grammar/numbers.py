@@ -14,7 +14,8 @@ _INT64 = 1 << 63
 
 def inexact(schema: Mapping[str, Any]) -> bool:
     """Whether a schema in compiled form, without those below it, holds numbers that the library would change."""
-    whole = schema.get("type") == "integer"
+    said = schema.get("type", "number")
+    whole = "number" not in ([said] if isinstance(said, str) else said)
     if any(_bound_changes(key, schema[key], whole) for key in _BOUNDS if key in schema):
         return True
     return any(_value_changes(value) for value in [*schema.get("enum", []), schema.get("const")])
@@ -29,7 +30,9 @@ def _bound_changes(key: str, value: int | float, whole: bool) -> bool:
         return False
     if key == "maximum" and value == _INT64 - 1 and whole:
         return False  # becomes 2^63, which is cut to what it was
-    return key.startswith("exclusive") or abs(value) >= _INT64 or int(float(value)) != value or _printed(value) != value
+    if key.startswith("exclusive") or abs(value) >= _INT64 or int(float(value)) != value:
+        return True
+    return not whole and _printed(value) != value
 
 
 def _value_changes(value: Any) -> bool:

@@ -12,14 +12,17 @@ from typing import Any, NoReturn
 
 from penstock.base.errors import InputError
 from penstock.text.grammar import keywords as words
+from penstock.text.grammar.finite import has_instances
 from penstock.text.grammar.keywords import LISTS, ONE, TABLES, refuse, show, subschemas
 from penstock.text.grammar.modern import Entry, bind_names, modern
-from penstock.text.grammar.negation import CannotDenyError, denied
+from penstock.text.grammar.negation import CannotDenyError, Denier
 from penstock.text.grammar.references import TOOL, Place, References, Resource, has_address
 
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_DEPTH = 64
 MAX_SUBSCHEMAS = 10_000
+MAX_FOLLOWED = 8
+"""Definitions that are made within one another, because something asks what they say."""
 MAX_ENUM = 10_000
 """Values of all `enum`s together."""
 
@@ -43,7 +46,10 @@ def compiled_form(schema: Any, path: str, *, lenient: bool = False) -> dict[str,
     """
     if not isinstance(schema, Mapping):
         refuse(path, f"must be a JSON schema (an object), not {show(schema)}")
-    return _Rewriting(schema, path, lenient).run()
+    try:
+        return _Rewriting(schema, path, lenient).run()
+    except RecursionError:
+        refuse(path, "is nested too deeply, or its references are")
 
 
 def as_tool(schema: Mapping[str, Any], path: str, *, lenient: bool) -> dict[str, Any]:
@@ -68,7 +74,8 @@ class _Rewriting:
         self._pending: dict[str, tuple[Place, bool]] = {}
         self._written: dict[int, str] = {}
         """Where references were written, by the id of what they have become."""
-        self._approximate: set[int] = set()
+        self._denier = Denier(self._follow)
+        self._num_following = 0
 
     def run(self) -> dict[str, Any]:
         root = self._references.root
@@ -76,8 +83,11 @@ class _Rewriting:
         assert isinstance(out, dict)
         while self._pending:
             self._define(next(iter(self._pending)))
-        self._loops(out)
-        return {**out, "$defs": self._definitions} if self._definitions else out
+        self._loops()
+        form = {**out, "$defs": self._definitions} if self._definitions else out
+        if not has_instances(form):
+            refuse(self._path, "nothing satisfies it: what it requires leads back to itself without end")
+        return form
 
     def _define(self, name: str) -> Any:
         place, lenient = self._pending.pop(name)
@@ -92,8 +102,12 @@ class _Rewriting:
     def _follow(self, ref: str) -> Any:
         """The compiled form of what a reference of the compiled form names."""
         name = ref.removeprefix(_DEFINITION)
-        if name in self._pending:
-            return self._define(name)
+        if name in self._pending and self._num_following < MAX_FOLLOWED:
+            self._num_following += 1
+            try:
+                return self._define(name)
+            finally:
+                self._num_following -= 1
         if name not in self._definitions:  # it is being made
             raise CannotDenyError
         return self._definitions[name]
@@ -151,7 +165,7 @@ class _Rewriting:
         elif key in TABLES:
             out[key] = self._table(key, value, path, schema)
         elif key == "pattern":
-            words.pattern(value, path)
+            words.pattern(value, path, lenient=self._lenient)
             out[key] = value
         elif key == "$ref":
             out[key] = self._reference(value, path, resource)
@@ -165,7 +179,10 @@ class _Rewriting:
         elif key == "if":
             self._if(out, value, path, resource, depth)
         elif key == "propertyNames":
-            bind_names(out, schema(value), self._follow, path)
+            try:
+                bind_names(out, schema(value), self._follow, path)
+            except CannotDenyError:
+                refuse(path, f"cannot be enforced; {words.HINTS[key]}")
         else:
             self._plain(out, key, value, path)
 
@@ -176,7 +193,7 @@ class _Rewriting:
             _too_much(path, f"has {len(value)} entries; at most {words.MAX_PROPERTIES} are possible")
         if key == "patternProperties":
             for pattern in value:
-                words.pattern(pattern, f"{path}.{pattern}")
+                words.pattern(pattern, f"{path}.{pattern}", lenient=self._lenient)
         return {name: schema(item, f"{path}.{name}") for name, item in value.items()}
 
     def _plain(self, out: dict[str, Any], key: str, value: Any, path: str) -> None:
@@ -199,6 +216,8 @@ class _Rewriting:
                 refuse(path, f"must be a text, not {show(value)}")
             if value in words.INTEGER_FORMATS:
                 low, high = words.INTEGER_FORMATS[value]
+                if "number" in out.get("type", "number"):  # fractions too: bounds that survive as texts
+                    low, high = max(low, -words.EVEN), min(high, words.EVEN)
                 out["minimum"] = max(out.get("minimum", low), low)
                 out["maximum"] = min(out.get("maximum", high), high)
             if value not in words.FORMATS:
@@ -223,10 +242,10 @@ class _Rewriting:
 
     def _denied(self, part: Any, path: str) -> Any:
         try:
-            out = denied(part, self._follow, self._approximate)
+            out = self._denier.denied(part)
         except CannotDenyError:
             refuse(path, f"cannot be enforced; {words.HINTS[path.rpartition('.')[2]]}")
-        self._approximate.add(id(out))
+        self._denier.approximate.add(id(out))
         return out
 
     def _if(self, out: dict[str, Any], value: Any, path: str, resource: Resource, depth: int) -> None:
@@ -237,30 +256,36 @@ class _Rewriting:
         stem = path.removesuffix("if")
         then, other = schema(value[1], f"{stem}then"), schema(value[2], f"{stem}else")
         parts = [{"allOf": [condition, then]}, {"allOf": [self._denied(condition, path), other]}]
-        self._approximate.add(id(parts[1]))
+        self._denier.approximate.add(id(parts[1]))
         out.setdefault("allOf", []).append({"anyOf": parts})
 
-    def _loops(self, root: Any) -> None:
+    def _loops(self) -> None:
         """Raises: InputError if what is said of a value leads back to itself, and so says nothing."""
-        clear: set[str] = set()
+        edges = {name: self._said(schema) for name, schema in self._definitions.items()}
+        done: set[str] = set()
+        for start in edges:
+            path, todo = {start: None}, [iter(edges[start])] if start not in done else []
+            while todo:
+                step = next(todo[-1], None)
+                if step is None:
+                    todo.pop()
+                    done.add(path.popitem()[0])
+                elif step[0] in path:
+                    refuse(step[1], "the reference leads back to itself, so it says nothing")
+                elif step[0] not in done:
+                    path[step[0]] = None
+                    todo.append(iter(edges[step[0]]))
 
-        def look(schema: Any, names: tuple[str, ...]) -> None:
-            if not isinstance(schema, dict):
-                return
-            if "$ref" in schema:
-                name = schema["$ref"].removeprefix(_DEFINITION)
-                if name in names:
-                    refuse(self._written[id(schema)], "the reference leads back to itself, so it says nothing")
-                if name not in clear:
-                    look(self._definitions[name], (*names, name))
-                    clear.add(name)
-            for key in ("allOf", "anyOf", "oneOf"):
-                for item in schema.get(key, ()):
-                    look(item, names)
-
-        look(root, ())
-        for name in self._definitions:
-            look(self._definitions[name], (name,))
+    def _said(self, schema: Any) -> list[tuple[str, str]]:
+        """(name, where it was written) of the definitions that say something of the same value."""
+        if not isinstance(schema, dict):
+            return []
+        found = [
+            pair for key in ("allOf", "anyOf", "oneOf") for item in schema.get(key, ()) for pair in self._said(item)
+        ]
+        if "$ref" in schema:
+            found.append((schema["$ref"].removeprefix(_DEFINITION), self._written[id(schema)]))
+        return found
 
 
 def _too_much(path: str, why: str) -> NoReturn:

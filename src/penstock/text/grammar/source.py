@@ -24,6 +24,8 @@ from penstock.text.grammar.schema import MAX_SCHEMA_CHARS, compiled_form
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_RULES = 500
 """The library descends rule by rule when it compiles, on the stack: some thousands overrun it."""
+MAX_OPEN = 100
+"""Brackets of a line that nothing closes; looking for their ends takes the square of their number."""
 MAX_REGEX_CHARS = 64 << 10
 MAX_CHOICES = 10_000
 MAX_CHOICE_CHARS = 1 << 20
@@ -35,8 +37,9 @@ _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 blanks write them until their tokens run out. Source: llama.cpp's JSON grammars do the same."""
 _OPTIONS = {"whitespace_pattern": _WHITESPACE}
 _JSON = re.compile(r"%json\s*")
-_RULE = re.compile(r"(?m)^\s*[\w-]+\s*(?:\[[^\]\n]*\]|\{[^}\n]*\})?\s*:")
-_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:))")
+_ESCAPE = re.compile(r"\\.")
+_RULE = re.compile(r"(?m)^[ \t]*[\w-]+\s*(?:\[[^\]\n]*\]|\{[^}\n]*\})?\s*:")
+_LARK = re.compile(r"(?m)^[ \t]*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:))")
 
 
 class Compiled(StructuredOutputs, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -173,6 +176,8 @@ def _rules(value: Any, where: str) -> str:
     num_rules = len(_RULE.findall(value))
     if num_rules > MAX_RULES:
         raise InputError(f"{where} has {num_rules} rules; at most {MAX_RULES} are possible", param=where)
+    if any(line.rpartition("]")[2].count("[") > MAX_OPEN for line in _ESCAPE.sub("", value).splitlines()):
+        raise InputError(f"{where} has a line of more than {MAX_OPEN} brackets [ without their ends", param=where)
     check_repeats(rule_repeats(value), MAX_RULE_REPEATS, where)
     if not _LARK.search(value):
         return lark_grammar(gbnf_to_lark(value, where))
