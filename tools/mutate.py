@@ -1,36 +1,48 @@
 """Which small faults would the tests notice? Seeded mutations of the source, each tried by the tests of its place.
 
     python tools/mutate.py --number 150 --seed 1 --out benchmarks/results/mutations.json [--only sched kv] [--jobs 2]
+    python tools/mutate.py --again benchmarks/results/mutations.json    # what survived, after the tests were added
 
 A mutation changes one spot within a function: a comparison, a sign, `and` for `or`, `min` for `max`, a number by one, a
 statement left out. It is noticed if a test of its place fails: those that import the module, and those that `PLACES`
-names for its folder. Each job works on a copy of the repository in a temporary folder. What survives is printed with
-its line: a missing case, a spot that has no effect, or code that could go. Whether it is equivalent is for a person to
-say: `--equivalent FILE` names such mutations, one `path:line: change` a line, and they are not drawn again.
+names for its folder. Of these only the tests that run the statement are tried (`reached.py`), the quickest first, until
+they have taken `QUICK_S` and then `REST_S` when nothing was changed. Each job works on a copy of the repository in a
+temporary folder. What survives is printed with its line: a missing case, a spot that has no effect, or code that could
+go. Whether it is equivalent is for a person to say: `--equivalent FILE` has one a line, `path | line of source | old ->
+new | reason`, and they are
+drawn, but neither tried nor counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import compileall
 import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from queue import Queue
 
+import pytest
 from rich.console import Console
 from rich.progress import track
+
+from mutations import Kind, Mutation, equivalents, mutations
+from reached import Ran, Reached
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "src/penstock"
@@ -51,207 +63,268 @@ PLACES: dict[str, list[str]] = {
 }  # fmt: skip
 """Tests of a folder, below tests/; the most particular folder counts."""
 FOLDERS = ("sched", "kv", "drafters", "runner/verifiers", "select", "eval", "sim", "server")
-MOST_S = 400.0
-_SWAPS = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Add: "-", ast.Sub: "+",
-    ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.And: "or", ast.Or: "and",
-}  # fmt: skip
-_WORDS = {"min": "max", "max": "min", "True": "False", "False": "True"}
-_QUIET = re.compile(r"\blog\.|warn|\btold\(|\btell\(|print\(|progress")
-"""What only tells people something: no test is owed that it is said."""
+QUICK_S, REST_S, FILE_S = 5.0, 90.0, 150.0
+KINDS = ("unit", "conformance", "native", "models", "engine", "api")
+"""Folders of tests, the quick ones first."""
+NOT_FOUND, EQUIVALENT, NOT_TRIED = "tests are not found", "equivalent", "not tried yet"
+MEMORY = 10 << 30
+"""Of addresses: a mutation that makes a loop endless ends before it takes the machine's memory."""
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """`start`, `end`: characters of the file that `new` replaces."""
-
-    path: str
-    line: int
-    start: int
-    end: int
-    old: str
-    new: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}:{self.line}: {self.old} -> {self.new}"
+@cache
+def _texts(root: Path) -> dict[Path, str]:
+    return {p: p.read_text("utf-8") for p in sorted((root / "tests").rglob("test_*.py"))}
 
 
-def mutations(path: Path) -> Iterator[Mutation]:
-    """All of a file."""
-    text = path.read_text("utf-8")
-    lines = [0]
-    for line in text.encode().split(b"\n"):
-        lines.append(lines[-1] + len(line) + 1)
-    data = text.encode()
-
-    def at(line: int, column: int) -> int:
-        return len(data[: lines[line - 1] + column].decode())
-
-    def made(line: int, start: int, end: int, new: str) -> Mutation:
-        return Mutation(str(path.relative_to(ROOT)), line, start, end, " ".join(text[start:end].split())[:60], new)
-
-    def between(left: ast.expr, right: ast.expr, new: str) -> Iterator[Mutation]:
-        """The operator stands between two operands, perhaps beside brackets."""
-        start = at(left.end_lineno or 0, left.end_col_offset or 0)
-        end = at(right.lineno, right.col_offset)
-        found = re.search(r"[^\s()]+(\s+in)?", text[start:end])
-        if found is not None and "#" not in text[start:end]:
-            yield made(left.end_lineno or 0, start + found.start(), start + found.end(), new)
-
-    def visit(node: ast.AST, inside: bool) -> Iterator[Mutation]:
-        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.arguments | ast.Import | ast.ImportFrom):
-            return
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return
-        if inside:
-            yield from of(node)
-        for name, value in ast.iter_fields(node):
-            if name in ("annotation", "returns", "decorator_list"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from visit(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-    def of(node: ast.AST) -> Iterator[Mutation]:
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPS:
-            yield from between(node.left, node.comparators[0], _SWAPS[type(node.ops[0])])
-        elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
-            yield from between(node.left, node.right, _SWAPS[type(node.op)])
-        elif isinstance(node, ast.BoolOp):
-            yield from between(node.values[0], node.values[1], _SWAPS[type(node.op)])
-        elif isinstance(node, ast.Name) and node.id in _WORDS:
-            start = at(node.lineno, node.col_offset)
-            yield made(node.lineno, start, start + len(node.id), _WORDS[node.id])
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
-            start, end = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
-            new = str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
-            yield made(node.lineno, start, end, new)
-        elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-            start, end = at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
-            if not _QUIET.search(text[start:end]):
-                yield made(node.lineno, start, end, "pass")
-
-    yield from visit(ast.parse(text), False)
-
-
-def tests_of(path: str) -> list[str]:
-    """Tests that import the module, then those of its folder."""
+@cache
+def files_of(path: str, root: Path) -> list[str]:
+    """Files of tests that import the module and those of its folder, those first that are quick or named like it."""
     module = path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     parent, _, name = module.rpartition(".")
     imports = re.compile(rf"^from {re.escape(module)} import|^from {re.escape(parent)} import .*\b{name}\b|^import "
                          rf"{re.escape(module)}\b", re.MULTILINE)  # fmt: skip
-    found = sorted(p for p in (ROOT / "tests").rglob("test_*.py") if imports.search(p.read_text("utf-8")))
+    found = [p for p, text in _texts(root).items() if imports.search(text)]
     below = path.removeprefix(SOURCE + "/")
     folder = max((f for f in PLACES if below.startswith(f + "/")), key=len, default=None)
     for pattern in PLACES[folder] if folder is not None else []:
-        found += [p for p in sorted((ROOT / "tests").glob(pattern)) if p not in found]
-    if folder == "server" and len(found) > 12:  # those whose name says so come first
-        words = set(Path(below).stem.split("_"))
-        found.sort(key=lambda p: not words & set(p.stem.split("_")))
-    return [str(p.relative_to(ROOT)) for p in found]
+        found += [p for p in sorted((root / "tests").glob(pattern)) if p not in found]
+    words = set(Path(below).parts[-2:][0].split("_") + Path(below).stem.split("_"))
+    found.sort(key=lambda p: (KINDS.index(p.relative_to(root).parts[1]), not words & set(p.stem.split("_"))))
+    return [str(p.relative_to(root)) for p in found]
 
 
 @dataclass
 class Trial:
-    name: str
+    """`first`: noticed when it was first tried; `by`: the test that failed, or why none need."""
+
+    path: str
+    line: int
+    text: str
+    change: str
+    first: bool
     noticed: bool
     by: str
     seconds: float
 
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.line}: {self.change}"
 
-def copy_to(folder: Path) -> None:
+
+def copy_to(folder: Path, root: Path) -> None:
     for name in ("src", "tests", "tools", "docs", "benchmarks"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        if (root / name).exists():
+            shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "Makefile", "constraints.txt"):
-        shutil.copy(ROOT / name, folder / name)
+        if (root / name).exists():
+            shutil.copy(root / name, folder / name)
 
 
-def run_tests(folder: Path, tests: list[str]) -> tuple[bool, str]:
-    """(whether a test failed, which). A run that takes too long has noticed something, too."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    env = os.environ | {"PYTHONPATH": str(folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=MOST_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return True, "time"
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
-    return process.returncode != 0, failed[0] if failed else out.strip().splitlines()[-1][:100]
+def run_tests(folder: Path, tests: list[str], most_s: float) -> tuple[int, str]:
+    """(pytest's status, the first test that failed). A run that takes too long has noticed something, too.
+
+    Bytecode is kept by the hash of its source: one mutation may follow another within a second, with the same size.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env |= {
+        "PYTHONPATH": str(folder / "src"),
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    def little_memory() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True,
+                                   preexec_fn=little_memory)  # fmt: skip
+        try:
+            status = process.wait(most_s)
+        except subprocess.TimeoutExpired:
+            return 1, "time"
+        finally:
+            with suppress(ProcessLookupError):  # and what the tests left running
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        text = out.read()
+    if status == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in text:
+        return status, NOT_FOUND
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    return status, failed[0] if failed else (text.strip().splitlines() or [""])[-1][:100]
 
 
-def try_one(mutation: Mutation, folder: Path) -> Trial:
+def try_one(mutation: Mutation, folder: Path, reached: list[Ran]) -> tuple[bool, str]:
+    """(whether it is noticed, by which test)."""
     target = folder / mutation.path
     text = target.read_text("utf-8")
-    began = time.monotonic()
+    parts: tuple[list[Ran], list[Ran]] = ([], [])
+    took = 0.0
+    for one in sorted(reached, key=lambda one: one.seconds):
+        took += one.seconds
+        if took <= QUICK_S + REST_S or not parts[0]:
+            parts[took > QUICK_S and bool(parts[0])].append(one)
     try:
         target.write_text(text[: mutation.start] + mutation.new + text[mutation.end :], "utf-8")
-        noticed, by = run_tests(folder, tests_of(mutation.path))
+        for part in filter(None, parts):
+            limit = 20 + 4 * sum(one.seconds for one in part)
+            status, by = run_tests(folder, ["-x", *(one.test for one in part)], limit)
+            if by == NOT_FOUND:  # the mutation changes what is collected
+                status, by = run_tests(folder, ["-x", *sorted({one.test.partition("::")[0] for one in part})], limit)
+            if status != 0:
+                return True, by
     finally:
         target.write_text(text, "utf-8")
-    return Trial(mutation.name, noticed, by if noticed else "", round(time.monotonic() - began, 1))
+    return False, ""
 
 
-def drawn(number: int, seed: int, folders: list[str], known: set[str]) -> list[Mutation]:
+def all_of(folder: str, root: Path) -> list[Mutation]:
+    return [m for p in sorted((root / SOURCE / folder).rglob("*.py")) for m in mutations(p, root)]
+
+
+def drawn(number: int, seed: int, folders: list[str], root: Path) -> list[Mutation]:
     """As many of each folder as of any other, files and spots at random."""
     rng = random.Random(seed)
-    by_folder = {f: [m for p in sorted((ROOT / SOURCE / f).rglob("*.py")) for m in mutations(p)] for f in folders}
+    by_folder = {f: all_of(f, root) for f in folders}
     out: list[Mutation] = []
     for i in range(number):
-        at = [m for m in by_folder[folders[i % len(folders)]] if m.name not in known and m not in out]
+        at = [m for m in by_folder[folders[i % len(folders)]] if m not in out]
         files = sorted({m.path for m in at})
         path = rng.choice(files)
         out.append(rng.choice([m for m in at if m.path == path]))
     return out
 
 
-def main() -> int:
+class Campaign:
+    """Copies of the repository, one of them marked; trials in as many of the others as there are jobs."""
+
+    def __init__(self, root: Path, at: Path, jobs: int, reached: Path) -> None:
+        self._root = root
+        self._free: Queue[Path] = Queue()
+        for number in range(jobs):
+            folder = at / str(number)
+            copy_to(folder, root)
+            compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+            self._free.put(folder)
+        copy_to(at / "marked", root)
+        paths = [str(p.relative_to(root)) for f in FOLDERS for p in sorted((root / SOURCE / f).rglob("*.py"))]
+
+        def run(tests: list[str]) -> None:
+            run_tests(at / "marked", tests, FILE_S)
+
+        self._reached = Reached(root, at / "marked", paths, reached, run)
+        self._lock = threading.Lock()
+
+    def one(self, mutation: Mutation) -> Trial:
+        began = time.monotonic()
+        noticed, by = False, "no test runs it"
+        files = files_of(mutation.path, self._root)
+        with self._lock:
+            ready = [one for one in files if self._reached.has(one, mutation.path)]
+        folder = self._free.get()
+        try:
+            for some in (ready, *([one] for one in files if one not in ready)):
+                with self._lock:
+                    reached = list(self._reached.by(some, mutation.path, mutation.statement))
+                if reached and not noticed:
+                    noticed, by = try_one(mutation, folder, reached)
+                if noticed:
+                    break
+        finally:
+            self._free.put(folder)
+        seconds = round(time.monotonic() - began, 1)
+        return Trial(mutation.path, mutation.line, mutation.text, mutation.change, noticed, noticed, by, seconds)
+
+
+class Trials:
+    """All of a campaign, kept in a file as they come."""
+
+    def __init__(self, out: Path | None, seed: int, known: dict[Kind, str]) -> None:
+        self.all: list[Trial] = []
+        self.seed, self._out, self._known = seed, out, known
+        if out is not None and out.exists():
+            stored = json.loads(out.read_text("utf-8"))
+            self.seed, self.all = stored["seed"], [Trial(**one) for one in stored["trials"]]
+
+    def new(self, chosen: list[Mutation]) -> list[tuple[int, Mutation]]:
+        """(where its trial goes, mutation) of what was not tried before."""
+        done = {one.name for one in self.all}
+        out = []
+        for one in (m for m in chosen if m.name not in done):
+            why = self._known.get(one.kind)
+            by = NOT_TRIED if why is None else f"{EQUIVALENT}: {why}"
+            self.all.append(Trial(one.path, one.line, one.text, one.change, False, False, by, 0.0))
+            if why is None:
+                out.append((len(self.all) - 1, one))
+        return sorted(out, key=lambda at: next(i for i, f in enumerate(FOLDERS) if f"{SOURCE}/{f}/" in at[1].path))
+
+    def again(self, now: list[Mutation]) -> list[tuple[int, Mutation]]:
+        """The same of what survived before and is still there; the rest of what survived is settled."""
+        out = []
+        for at, one in enumerate(self.all):
+            kind = one.path, one.text, one.change
+            same = [m for m in now if m.kind == kind]
+            if not one.noticed and kind in self._known:
+                self.all[at] = replace(one, by=f"{EQUIVALENT}: {self._known[kind]}")
+            elif not one.noticed and not same:
+                self.all[at] = replace(one, noticed=True, by="the code is gone")
+            elif not one.noticed:
+                out.append((at, min(same, key=lambda m: abs(m.line - one.line))))
+        return out
+
+    def put(self, at: int, trial: Trial) -> None:
+        """`first` says whether it was noticed at the very first."""
+        self.all[at] = trial if self.all[at].by == NOT_TRIED else replace(trial, first=self.all[at].first)
+
+    def counted(self) -> list[Trial]:
+        return [one for one in self.all if one.by != NOT_TRIED and not one.by.startswith(EQUIVALENT)]
+
+    def write(self) -> None:
+        if self._out is not None:
+            tried = self.counted()
+            done = {"seed": self.seed, "drawn": len(self.all), "counted": len(tried),
+                    "first": sum(one.first for one in tried), "noticed": sum(one.noticed for one in tried),
+                    "trials": [asdict(one) for one in self.all]}  # fmt: skip
+            self._out.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--number", type=int, default=150)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(FOLDERS), metavar="FOLDER")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="what it has already is not tried again")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="try what survived there once more")
     parser.add_argument("--equivalent", type=Path, default=ROOT / "tools" / "equivalent_mutations.txt")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    console = Console()
-    known = set(args.equivalent.read_text("utf-8").splitlines()) if args.equivalent.exists() else set()
-    chosen = drawn(args.number, args.seed, args.only, known)
-    trials: list[Trial] = []
-    with tempfile.TemporaryDirectory() as at, ThreadPoolExecutor(args.jobs) as pool:
-        free: Queue[Path] = Queue()
-        for number in range(args.jobs):
-            copy_to(Path(at) / str(number))
-            free.put(Path(at) / str(number))
+    parser.add_argument("--reached", type=Path, default=Path(tempfile.gettempdir(), "penstock-reached"))
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
+    return parser.parse_args()
 
-        def one(mutation: Mutation) -> Trial:
-            folder = free.get()
-            try:
-                return try_one(mutation, folder)
-            finally:
-                free.put(folder)
 
-        for trial in track(pool.map(one, chosen), total=len(chosen), console=console, disable=not console.is_terminal):
-            trials.append(trial)
+def main() -> int:
+    args, console = arguments(), Console()
+    root = args.root.resolve()
+    trials = Trials(args.again or args.out, args.seed, equivalents(args.equivalent))
+    if args.again is not None:
+        chosen = trials.again([m for f in FOLDERS for m in all_of(f, root)])
+    else:
+        chosen = trials.new(drawn(args.number, trials.seed, args.only, root))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        campaign = Campaign(root, Path(folder), args.jobs, args.reached)
+        made = pool.map(lambda one: campaign.one(one[1]), chosen)
+        progress = track(made, total=len(chosen), console=console, disable=not console.is_terminal)
+        for (at, _), trial in zip(chosen, progress, strict=True):
+            trials.put(at, trial)
             if not trial.noticed:
-                console.print(f"survived: {trial.name}", highlight=False)
-            if args.out is not None:
-                done = {"seed": args.seed, "number": args.number, "noticed": sum(t.noticed for t in trials),
-                        "tried": len(trials), "trials": [asdict(t) for t in trials]}  # fmt: skip
-                args.out.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
-    noticed = sum(t.noticed for t in trials)
-    console.print(f"{noticed} of {len(trials)} noticed ({noticed / max(1, len(trials)):.0%})")
-    return 0 if noticed == len(trials) else 1
+                console.print(f"survived: {trial.name}  {trial.by}\n    {trial.text}", highlight=False, markup=False)
+            trials.write()
+    trials.write()
+    noticed, counted = sum(one.noticed for one in trials.all), len(trials.counted())
+    console.print(f"{noticed} of {counted} noticed ({noticed / max(1, counted):.0%})")
+    return 0 if noticed == counted else 1
 
 
 if __name__ == "__main__":
