@@ -5,12 +5,11 @@
 
 A mutation changes one spot within a function: a comparison, a sign, `and` for `or`, `min` for `max`, a number by one, a
 statement left out. It is noticed if a test of its place fails: those that import the module, and those that `PLACES`
-names for its folder. Of these only the tests that run the statement are tried (`reached.py`), the quickest first, until
-they have taken `QUICK_S` and then `REST_S` when nothing was changed. Each job works on a copy of the repository in a
-temporary folder. What survives is printed with its line: a missing case, a spot that has no effect, or code that could
-go. Whether it is equivalent is for a person to say: `--equivalent FILE` has one a line, `path | line of source | old ->
-new | reason`, and they are
-drawn, but neither tried nor counted.
+names for its folder. Of these only the tests that run the statement are tried (`reached.py`; of a file as many as
+`--file-s` lets run), the quickest first, until they took `QUICK_S` and then `REST_S` when nothing was changed. Each
+job works on a copy of the repository in a temporary folder. What survives is printed with its line: a missing case, a
+spot that has no effect, or code that could go. Whether it is equivalent is for a person to say: `--equivalent FILE` has
+one a line, `path | line of source | old -> new | reason`, and they are drawn, but neither tried nor counted.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ PLACES: dict[str, list[str]] = {
 }  # fmt: skip
 """Tests of a folder, below tests/; the most particular folder counts."""
 FOLDERS = ("sched", "kv", "drafters", "runner/verifiers", "select", "eval", "sim", "server")
-QUICK_S, REST_S, FILE_S = 5.0, 90.0, 150.0
+QUICK_S, REST_S = 5.0, 90.0
 KINDS = ("unit", "conformance", "native", "models", "engine", "api")
 """Folders of tests, the quick ones first."""
 NOT_FOUND, EQUIVALENT, NOT_TRIED = "tests are not found", "equivalent", "not tried yet"
@@ -200,7 +199,7 @@ def drawn(number: int, seed: int, folders: list[str], root: Path) -> list[Mutati
 class Campaign:
     """Copies of the repository, one of them marked; trials in as many of the others as there are jobs."""
 
-    def __init__(self, root: Path, at: Path, jobs: int, reached: Path) -> None:
+    def __init__(self, root: Path, at: Path, jobs: int, reached: Path, file_s: float) -> None:
         self._root = root
         self._free: Queue[Path] = Queue()
         for number in range(jobs):
@@ -212,7 +211,7 @@ class Campaign:
         paths = [str(p.relative_to(root)) for f in FOLDERS for p in sorted((root / SOURCE / f).rglob("*.py"))]
 
         def run(tests: list[str]) -> None:
-            run_tests(at / "marked", tests, FILE_S)
+            run_tests(at / "marked", tests, file_s)
 
         self._reached = Reached(root, at / "marked", paths, reached, run)
         self._lock = threading.Lock()
@@ -250,14 +249,16 @@ class Trials:
 
     def new(self, chosen: list[Mutation]) -> list[tuple[int, Mutation]]:
         """(where its trial goes, mutation) of what was not tried before."""
-        done = {one.name for one in self.all}
+        at = {one.name: i for i, one in enumerate(self.all)}
         out = []
-        for one in (m for m in chosen if m.name not in done):
+        for one in chosen:
             why = self._known.get(one.kind)
-            by = NOT_TRIED if why is None else f"{EQUIVALENT}: {why}"
-            self.all.append(Trial(one.path, one.line, one.text, one.change, False, False, by, 0.0))
-            if why is None:
-                out.append((len(self.all) - 1, one))
+            if one.name not in at:
+                at[one.name] = len(self.all)
+                by = NOT_TRIED if why is None else f"{EQUIVALENT}: {why}"
+                self.all.append(Trial(one.path, one.line, one.text, one.change, False, False, by, 0.0))
+            if self.all[at[one.name]].by == NOT_TRIED:
+                out.append((at[one.name], one))
         return sorted(out, key=lambda at: next(i for i, f in enumerate(FOLDERS) if f"{SOURCE}/{f}/" in at[1].path))
 
     def again(self, now: list[Mutation]) -> list[tuple[int, Mutation]]:
@@ -300,6 +301,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", type=Path, metavar="FILE", help="try what survived there once more")
     parser.add_argument("--equivalent", type=Path, default=ROOT / "tools" / "equivalent_mutations.txt")
     parser.add_argument("--reached", type=Path, default=Path(tempfile.gettempdir(), "penstock-reached"))
+    parser.add_argument("--file-s", type=float, default=150.0, help="how long a file of tests may take to be followed")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     return parser.parse_args()
 
@@ -313,7 +315,7 @@ def main() -> int:
     else:
         chosen = trials.new(drawn(args.number, trials.seed, args.only, root))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        campaign = Campaign(root, Path(folder), args.jobs, args.reached)
+        campaign = Campaign(root, Path(folder), args.jobs, args.reached, args.file_s)
         made = pool.map(lambda one: campaign.one(one[1]), chosen)
         progress = track(made, total=len(chosen), console=console, disable=not console.is_terminal)
         for (at, _), trial in zip(chosen, progress, strict=True):

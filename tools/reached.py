@@ -135,7 +135,7 @@ class Reached:
         if tests not in self._new and (tests, path) not in self._known and self._file(tests).exists():
             found = json.loads(self._file(tests).read_text("utf-8"))
             now = self._sums[path]
-            if found["file"] == _sum(self.root / tests) and found["sources"].get(path, now) == now:
+            if found["file"] == _sum(self.copy / tests) and found["sources"].get(path, now) == now:
                 self._known[tests, path] = [Ran(*one) for one in found["tests"] if path in one[2]]
         return self._new.get(tests, self._known.get((tests, path)))
 
@@ -152,7 +152,7 @@ class Reached:
                 spots.setdefault(path, []).append(one)
             found.append(Ran(test, round(seconds, 3), spots))
         paths = {path for one in found for path in one.spots}
-        whole = {"file": _sum(self.root / tests), "sources": {p: self._sums[p] for p in sorted(paths)},
+        whole = {"file": _sum(self.copy / tests), "sources": {p: self._sums[p] for p in sorted(paths)},
                  "tests": [[one.test, one.seconds, one.spots] for one in found]}  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file(tests).write_text(json.dumps(whole), "utf-8")
