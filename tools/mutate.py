@@ -257,7 +257,7 @@ class Trials:
                 at[one.name] = len(self.all)
                 by = NOT_TRIED if why is None else f"{EQUIVALENT}: {why}"
                 self.all.append(Trial(one.path, one.line, one.text, one.change, False, False, by, 0.0))
-            if self.all[at[one.name]].by == NOT_TRIED:
+            if self.all[at[one.name]].by == NOT_TRIED and why is None:
                 out.append((at[one.name], one))
         return sorted(out, key=lambda at: next(i for i, f in enumerate(FOLDERS) if f"{SOURCE}/{f}/" in at[1].path))
 
