@@ -131,3 +131,33 @@ def test_a_step_of_small_blocks_is_filled_to_the_token(block_size: int) -> None:
     for tokens in (1, 7, 50, 333):
         budget.begin((tokens + 0.5) * 1e-3)
         assert budget.fit(0, 1000) == max(tokens, block_size)
+
+
+class Weighing:
+    """A timer by which every part of a step's shape counts, and keeps the last shape that it was asked about."""
+
+    def step_s(self, shape: StepShape) -> float:
+        self.shape = shape
+        return 0.0
+
+    def copy_s(self, num_bytes: int) -> float:
+        return 0.0
+
+
+def test_decodes_added_at_once_are_those_added_one_by_one() -> None:
+    """In all five numbers by which a step is timed; a prefill and earlier decodes are in the step already."""
+    shapes = []
+    for at_once in (True, False):
+        timer = Weighing()
+        budget = SecondsBudget(timer, 16)
+        budget.begin(1.0)
+        budget.add(100, 30, False)
+        budget.add(6, 1, True)
+        if at_once:
+            budget.add_decodes(3, 8 + 21 + 4)
+        else:
+            for start in (7, 20, 3):
+                budget.add(start, 1, True)
+        budget.fit(0, 5)
+        shapes.append(timer.shape)
+    assert shapes[0] == shapes[1] == StepShape(39, 6, 175, 3465 + 7 + 33 + 15, 5)
