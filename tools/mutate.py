@@ -6,7 +6,7 @@
 A mutation changes one spot within a function: a comparison, a sign, `and` for `or`, `min` for `max`, a number by one, a
 statement left out. It is noticed if a test of its place fails: those that import the module, and those that `PLACES`
 names for its folder. Of these only the tests that run the statement are tried (`reached.py`; of a file as many as
-`--file-s` lets run), the quickest first, until they took `QUICK_S` and then `REST_S` when nothing was changed. Each
+`--file-s` lets run), the quickest first, until they took `QUICK_S` and then `--most-s` when nothing was changed. Each
 job works on a copy of the repository in a temporary folder. What survives is printed with its line: a missing case, a
 spot that has no effect, or code that could go. Whether it is equivalent is for a person to say: `--equivalent FILE` has
 one a line, `path | line of source | old -> new | reason`, and they are drawn, but neither tried nor counted.
@@ -62,7 +62,7 @@ PLACES: dict[str, list[str]] = {
 }  # fmt: skip
 """Tests of a folder, below tests/; the most particular folder counts."""
 FOLDERS = ("sched", "kv", "drafters", "runner/verifiers", "select", "eval", "sim", "server")
-QUICK_S, REST_S = 5.0, 90.0
+QUICK_S = 5.0
 KINDS = ("unit", "conformance", "native", "models", "engine", "api")
 """Folders of tests, the quick ones first."""
 NOT_FOUND, EQUIVALENT, NOT_TRIED = "tests are not found", "equivalent", "not tried yet"
@@ -155,7 +155,7 @@ def run_tests(folder: Path, tests: list[str], most_s: float) -> tuple[int, str]:
     return status, failed[0] if failed else (text.strip().splitlines() or [""])[-1][:100]
 
 
-def try_one(mutation: Mutation, folder: Path, reached: list[Ran]) -> tuple[bool, str]:
+def try_one(mutation: Mutation, folder: Path, reached: list[Ran], most_s: float) -> tuple[bool, str]:
     """(whether it is noticed, by which test)."""
     target = folder / mutation.path
     text = target.read_text("utf-8")
@@ -163,7 +163,7 @@ def try_one(mutation: Mutation, folder: Path, reached: list[Ran]) -> tuple[bool,
     took = 0.0
     for one in sorted(reached, key=lambda one: one.seconds):
         took += one.seconds
-        if took <= QUICK_S + REST_S or not parts[0]:
+        if took <= most_s or not parts[0]:
             parts[took > QUICK_S and bool(parts[0])].append(one)
     try:
         target.write_text(text[: mutation.start] + mutation.new + text[mutation.end :], "utf-8")
@@ -199,8 +199,8 @@ def drawn(number: int, seed: int, folders: list[str], root: Path) -> list[Mutati
 class Campaign:
     """Copies of the repository, one of them marked; trials in as many of the others as there are jobs."""
 
-    def __init__(self, root: Path, at: Path, jobs: int, reached: Path, file_s: float) -> None:
-        self._root = root
+    def __init__(self, root: Path, at: Path, jobs: int, reached: Path, file_s: float, most_s: float) -> None:
+        self._root, self._most_s = root, most_s
         self._free: Queue[Path] = Queue()
         for number in range(jobs):
             folder = at / str(number)
@@ -228,7 +228,7 @@ class Campaign:
                 with self._lock:
                     reached = list(self._reached.by(some, mutation.path, mutation.statement))
                 if reached and not noticed:
-                    noticed, by = try_one(mutation, folder, reached)
+                    noticed, by = try_one(mutation, folder, reached, self._most_s)
                 if noticed:
                     break
         finally:
@@ -302,6 +302,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--equivalent", type=Path, default=ROOT / "tools" / "equivalent_mutations.txt")
     parser.add_argument("--reached", type=Path, default=Path(tempfile.gettempdir(), "penstock-reached"))
     parser.add_argument("--file-s", type=float, default=150.0, help="how long a file of tests may take to be followed")
+    parser.add_argument("--most-s", type=float, default=90.0, help="of tests from one or more files, for a mutation")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository")
     return parser.parse_args()
 
@@ -315,7 +316,7 @@ def main() -> int:
     else:
         chosen = trials.new(drawn(args.number, trials.seed, args.only, root))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        campaign = Campaign(root, Path(folder), args.jobs, args.reached, args.file_s)
+        campaign = Campaign(root, Path(folder), args.jobs, args.reached, args.file_s, args.most_s)
         made = pool.map(lambda one: campaign.one(one[1]), chosen)
         progress = track(made, total=len(chosen), console=console, disable=not console.is_terminal)
         for (at, _), trial in zip(chosen, progress, strict=True):

@@ -46,8 +46,9 @@ def mutate(root: Path, *more: str) -> dict[str, dict[str, Any]]:
     """The trials that are written, by change and line."""
     out = root / "out.json"
     where = [] if "--again" in more else ["--out", str(out), "--only", "kv", "--number", "6"]
-    subprocess.run([sys.executable, str(ROOT / "tools/mutate.py"), "--root", str(root), "--jobs", "1", *where, *more,
-                    "--reached", str(root / "reached"), "--equivalent", str(root / "same.txt")], check=False)  # fmt: skip
+    given = ["--root", root, "--reached", root / "reached", "--equivalent", root / "same.txt", "--jobs", "1"]
+    command = [sys.executable, str(ROOT / "tools" / "mutate.py"), *map(str, given), *where, *more]
+    subprocess.run(command, check=False, timeout=300)
     return {f"{one['change']} at {one['line']}": one for one in json.loads(out.read_text())["trials"]}
 
 
