@@ -322,7 +322,9 @@ def main() -> int:
         for (at, _), trial in zip(chosen, progress, strict=True):
             trials.put(at, trial)
             if not trial.noticed:
-                console.print(f"survived: {trial.name}  {trial.by}\n    {trial.text}", highlight=False, markup=False)
+                console.print(
+                    f"survived: {trial.name}  {trial.by}\n    {trial.text}", highlight=False, markup=False, emoji=False
+                )
             trials.write()
     trials.write()
     noticed, counted = sum(one.noticed for one in trials.all), len(trials.counted())

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from penstock.kv.contiguous import ContiguousManager
 from penstock.kv.eviction.priority import MAX_DOUBLINGS, RETAIN_LEVEL, RETAIN_USE, Priority
+from penstock.kv.manager import KVManager
+from penstock.kv.virtual import VirtualManager
+from tests.unit.test_kv_contiguous import GROUP, sequence
 
 
 def test_an_entry_is_retained_longer_per_doubling_of_its_uses() -> None:
@@ -30,3 +35,22 @@ def test_an_entry_of_an_important_request_is_retained_per_level(priority: int, l
     policy.request_priority = 9  # the best request counts, not the last one
     policy.on_hit(entry, 7)
     assert policy.key(entry) == 7 + RETAIN_USE + RETAIN_LEVEL * max(levels, -8)
+
+
+MANAGERS: dict[str, Any] = {
+    "paged": lambda: KVManager([GROUP], [10], 4),
+    "contiguous": lambda: ContiguousManager([GROUP], [10], 4, max_model_len=40),
+    "virtual": lambda: VirtualManager([GROUP], [10], 4, max_model_len=40, max_num_seqs=2),
+}
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_sequence_holds_blocks_from_its_admission_to_its_release(name: str) -> None:
+    kv = MANAGERS[name]()
+    seq = sequence(0, 8, 5)
+    assert kv.num_held(seq) == 0
+    kv.admit(seq, kv.match(seq))
+    assert kv.grow(seq, 8)
+    assert kv.num_held(seq) >= 2
+    kv.release(seq)
+    assert kv.num_held(seq) == 0
