@@ -207,6 +207,8 @@ def test_pages_carry_what_they_hold() -> None:
     assert (filled.num_tokens(7, 12), filled.num_tokens(8, 12)) == (0, 0)
     filled.track([PageOp(1, 1, 2, 1, TIER_IN)])
     assert (filled.num_tokens(7, 12), filled.num_tokens(8, 12)) == (10, 8), "swapped out, and in again"
+    filled.fill(7, 10, 12)
+    assert filled.num_tokens(7, 12) == 12, "from within the last block on"
 
 
 # --- guesses
