@@ -10,6 +10,7 @@ import pytest
 
 from penstock.core.batch import SchedulerOutput
 from penstock.drafters.choose import Sprout
+from penstock.drafters.draft_model import DraftModelDrafter
 from penstock.drafters.expanders import expander
 from penstock.drafters.jacobi import make, make_gauss_seidel
 from penstock.drafters.per_row import PerRow
@@ -56,3 +57,16 @@ def test_gauss_seidel_is_chosen_by_its_name() -> None:
         made.observe([counts(first, tree, lambda tokens: 11)])
         lengths.append((len(tree.token_ids), len(made.propose([then])[0].token_ids)))
     assert lengths == [(4, 4), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_depth", "num_nodes", "depth"),
+    [(3, 1, 8, 1), (3, 4, 1, 4), (10, 4, 8, 1), (8, 9, 8, 3), (11, 4, 8, 0), (3, 0, 8, 0), (3, 4, 0, 0)],
+)
+def test_a_draft_model_guesses_as_deep_as_is_asked_and_as_it_can_read(
+    num_tokens: int, max_depth: int, num_nodes: int, depth: int
+) -> None:
+    """One guess where one is asked for, and one behind its last place; it reads 10 tokens at most."""
+    drafter: Any = SimpleNamespace(model=SimpleNamespace(max_len=10))
+    sprout = DraftModelDrafter._sprout(drafter, job(num_nodes, max_depth, num_tokens))
+    assert (sprout.max_depth if sprout is not None else 0) == depth
