@@ -89,3 +89,13 @@ def test_what_is_noticed_and_what_survives(repository: Path) -> None:
         "- -> + at 14": (False, True, "the code is gone"),
         "4 -> 5 at 14": (False, False, "equivalent: for this test's sake"),
     }
+
+
+def test_equivalent_mutations_have_a_place_a_line_a_change_and_a_reason() -> None:
+    for line in (ROOT / "tools" / "equivalent_mutations.txt").read_text("utf-8").splitlines():
+        if not line.startswith("#"):
+            path, text, change, reason = line.split(" | ")
+            assert (ROOT / path).is_file()
+            assert text
+            assert " -> " in change
+            assert len(reason.split()) > 3, line

@@ -1,0 +1,35 @@
+"""Single cases of KV selectors: budgets that only just suffice, and shapes of two layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.select.pyramidkv import falling
+from penstock.select.snapkv import smoothed
+from tests.selecting import kept, line
+from tests.unit.test_kv_selectors_heads import profile, sizes_by_head
+
+
+@pytest.mark.parametrize(("budget", "full"), [(41, 2), (42, 3), (60, 3)])
+def test_a_head_keeps_everything_if_there_is_just_room_for_it(budget: int, full: int, tmp_path: Path) -> None:
+    """Each of 18 heads keeps 10 tokens; 190 more make one whole, and 576 are left of 42 for each."""
+    lines = [line(range(200), layer=n, head=g) for n in range(6) for g in range(3)]
+    given = {"profile": str(profile(tmp_path)), "heads": 3 / 18, "sinks": 2, "recent": 8}
+    sizes = sizes_by_head(kept("retrieval", 200, budget, lines, **given))
+    assert sorted(sizes.values())[-3:].count(200) == full
+    assert sum(sizes.values()) == budget * 18
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.5, 1.95])
+def test_of_two_layers_the_lower_has_the_slope_and_the_higher_the_rest(slope: float) -> None:
+    assert falling([3, 3, 7], slope) == pytest.approx([slope, slope, 2 - slope])
+    assert falling([7], slope) == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 9])
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_votes_are_as_many_as_tokens(count: int, width: int) -> None:
+    assert smoothed(np.ones(count, np.float32), width).shape == (count,)
