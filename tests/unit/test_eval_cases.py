@@ -18,6 +18,7 @@ from penstock.eval.tasks import make_tasks
 from penstock.eval.tasks.base import Answer, Example, Reader, Task
 from tests.unit.test_cap import GRID
 from tests.unit.test_cap import of as context_of_scores
+from tests.unit.test_eval_forms import ran, result, whys
 from tests.unit.test_eval_judges import TOKENIZER
 
 ROOM = 1 << 20
@@ -140,3 +141,19 @@ def test_a_sentence_of_the_cloze_has_eight_words_at_least() -> None:
     made = make_tasks(["cloze"])[0].task
     lengths = [len(text.rpartition(". ")[2].split()) for text in made.texts]  # type: ignore[attr-defined]
     assert min(lengths) == 8
+
+
+def test_a_row_of_a_table_has_four_choices(tmp_path: Path) -> None:
+    """The last cell is the letter of the right one, no choice."""
+    table = tmp_path / "law_test.csv"
+    table.write_text("Which is it?,one,two,three,four,D\n")
+    (made,) = make_tasks([f"mmlu:{table}"])
+    (example,) = asked(made.task)
+    assert (len(example.readings), example.expected) == (4, 3)
+    text = TOKENIZER.decode(example.readings[0].ids)
+    assert [text.count(f"\n{letter}.") + text.count(f"\n({letter})") for letter in "ABCDE"] == [1, 1, 1, 1, 0]
+
+
+def test_a_task_well_above_zero_is_not_held_against_its_like() -> None:
+    assert whys(result(ran("humaneval", [1, 0] * 25), ran("mbpp", [1] * 40))) == []
+    assert len(whys(result(ran("humaneval", [0] * 50), ran("mbpp", [1] * 40)))) == 1

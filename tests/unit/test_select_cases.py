@@ -9,7 +9,7 @@ import pytest
 
 from penstock.select.pyramidkv import falling
 from penstock.select.snapkv import smoothed
-from tests.selecting import kept, line
+from tests.selecting import at, config_of, kept, line, selector
 from tests.unit.test_kv_selectors_heads import profile, sizes_by_head
 
 
@@ -33,3 +33,17 @@ def test_of_two_layers_the_lower_has_the_slope_and_the_higher_the_rest(slope: fl
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_votes_are_as_many_as_tokens(count: int, width: int) -> None:
     assert smoothed(np.ones(count, np.float32), width).shape == (count,)
+
+
+@pytest.mark.parametrize(("threshold", "chosen"), [(0.5, "special"), (0.51, "local")])
+def test_a_policy_that_recovers_just_the_threshold_is_enough(threshold: float, chosen: str) -> None:
+    """Half of the attention goes to the special tokens and the newest two, all of it to these and the last 40."""
+    seen = np.zeros((1, 100), np.float32)
+    seen[0, [0, 10]] = 0.25
+    seen[0, 70] = 0.5
+    one = line(range(100), seen)
+    made = selector(config_of("fastgen", "100%", sinks=0, recent=2, local=0.4, frequent=0.0, threshold=threshold))
+    tokens = [1 if i in (0, 10) else 5 for i in range(100)]
+    (slots,) = made.select(at(100, 100, tokens=tokens), [one])
+    want = {0, 10, *range(98, 100)} if chosen == "special" else {0, 10, *range(60, 100)}
+    assert set(slots.tolist()) == want
