@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from penstock.sim.charts import _by_arrival, _cdf
 from penstock.sim.metrics import Distribution
 from penstock.sim.specs import SPECS
 from penstock.sim.svg import WIDTH, Chart, Line, seconds
+from penstock.sim.traces import open_trace
 from tests.unit.test_sim_report import result
+from tests.unit.test_sim_traces import ALIBABA
 
 
 @pytest.mark.parametrize(
@@ -56,3 +59,11 @@ def test_equal_ratios_are_equally_far_on_a_logarithmic_axis() -> None:
     assert x(1000.0) - x(100.0) == pytest.approx(x(10.0) - x(1.0))
     assert (x(0.1), x(1.0)) == (x(1.0), chart._x_scale(0.5, 9.0)(0.5)), "what is too small stands at the left edge"
     assert x(1000.0) < WIDTH
+
+
+@pytest.mark.parametrize("content", ["", ALIBABA.splitlines()[0] + "\n", ALIBABA])
+def test_a_trace_tells_how_many_requests_it_has(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(content)
+    workload = open_trace(path, format="alibaba")
+    assert workload.num_requests == len(list(workload))
