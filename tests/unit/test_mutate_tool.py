@@ -32,6 +32,10 @@ import subprocess, sys
 from penstock.kv.small import larger
 
 
+def test_that_fails_without_a_change_too():
+    assert larger(2, 1) == 3
+
+
 def test_larger():
     assert larger(2, 1) == 2
 
