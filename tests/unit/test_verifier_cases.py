@@ -65,7 +65,7 @@ def test_the_bound_of_typical_acceptance_is_of_the_entropy() -> None:
     assert least(P, 0.9) == pytest.approx(0.9 * 2**-1.75)
 
 
-@pytest.mark.parametrize(("name", "accepted"), [("rejection", 0), ("multi-step", 2)])
+@pytest.mark.parametrize(("name", "accepted"), [("speculative-sampling", 0), ("multi-step", 2)])
 def test_rejection_looks_at_the_first_guess_alone_and_multi_step_at_all(name: str, accepted: int) -> None:
     """The model is sure of 5, then 6; the first guess is 3, the second 5, and behind it is 6. Either way 5 comes."""
     sure = np.full((4, 8), -40.0, np.float32)
