@@ -155,7 +155,7 @@ def run_tests(folder: Path, tests: list[str], most_s: float) -> tuple[int, str]:
         text = out.read()
     if status == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in text:
         return status, NOT_FOUND
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return status, failed[0] if failed else (text.strip().splitlines() or [""])[-1][:100]
 
 
