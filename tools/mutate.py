@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -155,12 +156,14 @@ def run_tests(folder: Path, tests: list[str], most_s: float) -> tuple[int, str]:
         text = out.read()
     if status == pytest.ExitCode.USAGE_ERROR and "ERROR: not found" in text:
         return status, NOT_FOUND
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return status, failed[0] if failed else (text.strip().splitlines() or [""])[-1][:100]
 
 
-def try_one(mutation: Mutation, folder: Path, reached: list[Ran], most_s: float) -> tuple[bool, str]:
-    """(whether it is noticed, by which test)."""
+def try_one(
+    mutation: Mutation, folder: Path, reached: list[Ran], most_s: float, alone: Callable[[str], bool]
+) -> tuple[bool, str]:
+    """(whether it is noticed, by which test). `alone`: whether a test passes by itself without the mutation."""
     target = folder / mutation.path
     text = target.read_text("utf-8")
     parts: tuple[list[Ran], list[Ran]] = ([], [])
@@ -171,13 +174,18 @@ def try_one(mutation: Mutation, folder: Path, reached: list[Ran], most_s: float)
             parts[took > QUICK_S and bool(parts[0])].append(one)
     try:
         target.write_text(text[: mutation.start] + mutation.new + text[mutation.end :], "utf-8")
-        for part in filter(None, parts):
-            limit = 20 + 4 * sum(one.seconds for one in part)
-            status, by = run_tests(folder, ["-x", *(one.test for one in part)], limit)
-            if by == NOT_FOUND:  # the mutation changes what is collected
-                status, by = run_tests(folder, ["-x", *sorted({one.test.partition("::")[0] for one in part})], limit)
-            if status != 0:
-                return True, by
+        for part in parts:
+            left = {one.test: one.seconds for one in part}
+            while left:
+                limit = 20 + 4 * sum(left.values())
+                status, by = run_tests(folder, ["-x", *left], limit)
+                if by == NOT_FOUND:  # the mutation changes what is collected
+                    status, by = run_tests(folder, ["-x", *sorted({test.partition("::")[0] for test in left})], limit)
+                if status == 0:
+                    break
+                if by not in left or alone(by):
+                    return True, by
+                del left[by]
     finally:
         target.write_text(text, "utf-8")
     return False, ""
@@ -219,6 +227,15 @@ class Campaign:
 
         self._reached = Reached(root, at / "marked", paths, reached, run)
         self._lock = threading.Lock()
+        self._marked = at / "marked"
+        self._passes: dict[str, bool] = {}
+
+    def _alone(self, test: str) -> bool:
+        """Some tests pass only behind others of their file."""
+        with self._lock:
+            if test not in self._passes:
+                self._passes[test] = run_tests(self._marked, [test], 300)[0] == 0
+            return self._passes[test]
 
     def one(self, mutation: Mutation) -> Trial:
         began = time.monotonic()
@@ -232,7 +249,7 @@ class Campaign:
                 with self._lock:
                     reached = list(self._reached.by(some, mutation.path, mutation.statement))
                 if reached and not noticed:
-                    noticed, by = try_one(mutation, folder, reached, self._most_s)
+                    noticed, by = try_one(mutation, folder, reached, self._most_s, self._alone)
                 if noticed:
                     break
         finally:

@@ -30,6 +30,14 @@ from reached_marks import marks
 OUT = Path(__file__).with_name("reached.jsonl")
 
 
+FAILED = set()
+
+
+def pytest_runtest_logreport(report):
+    if report.failed:
+        FAILED.add(report.nodeid)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
     began = time.perf_counter()
@@ -39,8 +47,9 @@ def pytest_runtest_protocol(item, nextitem):
         found = marks[:]
         marks[:] = bytes(len(found))
         numbers = [n for n, mark in enumerate(found) if mark]
-        with OUT.open("a") as file:
-            file.write(json.dumps([item.nodeid, time.perf_counter() - began, numbers]) + "\\n")
+        if item.nodeid not in FAILED:
+            with OUT.open("a") as file:
+                file.write(json.dumps([item.nodeid, time.perf_counter() - began, numbers]) + "\\n")
 """
 
 
@@ -87,7 +96,7 @@ def _marked(text: str, number: int) -> tuple[str, list[int]]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What one test ran: its id for pytest, how long it took, by path the spots."""
+    """What one test that passes ran: its id for pytest, how long it took, by path the spots."""
 
     test: str
     seconds: float

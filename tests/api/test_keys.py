@@ -195,7 +195,7 @@ def test_request_ids_are_sanitised_and_may_repeat(guarded: LiveServer) -> None:
 
 def test_each_key_sees_its_own_requests_and_numbers(guarded: LiveServer) -> None:
     """In /metrics and in what the page shows; the admin's key and the second port see all."""
-    ask = {"prompt": "Once", "max_tokens": 1}
+    ask = {"prompt": "Once upon a time " * 20, "max_tokens": 1}  # whole blocks, which the tree shows
     with httpx.Client(base_url=guarded.url, timeout=20) as client:
         for key in (USER, OTHER):
             assert client.post("/v1/completions", json=ask, headers=bearer(key)).status_code == 200

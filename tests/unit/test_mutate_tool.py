@@ -32,6 +32,21 @@ import subprocess, sys
 from penstock.kv.small import larger
 
 
+def test_that_fails_without_a_change_too():
+    assert larger(2, 1) == 3
+
+
+DONE = []
+
+
+def test_that_comes_before():
+    DONE.append(1)
+
+
+def test_that_fails_alone():
+    assert larger(2, 1) == 2 and DONE
+
+
 def test_larger():
     assert larger(2, 1) == 2
 

@@ -11,6 +11,7 @@ import pytest
 from penstock.sim.charts import _by_arrival, _cdf
 from penstock.sim.metrics import Distribution
 from penstock.sim.specs import SPECS
+from penstock.sim.studies.swap import worst
 from penstock.sim.svg import WIDTH, Chart, Line, seconds
 from penstock.sim.traces import open_trace
 from tests.unit.test_sim_report import result
@@ -67,3 +68,8 @@ def test_a_trace_tells_how_many_requests_it_has(content: str, tmp_path: Path) ->
     path.write_text(content)
     workload = open_trace(path, format="alibaba")
     assert workload.num_requests == len(list(workload))
+
+
+def test_the_finding_on_swapping_is_of_the_worst_link() -> None:
+    spans = {"auto": [2.0, 3.0, 4.0], "recompute": [2.0, 2.0, 9.0], "swap": [8.0, 4.0, 4.0]}
+    assert worst(spans) == 1.5

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from penstock.core.draft import ROOT, DraftTree
+from penstock.core.sampling import TokenRules
 from penstock.runner.verifiers.draws import Drawn, drawn_from, inverse, one_by_one
 from penstock.runner.verifiers.spectr import division, k_sequential
 from penstock.runner.verifiers.typical import least
+from tests.unit.test_verifiers_engine import walk
 
 P = np.array([0.5, 0.25, 0.125, 0.125])
 
@@ -60,6 +63,15 @@ def test_the_bound_of_typical_acceptance_is_of_the_entropy() -> None:
     assert least(even, 0.3) == pytest.approx(min(0.09, 0.3 / 4)), "exp(-H) of four equal ones is a quarter"
     assert least(np.array([1.0, 0.0]), 0.3) == pytest.approx(0.09), "where the model is sure the square counts"
     assert least(P, 0.9) == pytest.approx(0.9 * 2**-1.75)
+
+
+@pytest.mark.parametrize(("name", "accepted"), [("speculative-sampling", 0), ("multi-step", 2)])
+def test_rejection_looks_at_the_first_guess_alone_and_multi_step_at_all(name: str, accepted: int) -> None:
+    """The model is sure of 5, then 6; the first guess is 3, the second 5, and behind it is 6. Either way 5 comes."""
+    sure = np.full((4, 8), -40.0, np.float32)
+    sure[[0, 1, 2, 3], [5, 1, 6, 7]] = 40.0
+    out = walk(name, 0.3, sure, DraftTree([3, 5, 6], [ROOT, ROOT, 1]), TokenRules(temperature=1.0, seed=1))
+    assert (out.num_accepted, out.token_ids) == (accepted, [5, 6, 7][: accepted + 1])
 
 
 def _drawn(q: np.ndarray, tokens: list[int]) -> list[Drawn]:

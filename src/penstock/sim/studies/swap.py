@@ -5,6 +5,7 @@ Source: vLLM, arXiv 2309.06180, sections 4.5 and 7.3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -78,11 +79,15 @@ def run(bench: Bench, tell: Tell) -> Study:
         )
     ]
     study.data = {"links": LINKS, "makespan_s": makespans}
-    both = zip(makespans["auto"], makespans["recompute"], makespans["swap"], strict=True)
-    worst = max(auto / min(recompute, swap) for auto, recompute, swap in both)
     study.findings = [
         f"At {gbs[0]:g} GB/s swapping takes {makespans['swap'][0] / makespans['recompute'][0]:.2f}x the time of "
         f"recomputing, at {gbs[-1]:g} GB/s {makespans['swap'][-1] / makespans['recompute'][-1]:.2f}x.",
-        f"Choosing by cost at each preemption is never worse than {worst:.2f}x the better of the two.",
+        f"Choosing by cost at each preemption is never worse than {worst(makespans):.2f}x the better of the two.",
     ]
     return study
+
+
+def worst(makespans: Mapping[str, Sequence[float]]) -> float:
+    """How much longer choosing took than the better of the two, where it took longest in proportion."""
+    both = zip(makespans["auto"], makespans["recompute"], makespans["swap"], strict=True)
+    return max(auto / min(recompute, swap) for auto, recompute, swap in both)
