@@ -27,6 +27,7 @@ from penstock.server.live import LiveServer
 from penstock.text.offload import INLINE_CHARS
 from tests.api.conftest import bundled
 from tests.api.test_admission import Bench
+from tests.unit.test_parsing_templates import HERMES
 
 KEYS = """
 [flood]
@@ -49,6 +50,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config = serve_from_kwargs(
         model=bundled(), port=0, ops="blas", engine_in_process=True, max_model_len=2048, num_gpu_blocks_override=256,
         api_keys_file=str(keys), request_log=False, max_body_bytes=32 << 20,
+        chat_template=HERMES,  # one that shows calls: others refuse them at once
     )  # fmt: skip
     with LiveServer(config) as server:
         yield server

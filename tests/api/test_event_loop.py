@@ -19,6 +19,7 @@ from penstock.server.live import LiveServer
 from penstock.server.loop_watch import HOLD_S, LoopWatch
 from tests.api.conftest import bundled
 from tests.api.watch import CHAT, COMPLETIONS, on_loop
+from tests.unit.test_parsing_templates import HERMES
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 WORD = "once upon a time "
@@ -33,6 +34,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     config = serve_from_kwargs(
         model=bundled(), port=0, threads=1, kv_cache_memory_bytes=200_000_000, request_log=False, max_queue_wait=0,
         api_keys_file=str(keys), files_dir=str(tmp_path_factory.mktemp("files")),
+        chat_template=HERMES,  # one that shows calls: others refuse them at once
     )  # fmt: skip
     with LiveServer(config) as server:
         gc.collect()

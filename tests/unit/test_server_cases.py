@@ -14,6 +14,7 @@ import pytest
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import InputError
 from penstock.core.messages import EngineSnapshot
+from penstock.server.defaults import model_defaults
 from penstock.server.openapi import _operations
 from penstock.server.pace import ALPHA, Pace
 from penstock.server.request_log import Throughput
@@ -21,8 +22,8 @@ from penstock.server.routes import batches, models
 from penstock.server.routes.embeddings import _prompts
 from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchObject, RequestCounts
-from penstock.server.schema.extras import model_defaults
 from penstock.server.stats import Stats
+from penstock.text.validate import Limits
 
 
 def asking(**query: str) -> Any:
@@ -76,11 +77,13 @@ def test_a_list_of_batches_names_its_first_and_its_last(count: int) -> None:
     assert (found["first_id"], found["last_id"], found["has_more"]) == (*ends, False)
 
 
-def test_defaults_of_a_model_are_numbers() -> None:
+def test_defaults_of_a_model_are_what_a_request_could_ask_for() -> None:
+    limits = Limits(vocab_size=10, max_model_len=100)
     given = {"temperature": 0.5, "top_k": True, "top_p": "0.9", "repetition_penalty": 2, "max_new_tokens": True}
-    assert model_defaults(given) == {"temperature": 0.5, "repetition_penalty": 2}
-    assert model_defaults({"max_new_tokens": 7}) == {"max_tokens": 7}
-    assert model_defaults({"max_new_tokens": 0}) == {}
+    assert model_defaults(given, limits) == {"temperature": 0.5, "repetition_penalty": 2}
+    assert model_defaults({"max_new_tokens": 7}, limits) == {"max_tokens": 7}
+    assert model_defaults({"max_new_tokens": 700}, limits) == {"max_tokens": 100}
+    assert model_defaults({"max_new_tokens": 0, "temperature": -1}, limits) == {}
 
 
 def test_a_speed_is_first_what_was_seen_and_then_a_mean_that_favours_the_past() -> None:

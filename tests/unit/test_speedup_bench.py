@@ -56,10 +56,20 @@ def test_the_table_says_what_is_different_and_what_was_left_out() -> None:
     row: dict[str, Any] = {
         "drafter": "ngram", "text": "code", "batch": 1, "temperature": 0.8, "speedup": 1.5, "interval": (1.25, 1.75),
         "different": 1,
-        "decode_speedup": None, **Acceptance(2, 6, 3, accepted_at=(2, 1)).figures(),
+        "decode_speedup": None, "settled_speedup": 0.97, **Acceptance(2, 6, 3, accepted_at=(2, 1)).figures(),
     }  # fmt: skip
     page = speedup.markdown([row, row | {"different": 0}], ["suffix: there is none"])
     lines = page.splitlines()
-    assert lines[2] == "| ngram | code | 1 | 0.8 | 1.50 | 1.25 to 1.75 | - | 2.50 | 50 % | 1.00 0.50 | - | no |"
+    assert lines[2] == "| ngram | code | 1 | 0.8 | 1.50 | 1.25 to 1.75 | - | 0.97 | 2.50 | 50 % | 1.00 0.50 | - | no |"
     assert lines[3].endswith("| yes |")
     assert lines[-1] == "Not measured: suffix: there is none."
+
+
+def test_what_counts_as_settled_begins_with_the_step_in_which_the_last_one_has_its_tokens() -> None:
+    """Two requests and one that ends before; "b" gives its 16th token in the third step, at 3 s."""
+    steps = [
+        (1.0, [("a", 20), ("b", 8), ("c", 3)]), (2.0, [("a", 1), ("b", 7)]), (3.0, [("a", 1), ("b", 1)]),
+        (4.0, [("a", 1), ("b", 2)]), (5.0, [("a", 1), ("b", 3)]),
+    ]  # fmt: skip
+    assert speedup.settled_rate(steps) == pytest.approx(7 / 2)
+    assert speedup.settled_rate(steps[:4]) is None, "one step tells nothing"
