@@ -230,16 +230,27 @@ def misplaced(value: Any, path: str) -> Iterator[str | None]:
 
     None, every now and then: this may be interrupted.
     """
-    todo = [(path, value)]
+    levels: list[Iterator[tuple[str, Any]]] = [iter([(path, value)])]
     visited = 0
-    while todo:
-        at, item = todo.pop()
-        visited += 1
-        if visited % PAUSE == 0:
-            yield None
-        if at.rpartition(".")[2] in _NAMES and item not in (None, "", [], {}, False):
-            yield at
-        elif isinstance(item, dict):
-            todo += [(f"{at}.{key}", inner) for key, inner in item.items()]
-        elif isinstance(item, list):
-            todo += [(f"{at}[{n}]", inner) for n, inner in enumerate(item) if isinstance(inner, dict | list)]
+    while levels:
+        for at, item in levels[-1]:
+            visited += 1
+            if visited % PAUSE == 0:
+                yield None
+            if at.rpartition(".")[2] in _NAMES and item not in (None, "", [], {}, False):
+                yield at
+            elif isinstance(item, dict | list):
+                levels.append(_parts(at, item))
+                break
+        else:
+            levels.pop()
+
+
+def _parts(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    """What an object or a list holds, with its path; texts and numbers of a list have none, since nobody names them."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield f"{path}.{name}", inner
+    else:
+        for n, inner in enumerate(value):
+            yield f"{path}[{n}]" if isinstance(inner, dict | list) else "", inner
