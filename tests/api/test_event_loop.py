@@ -137,6 +137,7 @@ def test_bodies(http: httpx.Client, watch: LoopWatch, name: str) -> None:
 
 CONVERSATIONS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "messages": lambda: messages(9_000),
+    "instructions": lambda: [{"role": "system", "content": "hi"}] * 9_000 + messages(1),
     "long messages": lambda: messages(1_000, WORD * 50),
     "one long message": lambda: messages(1, WORD * 20_000),
     "parts": lambda: messages(1, [{"type": "text", "text": "hi"}] * 20_000),

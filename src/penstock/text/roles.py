@@ -26,22 +26,25 @@ def known_roles(template: str, messages: Sequence[Any], param: str = "messages")
     without a word: a role that it does not know (with those it knows), a later system message, tool calls, results
     without a call.
     """
-    roles = dict.fromkeys(_role(message) for message in messages)
+    roles = list(map(_role, messages))
     if "developer" in roles and not knows(template, "developer") and knows(template, "system"):
-        messages = [m | {"role": "system"} if _role(m) == "developer" else m for m in messages]
-        del roles["developer"]
-    for role in roles:
+        messages = [
+            m | {"role": "system"} if role == "developer" else m for m, role in zip(messages, roles, strict=True)
+        ]
+        roles = ["system" if role == "developer" else role for role in roles]
+    for role in dict.fromkeys(roles):
         if role and not knows(template, role):
-            at = next(i for i, message in enumerate(messages) if _role(message) == role)
+            at = roles.index(role)
             known = ", ".join(name for name in ROLES if knows(template, name))
             raise InputError(
                 f"{param}[{at}].role: this model's chat template does not know {role[:64]!r}; it knows {known}",
                 param=f"{param}[{at}].role",
             )
-    messages = _joined(template, messages)
-    _check_later(template, messages, param)
-    _check_calls(template, messages, param)
-    return messages
+    lead = next((i for i, role in enumerate(roles) if role not in _INSTRUCTIONS), len(roles))
+    _check_later(template, roles, lead, param)
+    if "assistant" in roles or "tool" in roles:
+        _check_calls(template, messages, roles, param)
+    return _joined(template, messages, roles[:lead])
 
 
 def _role(message: Any) -> str:
@@ -62,42 +65,38 @@ def knows(template: str, role: str) -> bool:
     return (named or role in ("system", "tool")) and bool(_shown(template, _anywhere(role)))
 
 
-def _joined(template: str, messages: Sequence[Any]) -> Sequence[Any]:
-    """Instructions in front as one message, where a second one would not be shown."""
-    lead = 0
-    while lead < len(messages) and _role(messages[lead]) in _INSTRUCTIONS:
-        lead += 1
-    roles = [_role(message) for message in messages[:lead]]
-    if lead < 2 or _shown(template, [[roles[0], f"*{roles[1]}", "user"]]):
+def _joined(template: str, messages: Sequence[Any], lead: Sequence[str]) -> Sequence[Any]:
+    """Instructions in front, whose roles are `lead`, as one message where a second one would not be shown."""
+    if len(lead) < 2 or _shown(template, [[lead[0], f"*{lead[1]}", "user"]]):
         return messages
     parts: list[Any] = []
-    for message in messages[:lead]:
+    for message in messages[: len(lead)]:
         content = message.get("content")
         if not isinstance(content, str | list):
             return messages
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [messages[0] | {"content": parts}, *messages[lead:]]
+    return [messages[0] | {"content": parts}, *messages[len(lead) :]]
 
 
-def _check_later(template: str, messages: Sequence[Any], param: str) -> None:
-    """Raises InputError for instructions behind the beginning that would not be shown."""
-    for at, message in enumerate(messages):
-        role = _role(message)
-        if role in _INSTRUCTIONS and any(_role(m) not in _INSTRUCTIONS for m in messages[:at]):
-            tried = [[*before, f"*{role}", *behind] for before in _BEFORE for behind in ([], ["user"])]
-            if _shown(template, tried) is False:
-                raise InputError(
-                    f"{param}[{at}]: this model's chat template leaves out a {role} message there; put it first",
-                    param=f"{param}[{at}]",
-                )
+def _check_later(template: str, roles: Sequence[str], lead: int, param: str) -> None:
+    """Raises InputError for instructions behind the beginning (`lead` of them) that would not be shown."""
+    for role in _INSTRUCTIONS:
+        if role not in roles[lead:]:
+            continue
+        at = roles.index(role, lead)
+        tried = [[*before, f"*{role}", *behind] for before in _BEFORE for behind in ([], ["user"])]
+        if _shown(template, tried) is False:
+            raise InputError(
+                f"{param}[{at}]: this model's chat template leaves out a {role} message there; put it first",
+                param=f"{param}[{at}]",
+            )
 
 
-def _check_calls(template: str, messages: Sequence[Any], param: str) -> None:
+def _check_calls(template: str, messages: Sequence[Any], roles: Sequence[str], param: str) -> None:
     """Raises InputError for calls that would not be shown, or results that would not because they have no call."""
     called = False
-    for at, message in enumerate(messages):
-        role = _role(message)
-        calls = role == "assistant" and bool(message.get("tool_calls"))
+    for at, role in enumerate(roles):
+        calls = role == "assistant" and bool(messages[at].get("tool_calls"))
         if calls and not _shows_calls(template):
             where = f"{param}[{at}].tool_calls"
             raise InputError(f"{where}: this model's chat template does not show tool calls", param=where)

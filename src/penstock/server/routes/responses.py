@@ -128,7 +128,9 @@ def _check(body: ResponsesRequest, keep: bool) -> None:
 
 async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Conversation, list[Item]]:
     """The chat request that this one is, and its items with those it goes on from."""
+    work = caller.server.slices.work(caller.tenant)
     own = input_items(body)
+    await work.pause()
     before: list[Item] = []
     if body.previous_response_id is not None:
         before = msgspec.json.decode(_stored(caller, body.previous_response_id, "previous_response_id").items)
@@ -140,8 +142,10 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    messages = chat_messages(items, body.instructions, num_stored=len(before))
+    await work.pause()
     asked = Conversation(
-        messages=chat_messages(items, body.instructions, num_stored=len(before)),
+        messages=messages,
         params=params,
         options=Options(
             stream=bool(body.stream),
