@@ -11,6 +11,7 @@ from typing import Any
 import numpy.typing as npt
 from benchmarks.common import Clock
 
+from penstock.backends.native.backend import NativeBackend
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
@@ -18,12 +19,10 @@ from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import connect
-from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
-from penstock.ops import OP_TABLES
+from penstock.launch.backend import traits_of
 from penstock.ops.native.program import Pool
 from penstock.plan.resolve import Plan, resolve
-from penstock.quant.reference import parse_scheme
+from penstock.runner.assemble import Model
 
 HUGE = Machine(num_cores=2, memory_bytes=1 << 36, available_bytes=1 << 36)
 """Engines get the blocks that a benchmark says, not those that this machine has room for."""
@@ -43,19 +42,18 @@ class Maker:
             "threads": pool.num_threads, "max_model_len": max_len, "max_num_batched_tokens": max_tokens,
         }  # fmt: skip
         _, plan = self._planned()
-        program = build(
-            spec, dict(weights), plan.groups, max_model_len=max_len, attention="ref", ops=OP_TABLES.get("ref")
-        )
-        self.forward = NativeForward(program, plan.groups, pool, parse_scheme(scheme), max_tokens=max_tokens)
+        self._backend = NativeBackend(pool)
+        model = Model(spec=spec, weights=weights, groups=plan.groups, max_model_len=max_len)
+        self.forward = model.on(self._backend, max_tokens=max_tokens, quantization=scheme)
 
     def _planned(self, **settings: Any) -> tuple[EngineConfig, Plan]:
         config = from_kwargs(**{"num_gpu_blocks_override": 4096, **self._fixed, **settings})
-        return config, resolve(config, self.spec, HUGE)
+        return config, resolve(config, self.spec, HUGE, traits=traits_of(config))
 
     def engine(self, **settings: Any) -> EngineCore:
         """A fresh one, with an empty cache; it has run one token, so that its program is ready."""
         config, plan = self._planned(**settings)
-        core = connect(config, plan, self.forward, self.spec.vocab_size)
+        core = connect(config, plan, self.forward, self.spec.vocab_size, backend=self._backend)
         Run(core).serve([request("(warm)", [1], 1)])
         return core
 

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from benchmarks.peers.make_models import DEVIATION, SHAPES
 
+from penstock.backends.native.forward import NativeForward
 from penstock.base.bf16 import F32, narrow
 from penstock.core.model_spec import ModelSpec, cache_groups, weight_shapes
 from penstock.families.registry import find_family
 from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
-from penstock.model.native.fuse import PASSES
-from penstock.ops import OP_TABLES
+from penstock.model.fuse import PASSES
 from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.quant.reference import parse_scheme
@@ -65,9 +64,9 @@ class Model:
         passes: Collection[str] = PASSES,
     ) -> None:  # fmt: skip
         groups = cache_groups(spec, kv_dtype)
-        program = build(spec, dict(weights), groups, max_model_len=max_len, attention="ref", ops=OP_TABLES.get("ref"))
+        graph = build(spec, dict(weights), groups, max_model_len=max_len)
         self.spec, self.max_tokens = spec, max_tokens
-        self.forward = NativeForward(program, groups, pool, parse_scheme(scheme), max_tokens=max_tokens, passes=passes)
+        self.forward = NativeForward(graph, groups, pool, parse_scheme(scheme), max_tokens=max_tokens, passes=passes)
         self._blocks = -(-max_len // self.BLOCK)
         self._layers = [len(group.layers) for group in groups]
         self.storage = Storage(groups, [self._blocks * max_seqs] * len(groups), self.BLOCK)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec, cache_groups
@@ -39,16 +40,10 @@ class Paged:
     ) -> None:  # fmt: skip
         self.spec, self.block_size = spec, block_size
         self.groups = cache_groups(spec, kv_dtype, lanes, bounds=reading.pages is not None)
-        self.program = build(
-            spec,
-            dict(weights),
-            self.groups,
-            max_model_len=max_model_len,
-            ops=ops,
-            attention=attention,
-            rotation=rotation,
-            reading=reading,
+        self.graph = build(
+            spec, dict(weights), self.groups, max_model_len=max_model_len, rotation=rotation, reading=reading
         )
+        self.program = ReferenceBackend(attention, ops).compile(self.graph, self.groups, max_tokens=1)
         self.planes = [_planes(g, num_slabs, block_size) for g in self.groups]
         self._rng = np.random.default_rng(seed)
         self._free = [self._rng.permutation(num_slabs).tolist() for _ in self.groups]

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.backends import BACKENDS
 from penstock.base.errors import InputError
 from penstock.config import SECTIONS, SERVER_SETTINGS, SETTINGS, ServerConfig, Setting
 from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
@@ -26,7 +27,6 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
-from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.sched.policy import POLICIES
 from penstock.text.validate import Limits, validate_beam, validate_sampling
@@ -39,7 +39,7 @@ _V, _C = 999_983, 999_331
 _NAMES = {str(_V): "V", str(_V - 1): "V - 1", str(_C): "C"}
 _PARTS = {
         "kv_allocator": KV_MANAGERS, "prefix_cache": PREFIX_CACHES, "eviction": EVICTION_POLICIES,
-    "scheduling_policy": POLICIES, "ops": OP_TABLES, "attention_backend": ATTENTION_BACKENDS, "executor": EXECUTORS,
+    "scheduling_policy": POLICIES, "ops": BACKENDS, "attention_backend": ATTENTION_BACKENDS, "executor": EXECUTORS,
 
 }  # fmt: skip
 """Settings whose value is the name of a registered part."""

@@ -157,12 +157,15 @@ def exists(switch: Switch) -> bool:
     if name is None:
         return True
     # Its file need not be there, so it is not imported.
-    target = KV_SELECTORS._entries.get(name)
-    return target is not None and importlib.util.find_spec(target.partition(":")[0]) is not None
+    if name not in KV_SELECTORS.names():
+        return False
+    target = KV_SELECTORS.target(name)
+    return importlib.util.find_spec(target.partition(":")[0]) is not None
 
 
 def registered() -> dict[str, tuple[str, ...]]:
     """Every name that exists, by setting (or by field of speculative_config and rope_scaling)."""
+    from penstock.backends import BACKENDS
     from penstock.config.engine import DTYPES
     from penstock.config.positions import KEYS
     from penstock.core.kv_format import ALIASES
@@ -172,7 +175,6 @@ def registered() -> dict[str, tuple[str, ...]]:
     from penstock.kv import KV_MANAGERS
     from penstock.kv.eviction import EVICTION_POLICIES
     from penstock.kv.prefix import PREFIX_CACHES
-    from penstock.ops import OP_TABLES
     from penstock.ops.ref.attention import ATTENTION_BACKENDS
     from penstock.quant.reference import SCHEMES
     from penstock.runner.verifiers import VERIFIERS
@@ -182,7 +184,7 @@ def registered() -> dict[str, tuple[str, ...]]:
 
     return {
         "kv_allocator": tuple(KV_MANAGERS), "prefix_cache": tuple(PREFIX_CACHES), "eviction": tuple(EVICTION_POLICIES),
-        "scheduling_policy": tuple(POLICIES), "ops": tuple(OP_TABLES), "attention_backend": tuple(ATTENTION_BACKENDS),
+        "scheduling_policy": tuple(POLICIES), "ops": tuple(BACKENDS), "attention_backend": tuple(ATTENTION_BACKENDS),
         "executor": tuple(EXECUTORS), "kv_selector": tuple(KV_SELECTORS), "method": tuple(DRAFTERS),
         "verifier": tuple(VERIFIERS), "controller": tuple(DRAFT_CONTROLLERS), "rope_type": tuple(KEYS),
         "quantization": tuple(SCHEMES.split(", ")), "kv_cache_dtype": (*CODECS, *ALIASES),

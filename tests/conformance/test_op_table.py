@@ -5,24 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from penstock.backends import BACKENDS
 from penstock.base.bf16 import narrow, widen
-from penstock.ops import OP_TABLES
+from penstock.ops.blas import BLAS
+from penstock.ops.ref import REF
 from penstock.ops.table import OP_NAMES, OpTable
 from tests.engine.harness import Knobs, real_engine, request, run, tiny
 from tests.engine.naive import log_softmax
 from tests.oracle import NaiveModel
 
 
-@pytest.fixture(params=OP_TABLES.names())
+@pytest.fixture(params=[REF, BLAS], ids=["ref", "blas"])
 def table(request: pytest.FixtureRequest) -> OpTable:
-    found = OP_TABLES.get(request.param)
+    found = request.param
     assert isinstance(found, OpTable)
     return found
 
 
 def test_complete(table: OpTable) -> None:
     assert set(table) == OP_NAMES - {"attention"}
-    assert OP_TABLES.get(table.name) is table
+    assert BACKENDS.traits(table.name).batch_invariant == table.batch_invariant
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

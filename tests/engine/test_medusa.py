@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from penstock import LLM, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.launch.bundled import bundled_heads
+from penstock.model.forward import HeadForward
 from penstock.ops.native.library import best_library
-from penstock.runner.forward import HeadForward
 from penstock.runner.runner import Runner
 
 PROSE = (

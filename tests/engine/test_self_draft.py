@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from penstock import LLM, SamplingParams
+from penstock.backends.native.forward import NativeForward
 from penstock.base.errors import ConfigError
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import DraftJob, DraftTree
@@ -24,7 +25,6 @@ from penstock.engine.core import EngineCore
 from penstock.families.registry import open_model
 from penstock.launch.assemble import assemble
 from penstock.launch.bundled import bundled_model
-from penstock.model.native.forward import NativeForward
 from penstock.model.weights import fingerprint, load_weights
 from penstock.ops.native.library import best_library
 from penstock.runner.runner import Runner

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
 from penstock.config import from_kwargs
 from penstock.core.model_spec import cache_groups
@@ -34,7 +35,7 @@ MIXED = {**UNIFORM, "layers": {"0-1": "int4", "2-3": "int2"}}
 def bench() -> tuple[LoadedModel, Remembered, Passage]:
     model = load(from_kwargs(model="nano", ops="ref", kv_cache_dtype="float32"))
     assert model.tokenizer is not None
-    reference = Remembered(ProgramScorer(model, BLAS))
+    reference = Remembered(ProgramScorer(model, BlasBackend()))
     return model, reference, passage(SAMPLE, model.tokenizer, reference, window=384, stride=192, max_tokens=900)
 
 
@@ -46,7 +47,7 @@ def measured(how: str | dict[str, Any], rotation: str = "none") -> Comparison:
 @cache
 def _measured(kv_dtype: str, rotation: str) -> Comparison:
     model, reference, read = bench()
-    return compare(reference, ProgramScorer(replace(model, kv_dtype=kv_dtype, rotation=rotation), BLAS), read)
+    return compare(reference, ProgramScorer(replace(model, kv_dtype=kv_dtype, rotation=rotation), BlasBackend()), read)
 
 
 def bytes_of(how: str | dict[str, Any]) -> int:
@@ -93,7 +94,7 @@ def test_F41_keys_lose_less_when_they_are_turned() -> None:
         write_kv(step, a, b, group, layer, names)
 
     ops = BLAS.replaced("listening", {"write_kv": listening}, batch_invariant=False)
-    ProgramScorer(model, ops).logits(read.windows[0].token_ids)
+    ProgramScorer(model, BlasBackend(table=ops)).logits(read.windows[0].token_ids)
     assert len(keys) == 6
     plain = turned = 0.0
     for parts in keys.values():

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backends.reference import BlasBackend
 from penstock.eval.heads import NeedleText, found, head_scores, needle_texts
 from penstock.eval.maps import LayerMap, MapReader
 from penstock.eval.retained import Played, play
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import ProgramScorer
 from penstock.eval.tasks.prose import noise_of, prose
-from penstock.ops.blas import BLAS
 from penstock.select.retrieval import PROFILE, Retrieval
 from penstock.select.snapkv import votes
 from tests.selecting import HEADS, LAYERS, at, config_of, line, nano, nano_mark, nano_reading, selector
@@ -63,7 +63,7 @@ def fact_kept(name: str, budget: str = "25%", **more: Any) -> float:
 def test_maps_are_those_of_the_model_that_reads() -> None:
     ids = nano_reading().ids[:200]
     logits, maps = MapReader(nano()).read(ids)
-    assert np.allclose(logits, ProgramScorer(nano(), BLAS).logits(ids), atol=1e-3)
+    assert np.allclose(logits, ProgramScorer(nano(), BlasBackend()).logits(ids), atol=1e-3)
     assert [(m.layer, m.weights.shape) for m in maps] == [(n, (200, HEADS, 2, 200)) for n in range(LAYERS)]
     for m in maps:
         assert np.allclose(m.weights.sum(axis=-1), 1, atol=1e-5)

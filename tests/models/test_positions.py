@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.backends.native.forward import NativeForward
+from penstock.backends.reference import BlasBackend
 from penstock.base.errors import ConfigError
 from penstock.cli.main import main
 from penstock.config import from_kwargs, from_toml
@@ -21,9 +23,7 @@ from penstock.eval.perplexity import Window, token_nats
 from penstock.eval.scorer import ProgramScorer, load
 from penstock.launch.build import plan_of
 from penstock.launch.bundled import bundled_model
-from penstock.model.native.forward import NativeForward
-from penstock.ops.blas import BLAS
-from penstock.quant.reference import NONE, parse_scheme
+from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, pool, pytestmark_native
 from tests.paged import Paged
@@ -94,7 +94,7 @@ def test_G37_factors_per_head_are_the_same_in_native_and_reference_programs(name
     changed = _with_head_factors(spec)
     ref, native = (Paged(changed, weights, num_slabs=200) for _ in range(2))
     program: Any = NativeForward(
-        native.program, native.groups, pool(ISAS[0], 1), parse_scheme("none"), max_tokens=64
+        native.graph, native.groups, pool(ISAS[0], 1), parse_scheme("none"), max_tokens=64
     )  # fmt: skip
     native.program = program
     ids = [3 + i * 7 % (spec.vocab_size - 3) for i in range(50)]
@@ -127,7 +127,7 @@ def test_G06_G07_untrained_perplexity_at_twice_the_length_falls_from_linear_to_n
         card = (Path(str(bundled_model("nano"))) / "README.md").read_text("utf-8")
         ids = [0, *model.tokenizer.encode(card)[: 2 * TRAINED - 1]]
         assert len(ids) == 2 * TRAINED
-        costs[kind] = token_nats(ProgramScorer(model, BLAS, NONE).logits(ids), Window(tuple(ids), 1)).mean()
+        costs[kind] = token_nats(ProgramScorer(model, BlasBackend()).logits(ids), Window(tuple(ids), 1)).mean()
     assert costs["yarn"] <= costs["ntk"] < costs["linear"] - 0.1, costs
 
 

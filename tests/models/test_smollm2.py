@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.backends.native.backend import NOT_BUILT
 from penstock.eval.answers import said
 from penstock.eval.run import evaluate
 from penstock.eval.sample import SAMPLE
-from penstock.launch.native import NOT_BUILT
 from penstock.ops.native.library import best_library
 
 GGUF = Path.home() / ".cache" / "penstock" / "smollm2-135m-instruct.gguf"

@@ -13,7 +13,7 @@ from benchmarks.engines import Maker, Run, request
 from benchmarks.micro.kernels import attention, fusion, products
 from benchmarks.models import Model, spec_of, weights_of
 
-from penstock.model.native.fuse import PASSES
+from penstock.model.fuse import PASSES
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 
 pytestmark = pytestmark_native

@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from penstock.backends.native.forward import NativeForward
+from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.bf16 import F32, narrow
 from penstock.core.model_spec import ModelSpec
-from penstock.model.native.forward import NativeForward
-from penstock.model.native.fuse import fuse
-from penstock.model.native.obstacle import native_obstacle
-from penstock.model.native.trace import trace
+from penstock.model.fuse import fuse
 from penstock.ops.native.abi import SELECTED
 from penstock.ops.native.program import Layout, NativeProgram
 from penstock.quant.reference import parse_scheme
@@ -44,7 +43,7 @@ def native(
     spec, weights = weights_as(name, dtype)
     paged = Paged(spec, weights, kv_dtype=kv_dtype, block_size=block_size, seed=seed, num_slabs=900, **more)
     program: Any = NativeForward(
-        paged.program, paged.groups, pool(isa, threads), parse_scheme(scheme), max_tokens=max_tokens
+        paged.graph, paged.groups, pool(isa, threads), parse_scheme(scheme), max_tokens=max_tokens
     )
     paged.program = program
     return paged
@@ -179,7 +178,7 @@ def test_the_arena_grows_and_hidden_states_are_given() -> None:
 
     spec, weights = specs.make("llama_gqa")
     reference, paged = (Paged(spec, weights, num_slabs=200) for _ in range(2))
-    program: Any = NativeForward(paged.program, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
+    program: Any = NativeForward(paged.graph, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
     ids = np.array(text(spec.vocab_size, 12), np.int32)
     tables = tuple(np.arange(3, dtype=np.int32)[None] for _ in reference.groups)
     groups = tuple(GroupPlan(len(g.layers), 4, (t,)) for g, t in zip(reference.groups, tables, strict=True))
@@ -197,12 +196,12 @@ def test_the_arena_grows_and_hidden_states_are_given() -> None:
 def test_a_program_that_cannot_grow_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weights = specs.make("llama_gqa")
     paged = Paged(spec, weights, num_slabs=200)
-    program: Any = NativeForward(paged.program, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
+    program: Any = NativeForward(paged.graph, paged.groups, pool(ISAS[-1], 2), parse_scheme("none"), max_tokens=2)
     ids = text(spec.vocab_size, 12)
     paged.program = program
     first = paged.run({"a": (ids[:2], [1])})["a"]
     with monkeypatch.context() as patched:
-        patched.setattr("penstock.model.native.forward.NativeProgram", Mock(side_effect=MemoryError))
+        patched.setattr("penstock.backends.native.forward.NativeProgram", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             paged.run({"b": (ids, [11])})
         assert np.array_equal(paged.run({"c": (ids[:2], [1])})["c"], first)
@@ -225,7 +224,7 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
     """A prompt's other tokens are needed for what the cache keeps of them, and no further."""
     spec, weights = specs.make(name)
     paged = Paged(spec, weights, num_slabs=8)
-    traced = trace(paged.program, paged.groups)
+    traced = paged.graph.copy()
     fuse(traced)
     nodes = [node.op for node in traced.nodes]
     last_write = max(i for i, op in enumerate(nodes) if op == "write_kv")

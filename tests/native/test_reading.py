@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backends.native.forward import NativeForward
+from penstock.backends.program import Program
 from penstock.base.bf16 import F32
 from penstock.core.selection import PageReads
 from penstock.model.emitter import Reading
-from penstock.model.native.forward import NativeForward
-from penstock.model.program import Program
 from tests import specs
 from tests.native.running import each_isa, pytestmark_native
 from tests.native.test_model import native, text, weights_as

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.backends.native import backend as launching
+from penstock.backends.native import forward
 from penstock.base.errors import ConfigError
-from penstock.launch import native as launching
 from penstock.launch.bundled import DEFAULT, bundled_model
-from penstock.model.native import forward
 from tests.native.running import pytestmark_native
 
 pytestmark = pytestmark_native

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from penstock.backends.native.forward import NativeForward
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.model_spec import ModelSpec
 from penstock.families.registry import open_model
 from penstock.launch.bundled import bundled_model
-from penstock.model.native.forward import NativeForward
 from penstock.model.weights import load_weights
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.ops.tree import path, tree_mask
@@ -104,7 +104,7 @@ def model(name: str, isa: str | None, threads: int = 1, **more: Any) -> Trees:
     trees = Trees(*made(name), **more)
     if isa is not None:
         program: Any = NativeForward(
-            trees.program, trees.groups, pool(isa, threads), parse_scheme("none"), max_tokens=200
+            trees.graph, trees.groups, pool(isa, threads), parse_scheme("none"), max_tokens=200
         )
         trees.program = program
     return trees

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__
+from penstock.backends.native.backend import NOT_BUILT
 from penstock.core.model_spec import weight_shapes
-from penstock.launch.native import NOT_BUILT
 from penstock.ops.native.library import best_library
 from tests.command import penstock, process
 from tests.shared import shared

@@ -16,7 +16,7 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec, cache_groups, cache_specs
 from penstock.kv.manager import KVManager
-from penstock.launch.native import choose_ops
+from penstock.launch.backend import choose_ops
 from penstock.ops.ref.codec import (
     decode_channels,
     decode_tokens,

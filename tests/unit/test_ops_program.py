@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ConfigError, ModelError
 from penstock.model.builder import build
@@ -221,7 +222,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
     refused({**weights, "layers.0.k": weights["layers.0.q"]}, r"layers\.0\.k has shape \[32, 32\].* needs \[16, 32\]")
     refused({**weights, "layers.0.k": weights["layers.0.k"].astype(np.int8)}, r"layers\.0\.k is int8")
     with pytest.raises(ConfigError, match="ref-online"):
-        build(spec, weights, groups, max_model_len=64, attention="flash")
+        ReferenceBackend("flash")
     with pytest.raises(AssertionError):
         build(spec, weights, (), max_model_len=64)
 

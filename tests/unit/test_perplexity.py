@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError, InputError
 from penstock.config import from_kwargs
@@ -21,7 +22,6 @@ from penstock.eval.sample import SAMPLE
 from penstock.eval.schemes import as_json, measure
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, weight_sizes
 from penstock.launch.bundled import bundled_model
-from penstock.ops.ref import REF
 from penstock.quant.reference import NONE, parse_scheme
 from tests import specs
 from tests.oracle import NaiveModel
@@ -193,14 +193,14 @@ def test_the_scorer_reads_as_the_naive_loop_does(name: str) -> None:
     model = tiny(name)
     ids = np.random.default_rng(3).integers(0, model.spec.vocab_size, 70).tolist()
     expected = NaiveModel(model.spec, dict(model.weights)).logits(ids)
-    exact = ProgramScorer(model, REF)
+    exact = ProgramScorer(model, ReferenceBackend())
     assert np.array_equal(exact.logits(ids), expected)
     assert np.array_equal(exact.logits(ids), expected), "nothing is left of the text before"
     assert np.allclose(make_scorer(model, NONE).logits(ids), expected, atol=1e-3)
 
 
 def test_steps_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = ProgramScorer(tiny("llama_gqa"), REF)
+    scorer = ProgramScorer(tiny("llama_gqa"), ReferenceBackend())
     ids = np.random.default_rng(3).integers(0, 61, 70).tolist()
     whole = scorer.logits(ids)
     monkeypatch.setattr("penstock.eval.scorer._STEP_TOKENS", 16)

@@ -10,7 +10,7 @@ from benchmarks.common import clock_of, figures, ratios, take_turns
 from benchmarks.models import Model, spec_of, weights_of
 
 from penstock.core.model_spec import weight_shapes
-from penstock.model.native.fuse import PASSES
+from penstock.model.fuse import PASSES
 from penstock.ops.native.program import Pool
 
 VARIANTS: dict[str, tuple[str, ...]] = {

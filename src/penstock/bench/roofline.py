@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backends.native.schemes import packing
 from penstock.base.errors import ConfigError
 from penstock.bench.bandwidth import ReadProbe
 from penstock.bench.offline import local_maker
@@ -21,7 +22,6 @@ from penstock.bench.peak import Peak, blas_peak, register_peak
 from penstock.core.sampling import SamplingParams
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.launch.llm import LLM
-from penstock.model.native.schemes import packing
 from penstock.ops.native.library import best_library
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device

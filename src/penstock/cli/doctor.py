@@ -11,8 +11,8 @@ def doctor(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from penstock import __version__
+    from penstock.backends.native.backend import NOT_BUILT
     from penstock.launch.inventory import inventory
-    from penstock.launch.native import NOT_BUILT
     from penstock.ops.native.library import best_library
     from penstock.plan.probe import probe
 

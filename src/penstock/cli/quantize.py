@@ -98,7 +98,7 @@ def _measure(args: argparse.Namespace, model: LoadedModel, schemes: Sequence[Sch
 
 
 def computed_by(model: LoadedModel) -> str:
-    return f"native kernels on {model.threads} threads" if model.threads else "numpy"
+    return model.backend.label
 
 
 def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passage, found: Sequence[Measured]) -> None:

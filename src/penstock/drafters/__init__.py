@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from penstock.base.registry import Registry
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-DRAFTERS = Registry("drafter")
+from penstock.base.registry import Registry
+from penstock.core.protocols import Drafter
+
+if TYPE_CHECKING:
+    from penstock.drafters.bench import DraftBench
+
+DRAFTERS: Registry[Callable[[DraftBench], Drafter], None] = Registry("drafter")
 DRAFTERS.add("ngram", "penstock.drafters.ngram:make")
 DRAFTERS.add("early-exit", "penstock.drafters.self_draft:make_early_exit")
 DRAFTERS.add("self-draft", "penstock.drafters.self_draft:make_self_draft")

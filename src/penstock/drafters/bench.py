@@ -12,7 +12,7 @@ import numpy.typing as npt
 from penstock.config import SpeculativeConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec
-from penstock.runner.forward import Forward
+from penstock.model.forward import Forward
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage

@@ -25,7 +25,7 @@ from penstock.drafters.eagle_head import F32, I64, EagleHead, Known, Queries, re
 from penstock.drafters.expanders import KAry, Likeliest
 from penstock.drafters.heads import heads_problem
 from penstock.drafters.per_row import PerRow
-from penstock.runner.forward import HeadForward
+from penstock.model.forward import HeadForward
 from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.draft import ROOT
+from penstock.model.forward import Forward
 from penstock.ops.plan import I32, GroupPlan, StepPlan
 from penstock.ops.tree import tree_mask
-from penstock.runner.forward import Forward
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 

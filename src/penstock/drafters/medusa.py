@@ -22,7 +22,7 @@ from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.drafters.bench import DraftBench
 from penstock.drafters.heads import Heads, heads_problem, read_heads
-from penstock.runner.forward import HeadForward
+from penstock.model.forward import HeadForward
 from penstock.runner.storage import Storage
 
 F32 = npt.NDArray[np.float32]

@@ -29,8 +29,8 @@ from penstock.drafters.bench import DraftBench, Target
 from penstock.drafters.forward import F32, Ahead, DraftForward
 from penstock.drafters.heads import Heads, heads_problem, read_heads
 from penstock.formats.files import quoted
+from penstock.model.forward import HeadForward
 from penstock.ops.plan import Planes, StepPlan
-from penstock.runner.forward import HeadForward
 
 CONFIDENCE = 0.4
 """A guess that the part itself gives less than this is the last of its chain."""

@@ -6,16 +6,16 @@ Shape letters: T tokens, G kv heads, H query heads. A map of T tokens takes T * 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
+from penstock.core.model_spec import cache_groups
 from penstock.eval.scorer import LoadedModel, ProgramScorer
-from penstock.model.program import Program
-from penstock.ops.blas import BLAS
 from penstock.ops.ref.attention.rows import RowBackend, Rule, scores
+from penstock.ops.step import Step
 
 
 class LayerMap(NamedTuple):
@@ -32,43 +32,33 @@ class MapReader(ProgramScorer):
     """Reads texts as `ProgramScorer` does, and keeps what attention saw."""
 
     def __init__(self, model: LoadedModel) -> None:
-        super().__init__(model, BLAS)
-        program = self._program
-        assert isinstance(program, Program), "the reference operations"
-        self._layers: list[_Recorder] = []
-        code = []
-        for call in program.code:
-            if call.op == "attention":
-                self._layers.append(_Recorder(call.layer))
-                call = replace(call, fn=self._layers[-1].attend)
-            code.append(call)
-        sizes = {"vocab_size": program.vocab_size, "max_model_len": program.max_model_len}
-        self._program = Program(code, num_head=program.num_head, **sizes)
+        self._recorder = _Recorder()
+        super().__init__(model, BlasBackend(self._recorder))
+        self._layers_of = [group.layers for group in cache_groups(model.spec, model.kv_dtype)]
 
     def read(self, token_ids: Sequence[int], first: int = 0) -> tuple[F32, list[LayerMap]]:
         """Logits [T, V], and for each attention layer what the tokens from `first` on attended to."""
-        for recorder in self._layers:
-            recorder.begin(first, len(token_ids))
+        self._recorder.begin(first, len(token_ids))
         logits = self.logits(token_ids)
-        return logits, [LayerMap(recorder.layer, recorder.taken()) for recorder in self._layers]
+        found = {self._layers_of[group][layer]: map for (group, layer), map in self._recorder.maps.items()}
+        return logits, [LayerMap(layer, found[layer]) for layer in sorted(found)]
 
 
 class _Recorder(RowBackend):
-    """The backend of one layer, which writes down the weights of one text."""
+    """Attention that writes down its weights for one text. `maps`: by group and layer of the group."""
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self) -> None:
         super().__init__("recorder", False, self._row)
-        self.layer = layer
+        self.maps: dict[tuple[int, int], F32] = {}
+        self._place = (0, 0)
         self._first, self._length = 0, 0
-        self._map: F32 | None = None
 
     def begin(self, first: int, length: int) -> None:
-        self._first, self._length, self._map = first, length, None
+        self._first, self._length, self.maps = first, length, {}
 
-    def taken(self) -> F32:
-        assert self._map is not None, "a text has been read"
-        out, self._map = self._map, None
-        return out
+    def attend(self, q: F32, step: Step, group: int, layer: int, **named: Any) -> F32:
+        self._place = group, layer
+        return super().attend(q, step, group, layer, **named)
 
     def _row(self, q: F32, k: F32, v: F32, first: int, rule: Rule) -> F32:
         """As `full.attend_row`."""
@@ -81,10 +71,11 @@ class _Recorder(RowBackend):
         if rule.sinks is not None:
             total = total + np.exp(rule.sinks - m)
         weights /= total
-        if self._map is None:
-            self._map = np.zeros((self._length - self._first, *q.shape[:2], self._length), np.float32)
+        if self._place not in self.maps:
+            shape = (self._length - self._first, *q.shape[:2], self._length)
+            self.maps[self._place] = np.zeros(shape, np.float32)
         end = first + len(k)
         if end > self._first:
-            self._map[end - 1 - self._first, :, :, first:end] = weights
+            self.maps[self._place][end - 1 - self._first, :, :, first:end] = weights
         out: F32 = np.matmul(weights, v.transpose(1, 0, 2))
         return out

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from penstock.backends import BACKENDS
+from penstock.backends.native.packed import weights_key
 from penstock.base.errors import UnsupportedError
 from penstock.eval.scorer import LoadedModel, ProgramScorer
-from penstock.launch.native import weights_key
-from penstock.ops.blas import BLAS
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 from penstock.quant.reference import Scheme
@@ -24,14 +24,14 @@ def packer() -> Packer:
 
 def packed(model: LoadedModel, scheme: Scheme) -> Mapping[str, Packed]:
     """As the engine packs at its first start. Raises UnsupportedError where no native kernels run the model."""
-    if not model.threads:
+    if not BACKENDS.traits(model.backend.name).quantizes:
         raise UnsupportedError("native kernels do not run this model here (--explain says why): nothing to prepare")
-    return ProgramScorer(model, BLAS, scheme).packed
+    return model.backend.matrices(ProgramScorer(model, model.backend, scheme.name).forward)
 
 
 def key_of(model: LoadedModel, scheme: Scheme, folder: Path | None = None) -> str:
     """What the packed weights of a model are kept under."""
-    return weights_key(model.files, scheme, model.dtype, model.spec, folder)
+    return weights_key(model.files, scheme.name, model.dtype, model.spec, folder)
 
 
 def prepare(model: LoadedModel, scheme: Scheme, store: PackedStore, pack: Packer) -> tuple[str, bool]:

@@ -8,37 +8,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends import BACKENDS
+from penstock.backends.backend import Backend
+from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
+from penstock.launch.backend import choose_ops, measuring_backend, traits_of
 from penstock.launch.build import check_names
 from penstock.launch.hub import local_path
-from penstock.launch.native import choose_ops
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
+from penstock.model.forward import Forward
 from penstock.model.weights import load_weights
 from penstock.ops.blas import BLAS
-from penstock.ops.native.library import best_library
-from penstock.ops.native.matrix import Packed
-from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.table import OpTable
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
 from penstock.quant.reference import KEPT, QuantisedLinear, Scheme, packed_bytes
-from penstock.runner.forward import Forward
+from penstock.runner.assemble import Model
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
 
@@ -69,13 +67,12 @@ class LoadedModel:
     kv_dtype: str
     max_len: int
     tokenizer: Tokenizer | None = None
+    backend: Backend = field(default_factory=BlasBackend)
     attention: str = "ref"
     files: tuple[Path, ...] = ()
     """Of its weights."""
     rotation: str = "none"
     """Of keys and values."""
-    threads: int = 0
-    """With native kernels, how many; 0: the reference operations."""
 
 
 @dataclass(frozen=True)
@@ -95,30 +92,19 @@ class ProgramScorer:
     """Runs a model's list of calls on a cache of its own, a text at a time, in steps of at most 512 tokens.
 
     Attributes:
+        forward: what reads.
         seconds, num_tokens: spent and read so far.
     """
 
-    def __init__(self, model: LoadedModel, ops: OpTable, scheme: Scheme | None = None) -> None:
-        """`scheme`: on native kernels, with weights packed like this; None: with `ops`."""
+    def __init__(self, model: LoadedModel, backend: Backend, quantization: str = "none") -> None:
         spec = model.spec
         self.vocab_size, self.max_len = spec.vocab_size, model.max_len
         self.seconds, self.num_tokens = 0.0, 0
         groups = cache_groups(spec, model.kv_dtype)
-        program = build(
-            spec,
-            dict(model.weights),
-            groups,
-            max_model_len=model.max_len,
-            ops=ops,
-            attention=model.attention,
-            rotation=model.rotation,
+        made = Model(
+            spec=spec, weights=model.weights, groups=groups, max_model_len=model.max_len, rotation=model.rotation
         )
-        self._program: Forward = program
-        self.packed: dict[str, Packed] = {}
-        if scheme is not None:
-            pool = Pool(best_library(), model.threads)
-            native = NativeForward(program, groups, pool, scheme, max_tokens=_STEP_TOKENS)
-            self._program, self.packed = native, native.matrices
+        self.forward: Forward = made.on(backend, max_tokens=_STEP_TOKENS, quantization=quantization)
         blocks = -(-model.max_len // _BLOCK)
         self._sizes = [blocks if g.spec.per_token else 1 for g in groups]
         self._groups = tuple(
@@ -142,7 +128,7 @@ class ProgramScorer:
         rows = np.arange(len(ids), dtype=np.int32)
         bounds, lens = np.array([0, len(ids)], np.int32), np.array([start + len(ids)], np.int32)
         plan = StepPlan(ids, rows + np.int32(start), bounds, lens, rows, self._groups)
-        return self._program.run(plan, self._storage.planes)
+        return self.forward.run(plan, self._storage.planes)
 
 
 def load(config: EngineConfig) -> LoadedModel:
@@ -153,7 +139,7 @@ def load(config: EngineConfig) -> LoadedModel:
     checkpoint = open_model(path)
     checkpoint = replace(checkpoint, spec=stretched(checkpoint.spec, config.model))
     config, _ = choose_ops(config, checkpoint.spec)
-    plan = resolve(config, checkpoint.spec, probe())
+    plan = resolve(config, checkpoint.spec, probe(), traits=traits_of(config))
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
@@ -167,10 +153,10 @@ def load(config: EngineConfig) -> LoadedModel:
         kv_dtype=plan.kv_dtype,
         max_len=plan.max_model_len,
         tokenizer=None if config.model.skip_tokenizer_init else load_tokenizer(files, checkpoint.spec),
+        backend=measuring_backend(config),
         attention=config.execution.attention_backend,
         rotation=config.cache.kv_rotation,
         files=tuple(sorted(_files(checkpoint))),
-        threads=(config.execution.threads or probe().num_cores) if config.execution.ops == "native" else 0,
     )
 
 
@@ -181,12 +167,13 @@ def _files(checkpoint: Checkpoint) -> set[Path]:
 
 def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
     """The model under a scheme. One product for all rows of a step: what is measured does not need exact batches."""
-    if model.threads:
-        return ProgramScorer(model, BLAS, scheme)
     if not scheme.weight_bits:
-        return ProgramScorer(model, BLAS)
+        return ProgramScorer(model, model.backend)
+    if BACKENDS.traits(model.backend.name).quantizes:
+        return ProgramScorer(model, model.backend, scheme.name)
     linear = QuantisedLinear(scheme, [w for name, w in model.weights.items() if name.endswith(KEPT)])
-    return ProgramScorer(model, BLAS.replaced(scheme.name, {"linear": linear}, batch_invariant=False))
+    table = BLAS.replaced(scheme.name, {"linear": linear}, batch_invariant=False)
+    return ProgramScorer(model, BlasBackend(model.attention, table))
 
 
 def weight_sizes(model: LoadedModel, scheme: Scheme) -> WeightSizes:
@@ -208,6 +195,7 @@ def _packed_names(model: LoadedModel) -> list[str]:
         met[id(weight)] = weight
         return np.zeros((len(x), len(weight)), np.float32)
 
-    ProgramScorer(model, BLAS.replaced("names", {"linear": linear}, batch_invariant=False)).logits([0])
+    table = BLAS.replaced("names", {"linear": linear}, batch_invariant=False)
+    ProgramScorer(model, BlasBackend(model.attention, table)).logits([0])
     matrices = [name for name, w in weights.items() if w.ndim == 2 and not name.endswith(KEPT)]
     return [name for name in matrices if id(weights[name]) in met or ".experts." in name]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.base.registry import Registry
+from collections.abc import Callable
 
-EXECUTORS = Registry("executor")
+from penstock.base.registry import Registry
+from penstock.core.protocols import Executor
+
+EXECUTORS: Registry[Callable[..., Executor], None] = Registry("executor")
 EXECUTORS.add("inproc", "penstock.executor.inproc:InprocExecutor")

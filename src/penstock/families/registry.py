@@ -24,7 +24,7 @@ from penstock.formats.json_file import read_json_object
 from penstock.formats.rwkv_cpp import is_rwkv_cpp
 from penstock.formats.ternary import is_ternary
 
-FAMILIES = Registry("model family")
+FAMILIES: Registry[Callable[[], ModelFamily], None] = Registry("model family")
 """`model_type` of config.json -> ModelFamily."""
 ARCHITECTURES: dict[str, str] = {}
 """Entry of `architectures` in config.json -> name in FAMILIES."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.backends.backend import Backend, PackedStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
@@ -18,20 +19,16 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import virtual_slabs
+from penstock.launch.backend import backend_of
 from penstock.launch.drafts import LoadedDraft, draft_models
-from penstock.launch.native import PackedWeights, native_forward
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of, watch_rows
 from penstock.launch.speculation import DraftMeans, make_controller, make_drafter, make_verifier
-from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
-from penstock.model.program import Program
+from penstock.model.forward import Forward
 from penstock.model.weights import embedding_rows, fingerprint
-from penstock.ops import OP_TABLES
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
-from penstock.runner.forward import Forward
+from penstock.runner.assemble import Model, make_sampler
 from penstock.runner.lazy import LazyStorage
-from penstock.runner.native_sampler import NativeSampler
 from penstock.runner.runner import Runner
 from penstock.runner.storage import Storage
 from penstock.sched.policy import make_policy
@@ -57,7 +54,8 @@ def assemble(
     timer: StepTimer | None = None,
     seconds_budget: bool = True,
     grammars: GrammarCache | None = None,
-    packed: PackedWeights | None = None,
+    packed: PackedStore | None = None,
+    backend: Backend | None = None,
     drafter: Drafter | None = None,
     drafts: DraftController | None = None,
     guessers: Sequence[LoadedDraft] = (),
@@ -75,13 +73,21 @@ def assemble(
     `wire` sends every message through its encoded form, `ask` says what of the machine's memory is free.
     """
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
-    program = program_of(config, spec, weights, plan)
-    forward = native_forward(config, program, plan, packed) if config.execution.ops == "native" else program
+    backend = backend or backend_of(config)
+    model = model_of(config, spec, weights, plan)
+    matrices = None if packed is None else packed.matrices
+    forward = model.on(
+        backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
+        rank_groups=plan.groups, matrices=matrices,
+    )  # fmt: skip
+    if packed is not None:
+        packed.keep(backend.matrices(forward))
     return connect(
         config,
         plan,
         forward,
         spec.vocab_size,
+        backend=backend,
         clock=clock,
         check_invariants=check_invariants,
         poison=poison,
@@ -92,11 +98,13 @@ def assemble(
         drafter=drafter,
         drafts=drafts,
         means=DraftMeans(
-            models=draft_models(config, plan, guessers, forward),
+            models=draft_models(config, plan, guessers, backend),
             target=Target(
                 spec=spec,
                 forward=forward,
-                part=partial(part_of, program, forward, plan),
+                part=lambda layers: model.part(
+                    backend, forward, layers, max_tokens=plan.max_num_seqs, rank_groups=plan.groups
+                ),
                 embeddings=partial(embedding_rows, weights["embed"]),
                 fingerprint=partial(fingerprint, weights),
             ),
@@ -107,29 +115,13 @@ def assemble(
     )
 
 
-def program_of(
+def model_of(
     config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
-) -> Program:
-    """The model as a program. `ops="auto"` is the reference here: `launch.native` decides before."""
-    ops = config.execution.ops
-    return build(
-        spec,
-        dict(weights),
-        plan.own_groups,
-        max_model_len=plan.max_model_len,
-        attention=config.execution.attention_backend,
-        rotation=config.cache.kv_rotation,
-        ops=OP_TABLES.get("ref" if ops == "auto" else ops),
-        reading=reading_of(keeping_of(config)),
-    )
-
-
-def part_of(program: Program, forward: Forward, plan: Plan, layers: Collection[int]) -> Forward:
-    """The model without all layers but these, over the same weights, which are not held twice."""
-    part = program.part(layers)
-    if isinstance(forward, NativeForward):
-        return forward.part(part, plan.groups, max_tokens=plan.max_num_seqs)
-    return part
+) -> Model:
+    return Model(
+        spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
+        rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config)),
+    )  # fmt: skip
 
 
 def connect(
@@ -138,6 +130,7 @@ def connect(
     forward: Forward,
     vocab_size: int,
     *,
+    backend: Backend | None = None,
     clock: Clock | None = None,
     check_invariants: bool = False,
     poison: bool = False,
@@ -174,7 +167,7 @@ def connect(
         poison=poison,
         storage=LazyStorage if virtual else Storage,
         grammars=grammars,
-        sampler=NativeSampler(forward.pool, vocab_size, grammars) if isinstance(forward, NativeForward) else None,
+        sampler=None if backend is None else make_sampler(backend, vocab_size, grammars),
         keeping=keeping,
         num_own_groups=num_own,
     )

@@ -9,6 +9,7 @@ from functools import cache, partial
 
 import msgspec
 
+from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import InputError
 from penstock.config import EngineConfig
@@ -25,14 +26,13 @@ from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import assemble
+from penstock.launch.backend import backend_of, choose_ops, device_of, packed_weights, traits_of
 from penstock.launch.drafts import check_method, check_tokens, draft_specs, open_drafts
 from penstock.launch.hub import local_path
-from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
 from penstock.launch.selection import keeping_of, kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.weights import load_weights, release_pages
-from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.probe import probe
@@ -94,7 +94,7 @@ def start(
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
     named = [(d.name, d.checkpoint.spec) for d in guessers]
-    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config))
+    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config), traits_of(config))
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
@@ -113,7 +113,8 @@ def start(
         if serving and config.cache.warm_grammars:
             with suppress(InputError):  # tokens that are not bytes; the validator refuses
                 grammars.compiler()
-    packed = packed_weights(config, checkpoint, plan)
+    backend = backend_of(config)
+    packed = packed_weights(config, checkpoint, plan, backend)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
     loaded = [guesser.load(draft.dtype) for guesser, draft in zip(guessers, plan.drafts, strict=True)]
@@ -131,6 +132,7 @@ def start(
         seconds_budget=serving,
         grammars=grammars,
         packed=packed,
+        backend=backend,
         guessers=loaded,
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
@@ -175,7 +177,7 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     own = read_spec(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config))
+    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config), traits_of(config))
     changed = stretch_decision(own, spec)
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 
@@ -187,7 +189,7 @@ def check_names(config: EngineConfig) -> None:
     KV_MANAGERS.get(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
     if config.execution.ops != "auto":
-        OP_TABLES.get(config.execution.ops)
+        BACKENDS.get(config.execution.ops)
     parse_scheme(config.model.quantization)
     keeping_of(config)
     ATTENTION_BACKENDS.get(config.execution.attention_backend)

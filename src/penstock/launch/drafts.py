@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from penstock.backends.backend import Backend
+from penstock.backends.reference import ReferenceBackend
 from penstock.base.errors import ConfigError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.model_spec import ModelSpec
@@ -17,15 +19,10 @@ from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model, read_spec
 from penstock.launch.hub import local_path
 from penstock.launch.tokenizer import load_tokenizer
-from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
-from penstock.model.native.obstacle import native_obstacle
 from penstock.model.weights import load_weights
-from penstock.ops import OP_TABLES
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.resolve import Plan
-from penstock.quant.reference import parse_scheme
-from penstock.runner.forward import Forward
+from penstock.runner.assemble import Model
 from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -115,29 +112,17 @@ def check_tokens(draft: OpenDraft, spec: ModelSpec, tokenizer: Tokenizer | None)
 
 
 def draft_models(
-    config: EngineConfig, plan: Plan, loaded: Sequence[LoadedDraft], forward: Forward
+    config: EngineConfig, plan: Plan, loaded: Sequence[LoadedDraft], backend: Backend
 ) -> list[DraftModel]:  # fmt: skip
-    """The draft models of `plan.drafts`, with the operations of the model `forward` where they have native ones."""
+    """The draft models of `plan.drafts`, on the model's own backend where that can run them."""
     made: list[DraftModel] = []
     assert len(loaded) == len(plan.drafts), "the plan knows the draft models"
     for (spec, weights), draft in zip(loaded, plan.drafts, strict=True):
         own = tuple(plan.groups[g] for g in draft.groups)
-        native = isinstance(forward, NativeForward) and native_obstacle(spec) is None
-        program = build(
-            spec,
-            dict(weights),
-            own,
-            max_model_len=draft.max_len,
-            attention=config.execution.attention_backend,
-            ops=OP_TABLES.get("native" if native else "ref"),
-        )
-        run: Forward = program
-        if native:
-            assert isinstance(forward, NativeForward)
-            run = NativeForward(
-                program, plan.groups, forward.pool, parse_scheme("none"), max_tokens=plan.max_num_batched_tokens
-            )
-        made.append(DraftModel(draft.name, run, own, draft.max_len, spec.vocab_size))
+        model = Model(spec=spec, weights=weights, groups=own, max_model_len=draft.max_len)
+        place = backend if backend.why_not(config, spec) is None else ReferenceBackend.of(config, 1)
+        forward = model.on(place, max_tokens=plan.max_num_batched_tokens, rank_groups=plan.groups)
+        made.append(DraftModel(draft.name, forward, own, draft.max_len, spec.vocab_size))
     return made
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.backends import BACKENDS
 from penstock.base.registry import Registry
 from penstock.compress import CONTEXT_TRANSFORMS
 from penstock.drafters import DRAFTERS
@@ -12,20 +14,19 @@ from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
-from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 from penstock.select import KV_SELECTORS
 
-REGISTRIES: tuple[Registry, ...] = (
+REGISTRIES: tuple[Registry[Any, Any], ...] = (
     FAMILIES,
     KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,
     POLICIES,
-    OP_TABLES,
+    BACKENDS,
     ATTENTION_BACKENDS,
     LOGITS_PROCESSORS,
     EXECUTORS,

@@ -13,20 +13,15 @@ from penstock.config import EngineConfig, from_kwargs
 from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import cache_spec
 from penstock.families.registry import open_model
+from penstock.launch.backend import choose_ops, measuring_backend, traits_of
 from penstock.launch.hub import local_path
-from penstock.launch.native import choose_ops
 from penstock.launch.tokenizer import load_tokenizer
-from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
+from penstock.model.forward import Forward
 from penstock.model.weights import load_weights
-from penstock.ops.blas import BLAS
-from penstock.ops.native.library import best_library
-from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
-from penstock.quant.reference import NONE
-from penstock.runner.forward import Forward
+from penstock.runner.assemble import Model
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
 
@@ -55,7 +50,7 @@ class PromptReader:
         try:
             checkpoint = open_model(local_path(name))
             config, _ = choose_ops(_config(name, ops), checkpoint.spec)
-            plan = resolve(config, checkpoint.spec, probe())
+            plan = resolve(config, checkpoint.spec, probe(), traits=traits_of(config))
             self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.tokenizer, checkpoint.spec)
             weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype)
         except (ModelError, UnsupportedError, ConfigError) as error:
@@ -73,11 +68,9 @@ class PromptReader:
         self.name = name
         self.vocab_size = spec.vocab_size
         self.window = min(plan.max_model_len, MAX_WINDOW)
-        program = build(spec, dict(weights), groups, max_model_len=self.window, ops=BLAS, attention="ref")
-        self._forward: Forward = program
-        if config.execution.ops == "native":
-            pool = Pool(best_library(), threads)
-            self._forward = NativeForward(program, groups, pool, NONE, max_tokens=_STEP_TOKENS)
+        backend = measuring_backend(config, threads)
+        model = Model(spec=spec, weights=weights, groups=groups, max_model_len=self.window)
+        self._forward: Forward = model.on(backend, max_tokens=_STEP_TOKENS)
         blocks = -(-self.window // _BLOCK)
         self._groups = tuple(
             GroupPlan(len(g.layers), _BLOCK, (np.arange(blocks, dtype=np.int32)[None],)) for g in groups

@@ -1,4 +1,4 @@
-"""The calls of one attention half."""
+"""The operations of one attention half."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     for name in ("q", "k", "v") if turned else ():
         b.emit("hadamard", (name,), name)
     reads = b.reading.pages if b.reading.pages is not None and b.layer >= b.reading.pages.dense_layers else None
-    bounded = {} if reads is None else {"bounds": BOUNDS}
+    bounded: dict[str, Any] = {} if reads is None else {"bounds": BOUNDS}
     if kept is None:
         b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")), **bounded)
     else:
@@ -53,7 +53,7 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v",
         scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
-        slopes=slopes, sinks=b.vector(p + "sinks"), **more,
+        slopes=slopes, sinks=b.vector(p + "sinks"), width=m.num_heads * m.head_dim, **more,
     )  # fmt: skip
     if turned:
         b.emit("hadamard", ("a",), "a")
@@ -96,7 +96,7 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.emit("latent_query", ("q",), "q", bound=(kv_b[:, : m.nope_dim],))
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("latent", "k_rope"), value="latent",
-        scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale,
+        scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale, width=m.num_heads * m.kv_rank,
     )  # fmt: skip
     b.emit("latent_output", ("a",), "a", bound=(kv_b[:, m.nope_dim :],))
     b.emit("flat", ("a",), "a")

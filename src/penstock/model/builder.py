@@ -1,4 +1,4 @@
-"""ModelSpec -> Program: the only place that knows how the parts of a decoder follow each other."""
+"""ModelSpec -> Graph: the only place that knows how the parts of a decoder follow each other."""
 
 from __future__ import annotations
 
@@ -21,27 +21,23 @@ from penstock.core.model_spec import (
     Rwkv7,
     weight_shapes,
 )
-from penstock.core.protocols import AttentionBackend
 from penstock.model.attention import attention, latent
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
+from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mamba import mamba, mamba2
 from penstock.model.places import places_of
-from penstock.model.program import NO_LAYER, Program
 from penstock.model.recurrent import recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
-from penstock.ops.ref import REF
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
-from penstock.ops.table import OpTable
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 
 def build(
-    spec: ModelSpec, weights: Weights, groups: tuple[CacheGroup, ...], *, max_model_len: int, ops: OpTable = REF,
-    attention: str = "ref", rotation: str = "none", reading: Reading = PLAIN,
-) -> Program:  # fmt: skip
-    """Bind the ops of `spec` to its weights.
+    spec: ModelSpec, weights: Weights, groups: tuple[CacheGroup, ...], *, max_model_len: int, rotation: str = "none",
+    reading: Reading = PLAIN,
+) -> Graph:  # fmt: skip
+    """The operations of `spec`, with its weights.
 
     `weights` maps every name of `core.model_spec.weight_shapes` to float32, float16 or bfloat16 bits (uint16); matrices
     are kept as they are (no copy), vectors are widened. `groups` says where each layer caches: in one of them, or with
@@ -49,22 +45,22 @@ def build(
     positions. `rotation`: "hadamard" turns the heads of softmax attention before they are cached. `reading`: how
     attention uses the cache, if a KV selector wants it otherwise.
 
-    Raises: ModelError for weights that are missing, unknown or of wrong shape or type; ConfigError for an unknown
-    attention backend.
+    Raises: ModelError for weights that are missing, unknown or of wrong shape or type.
     """
     _check_weights(spec, weights)
-    backend: AttentionBackend = ATTENTION_BACKENDS.get(attention)
     places, kept = places_of(spec, groups)
-    b = Emitter(spec, weights, ops, backend, max_model_len, kept, rotation, reading)
+    b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
     _embedding(b)
+    residuals = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
         _layer(b, f"layers.{n}.", layer, places.get(n))
+        residuals.append(b.values["x"])
     b.layer = NO_LAYER
     _last(b)
-    num_body = len(b.code)
+    head, hidden = len(b.nodes), b.values["x"]
     _head(b)
-    return Program(b.code, vocab_size=spec.vocab_size, max_model_len=max_model_len, num_head=len(b.code) - num_body)
+    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(residuals), spec.vocab_size, max_model_len)
 
 
 def _check_weights(spec: ModelSpec, weights: Weights) -> None:

@@ -1,4 +1,4 @@
-"""Appends bound calls to a program: what the files of one layer part share."""
+"""Appends operations to a graph: what the files of one layer part share."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
-from penstock.core.protocols import AttentionBackend
 from penstock.core.selection import PageReads
-from penstock.model.program import NO_LAYER, Call
+from penstock.model.graph import NO_LAYER, STEP_INPUTS, Node, Value, result_of, view_of
 from penstock.ops.kept import Kept
 from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
-from penstock.ops.table import Op, OpTable
 
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -46,39 +44,48 @@ class Place(NamedTuple):
 
 
 class Emitter:
-    """`code` grows by one `Call` per `emit`."""
+    """`nodes` grow by one per `emit`; `values` are the registers' contents so far, by name."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, ops: OpTable, backend: AttentionBackend, max_model_len: int,
-        kept: Mapping[int, Kept] | None = None, rotation: str = "none", reading: Reading = PLAIN,
+        self, spec: ModelSpec, weights: Weights, max_model_len: int, kept: Mapping[int, Kept] | None = None,
+        rotation: str = "none", reading: Reading = PLAIN,
     ) -> None:  # fmt: skip
         """`kept`: where layers keep their newest tokens, if not with the others. `rotation`: how heads are turned
         before they are cached, none or hadamard."""
         self.reading = reading
-        self.code: list[Call] = []
+        self.nodes: list[Node] = []
+        self.values: dict[str, Value] = {}
         self.spec = spec
         self.weights = weights
         self.max_model_len = max_model_len
         self.layer = NO_LAYER
         """What is emitted belongs to this layer."""
         self.kept, self.rotation = kept or {}, rotation
-        self._ops = ops
-        self._backend = backend
-        self._angles: dict[Rope, str] = {}
-
-    def op(self, name: str) -> Op:
-        return self._backend.attend if name == "attention" else self._ops[name]
+        self._angles: dict[Rope, Value] = {}
 
     def emit(
-        self, op: str, inputs: tuple[str, ...], output: str, *weights: str, bound: tuple[Any, ...] = (), **named: Any
-    ) -> None:
-        """One call; `weights` are names, bound before `bound`."""
-        arrays = tuple(self.weight(name) for name in weights)
+        self, op: str, inputs: tuple[str, ...], output: str, *weights: str, bound: tuple[Any, ...] = (),
+        width: int | None = None, **named: Any,
+    ) -> None:  # fmt: skip
+        """One operation on registers; `weights` are names, bound before `bound`. `width`: see `graph.result_of`."""
+        view = view_of(op, self.values[inputs[0]], bound, output) if inputs[0] in self.values else None
+        if view is None:
+            arrays = tuple(self.weight(name) for name in weights)
+            takes = next(((name, i) for i, name in enumerate(inputs) if name in STEP_INPUTS), None)
+            values = [self.values[name] for name in inputs if name not in STEP_INPUTS]
+            node = Node(
+                op, values, (*arrays, *bound), named, weights, takes, self._label(weights, bound, named), self.layer
+            )
+            node.out = view = result_of(node, output, width)
+            self.nodes.append(node)
+        if view is not None:
+            self.values[output] = view
+
+    def _label(self, weights: tuple[str, ...], bound: tuple[Any, ...], named: dict[str, Any]) -> str:
         label = [f"{name} {list(self.weights[name].shape)}" for name in weights]
         label += [str(value) for value in bound if value is None or isinstance(value, str | int | float | tuple)]
         label += [f"{key}={value}" for key, value in named.items() if not isinstance(value, np.ndarray)]
-        bound = (*arrays, *bound)
-        self.code.append(Call(op, self.op(op), inputs, output, bound, named, ", ".join(label), weights, self.layer))
+        return ", ".join(label)
 
     def weight(self, name: str) -> npt.NDArray[Any]:
         """Matrices stay in their own format, because the op widens them as it goes; vectors are small."""
@@ -110,15 +117,13 @@ class Emitter:
         if factor != 1.0:
             self.emit("scale", (x,), x, bound=(factor,))
 
-    def angles(self, rope: Rope) -> str:
-        """The register with this rope's angles. Layers of equal rope share it: it is worked out once per step."""
+    def rope(self, x: str, rope: Rope, first: int = 0) -> None:
+        """Layers of equal rope share its angles: they are worked out once per step."""
         if rope not in self._angles:
             name = f"angles{len(self._angles)}"
-            self._angles[rope] = name
             layer, self.layer = self.layer, NO_LAYER
             self.emit("rope_angles", ("positions",), name, bound=(rope_table(rope, self.max_model_len),))
             self.layer = layer
-        return self._angles[rope]
-
-    def rope(self, x: str, rope: Rope, first: int = 0) -> None:
-        self.emit("rope", (x, self.angles(rope)), x, bound=(rope.interleaved, first))
+            self._angles[rope] = self.values[name]
+        self.values["angles"] = self._angles[rope]
+        self.emit("rope", (x, "angles"), x, bound=(rope.interleaved, first))

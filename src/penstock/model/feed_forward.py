@@ -1,6 +1,8 @@
-"""The calls of one feed-forward half."""
+"""The operations of one feed-forward half."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from penstock.core.model_spec import Experts, FeedForward
 from penstock.model.emitter import Emitter
@@ -24,7 +26,7 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
     correction = b.vector(p + "router_correction")
     b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, correction))
     weights = [_expert(b, f"{p}experts.{i}.", f.expert) for i in range(f.num_experts)]
-    named = {"linear": b.op("linear"), "activation": f.expert.activation, "limit": f.expert.limit}
+    named: dict[str, Any] = {"activation": f.expert.activation, "limit": f.expert.limit}
     b.emit("experts", (x, "routes"), y, bound=(weights,), scale_input=f.router.scale_input, **named)
     if f.shared is not None:
         feed_forward(b, p + "shared.", f.shared, x, "shared")

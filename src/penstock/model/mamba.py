@@ -1,4 +1,4 @@
-"""The calls of Mamba and Mamba-2."""
+"""The operations of Mamba and Mamba-2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of mixers that keep a state instead of a cache."""
+"""The operations of mixers that keep a state instead of a cache."""
 
 from __future__ import annotations
 

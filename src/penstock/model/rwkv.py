@@ -1,4 +1,4 @@
-"""The calls of RWKV's time mixing and channel mixing."""
+"""The operations of RWKV's time mixing and channel mixing."""
 
 from __future__ import annotations
 

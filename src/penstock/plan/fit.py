@@ -8,6 +8,7 @@ from dataclasses import replace
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
+from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import NamedSpec
@@ -26,13 +27,13 @@ class Fit:
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = (),
-        keeping: Keeping | None = None,
+        keeping: Keeping | None = None, traits: BackendTraits = REFERENCE,
     ) -> None:  # fmt: skip
         self._config = asking_for_all(config)
         self._spec = spec
         self._machine = machine
         self._drafts = tuple(drafts)
-        self._keeping = keeping
+        self._keeping, self._traits = keeping, traits
         self.base = self.resolved(1, 1)
 
     def resolved(self, num_seqs: int | None, context: int) -> Plan:
@@ -42,7 +43,7 @@ class Fit:
             model=replace(self._config.model, max_model_len=context),
             scheduler=replace(self._config.scheduler, max_num_seqs=num_seqs),
         )
-        return resolve(config, self._spec, self._machine, self._drafts, self._keeping)
+        return resolve(config, self._spec, self._machine, self._drafts, self._keeping, self._traits)
 
     def kv_bytes(self, num_seqs: int, context: int) -> int:
         """Blocks and states of so many full-length sequences."""

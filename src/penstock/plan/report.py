@@ -12,6 +12,7 @@ import msgspec
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
+from penstock.core.backend import BackendTraits
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
@@ -120,14 +121,15 @@ def report(
         config = asking_for_all(config)
         why = "nobody else uses an accelerator's memory; on a CPU, which others use too, the default is less"
         extra = (*extra, Decision("gpu_memory_utilization", config.cache.gpu_memory_utilization, why))
+    traits = BackendTraits(widens=device.widens_halves)
     refusal: CapacityError | None = None
     plan = fit = None
     try:
-        plan = resolve(config, spec, machine, drafts, keeping)
+        plan = resolve(config, spec, machine, drafts, keeping, traits)
     except CapacityError as error:
         refusal = error
     with suppress(CapacityError):
-        fit = Fit(config, spec, machine, drafts, keeping)
+        fit = Fit(config, spec, machine, drafts, keeping, traits)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
     groups = known.groups if known else cache_groups(spec, kv_dtype)

@@ -10,6 +10,7 @@ import msgspec
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
+from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, without_windows
 from penstock.core.events import Decision
 from penstock.core.kv_format import parse_kv_format
@@ -70,11 +71,12 @@ def resolve(
     machine: Machine,
     drafts: Sequence[NamedSpec] = (),
     keeping: Keeping | None = None,
+    traits: BackendTraits = REFERENCE,
 ) -> Plan:
     """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
 
     `drafts`: models that guess for it; their weights and caches are planned beside its own. `keeping`: the traits of
-    `config`'s kv_selector.
+    `config`'s kv_selector. `traits`: those of the backend that runs it.
 
     Raises ConfigError for settings that contradict the model or each other, CapacityError (a ConfigError) for what
     does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
@@ -82,7 +84,7 @@ def resolve(
     decisions = _Decisions()
     if keeping is not None:
         check_keeping(config, spec, keeping)
-    dtype = _dtype(config, spec, machine, decisions)
+    dtype = _dtype(config, spec, machine, traits, decisions)
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
     check_weights(weight_bytes, dtype, spec, machine)
@@ -90,12 +92,12 @@ def resolve(
     regime = rope_decision(spec, max_model_len)
     if regime is not None:
         decisions.append(regime)
-    max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, decisions)
+    max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, traits, decisions)
 
     groups, planned, why_drafts = plan_drafts(
         drafts,
         groups_of(spec, kv_dtype, keeping),
-        dtypes=[_draft_dtype(config, draft, dtype) for _, draft in drafts],
+        dtypes=[_draft_dtype(config, draft, dtype, traits) for _, draft in drafts],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
     )
@@ -190,10 +192,12 @@ def _host_slabs(
     return sizes.per_group(num_blocks, num_slots, window_blocks)
 
 
-def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _Decisions) -> str:
+def _dtype(
+    config: EngineConfig, spec: ModelSpec, machine: Machine, traits: BackendTraits, decisions: _Decisions
+) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
-    if config.execution.ops == "native":
+    if not traits.widens:
         decisions.add("dtype", spec.dtype, "the checkpoint's own type, which the native kernels read as it is")
         return spec.dtype
     if spec.dtype == "float32":
@@ -215,9 +219,9 @@ def _dtype(config: EngineConfig, spec: ModelSpec, machine: Machine, decisions: _
     return spec.dtype
 
 
-def _draft_dtype(config: EngineConfig, draft: ModelSpec, dtype: str) -> str:
+def _draft_dtype(config: EngineConfig, draft: ModelSpec, dtype: str, traits: BackendTraits) -> str:
     """As the target's was decided: given for both, the checkpoint's own, or widened where the target is."""
-    if config.model.dtype != "auto" or (config.execution.ops != "native" and dtype == "float32"):
+    if config.model.dtype != "auto" or (traits.widens and dtype == "float32"):
         return dtype
     return draft.dtype
 
@@ -249,7 +253,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec, keeping: Keeping | Non
     return given
 
 
-def _limits(config: EngineConfig, max_model_len: int, decisions: _Decisions) -> tuple[int, int]:
+def _limits(config: EngineConfig, max_model_len: int, traits: BackendTraits, decisions: _Decisions) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens), before memory has had its say on the first."""
     seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     need_whole = max_model_len if not config.scheduler.enable_chunked_prefill else 1
@@ -270,7 +274,7 @@ def _limits(config: EngineConfig, max_model_len: int, decisions: _Decisions) -> 
     wanted = {
         DEFAULT_BATCHED_TOKENS: (
             "the default; a larger step reads prompts hardly faster and keeps running answers waiting longer"
-            if config.execution.ops == "native"
+            if not traits.widens
             else "the reference operations run token by token, so a larger step only adds latency"
         ),
         need_whole: f"chunked prefill is off, so one step must hold a sequence of max_model_len {max_model_len}",

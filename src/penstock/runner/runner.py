@@ -17,7 +17,7 @@ from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.runner.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
+from penstock.model.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
 from penstock.runner.guess import Guess
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler

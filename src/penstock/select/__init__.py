@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.base.registry import Registry
-from penstock.core.selection import Drops, Watches
+from penstock.core.selection import Drops, KVSelector, Watches
 
-KV_SELECTORS = Registry("kv_selector")
+if TYPE_CHECKING:
+    from penstock.select.bench import SelectionBench
+
+KV_SELECTORS: Registry[Callable[[SelectionBench], KVSelector], Traits] = Registry("kv_selector")
 KV_SELECTORS.add("streaming", "penstock.select.streaming:make")
 KV_SELECTORS.add("window", "penstock.select.window:make")
 KV_SELECTORS.add("random", "penstock.select.chance:make")

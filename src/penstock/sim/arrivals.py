@@ -11,7 +11,7 @@ import numpy as np
 from penstock.base.errors import ConfigError, InputError
 from penstock.base.registry import Registry
 
-ARRIVALS = Registry("arrival process")
+ARRIVALS: Registry[type[ArrivalProcess], None] = Registry("arrival process")
 ARRIVALS.add("poisson", "penstock.sim.arrivals:Poisson")
 ARRIVALS.add("gamma", "penstock.sim.arrivals:Gamma")
 ARRIVALS.add("constant", "penstock.sim.arrivals:Constant")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,7 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.registry import Registry
 from penstock.eval.tasks.base import Options, Task
 
-TASKS = Registry("task")
+TASKS: Registry[Callable[..., Task], None] = Registry("task")
 TASKS.add("perplexity", "penstock.eval.tasks.perplexity:make")
 TASKS.add("cloze", "penstock.eval.tasks.cloze:make")
 TASKS.add("needle", "penstock.eval.tasks.needle:make")

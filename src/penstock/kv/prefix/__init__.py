@@ -8,9 +8,14 @@ Laws, held by every implementation and tested in `tests/conformance/test_prefix_
 - Entries stay valid while they are held, whatever else is inserted, split or evicted.
 """
 
-from penstock.base.registry import Registry
+from __future__ import annotations
 
-PREFIX_CACHES = Registry("prefix cache")
+from collections.abc import Callable
+
+from penstock.base.registry import Registry
+from penstock.core.protocols import EvictionPolicy, PrefixCache
+
+PREFIX_CACHES: Registry[Callable[[int, EvictionPolicy | None], PrefixCache], None] = Registry("prefix cache")
 PREFIX_CACHES.add("radix", "penstock.kv.prefix.radix:RadixCache")
 PREFIX_CACHES.add("hash", "penstock.kv.prefix.hash_chain:HashChain")
 PREFIX_CACHES.add("none", "penstock.kv.prefix.none:NoCache")

@@ -9,9 +9,12 @@ and a line at the right place here. The conformance suite then runs it.
 
 from __future__ import annotations
 
-from penstock.base.registry import Registry
+from collections.abc import Callable
 
-LOGITS_PROCESSORS = Registry("logits processor")
+from penstock.base.registry import Registry
+from penstock.core.protocols import LogitsProcessor
+
+LOGITS_PROCESSORS: Registry[Callable[..., LogitsProcessor], None] = Registry("logits processor")
 
 _IN_ORDER = (
     ("allowed_ids", "penstock.runner.logits.allowed_ids:AllowedIds"),

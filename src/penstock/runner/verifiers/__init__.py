@@ -6,9 +6,17 @@ is never the default.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from penstock.base.registry import Registry
 
-VERIFIERS = Registry("verifier")
+if TYPE_CHECKING:
+    from penstock.config import SpeculativeConfig
+    from penstock.runner.sampler import Sampler
+    from penstock.runner.verify import Verifying
+
+VERIFIERS: Registry[Callable[[Sampler, SpeculativeConfig], Verifying], str] = Registry("verifier")
 VERIFIERS.add("match", "penstock.runner.verifiers.match:make")
 VERIFIERS.add("speculative-sampling", "penstock.runner.verifiers.rejection:make")
 VERIFIERS.add("multi-step", "penstock.runner.verifiers.multi_step:make")

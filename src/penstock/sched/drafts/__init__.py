@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.base.registry import Registry
+from collections.abc import Callable
 
-DRAFT_CONTROLLERS = Registry("draft controller")
+from penstock.base.registry import Registry
+from penstock.core.protocols import DraftController
+
+DRAFT_CONTROLLERS: Registry[Callable[..., DraftController], None] = Registry("draft controller")
 DRAFT_CONTROLLERS.add("fixed", "penstock.sched.drafts.fixed:FixedDrafts")
 DRAFT_CONTROLLERS.add("adaptive", "penstock.sched.drafts.adaptive:AdaptiveDrafts")

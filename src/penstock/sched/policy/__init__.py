@@ -5,6 +5,7 @@ A name may carry knobs, the arguments of the policy's constructor: `dynamic:time
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.registry import Registry
 from penstock.core.protocols import SchedulingPolicy
 
-POLICIES = Registry("scheduling_policy")
+POLICIES: Registry[Callable[..., SchedulingPolicy], None] = Registry("scheduling_policy")
 POLICIES.add("cache-aware", "penstock.sched.policy.cache_aware:CacheAware")
 POLICIES.add("dynamic", "penstock.sched.policy.dynamic:Dynamic")
 POLICIES.add("fair", "penstock.sched.policy.fair:Fair")

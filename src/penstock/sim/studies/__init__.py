@@ -1,8 +1,13 @@
 """The studies that the surveys ask for: one command, one page each (`penstock study NAME`)."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 from penstock.base.registry import Registry
 
-STUDIES = Registry("study")
+STUDIES: Registry[Callable[..., Any], None] = Registry("study")
 STUDIES.add("batching", "penstock.sim.studies.batching:run")
 STUDIES.add("chunks", "penstock.sim.studies.chunks:run")
 STUDIES.add("memory", "penstock.sim.studies.memory:run")

@@ -6,6 +6,7 @@ A format has `name`, `about`, `recognises(path, head)` (`head`: the first bytes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from penstock.base.errors import InputError
 from penstock.base.registry import Registry
 
-WORKLOADS = Registry("trace format")
+WORKLOADS: Registry[Callable[[], Any], None] = Registry("trace format")
 WORKLOADS.add("alibaba", "penstock.sim.traces.alibaba:Alibaba")
 WORKLOADS.add("azure2023", "penstock.sim.traces.azure:Azure")
 WORKLOADS.add("mooncake", "penstock.sim.traces.mooncake:Mooncake")

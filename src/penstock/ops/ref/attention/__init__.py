@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock.base.registry import Registry
+from penstock.core.protocols import AttentionBackend
 
-ATTENTION_BACKENDS = Registry("attention")
+ATTENTION_BACKENDS: Registry[AttentionBackend, None] = Registry("attention")
 ATTENTION_BACKENDS.add("ref", "penstock.ops.ref.attention.full:FULL")
 ATTENTION_BACKENDS.add("ref-online", "penstock.ops.ref.attention.online:ONLINE")

@@ -1,4 +1,4 @@
-"""Nodes that one native operation can do become one.
+"""Nodes that one operation can do become one. Passes know no backend: each names those that it wants.
 
 A fused `linear` keeps in `more`: `parts`, the (weight names, weight, bias) it is stacked of; `pair`, whether they are
 gate and up; `activation` and `limit`, what follows the product; `residual` (a Value) and `factor`: out = residual +
@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from penstock.model.native.trace import Node, Trace, Value
-from penstock.ops.native.abi import SELECTED
+from penstock.model.graph import SELECTED, Graph, Node, Value
 
 
 class Part(NamedTuple):
@@ -27,22 +26,22 @@ PASSES = ("selection", "gates", "activations", "siblings", "residuals", "norms")
 """Each does without the others; they run in this order."""
 
 
-def fuse(trace: Trace, passes: Collection[str] = PASSES) -> None:
-    """Mutates: `trace`. The order of what is left stays. `passes`: fewer of them to see what one is worth."""
+def fuse(graph: Graph, passes: Collection[str] = PASSES) -> None:
+    """Mutates: `graph`. The order of what is left stays. `passes`: fewer of them to see what one is worth."""
     assert set(passes) <= set(PASSES), f"passes are {PASSES}"
-    for node in trace.nodes:
+    for node in graph.nodes:
         if node.op == "linear":
             bias = node.bound[1] if len(node.bound) > 1 else None
             node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
     for name, run in zip(PASSES, (_selection, _gates, _activations, _siblings, _residuals, _norms), strict=True):
         if name in passes:
-            run(trace)
+            run(graph)
 
 
-def readers(trace: Trace) -> Counter[int]:
+def readers(graph: Graph) -> Counter[int]:
     """How many inputs of nodes are (views of) what each node, by its id, made. What leaves the program counts too."""
-    counts = Counter(id(v.maker) for node in trace.nodes for v in inputs_of(node) if v.maker is not None)
-    counts.update(id(v.maker) for v in (trace.hidden, trace.logits))
+    counts = Counter(id(v.maker) for node in graph.nodes for v in inputs_of(node) if v.maker is not None)
+    counts.update(id(v.maker) for v in (graph.hidden, graph.logits))
     return counts
 
 
@@ -51,17 +50,17 @@ def inputs_of(node: Node) -> list[Value]:
     return node.inputs if residual is None else [*node.inputs, residual]
 
 
-def _remove(trace: Trace, gone: list[Node]) -> None:
+def _remove(graph: Graph, gone: list[Node]) -> None:
     ids = {id(node) for node in gone}
-    trace.head -= sum(id(node) in ids for node in trace.nodes[: trace.head])
-    trace.nodes = [node for node in trace.nodes if id(node) not in ids]
+    graph.head -= sum(id(node) in ids for node in graph.nodes[: graph.head])
+    graph.nodes = [node for node in graph.nodes if id(node) not in ids]
 
 
-def _rebind(trace: Trace, old: Node, new: Node, offset: int = 0) -> None:
+def _rebind(graph: Graph, old: Node, new: Node, offset: int = 0) -> None:
     """Every view of what `old` made is one of what `new` makes, `offset` columns further."""
     seen: set[int] = set()
-    values = [v for node in trace.nodes for v in (*inputs_of(node), node.out) if v is not None]
-    for v in [*values, trace.hidden, trace.logits]:
+    values = [v for node in graph.nodes for v in (*inputs_of(node), node.out) if v is not None]
+    for v in [*values, graph.hidden, graph.logits]:
         if v.maker is old and id(v) not in seen:
             seen.add(id(v))
             v.maker, v.start = new, v.start + offset
@@ -82,35 +81,35 @@ BY_ROWS = {
 some rows; rotations and scales of queries look up where a token stands."""
 
 
-def _selection(trace: Trace) -> None:
+def _selection(graph: Graph) -> None:
     """What leads to selected rows and to nothing else is done for those rows: in the last layer all that comes behind
     its keys and values. Of a prompt's tokens one is selected as a rule, of a chunk that more follows none."""
-    select = next(node for node in trace.nodes if node.op == "select")
+    select = next(node for node in graph.nodes if node.op == "select")
     only = {id(select)}
     read_by: dict[int, list[int]] = {}
-    for node in trace.nodes:
+    for node in graph.nodes:
         for v in inputs_of(node):
             # Queries are read at all tokens: what makes them leads to more than selected rows.
             read_by.setdefault(id(v.maker), []).append(0 if node.op == "attention" else id(node))
-    for node in reversed(trace.nodes[: trace.nodes.index(select)]):
+    for node in reversed(graph.nodes[: graph.nodes.index(select)]):
         if node.op in BY_ROWS and id(node) in read_by and only.issuperset(read_by[id(node)]):
             only.add(id(node))
     if id(select.inputs[0].maker) not in only:
         return
     nodes: list[Node] = []
-    for node in trace.nodes:
+    for node in graph.nodes:
         if id(node) in only and node is not select:
             assert node.out is not None
             node.out.rows = SELECTED
             if node.op != "attention":
                 node.inputs = [_selected(v, only, nodes) for v in node.inputs]
         nodes.append(node)
-    trace.head += len(nodes) - len(trace.nodes)
-    trace.nodes = nodes
+    graph.head += len(nodes) - len(graph.nodes)
+    graph.nodes = nodes
     last = select.inputs[0]
     assert last.maker is not None
-    _rebind(trace, select, last.maker, last.start)
-    _remove(trace, [select])
+    _rebind(graph, select, last.maker, last.start)
+    _remove(graph, [select])
 
 
 def _selected(value: Value, only: Collection[int], nodes: list[Node]) -> Value:
@@ -133,10 +132,10 @@ def _selected(value: Value, only: Collection[int], nodes: list[Node]) -> Value:
     return Value(found, value.width, SELECTED, 0, value.heads)
 
 
-def _gates(trace: Trace) -> None:
+def _gates(graph: Graph) -> None:
     """act(gate) * up of one input: both products at once, so that a tile has what it needs."""
-    counts = readers(trace)
-    for node in trace.nodes:
+    counts = readers(graph)
+    for node in graph.nodes:
         if node.op != "activate_gated":
             continue
         gate, up = node.inputs
@@ -153,30 +152,30 @@ def _gates(trace: Trace) -> None:
             "parts": [*first.more["parts"], *second.more["parts"]], "pair": True, "factor": 1.0,
             "activation": activation, "limit": limit,
         }  # fmt: skip
-        _remove(trace, [first, second])
+        _remove(graph, [first, second])
 
 
 def _alike(a: Node, b: Node) -> bool:
     return bool(a.more["parts"][0].weight.dtype == b.more["parts"][0].weight.dtype)
 
 
-def _activations(trace: Trace) -> None:
-    counts = readers(trace)
-    for node in list(trace.nodes):
+def _activations(graph: Graph) -> None:
+    counts = readers(graph)
+    for node in list(graph.nodes):
         if node.op == "activate" and _is_alone(node.inputs[0], counts, "linear"):
             linear = node.inputs[0].maker
             assert linear is not None
             if linear.more["pair"]:
                 continue
             linear.more["activation"] = node.bound[0]
-            _rebind(trace, node, linear)
+            _rebind(graph, node, linear)
             linear.out = node.out
-            _remove(trace, [node])
+            _remove(graph, [node])
 
 
-def _siblings(trace: Trace) -> None:
+def _siblings(graph: Graph) -> None:
     """Products of one input, as q, k and v, become one with their outputs side by side."""
-    plain = [n for n in trace.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
+    plain = [n for n in graph.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
     families: list[list[Node]] = []
     for node in plain:
         for family in families:
@@ -195,17 +194,17 @@ def _siblings(trace: Trace) -> None:
         for other in others:
             assert other.out is not None
             first.more["parts"] += other.more["parts"]
-            _rebind(trace, other, first, width)
+            _rebind(graph, other, first, width)
             width += other.out.width
         # The node's own value is all of it; those who read the first part keep a view of their own.
         first.out = Value(first, width, first.out.rows)
-        _remove(trace, others)
+        _remove(graph, others)
 
 
-def _residuals(trace: Trace) -> None:
+def _residuals(graph: Graph) -> None:
     """x + f * (y W^T), written over nothing that is still wanted: emit.py decides where."""
-    counts = readers(trace)
-    for node in list(trace.nodes):
+    counts = readers(graph)
+    for node in list(graph.nodes):
         if node.op != "add":
             continue
         for y, x in (node.inputs[::-1], node.inputs):
@@ -220,28 +219,28 @@ def _residuals(trace: Trace) -> None:
             assert linear is not None
             if linear.more.get("residual") is not None or linear.more["pair"] or x.maker is linear:
                 continue
-            if _comes_later(trace, x, linear):
+            if _comes_later(graph, x, linear):
                 # The product waits for what it is added to.
-                trace.nodes.remove(linear)
-                trace.nodes.insert(trace.nodes.index(node), linear)
+                graph.nodes.remove(linear)
+                graph.nodes.insert(graph.nodes.index(node), linear)
             linear.more |= {"residual": x, "factor": factor}
-            _rebind(trace, node, linear)
+            _rebind(graph, node, linear)
             linear.out = node.out
-            _remove(trace, [node] if scaled is None else [node, scaled])
+            _remove(graph, [node] if scaled is None else [node, scaled])
             break
 
 
-def _comes_later(trace: Trace, value: Value, node: Node) -> bool:
-    return value.maker is not None and trace.nodes.index(value.maker) > trace.nodes.index(node)
+def _comes_later(graph: Graph, value: Value, node: Node) -> bool:
+    return value.maker is not None and graph.nodes.index(value.maker) > graph.nodes.index(node)
 
 
-def _norms(trace: Trace) -> None:
+def _norms(graph: Graph) -> None:
     """A norm that one product alone reads is done by it. Not across the border of head and body: hidden states are
     asked for there."""
-    counts = readers(trace)
-    body = trace.nodes[: trace.head]
+    counts = readers(graph)
+    body = graph.nodes[: graph.head]
     gone = []
-    for part in (body, trace.nodes[trace.head :]):
+    for part in (body, graph.nodes[graph.head :]):
         ids = {id(node) for node in part}
         for node in part:
             if node.op != "linear":
@@ -256,12 +255,12 @@ def _norms(trace: Trace) -> None:
             node.more["norm"] = norm
             node.inputs = [norm.inputs[0]]
             gone.append(norm)
-    _remove(trace, gone)
+    _remove(graph, gone)
 
 
-def check_order(trace: Trace) -> None:
+def check_order(graph: Graph) -> None:
     """Every value is made before it is read."""
     made: set[int] = set()
-    for node in trace.nodes:
+    for node in graph.nodes:
         assert all(v.maker is None or id(v.maker) in made for v in inputs_of(node)), f"{node.op} reads what is to come"
         made.add(id(node))

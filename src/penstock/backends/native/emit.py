@@ -10,11 +10,16 @@ import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
-from penstock.model.native.fuse import inputs_of
-from penstock.model.native.trace import Node, NotNativeError, Trace, Value
+from penstock.model.fuse import inputs_of
+from penstock.model.graph import Graph, Node, Value
 from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
 from penstock.ops.native.matrix import DTYPES, Packed
 from penstock.ops.native.program import ChosenPages, Layout, NativeOp, RawKeys
+
+
+class NotNativeError(Exception):
+    """The native kernels have nothing for this part of a model; the message names it."""
+
 
 Home = tuple[int, int]
 """A buffer of the layout, and the column in it where a node's result begins."""
@@ -39,20 +44,20 @@ def matrix_name(node: Node) -> str:
     return " ".join(part.name for part in node.more["parts"])
 
 
-def emit(trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1) -> Emitted:
+def emit(graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1) -> Emitted:
     """`max_tokens`: of a sequence. Raises: NotNativeError for what has no native form."""
-    e = _Emitter(trace, groups, matrices, max_tokens)
+    e = _Emitter(graph, groups, matrices, max_tokens)
     head = 0
-    for i, node in enumerate(trace.nodes):
-        if i == trace.head:
+    for i, node in enumerate(graph.nodes):
+        if i == graph.head:
             head = len(e.ops)
         e.node(i, node)
-    return Emitted(e.ops, e.labels, e.layout, head, e.register(trace.hidden), e.register(trace.logits), e.queries)
+    return Emitted(e.ops, e.labels, e.layout, head, e.register(graph.hidden), e.register(graph.logits), e.queries)
 
 
 class _Emitter:
     def __init__(
-        self, trace: Trace, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int
+        self, graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int
     ) -> None:
         self.ops: list[NativeOp] = []
         self.labels: list[str] = []
@@ -61,8 +66,8 @@ class _Emitter:
         self._groups, self._matrices, self._max_tokens = groups, matrices, max_tokens
         self._homes: dict[int, Home] = {}
         self._free: list[int] = []
-        self._last_read = _last_reads(trace)
-        self._readers = _later_readers(trace)
+        self._last_read = _last_reads(graph)
+        self._readers = _later_readers(graph)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,8 @@ class _Emitter:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def node(self, i: int, node: Node) -> None:
+        if node.op == "rope_angles":
+            return  # the table itself is bound to the rotation
         method = getattr(self, "_" + node.op, None)
         if method is None:
             raise NotNativeError(f"operation {node.op}")
@@ -135,7 +142,7 @@ class _Emitter:
 
     def _embed(self, i: int, node: Node) -> None:
         table = node.bound[0]
-        n = (int(DTYPES[table.dtype]), int(node.source == "positions"))
+        n = (int(DTYPES[table.dtype]), int(node.takes is not None and node.takes[0] == "positions"))
         self._add_op(Kind.EMBED, node.weights[0], (), self._new_home(node), n=n, f=(1.0,), pointers=(table,))
 
     def _select(self, i: int, node: Node) -> None:
@@ -190,7 +197,9 @@ class _Emitter:
         x, angles = node.inputs
         interleaved, first = (*node.bound, 0)[:2]
         # A table for each run of heads is an operation for each: all of them in place, on parts of the same rows.
-        tables = [angles.constant] if angles.constant.ndim == 3 else list(np.moveaxis(angles.constant, 2, 0))
+        assert angles.maker is not None
+        (whole,) = angles.maker.bound
+        tables = [whole] if whole.ndim == 3 else list(np.moveaxis(whole, 2, 0))
         assert x.heads is not None
         if not self._is_dead(i, x):
             raise NotNativeError("a rotation of something that is read unrotated too")
@@ -233,6 +242,8 @@ class _Emitter:
         assert q.heads is not None
         planes = self._groups[group].spec.planes
         names = [p.name for p in planes]
+        if len(named["keys"]) != 1:
+            raise NotNativeError("attention over several planes of keys (latent attention)")
         keys, value = names.index(named["keys"][0]), names.index(named["value"])
         n = (
             group, layer, q.heads, planes[keys].heads, q.width // q.heads, planes[value].dim, keys, value,
@@ -293,29 +304,29 @@ class _Emitter:
         self._elementwise(i, node, Kind.SCALE_QUERIES, f=(float(beta), float(floor), float(shift)))
 
 
-def _last_reads(trace: Trace) -> dict[int, int]:
+def _last_reads(graph: Graph) -> dict[int, int]:
     """Node -> place of the last node that reads its result; what leaves the program is read at the very end.
 
     A result that lies in place keeps its buffer busy by itself: its own readers count for it.
     """
     last: dict[int, int] = {}
-    for i, node in enumerate(trace.nodes):
+    for i, node in enumerate(graph.nodes):
         last[id(node)] = max(i, last.get(id(node), i))
         for v in inputs_of(node):
             if v.maker is not None:
                 last[id(v.maker)] = i
-    for v in (trace.hidden, trace.logits):
-        last[id(v.maker)] = len(trace.nodes)
+    for v in (graph.hidden, graph.logits):
+        last[id(v.maker)] = len(graph.nodes)
     return last
 
 
-def _later_readers(trace: Trace) -> dict[int, list[tuple[int, Value]]]:
+def _later_readers(graph: Graph) -> dict[int, list[tuple[int, Value]]]:
     """Node -> (place, value) of everything that reads its result."""
     out: dict[int, list[tuple[int, Value]]] = {}
-    for i, node in enumerate(trace.nodes):
+    for i, node in enumerate(graph.nodes):
         for v in inputs_of(node):
             if v.maker is not None:
                 out.setdefault(id(v.maker), []).append((i, v))
-    for v in (trace.hidden, trace.logits):
-        out.setdefault(id(v.maker), []).append((len(trace.nodes), v))
+    for v in (graph.hidden, graph.logits):
+        out.setdefault(id(v.maker), []).append((len(graph.nodes), v))
     return out

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backends.native.emit import NotNativeError, emit, matrix_name
 from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import Attention, Experts, ModelSpec, cache_spec, weight_shapes
 from penstock.model.builder import build
-from penstock.model.native.emit import emit, matrix_name
-from penstock.model.native.fuse import fuse
-from penstock.model.native.trace import NotNativeError, trace
+from penstock.model.fuse import fuse
 from penstock.ops.native.matrix import Packed
 
 
@@ -42,7 +41,7 @@ def native_matrices(spec: ModelSpec) -> list[str]:
     element = np.zeros((), np.uint16)
     weights = {name: np.broadcast_to(element, shape) for name, shape in weight_shapes(spec).items()}
     groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
-    traced = trace(build(spec, weights, groups, max_model_len=1), groups)
-    fuse(traced)
-    emit(traced, groups, _NoMatrices())
-    return [matrix_name(node) for node in traced.nodes if node.op == "linear"]
+    graph = build(spec, weights, groups, max_model_len=1)
+    fuse(graph)
+    emit(graph, groups, _NoMatrices())
+    return [matrix_name(node) for node in graph.nodes if node.op == "linear"]

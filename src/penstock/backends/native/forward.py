@@ -7,22 +7,21 @@ from operator import is_
 
 import numpy as np
 
+from penstock.backends.native.emit import Emitted, emit, matrix_name
+from penstock.backends.native.schemes import packing
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
-from penstock.model.native.emit import Emitted, emit, matrix_name
-from penstock.model.native.fuse import PASSES, check_order, fuse
-from penstock.model.native.schemes import packing
-from penstock.model.native.trace import Node, trace
-from penstock.model.program import Program
+from penstock.model.fuse import PASSES, check_order, fuse
+from penstock.model.graph import Graph, Node
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
-from penstock.quant.reference import NONE, Scheme
+from penstock.quant.reference import Scheme
 
 
 class NativeForward:
-    """A `Program`'s calls as one native program. See `runner.forward.PoolingForward`.
+    """A graph as one native program. See `model.forward.PoolingForward`.
 
     The arena has room for `max_tokens` tokens in a step and grows if one brings more; what the planes are is learnt
     from the first step. Results live in the arena: they are read before the next call.
@@ -31,20 +30,20 @@ class NativeForward:
     """
 
     def __init__(
-        self, program: Program, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
+        self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
         matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES,
     ) -> None:  # fmt: skip
         """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`."""
-        self.vocab_size, self.max_model_len = program.vocab_size, program.max_model_len
-        traced = trace(program, groups)
-        fuse(traced, passes)
-        check_order(traced)
-        linears = [node for node in traced.nodes if node.op == "linear"]
+        self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
+        graph = graph.copy()
+        fuse(graph, passes)
+        check_order(graph)
+        linears = [node for node in graph.nodes if node.op == "linear"]
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
             matrices = {matrix_name(node): _pack(node, pool, scheme, isa) for node in linears}
         self.matrices = matrices
-        self._code: Emitted = emit(traced, groups, matrices, max_tokens=self.max_model_len)
+        self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len)
         self._pool = pool
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
@@ -71,7 +70,7 @@ class NativeForward:
         return native.values(self._code.logits, num_logits)
 
     def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | F32:
-        """See `runner.forward.GreedyForward`."""
+        """See `model.forward.GreedyForward`."""
         num_logits = len(plan.logits_indices)
         native = self._ready(len(plan.token_ids), planes)
         native.run(self._memory.args(plan, plan.logits_indices))
@@ -95,11 +94,11 @@ class NativeForward:
         return native.values(self._code.logits, num_logits), hidden
 
     def watch(self, progress: int) -> None:
-        """See `runner.forward.WatchedForward`. What else runs on the same threads is counted too."""
+        """See `model.forward.WatchedForward`. What else runs on the same threads is counted too."""
         self._pool.watch(progress)
 
     def queries(self, num_tokens: int) -> list[F32]:
-        """See `runner.forward.ObservedForward`: views, until the next run."""
+        """See `model.forward.ObservedForward`: views, until the next run."""
         assert self._native is not None, "nothing has run"
         found = [(self._native.values(register, num_tokens), heads) for register, heads in self._code.queries]
         return [q.reshape(num_tokens, heads, -1) for q, heads in found]
@@ -113,10 +112,6 @@ class NativeForward:
         plan = StepPlan(rows, rows, np.array([0, count], np.int32), np.array([count], np.int32), rows, ())
         native.run(self._memory.args(plan, rows), self._code.head, self._end)
         return native.values(self._code.logits, count)
-
-    def part(self, program: Program, groups: Sequence[CacheGroup], *, max_tokens: int) -> NativeForward:
-        """A part of the program that this was made of, over the same packed weights."""
-        return NativeForward(program, groups, self._pool, NONE, max_tokens=max_tokens, matrices=self.matrices)
 
     def profile(self) -> list[tuple[str, int]]:
         """(operation, nanoseconds so far) since the first call of this."""

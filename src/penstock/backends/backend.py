@@ -1,0 +1,87 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.config import EngineConfig
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import ModelSpec
+from penstock.model.forward import Forward
+from penstock.model.graph import Graph
+from penstock.plan.devices import Device
+
+
+class PackedStore(Protocol):
+    """The weights of one model as a backend holds them, kept on disk from the first start to the next.
+
+    `matrices`: what an earlier start has left; None if there is nothing, or nothing sound.
+    """
+
+    matrices: Mapping[str, Any] | None
+
+    def names(self) -> frozenset[str]:
+        """The weights that are in it, and need not be loaded."""
+        ...
+
+    def keep(self, matrices: Mapping[str, Any]) -> None:
+        """For the next start; a warning in the log if the disk does not take it."""
+        ...
+
+
+class Backend(Protocol):
+    """Made once for a rank: its models share what it holds (threads, compiled code).
+
+    `label`: who computes, for people. `draws`: what makes its sampler (`runner.assemble.make_sampler`); None: the
+    reference's.
+    """
+
+    name: str
+    label: str
+    draws: Any
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_cores: int) -> Backend:
+        """As the settings say. `why_not` has said None."""
+        ...
+
+    @classmethod
+    def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
+        """What keeps it from running this model with these settings, as an end of a sentence; None: nothing does."""
+        ...
+
+    @classmethod
+    def why(cls) -> str:
+        """What speaks for it where it can run."""
+        ...
+
+    @classmethod
+    def device(cls, config: EngineConfig, num_cores: int) -> Device:
+        """What it runs on, for predictions."""
+        ...
+
+    def compile(
+        self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
+        matrices: Mapping[str, Any] | None = None, like: Forward | None = None,
+    ) -> Forward:  # fmt: skip
+        """A graph as something to run, for steps of `max_tokens` tokens.
+
+        `matrices`: of a PackedStore. `like`: a model that this backend made and that has all of the graph's weights,
+        which are not held twice.
+        """
+        ...
+
+    def matrices(self, forward: Forward) -> Mapping[str, Any]:
+        """What a PackedStore keeps of a model that this backend made."""
+        ...
+
+    def store(
+        self, files: Sequence[Path], spec: ModelSpec, *, dtype: str, quantization: str, num_bytes: int
+    ) -> PackedStore | None:
+        """Where weights of these files are kept as it holds them; None where making them anew is quicker.
+
+        `num_bytes`: of all weights.
+        """
+        ...

@@ -1,0 +1,93 @@
+"""The native kernels as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.backends.native.forward import NativeForward
+from penstock.backends.native.obstacle import native_obstacle
+from penstock.backends.native.packed import PackedWeights, weights_key
+from penstock.config import EngineConfig
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import ModelSpec
+from penstock.model.forward import Forward
+from penstock.model.graph import Graph
+from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import Packed
+from penstock.ops.native.packed_file import PackedStore
+from penstock.ops.native.program import Pool
+from penstock.plan.devices import Device
+from penstock.plan.native_device import native_device
+from penstock.quant.reference import parse_scheme
+
+SMALL_BYTES = 64 << 20
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
+"""kv_cache_dtype that native kernels read and write."""
+NOT_BUILT = "no native kernels were built: install Penstock again where a C++17 compiler is found"
+
+
+class NativeBackend:
+    """See `backends.backend.Backend`. Its models, and the sampler, run on one pool of threads."""
+
+    name = "native"
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = self.draws = pool
+        self.label = f"native kernels on {pool.num_threads} threads"
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_cores: int) -> NativeBackend:
+        return cls(Pool(_library(), config.execution.threads or num_cores))
+
+    @classmethod
+    def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
+        if config.execution.attention_backend != "ref":
+            return f"attention_backend is {config.execution.attention_backend}, and native programs have their own"
+        if best_library() is None:
+            return NOT_BUILT
+        if config.cache.kv_rotation != "none":
+            return f"there are no kernels yet for kv_rotation {config.cache.kv_rotation}"
+        if config.cache.kv_cache_dtype not in KV_DTYPES:
+            return f"there are no kernels yet for keys and values as {config.cache.kv_cache_dtype}"
+        obstacle = native_obstacle(spec)
+        return None if obstacle is None else f"there are no kernels yet for {obstacle}"
+
+    @classmethod
+    def why(cls) -> str:
+        return f"kernels for {_library().pst_isa_name().decode()}, the best this processor runs"
+
+    @classmethod
+    def device(cls, config: EngineConfig, num_cores: int) -> Device:
+        return native_device(_library().pst_isa_name().decode(), config.execution.threads or num_cores)
+
+    def compile(
+        self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
+        matrices: Mapping[str, Packed] | None = None, like: Forward | None = None,
+    ) -> NativeForward:  # fmt: skip
+        if like is not None:
+            assert isinstance(like, NativeForward), "made by this backend"
+            matrices = like.matrices
+        return NativeForward(
+            graph, groups, self.pool, parse_scheme(quantization), max_tokens=max_tokens,
+            matrices=None if matrices is None else dict(matrices),
+        )  # fmt: skip
+
+    def matrices(self, forward: Forward) -> Mapping[str, Packed]:
+        assert isinstance(forward, NativeForward), "made by this backend"
+        return forward.matrices
+
+    def store(
+        self, files: Sequence[Path], spec: ModelSpec, *, dtype: str, quantization: str, num_bytes: int
+    ) -> PackedWeights | None:
+        if num_bytes < SMALL_BYTES:
+            return None
+        store, scheme = PackedStore(), parse_scheme(quantization)
+        return PackedWeights(store, weights_key(files, scheme.name, dtype, spec, store.folder))
+
+
+def _library() -> Any:
+    library = best_library()
+    assert library is not None, "why_not has looked"
+    return library

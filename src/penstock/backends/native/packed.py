@@ -1,0 +1,42 @@
+"""The packed weights of one model, kept on disk from the first start to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from penstock.backends.native.obstacle import native_matrices
+from penstock.core.model_spec import ModelSpec
+from penstock.ops.native.content_key import content_key
+from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import Packed
+from penstock.ops.native.packed_file import PackedStore
+
+
+class PackedWeights:
+    """The packed weights of one model, kept on disk from the first start to the next under a `weights_key`."""
+
+    def __init__(self, store: PackedStore, key: str) -> None:
+        self._store, self._key = store, key
+        self.matrices: Mapping[str, Packed] | None = store.load(key)
+        """What an earlier start has left; None if there is nothing, or nothing sound."""
+
+    def names(self) -> frozenset[str]:
+        """The weights that are in it, and need not be loaded. A table is looked up in its own type as well."""
+        return frozenset(n for name in self.matrices or () for n in name.split()) - {"embed", "positions"}
+
+    def keep(self, matrices: Mapping[str, Packed]) -> None:
+        """For the next start; a warning in the log if the disk does not take it."""
+        if self.matrices is None:
+            self._store.save(self._key, matrices)
+
+
+def weights_key(files: Sequence[Path], scheme: str, dtype: str, spec: ModelSpec, folder: Path | None = None) -> str:
+    """What packed weights are kept under: the files they come from and what else decides their bytes.
+
+    Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
+    """
+    library = best_library()
+    assert library is not None, "why_not has looked"
+    identity = f"{dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
+    return content_key(files, scheme, identity, folder=folder)

@@ -1,0 +1,77 @@
+"""Which backend runs a model: the decision, and the backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.backends import BACKENDS, PREFERRED
+from penstock.backends.backend import Backend, PackedStore
+from penstock.base.errors import ConfigError
+from penstock.config import EngineConfig
+from penstock.core.backend import BackendTraits
+from penstock.core.events import Decision
+from penstock.core.model_spec import ModelSpec
+from penstock.families.checkpoint import Checkpoint
+from penstock.plan.devices import Device
+from penstock.plan.probe import probe
+from penstock.plan.resolve import Plan
+
+
+def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tuple[Decision, ...]]:
+    """`ops="auto"` decided, and why.
+
+    Raises: ConfigError if a backend is asked for, by `ops` or by `quantization`, and cannot be had.
+    """
+    given, scheme = config.execution.ops, config.model.quantization
+    tried = PREFERRED if given == "auto" else (given,)
+    problems: list[str] = []
+    for name in tried:
+        problem = BACKENDS.get(name).why_not(config, spec)
+        if problem is None:
+            break
+        problems.append(problem)
+    else:
+        raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use ops auto", field="ops")
+    if scheme != "none" and not BACKENDS.traits(name).quantizes:
+        why = problems[0] if problems else f"ops is {given}"
+        raise ConfigError(f"quantization: {scheme} needs the native kernels, and {why}", field="quantization")
+    if given != "auto":
+        return config, ()
+    execution = replace(config.execution, ops=name)
+    decision = Decision("ops", name, "; ".join([*problems, BACKENDS.get(name).why()]))
+    return replace(config, execution=execution), (decision,)
+
+
+def traits_of(config: EngineConfig) -> BackendTraits:
+    """Of the backend that `ops` names; of the reference where that is still open."""
+    return BACKENDS.traits(_name(config))
+
+
+def device_of(config: EngineConfig, num_cores: int) -> Device:
+    """What the chosen backend runs on, for predictions."""
+    return BACKENDS.get(_name(config)).device(config, num_cores)
+
+
+def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
+    """The same with one product for all rows of a step: who only measures needs no exact batches. `threads`: 0 for as
+    many as the settings say."""
+    name = traits_of(config).in_batches or _name(config)
+    return BACKENDS.get(name).of(config, threads or probe().num_cores)
+
+
+def backend_of(config: EngineConfig) -> Backend:
+    """As `ops` says, with the settings' threads."""
+    return BACKENDS.get(_name(config)).of(config, probe().num_cores)
+
+
+def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> PackedStore | None:
+    """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker."""
+    tensors = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales) if t is not None]
+    return backend.store(
+        sorted({t.path for t in tensors}), checkpoint.spec, dtype=plan.dtype, quantization=config.model.quantization,
+        num_bytes=plan.weight_bytes,
+    )  # fmt: skip
+
+
+def _name(config: EngineConfig) -> str:
+    return "ref" if config.execution.ops == "auto" else config.execution.ops

@@ -1,0 +1,72 @@
+"""The one place that puts a model together: spec, weights and a backend become something that runs steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from penstock.backends.backend import Backend
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.model_spec import ModelSpec
+from penstock.model.builder import build
+from penstock.model.emitter import PLAIN, Reading
+from penstock.model.forward import Forward
+from penstock.model.graph import Graph
+from penstock.runner.native_sampler import NativeSampler
+from penstock.runner.sampler import Sampler
+
+if TYPE_CHECKING:
+    from penstock.runner.logits.grammar_cache import GrammarCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder, ready to be put on a backend.
+
+    Attributes:
+        groups: where its layers cache (`model.builder.build`); the first of a rank's, if others follow.
+        rotation, reading: see `build`.
+    """
+
+    spec: ModelSpec
+    weights: Mapping[str, npt.NDArray[Any]]
+    groups: tuple[CacheGroup, ...]
+    max_model_len: int
+    rotation: str = "none"
+    reading: Reading = field(default=PLAIN)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return build(
+            self.spec, dict(self.weights), self.groups, max_model_len=self.max_model_len, rotation=self.rotation,
+            reading=self.reading,
+        )  # fmt: skip
+
+    def on(
+        self, backend: Backend, *, max_tokens: int, quantization: str = "none",
+        rank_groups: Collection[CacheGroup] = (), matrices: Mapping[str, Any] | None = None,
+    ) -> Forward:  # fmt: skip
+        """`rank_groups`: all of the rank's, if others' follow its own. The rest: see `Backend.compile`."""
+        return backend.compile(
+            self.graph, tuple(rank_groups) or self.groups, max_tokens=max_tokens, quantization=quantization,
+            matrices=matrices,
+        )  # fmt: skip
+
+    def part(
+        self, backend: Backend, whole: Forward, layers: Collection[int], *, max_tokens: int,
+        rank_groups: Collection[CacheGroup] = (),
+    ) -> Forward:  # fmt: skip
+        """The model without all layers but these, over the weights of `whole`, which are not held twice."""
+        groups = tuple(rank_groups) or self.groups
+        return backend.compile(self.graph.copy(layers), groups, max_tokens=max_tokens, like=whole)
+
+
+def make_sampler(backend: Backend, vocab_size: int, grammars: GrammarCache | None = None) -> Sampler:
+    """The sampler that goes with a backend."""
+    if backend.draws is None:
+        return Sampler(vocab_size, grammars)
+    return NativeSampler(backend.draws, vocab_size, grammars)
