@@ -45,8 +45,8 @@ class Value:
 class Node:
     """One operation of `ops.table.CONTRACTS`: its inputs that are values, and what is bound once.
 
-    `layer`: which it belongs to, or NO_LAYER. `takes`: which of STEP_INPUTS it reads, and its place among the inputs. `weights` are the names of the first of
-    `bound`; `label` says to people what is bound.
+    `takes`: which of STEP_INPUTS it reads, and its place among the inputs. `weights` are the names of the first of
+    `bound`; `label` says to people what is bound. `layer`: which it belongs to, or NO_LAYER.
     """
 
     op: str
