@@ -17,7 +17,7 @@ from penstock.config.selection import SelectionConfig
 from penstock.core.model_spec import Attention, ModelSpec
 from penstock.core.selection import KVSelector, Line, Selecting
 from penstock.ops.ref.product import linear
-from penstock.select import TRAITS
+from penstock.select import KV_SELECTORS
 from tests.oracle import NaiveModel
 
 Lines = list[list[int]]
@@ -75,7 +75,7 @@ class SelectiveModel(NaiveModel):
                 weights = self._weights(i, lines[i], start, end)
                 assert weights.shape[2] == before + end - start
                 self.selector.watch(view, weights, start)
-        if max(map(len, lines)) <= budget and not TRAITS[self.selector.name].always:
+        if max(map(len, lines)) <= budget and not KV_SELECTORS.traits(self.selector.name).always:
             return
         at = Selecting(end, self.prompt_len, budget, np.array(token_ids[:end], np.int32))
         for i, kept in enumerate(self.selector.select(at, views)):

@@ -27,6 +27,7 @@ extern "C" {
 #endif
 
 #define PST_ABI 6
+#define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
 
@@ -149,6 +150,8 @@ enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX
 };
+
+enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
 
 /* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped (gated only): as
  * penstock.core.model_spec.FeedForward says */

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config.selection import SelectionConfig
 from penstock.core.selection import KVSelector, Line, Selecting
-from penstock.select import KV_SELECTORS, TRAITS
+from penstock.select import KV_SELECTORS
 from tests.selecting import GROUP, HEADS, LAYERS, causal, config_of, selector
 
 I32 = npt.NDArray[np.int32]
@@ -39,13 +39,13 @@ def test_every_selector_is_enrolled_or_drops_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KV_SELECTORS.names()))
 def test_what_is_known_before_it_is_made_is_true(name: str) -> None:
-    made, traits = selector(config_of(name)), TRAITS[name]
+    made, traits = selector(config_of(name)), KV_SELECTORS.traits(name)
     assert (made.drops, made.watches) == (traits.drops, traits.watches)
     assert (made.per_head, made.cache_positions) == (traits.per_head, traits.cache_positions)
 
 
 def test_all_that_are_registered_have_traits() -> None:
-    assert set(TRAITS) == set(KV_SELECTORS.names())
+    assert all(KV_SELECTORS.traits(name) is not None for name in KV_SELECTORS)
 
 
 class Served:

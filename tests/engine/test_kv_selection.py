@@ -16,7 +16,7 @@ from penstock.config.held import most_blocks
 from penstock.config.selection import Keeping, parse_selection
 from penstock.core.request import Abort, Request
 from penstock.launch.selection import NO_KINDS, keeping_of
-from penstock.select import KV_SELECTORS, TRAITS
+from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, tiny
 from tests.engine.naive import Logits, beam_search, generate, model_logits
@@ -24,7 +24,7 @@ from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
 OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16}
-CUTTING = [name for name in TRAITS if TRAITS[name].drops != "nothing" and name != "retrieval"]
+CUTTING = [name for name in KV_SELECTORS if KV_SELECTORS.traits(name).drops != "nothing" and name != "retrieval"]
 CONTROLS = ["preempt", "preempt", "reset_prefix_cache"]
 
 
@@ -87,7 +87,7 @@ def expected(model: str, name: str, budget: str, prompt_interval: int, block_siz
 
 
 def draw_knobs(rng: random.Random, name: str, budget: str, prompt_interval: int) -> Knobs:
-    block_size = 4 if TRAITS[name].drops == "blocks" else rng.choice([1, 2, 4, 8])
+    block_size = 4 if KV_SELECTORS.traits(name).drops == "blocks" else rng.choice([1, 2, 4, 8])
     return Knobs(
         block_size=block_size,
         num_blocks=256 // block_size * rng.choice([1, 1, 4]),
@@ -119,7 +119,7 @@ def test_F01_F03_F04_F05_F06_F22_F23_tokens_are_those_of_the_naive_model_with_a_
         core = real_engine(spec, weights, knobs)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, times=12, note=knobs)
         assert core.kv.selections is not None
-        assert (core.kv.selections.num_cut > 0) == (budget != "100%" or TRAITS[name].always), knobs
+        assert (core.kv.selections.num_cut > 0) == (budget != "100%" or KV_SELECTORS.traits(name).always), knobs
         for request_id, samples in expected(model, name, budget, prompt_interval, 4).items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (request_id, knobs)

@@ -13,7 +13,7 @@ from penstock.backends.reference import ReferenceBackend
 from penstock.base.errors import ConfigError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.model_spec import ModelSpec
-from penstock.drafters import DRAFTERS, MOST_MODELS
+from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftModel
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model, read_spec
@@ -43,7 +43,7 @@ class OpenDraft:
 
 def check_method(config: SpeculativeConfig) -> None:
     """Raises ConfigError for a draft model that the method cannot use, and for one that it lacks."""
-    method, most = config.method, MOST_MODELS.get(config.method, 0)
+    method, most = config.method, DRAFTERS.traits(config.method).most_models
     parts = _parts(config)
     if parts and not most:
         raise _error(f"the method {method} takes no draft model; leave it away, or use the method draft-model")
@@ -56,14 +56,14 @@ def check_method(config: SpeculativeConfig) -> None:
         raise _error(f"the method {method} takes one draft model, not {len(parts)}; use the method specinfer")
     if len(parts) > most > 1:
         raise _error(f"the method {method} takes at most {most} drafters, not {len(parts)}")
-    nested = [part for part in parts if part in MOST_MODELS]
+    nested = [part for part in parts if part in DRAFTERS.names() and DRAFTERS.traits(part).most_models]
     if nested:
         raise _error(f"{nested[0]} is a method that needs a draft model; name that model itself")
 
 
 def model_names(config: EngineConfig) -> list[str]:
     """The draft models that `speculative_config` names, in order; drafters of other kinds (specinfer) left out."""
-    if config.speculation is None or config.speculation.method not in MOST_MODELS:
+    if config.speculation is None or not DRAFTERS.traits(config.speculation.method).most_models:
         return []
     return [part for part in _parts(config.speculation) if part not in DRAFTERS.names()]
 

@@ -12,7 +12,7 @@ from penstock.core.selection import KVSelector
 from penstock.model.emitter import Reading
 from penstock.runner.runner import Runner
 from penstock.runner.selecting import Selections
-from penstock.select import KV_SELECTORS, TRAITS
+from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from penstock.select.quest import page_reads
 from penstock.text.tokenizer import Tokenizer
@@ -46,8 +46,7 @@ def keeping_of(config: EngineConfig) -> Keeping | None:
     selection = config.selection
     if selection is None:
         return None
-    KV_SELECTORS.get(selection.method)
-    return Keeping(selection, *TRAITS[selection.method])
+    return Keeping(selection, *KV_SELECTORS.traits(selection.method))
 
 
 def reading_of(keeping: Keeping | None) -> Reading:

@@ -10,17 +10,13 @@ from typing import NamedTuple
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.core.protocols import DraftController, Drafter, StepTimer
-from penstock.drafters import DEFAULT_DRAFTS, DRAFTERS
+from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
 from penstock.runner.runner import Runner
 from penstock.runner.verifiers import VERIFIERS
 from penstock.runner.verify import Verifying
 from penstock.sched.drafts import DRAFT_CONTROLLERS
-
-OTHER_DRAFTS = 8
-BRANCHING = frozenset({"eagle", "lookahead", "medusa", "specinfer", "suffix"})
-"""Drafters whose guesses branch whatever the setting `tree` says."""
 
 
 class DraftMeans(NamedTuple):
@@ -77,9 +73,9 @@ def make_controller(config: EngineConfig, timer: StepTimer | None = None) -> Dra
 
 def branches(config: SpeculativeConfig) -> bool:
     """Whether a drafter's guesses are trees that branch."""
-    return config.tree != "chain" or config.method in BRANCHING
+    return config.tree != "chain" or DRAFTERS.traits(config.method).branches
 
 
 def num_drafts(config: SpeculativeConfig) -> int:
     """Guesses for one sequence in one step, at most."""
-    return config.num_speculative_tokens or DEFAULT_DRAFTS.get(config.method, OTHER_DRAFTS)
+    return config.num_speculative_tokens or DRAFTERS.traits(config.method).num_drafts

@@ -11,19 +11,6 @@ from penstock.core.selection import Drops, KVSelector, Watches
 if TYPE_CHECKING:
     from penstock.select.bench import SelectionBench
 
-KV_SELECTORS: Registry[Callable[[SelectionBench], KVSelector], Traits] = Registry("kv_selector")
-KV_SELECTORS.add("streaming", "penstock.select.streaming:make")
-KV_SELECTORS.add("window", "penstock.select.window:make")
-KV_SELECTORS.add("random", "penstock.select.chance:make")
-KV_SELECTORS.add("h2o", "penstock.select.h2o:make")
-KV_SELECTORS.add("scissorhands", "penstock.select.scissorhands:make")
-KV_SELECTORS.add("snapkv", "penstock.select.snapkv:make")
-KV_SELECTORS.add("pyramidkv", "penstock.select.pyramidkv:make")
-KV_SELECTORS.add("adakv", "penstock.select.adakv:make")
-KV_SELECTORS.add("fastgen", "penstock.select.fastgen:make")
-KV_SELECTORS.add("retrieval", "penstock.select.retrieval:make")
-KV_SELECTORS.add("quest", "penstock.select.quest:make")
-
 
 class Traits(NamedTuple):
     """What must be known of a selector before a weight is read; the same as its attributes."""
@@ -36,16 +23,15 @@ class Traits(NamedTuple):
     """Whether it chooses even where the budget would hold everything: it has a measure of its own."""
 
 
-TRAITS: dict[str, Traits] = {
-    "streaming": Traits("blocks", per_head=False, cache_positions=True),
-    "window": Traits(per_head=False),
-    "random": Traits(),
-    "h2o": Traits(watches="all"),
-    "scissorhands": Traits(watches="all"),
-    "snapkv": Traits(watches="recent"),
-    "pyramidkv": Traits(watches="recent"),
-    "adakv": Traits(watches="recent"),
-    "fastgen": Traits(watches="recent", always=True),
-    "retrieval": Traits(),
-    "quest": Traits("nothing", per_head=False),
-}
+KV_SELECTORS: Registry[Callable[[SelectionBench], KVSelector], Traits] = Registry("kv_selector")
+KV_SELECTORS.add("streaming", "penstock.select.streaming:make", Traits("blocks", per_head=False, cache_positions=True))
+KV_SELECTORS.add("window", "penstock.select.window:make", Traits(per_head=False))
+KV_SELECTORS.add("random", "penstock.select.chance:make", Traits())
+KV_SELECTORS.add("h2o", "penstock.select.h2o:make", Traits(watches="all"))
+KV_SELECTORS.add("scissorhands", "penstock.select.scissorhands:make", Traits(watches="all"))
+KV_SELECTORS.add("snapkv", "penstock.select.snapkv:make", Traits(watches="recent"))
+KV_SELECTORS.add("pyramidkv", "penstock.select.pyramidkv:make", Traits(watches="recent"))
+KV_SELECTORS.add("adakv", "penstock.select.adakv:make", Traits(watches="recent"))
+KV_SELECTORS.add("fastgen", "penstock.select.fastgen:make", Traits(watches="recent", always=True))
+KV_SELECTORS.add("retrieval", "penstock.select.retrieval:make", Traits())
+KV_SELECTORS.add("quest", "penstock.select.quest:make", Traits("nothing", per_head=False))

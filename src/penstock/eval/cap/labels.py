@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.speculative import parse_speculative
+from penstock.runner.verifiers import LOSSY, VERIFIERS
+from penstock.select import KV_SELECTORS
 
 AXES = "CAP"
-_LOSSY_VERIFIERS = ("typical", "bild")
 _AS_MODEL = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -69,7 +70,6 @@ LABELS: dict[str, Label] = {
 """By setting. One that is not here (kv_budget, say) is a part of another, and claims nothing by itself."""
 
 VALUES: dict[tuple[str, Any], Label | None] = {
-    ("kv_selector", "quest"): _READS_LESS,
     ("kv_selector", "none"): None,
     ("quantization", "none"): None,
     **{("kv_cache_dtype", dtype): _NUMBERS for dtype in _AS_MODEL},
@@ -87,8 +87,10 @@ def label_of(settings: Mapping[str, Any]) -> Label:
 def _one(name: str, value: Any) -> Label | None:
     if isinstance(value, str) and (name, value) in VALUES:
         return VALUES[name, value]
+    if name == "kv_selector" and KV_SELECTORS.traits(value).drops == "nothing":
+        return _READS_LESS
     if name == "speculative_config":
         speculation = parse_speculative(value)
-        if speculation is not None and speculation.verifier in _LOSSY_VERIFIERS:
+        if speculation is not None and VERIFIERS.traits(speculation.verifier) == LOSSY:
             return Label("P", False, f"speculation with the verifier {speculation.verifier}: P, for accuracy")
     return LABELS.get(name)
