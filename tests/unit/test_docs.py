@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_the_tour_is_as_long_as_it_says() -> None:
     stated = int(match[1].replace(",", ""))
     assert stated == sum(int(n) for _, _, n in rows), "the rows do not add up to the total"
     assert abs(stated - lines) <= 0.05 * lines, f"the tour says {stated} lines, there are {lines}"
+
+
+def test_the_tour_counts_what_runs() -> None:
+    text = " ".join((DOCS / "tour.md").read_text(encoding="utf-8").split())
+    match = re.search(r"\*\*([\d,]+) functions in ([\d,]+) files, ([\d,]+) lines\*\*", text)
+    assert match is not None, "the tour does not say what runs"
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "request_path.py")], capture_output=True, text=True, check=True
+    )
+    found = re.search(r"(\d+) functions in (\d+) files, (\d+) lines$", run.stdout.strip())
+    assert found is not None
+    for stated, there in zip(match.groups(), found.groups(), strict=True):
+        assert abs(int(stated.replace(",", "")) - int(there)) <= 0.05 * int(there), run.stdout[-80:]
 
 
 @pytest.mark.parametrize("page", CONCEPTS, ids=lambda p: p.stem)
