@@ -30,7 +30,8 @@ def test_what_it_understands_of_c() -> None:
     assert "ONE = 1\n    TWO = 2\n    NINE = 9\n    TEN = 10\n" in kind
     (row,) = structs(text)
     assert "class SomeRow" in row
-    assert '("a", c.c_int32), ("b", c.c_int32), ("in", c.c_void_p), ("d", c.c_double * 3), ("p", c.c_void_p * 2)' in row
+    assert '("a", c.c_int32), ("b", c.c_int32), ("inputs", c.c_void_p)' in row
+    assert '("d", c.c_double * 3), ("p", c.c_void_p * 2)' in row
     do, end = functions(text)
     assert do.strip() == '"pst_do": (c.c_int32, [c.POINTER(Matrix), c.c_void_p, c.c_int64, c.c_char_p]),'
     assert end.strip() == '"pst_end": (None, [c.c_void_p]),'
