@@ -144,20 +144,20 @@ def measure(engine: Engine, draft: str, args: argparse.Namespace) -> list[dict[s
     rows = []
     for k, batch, temperature, spoil in track(cells, description=draft):
         engine.run(k, spoil, batch, temperature)
-        gains, shares, counts = [], [], {}
+        chances, shares, counts = [], [], {}
         for pair in range(args.pairs):
             order = (0, k) if pair % 2 else (k, 0)
             taken = {n: engine.run(n, spoil, batch, temperature) for n in order}
             if taken[0][1] != taken[k][1]:
                 raise SystemExit(f"{draft}, K {k}, batch {batch}, temperature {temperature}: the tokens differ")
-            gains.append(taken[0][0] / taken[k][0])
+            chances.append(taken[0][0] / taken[k][0])
             counts = taken[k][2]
             shares.append(counts["draft_s"] / max(counts["spec_step_s"], 1e-9))
         drafted = max(counts["num_drafts"], 1.0)
         rows.append(
             {
                 "draft": draft, "K": k, "batch": batch, "temperature": temperature, "spoiled": spoil,
-                "gain": statistics.median(gains), "gain_low": min(gains), "gain_high": max(gains),
+                "gain": statistics.median(chances), "gain_low": min(chances), "gain_high": max(chances),
                 "first_accepted": counts.get("num_accepted_at_0", 0.0) / drafted,
                 "tokens_per_step": 1 + counts["num_accepted_tokens"] / drafted,
                 "draft_share": statistics.median(shares),

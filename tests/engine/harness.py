@@ -63,12 +63,12 @@ class Knobs:
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
-def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> Plan:
+def plan_for(spec: ModelSpec, k: Knobs, can_draft: Sequence[ModelSpec] = ()) -> Plan:
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
-        [(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
+        [(f"draft{i}", guesser) for i, guesser in enumerate(can_draft)],
         groups_of(spec, k.kv_dtype, keeping_of(config_for(k))),
-        dtypes=["float32"] * len(guessers),
+        dtypes=["float32"] * len(can_draft),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
     )
@@ -141,7 +141,7 @@ def fake_engine(
 
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
-    speculation: dict[str, Any] | None = None, guessers: Sequence[tuple[ModelSpec, Any]] = (),
+    speculation: dict[str, Any] | None = None, can_draft: Sequence[tuple[ModelSpec, Any]] = (),
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
@@ -151,14 +151,14 @@ def real_engine(
         config_for(k, speculation),
         spec,
         weights,
-        plan_for(spec, k, [guesser for guesser, _ in guessers]),
+        plan_for(spec, k, [guesser for guesser, _ in can_draft]),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,
         wire=k.wire,
         drafter=drafter,
         drafts=drafts,
-        guessers=guessers,
+        can_draft=can_draft,
     )
 
 

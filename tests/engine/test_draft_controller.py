@@ -20,7 +20,7 @@ from penstock.launch.assemble import engine_core
 from penstock.launch.speculation import make_controller
 from penstock.plan.resolve import resolve
 from penstock.sched.drafts import DRAFT_CONTROLLERS
-from penstock.sched.drafts.acceptance import STRANGER, Beliefs
+from penstock.sched.drafts.acceptance import PRIOR, AcceptanceModel
 from penstock.sched.drafts.adaptive import FIRST_MEASURE, AdaptiveDrafts
 from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
@@ -237,59 +237,59 @@ def test_settings_choose_the_controller() -> None:
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def learned(beliefs: Beliefs, *verifications: tuple[int, int]) -> int:
+def learned(acceptance: AcceptanceModel, *verifications: tuple[int, int]) -> int:
     """A sequence of which (guesses, accepted) were seen, one after the other."""
-    slot = beliefs.meet()
+    slot = acceptance.add()
     for made, accepted in verifications:
-        right, wrong = beliefs.evidence(made, accepted)
-        beliefs.learn([slot], [right], [wrong], [1])
+        right, wrong = acceptance.evidence(made, accepted)
+        acceptance.learn([slot], [right], [wrong], [1])
     return slot
 
 
 def test_beliefs_follow_what_happens() -> None:
-    beliefs = Beliefs(16, 63)
-    good, bad = learned(beliefs, *[(4, 4)] * 40), learned(beliefs, *[(4, 0)] * 40)
-    turned = learned(beliefs, *[(4, 4)] * 40, *[(4, 0)] * 6)
-    chance = beliefs.gains[:, 0]
+    acceptance = AcceptanceModel(16, 63)
+    good, bad = learned(acceptance, *[(4, 4)] * 40), learned(acceptance, *[(4, 0)] * 40)
+    turned = learned(acceptance, *[(4, 4)] * 40, *[(4, 0)] * 6)
+    chance = acceptance.chances[:, 0]
     assert chance[good] > 0.9
     assert chance[bad] < 0.02
     assert chance[turned] < 0.1
-    assert (np.diff(beliefs.gains) <= 0.0).all()
-    deep = beliefs.gains[STRANGER]
+    assert (np.diff(acceptance.chances) <= 0.0).all()
+    deep = acceptance.chances[PRIOR]
     assert deep[1] / deep[0] < deep[5] / deep[4], "what follows accepted guesses is likelier to be accepted"
 
 
 def test_slots_are_used_again_and_strangers_are_taken_for_those_who_are_known() -> None:
-    beliefs = Beliefs(8, 63)
-    first = beliefs.gains[STRANGER].copy()
+    acceptance = AcceptanceModel(8, 63)
+    first = acceptance.chances[PRIOR].copy()
     for _ in range(40):
-        slots = [learned(beliefs, (4, 4), (4, 4)) for _ in range(3)]
-        beliefs.see(slots[0])
+        slots = [learned(acceptance, (4, 4), (4, 4)) for _ in range(3)]
+        acceptance.update_prior(slots[0])
         for slot in slots:
-            beliefs.forget(slot)
-    assert len(beliefs.gains) <= 4
-    beliefs.renew()
-    assert beliefs.gains[STRANGER, 0] > first[0] + 0.1
-    assert (beliefs.gains[beliefs.meet()] == beliefs.gains[STRANGER]).all()
+            acceptance.forget(slot)
+    assert len(acceptance.chances) <= 4
+    acceptance.refresh_prior()
+    assert acceptance.chances[PRIOR, 0] > first[0] + 0.1
+    assert (acceptance.chances[acceptance.add()] == acceptance.chances[PRIOR]).all()
 
 
 def test_what_is_heard_at_once_is_what_is_heard_one_by_one() -> None:
-    beliefs = Beliefs(8, 63)
+    acceptance = AcceptanceModel(8, 63)
     seen = [(4, 3), (4, 4), (2, 2), (4, 3)]
-    one_by_one = learned(beliefs, *seen)
-    at_once = beliefs.meet()
-    evidence = [beliefs.evidence(*one) for one in seen]
-    beliefs.learn([at_once], [sum(e[0] for e in evidence)], [sum(e[1] for e in evidence)], [len(seen)])
-    assert beliefs.gains[at_once] == pytest.approx(beliefs.gains[one_by_one], abs=0.01)
+    one_by_one = learned(acceptance, *seen)
+    at_once = acceptance.add()
+    evidence = [acceptance.evidence(*one) for one in seen]
+    acceptance.learn([at_once], [sum(e[0] for e in evidence)], [sum(e[1] for e in evidence)], [len(seen)])
+    assert acceptance.chances[at_once] == pytest.approx(acceptance.chances[one_by_one], abs=0.01)
 
 
 def test_a_tree_says_what_its_depth_says() -> None:
-    beliefs = Beliefs(15, 63, branching=True)
-    assert [beliefs.evidence(k, 9) for k in (1, 2, 3, 4, 7, 8)] == [(1, 0), (2, 0), (2, 0), (3, 0), (3, 0), (4, 0)]
-    assert beliefs.evidence(7, 2) == (2, 1)
-    slot = learned(beliefs, *[(7, 3)] * 20)
-    assert (np.diff(beliefs.gains[slot]) <= 0.0).all()
-    assert 0.2 < beliefs.gains[slot, 1] < beliefs.gains[slot, 0], "the second of two guesses makes a tree less deep"
+    acceptance = AcceptanceModel(15, 63, branching=True)
+    assert [acceptance.evidence(k, 9) for k in (1, 2, 3, 4, 7, 8)] == [(1, 0), (2, 0), (2, 0), (3, 0), (3, 0), (4, 0)]
+    assert acceptance.evidence(7, 2) == (2, 1)
+    slot = learned(acceptance, *[(7, 3)] * 20)
+    assert (np.diff(acceptance.chances[slot]) <= 0.0).all()
+    assert 0.2 < acceptance.chances[slot, 1] < acceptance.chances[slot, 0], "the second of two makes a tree less deep"
 
 
 def test_a_drafter_that_had_nothing_is_not_blamed() -> None:
@@ -303,18 +303,18 @@ def test_a_drafter_that_had_nothing_is_not_blamed() -> None:
         row = ScheduledRow(0, 3 + step, 1, 1, num_drafts=8, draft_depth=8)
         drafts.observe(SchedulerOutput(step, scheduled=[row]), StepOutput(step, verified=[Verified(0, [5], 0, 1)]))
         drafts.begin_step([seq])
-    assert (drafts.beliefs.gains[drafts.tracks[0].slot] == drafts.beliefs.gains[STRANGER]).all()
+    assert (drafts.acceptance.chances[drafts.states[0].slot] == drafts.acceptance.chances[PRIOR]).all()
 
 
 def test_the_likeliest_guesses_of_all_are_made() -> None:
-    beliefs = Beliefs(8, 63)
-    good, bad = learned(beliefs, *[(4, 4)] * 9), learned(beliefs, *[(2, 1)] * 9)
-    gains = beliefs.gains[[good, bad, good]]
+    acceptance = AcceptanceModel(8, 63)
+    good, bad = learned(acceptance, *[(4, 4)] * 9), learned(acceptance, *[(2, 1)] * 9)
+    chances = acceptance.chances[[good, bad, good]]
     for count in range(1, 26):
-        rooms = share(gains, count)
-        assert sum(rooms) == min(count, int((gains > 0).sum()))
-        made = [gain for row, room in zip(gains, rooms, strict=True) for gain in row[:room]]
-        left = [gain for row, room in zip(gains, rooms, strict=True) for gain in row[room:]]
+        rooms = share(chances, count)
+        assert sum(rooms) == min(count, int((chances > 0).sum()))
+        made = [gain for row, room in zip(chances, rooms, strict=True) for gain in row[:room]]
+        left = [gain for row, room in zip(chances, rooms, strict=True) for gain in row[room:]]
         assert not left or min(made) >= max(left)
 
 
@@ -360,18 +360,18 @@ def test_whoever_has_lost_too_much_guesses_no_more() -> None:
         else:
             assert drafts.num_steps < 3 or drafts.num_steps == 1 + FIRST_MEASURE, "a plain step, to know what it takes"
             step(0, 0, plain_s)
-    purse_s = drafts.purse_s
-    assert purse_s is not None
-    assert purse_s > 5 * plain_s
+    exploration_s = drafts.exploration_s
+    assert exploration_s is not None
+    assert exploration_s > 5 * plain_s
     for _ in range(16):  # nothing right, and twice as slow
         step(8, 0, 2 * plain_s)
         drafts.begin_step(decoding)
-    assert drafts.purse_s is not None
-    assert drafts.purse_s <= 0.0
+    assert drafts.exploration_s is not None
+    assert drafts.exploration_s <= 0.0
     assert drafts.begin_step(decoding) == {}
     for _ in range(2000):
         step(0, 0, plain_s)
-    assert drafts.purse_s > 0.0
+    assert drafts.exploration_s > 0.0
 
 
 def test_what_an_engine_does_around_a_step_decides_too() -> None:
@@ -403,17 +403,17 @@ def test_what_an_engine_does_around_a_step_decides_too() -> None:
 @pytest.mark.parametrize("count", [1, 5, 33])
 def test_the_best_number_of_guesses_beside_trying_all(count: int) -> None:
     """Of all numbers, on a smooth cost table: within a hundredth of the best rate, for chains that are known well."""
-    beliefs = Beliefs(8, 63)
-    good, bad = learned(beliefs, *[(4, 4)] * 9), learned(beliefs, *[(2, 0)] * 9)
-    gains = beliefs.gains[[good if i % 3 == 0 else bad for i in range(count)]]
+    acceptance = AcceptanceModel(8, 63)
+    good, bad = learned(acceptance, *[(4, 4)] * 9), learned(acceptance, *[(2, 0)] * 9)
+    chances = acceptance.chances[[good if i % 3 == 0 else bad for i in range(count)]]
     costs = StepCosts(law(base_s=0.01, token_s=0.0004))
     costs.observe(count, 100 * count, 2 * count, costs.step_s(count, 100 * count, 2 * count))
-    flat = np.sort(gains, axis=None)[::-1]
+    flat = np.sort(chances, axis=None)[::-1]
 
     def rate(k: int) -> float:
         return float((count + flat[:k].sum()) / costs.seconds(count, 100 * count, count + k))
 
-    chosen = sum(Planner(costs, DraftCosts()).plan(gains, 100 * count, 0, 1.0))
+    chosen = sum(Planner(costs, DraftCosts()).plan(chances, 100 * count, 0, 1.0))
     best = max(range(int((flat > 0).sum()) + 1), key=rate)
     assert 0 < best <= 8 * count
     assert rate(chosen) >= 0.99 * rate(best), (chosen, best)

@@ -143,7 +143,7 @@ def test_a_request_with_a_deadline_is_looked_at_at_once() -> None:
     drafts = Watched(5, 63, slo_of=lambda seq: 0.0001 if seq.seq_id in hurried else None)
     engine = Engine(drafts, plain_s=0.0004, token_s=0.0001)
     engine.run(1000, 0)
-    while not drafts._resting:
+    while not drafts._num_skipped:
         engine.step(0)
     engine.come(1)
     drafts._refused = 1.0  # whoever comes promises no more
@@ -183,7 +183,7 @@ def test_a_text_that_becomes_predictable_turns_it_on_again(name: str) -> None:
 def test_plain_steps_behind_drafts_do_not_make_plain_decoding_slow() -> None:
     """They take longer than others; what counts is the lower of the two, and either alone where there is no other."""
     costs = StepCosts(law(base_s=0.001, token_s=1e-9))
-    costs.observe(1, 100, 1, 0.0015, lone=True)
+    costs.observe(1, 100, 1, 0.0015, after_drafts=True)
     assert costs.seconds(1, 100, 1) == pytest.approx(0.0015, rel=0.01)
     assert costs.seconds(1, 100, 5) == pytest.approx(0.0015, rel=0.01), "nothing nearer is known"
     costs.observe(1, 100, 1, 0.001)
@@ -193,7 +193,7 @@ def test_plain_steps_behind_drafts_do_not_make_plain_decoding_slow() -> None:
     costs.observe(1, 100, 1, 0.0012)
     costs.observe(1, 100, 1, 0.0012)
     for _ in range(5):
-        costs.observe(1, 100, 1, 0.0008, lone=True)
+        costs.observe(1, 100, 1, 0.0008, after_drafts=True)
     assert costs.seconds(1, 100, 1) == pytest.approx(0.0008, rel=0.01), "the machine has become faster"
 
 

@@ -8,13 +8,13 @@ import pytest
 from penstock.core.sequence import Sequence
 from penstock.core.step_shape import StepShape
 from penstock.sched.budget import SecondsBudget
-from penstock.sched.drafts.acceptance import LEVELS, Beliefs
+from penstock.sched.drafts.acceptance import LEVELS, AcceptanceModel
 from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes
-from penstock.sched.drafts.slo import Pace, tightened
-from penstock.sched.drafts.track import Track
+from penstock.sched.drafts.slo import SloProgress, tightened
+from penstock.sched.drafts.state import SequenceState
 from penstock.sched.policy.dynamic import Dynamic
 from penstock.sched.reserve import Reserve
 from tests.engine.harness import request
@@ -53,9 +53,9 @@ def test_beside_prompts_only_guesses_that_earn_their_time_are_made() -> None:
     """Four guesses are free alone; beside prompt tokens each takes 0.2 s, which 3.1 tokens a second would fill with
     0.62."""
     planner = Planner(StepCosts(Tiles()), DraftCosts())
-    gains = np.array([[0.9, 0.7, 0.4, 0.1]])
-    assert planner.plan(gains, 100, 0, 1.0) == [4]
-    assert planner.plan(gains, 100, 50, 1.0) == [2]
+    chances = np.array([[0.9, 0.7, 0.4, 0.1]])
+    assert planner.plan(chances, 100, 0, 1.0) == [4]
+    assert planner.plan(chances, 100, 50, 1.0) == [2]
 
 
 def test_a_probe_pays_for_the_drafting_as_well() -> None:
@@ -64,20 +64,20 @@ def test_a_probe_pays_for_the_drafting_as_well() -> None:
         drafts.observe(1, 1, 0.25)
     costs = StepCosts(Tiles())
     probes = Probes(costs, drafts, 1, 1)
-    probes.purse_s = 10.0
-    track = Track(0, 1, 0)
+    probes.exploration_s = 10.0
+    track = SequenceState(0, 1, 0)
     assert probes.add(rooms := {}, [track], 0, 100, 0, 0.0)
     assert (rooms, track.probed) == ({0: (1, 1)}, True)
     probes.pay(1)
-    assert probes.purse_s == pytest.approx(10.0 - 0.25), "a token more in the step is free here"
+    assert probes.exploration_s == pytest.approx(10.0 - 0.25), "a token more in the step is free here"
     probes.pay(1)
-    assert probes.purse_s == pytest.approx(10.0 - 0.25), "once"
+    assert probes.exploration_s == pytest.approx(10.0 - 0.25), "once"
 
 
 def test_who_was_not_probed_is_not_taken_for_a_failed_probe() -> None:
     """Guesses that were planned and came out wrong: the next probe is two steps on, not four."""
     probes = Probes(StepCosts(Tiles()), DraftCosts(), 4, 4)
-    planned, probed = Track(0, 1, 0), Track(1, 2, 0)
+    planned, probed = SequenceState(0, 1, 0), SequenceState(1, 2, 0)
     probed.probed = True
     probes.heard([planned, probed], [0.5, 0.5], [0.3, 0.3], step=10)
     assert (planned.interval, planned.due_at) == (2, 12)
@@ -86,9 +86,9 @@ def test_who_was_not_probed_is_not_taken_for_a_failed_probe() -> None:
 
 def test_others_give_up_as_many_guesses_as_a_late_one_needs() -> None:
     """Behind its promise by 1.6 tokens: two guesses that are nearly sure. Who has time gives two of its own."""
-    late, early = Track(0, 1, 0, Pace(1.0)), Track(1, 2, 0)
-    assert late.pace is not None
-    late.pace.add(2.0, 1)
+    late, early = SequenceState(0, 1, 0, SloProgress(1.0)), SequenceState(1, 2, 0)
+    assert late.slo is not None
+    late.slo.add(2.0, 1)
     rooms = {1: (4, 4)}
     tightened(rooms, [late, early], [[0.9, 0.9, 0.9], [0.8, 0.6, 0.4, 0.3]], 1.0, 1.6, 8)
     assert rooms == {0: (2, 2), 1: (2, 2)}
@@ -96,15 +96,15 @@ def test_others_give_up_as_many_guesses_as_a_late_one_needs() -> None:
 
 @pytest.mark.parametrize("count", [2, len(LEVELS), 12])
 def test_sequences_learn_together_what_they_learn_alone(count: int) -> None:
-    together, alone = Beliefs(4, 4), Beliefs(4, 4)
-    slots = [together.meet() for _ in range(count)]
-    assert slots == [alone.meet() for _ in range(count)]
+    together, alone = AcceptanceModel(4, 4), AcceptanceModel(4, 4)
+    slots = [together.add() for _ in range(count)]
+    assert slots == [alone.add() for _ in range(count)]
     right = [i % 4 for i in range(count)]
     wrong = [i % 2 for i in range(count)]
     together.learn(slots, right, wrong, [1] * count)
     for slot, r, w in zip(slots, right, wrong, strict=True):
         alone.learn([slot], [r], [w], [1])
-    assert together.gains[slots] == pytest.approx(alone.gains[slots])
+    assert together.chances[slots] == pytest.approx(alone.chances[slots])
 
 
 # -- policies ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Verifiers that somebody has to ask for. The one that is used otherwise is `runner.verify`: exact in tokens.
 
-An entry names a function `make(Sampler, SpeculativeConfig) -> Verifying`. Its traits say what it promises; what is lossy
-is never the default.
+An entry names a function `make(Sampler, SpeculativeConfig) -> Verifying`. Its traits say what it promises; what is
+lossy is never the default.
 """
 
 from __future__ import annotations

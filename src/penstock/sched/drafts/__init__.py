@@ -1,4 +1,4 @@
-"""Who decides how much to guess. See `core.protocols.DraftController`."""
+"""Who decides how much to draft. See `core.protocols.DraftController`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a step costs: a timer's prediction, set right by the steps that were run; and what guessing costs.
+"""What a step costs: a timer's prediction, set right by the steps that were run; and what drafting costs.
 
-Only steps in which everybody decodes are compared: in others a prompt hides what guesses cost.
+Only steps in which everybody decodes are compared: in others a prompt hides what drafts cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.core.step_shape import StepShape
 
 _KEPT = 9
 """Measurements of one kind of step whose median counts."""
-_PLAIN, _LONE = 0, 1
+_PLAIN, _AFTER_DRAFTS = 0, 1
 _DOUBT = 0.1
 _CONTEXTS_PER_BIT = 8
 
@@ -58,7 +58,7 @@ class _Recent:
 class StepCosts:
     """Seconds of decode steps by width (tokens that run), sequences and cached tokens.
 
-    A ratio measured/predicted is kept per kind of step: sequences by powers of two, steps without guesses apart, the
+    A ratio measured/predicted is kept per kind of step: sequences by powers of two, steps without drafts apart, the
     others by width in half powers of two. A kind that was never run borrows the ratio of the nearest one that was.
 
     Plain steps behind a plain one and those behind a step with drafts are kept apart: the latter find caches full of
@@ -70,7 +70,7 @@ class StepCosts:
         self._ratios: dict[int, dict[int, _Recent]] = {}
         self._tables: dict[tuple[int, int], dict[int, float]] = {}
         self.confirmed = False
-        """A step with guesses was measured."""
+        """A step with drafts was measured."""
 
     def table(self, num_rows: int, context: int) -> dict[int, float]:
         """Width -> seconds, for `fill`; valid until the next measurement."""
@@ -95,21 +95,21 @@ class StepCosts:
         ratio = self._ratio(num_rows, width)
         return ratio * self._timer.step_s(_shape(num_rows, context, width))
 
-    def predicted_s(self, num_rows: int, context: int, width: int, company: int) -> float:
-        """The timer's word alone, with `company` prompt tokens in the same step."""
+    def predicted_s(self, num_rows: int, context: int, width: int, prefill_tokens: int) -> float:
+        """The timer's word alone, with `prefill_tokens` prompt tokens in the same step."""
         shape = _shape(num_rows, context, width)
-        return self._timer.step_s(shape.plus(0, company) if company else shape)
+        return self._timer.step_s(shape.plus(0, prefill_tokens) if prefill_tokens else shape)
 
-    def observe(self, num_rows: int, context: int, width: int, seconds: float, *, lone: bool = False) -> None:
-        """A step in which everybody decoded took so long, guessing left out. `lone`: the step before it had drafts."""
+    def observe(self, num_rows: int, context: int, width: int, seconds: float, *, after_drafts: bool = False) -> None:
+        """A step in which everybody decoded took so long, drafting left out. `after_drafts`: behind one with drafts."""
         predicted = self._timer.step_s(_shape(num_rows, context, width))
         if predicted <= 0.0:
             return
         kinds = self._ratios.setdefault(num_rows.bit_length(), {})
         kind = _kind(num_rows, width)
         self.confirmed = self.confirmed or kind != _PLAIN
-        if kind == _PLAIN and lone:
-            kind = _LONE
+        if kind == _PLAIN and after_drafts:
+            kind = _AFTER_DRAFTS
         recent = kinds.get(kind)
         if recent is None:
             recent = kinds[kind] = _Recent()
@@ -117,9 +117,9 @@ class StepCosts:
             self._tables.clear()
 
     def doubtful(self, num_rows: int) -> bool:
-        """Steps with guesses do not take what the timer says, and no plain one of so many sequences was measured."""
+        """Steps with drafts do not take what the timer says, and no plain one of so many sequences was measured."""
         kinds = self._ratios.get(num_rows.bit_length(), {})
-        if _PLAIN in kinds or _LONE in kinds:
+        if _PLAIN in kinds or _AFTER_DRAFTS in kinds:
             return False
         return any(abs(recent.value - 1.0) > _DOUBT for recent in kinds.values())
 
@@ -136,14 +136,14 @@ class StepCosts:
         if kinds is None:
             kinds = self._ratios[min(self._ratios, key=lambda other: (abs(other - rows), other))]
         kind = _kind(num_rows, width)
-        plain, lone = kinds.get(_PLAIN), kinds.get(_LONE)
+        plain, after_drafts = kinds.get(_PLAIN), kinds.get(_AFTER_DRAFTS)
         recent = kinds.get(kind)
         if recent is None and kind != _PLAIN:
             nearest = min(kinds, key=lambda other: (abs(other - kind), other))
-            if nearest not in (_PLAIN, _LONE):
+            if nearest not in (_PLAIN, _AFTER_DRAFTS):
                 recent = kinds[nearest]
         if recent is None or recent is plain:  # plain, or nothing nearer than plain
-            known = [one.value for one in (plain, lone) if one is not None]
+            known = [one.value for one in (plain, after_drafts) if one is not None]
             if known:
                 return min(known)
             recent = kinds[min(kinds, key=lambda other: (abs(other - kind), other))]
@@ -151,7 +151,7 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Seconds of guessing by room (guesses of the sequence that has most) and sequences that guess.
+    """Seconds of drafting by room (drafts of the sequence that has most) and sequences that draft.
 
     Without a measurement: that of the nearest room, larger rooms in proportion; nothing as long as there is none.
     """
@@ -161,39 +161,39 @@ class DraftCosts:
         self._warm: set[tuple[int, int]] = set()
         """(sequences, room) that were measured twice or more: the first time a drafter touches its memory."""
 
-    def seconds(self, room: int, num_rows: int) -> float:
+    def seconds(self, limit: int, num_rows: int) -> float:
         if not self._known:
             return 0.0
         rows = num_rows.bit_length()
-        rooms = self._known.get(rows)
-        if rooms is None:
+        limits = self._known.get(rows)
+        if limits is None:
             nearest = min(self._known, key=lambda other: (abs(other - rows), other))
-            rooms = self._known[nearest]
-        kind = room.bit_length()
-        found = rooms.get(kind)
+            limits = self._known[nearest]
+        kind = limit.bit_length()
+        found = limits.get(kind)
         if found is not None:
             return found
-        nearest = min(rooms, key=lambda other: (abs(other - kind), other))
-        return rooms[nearest] * 2.0 ** (kind - nearest)
+        nearest = min(limits, key=lambda other: (abs(other - kind), other))
+        return limits[nearest] * 2.0 ** (kind - nearest)
 
-    def observe(self, room: int, num_rows: int, seconds: float) -> bool:
+    def observe(self, limit: int, num_rows: int, seconds: float) -> bool:
         """Whether what is known has changed by much."""
-        rooms = self._known.setdefault(num_rows.bit_length(), {})
-        kind = room.bit_length()
-        was = rooms.get(kind)
+        limits = self._known.setdefault(num_rows.bit_length(), {})
+        kind = limit.bit_length()
+        was = limits.get(kind)
         if was is None:
-            rooms[kind] = seconds
+            limits[kind] = seconds
             return True
         if (num_rows.bit_length(), kind) not in self._warm:
             self._warm.add((num_rows.bit_length(), kind))
-            rooms[kind] = min(was, seconds)
+            limits[kind] = min(was, seconds)
         else:
-            rooms[kind] = was + 0.25 * (min(seconds, 2.0 * was + 1e-6) - was)
+            limits[kind] = was + 0.25 * (min(seconds, 2.0 * was + 1e-6) - was)
         return False
 
 
 def _shape(num_rows: int, context: int, width: int) -> StepShape:
-    """Everybody has the same context and the same number of guesses."""
+    """Everybody has the same context and the same number of drafts."""
     pairs = width * context // num_rows + width * (width + num_rows) // (2 * num_rows)
     return StepShape(width, num_rows, context + width, pairs, width)
 

@@ -1,4 +1,4 @@
-"""Always the same number of guesses: the baseline, and what papers mean by k."""
+"""Always the same number of drafts: the baseline, and what papers mean by k."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.sequence import Sequence
-from penstock.sched.drafts.track import guessers
+from penstock.sched.drafts.state import can_draft
 
 
 class FixedDrafts:
-    """`num_drafts` guesses, at most `depth` deep, for everybody in every step.
+    """`num_drafts` drafts, at most `depth` deep, for everybody in every step.
 
     With more than `max_batch` sequences decoding (0: no limit) for nobody: vLLM's disable_by_batch_size.
     """
@@ -23,7 +23,7 @@ class FixedDrafts:
         self._max_batch = max_batch
 
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
-        decoding = guessers(running)
+        decoding = can_draft(running)
         if self._max_batch and len(decoding) > self._max_batch:
             return {}
         return {seq.seq_id: self._room for seq in decoding}

@@ -1,4 +1,4 @@
-"""Sequences that were promised a pace: how many guesses they need to keep it."""
+"""Sequences that were promised a pace: how many drafts they need to keep it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.core.sequence import Sequence
 
 if TYPE_CHECKING:
-    from penstock.sched.drafts.track import Track
+    from penstock.sched.drafts.state import SequenceState
 
 
 def slo_of_request(seq: Sequence) -> float | None:
@@ -15,7 +15,7 @@ def slo_of_request(seq: Sequence) -> float | None:
     return seq.request.slo_tpot_s
 
 
-class Pace:
+class SloProgress:
     """How a sequence stands against its promise of `slo_s` seconds per token.
 
     Source: AdaServe, arXiv 2501.12162, section 4.1: the tokens that a sequence must get in a step so that its mean time
@@ -25,7 +25,7 @@ class Pace:
     __slots__ = ("elapsed_s", "num_tokens", "slo_s")
 
     LEAST_GAIN = 0.3
-    """A guess less likely to be used than that does not help to keep a promise."""
+    """A draft less likely to be used than that does not help to keep a promise."""
 
     def __init__(self, slo_s: float) -> None:
         self.slo_s = slo_s
@@ -36,47 +36,47 @@ class Pace:
         self.elapsed_s += seconds
         self.num_tokens += num_tokens
 
-    def guesses(self, gains: list[float], has: float, step_s: float) -> int:
-        """Guesses that a step of `step_s` needs for it; fewer if even those would not do it.
+    def drafts(self, chances: list[float], draft_rate: float, step_s: float) -> int:
+        """Drafts that a step of `step_s` needs for it; fewer if even those would not do it.
 
-        `gains`: the chance of each guess to be used; `has`: the share of proposals that hold any.
+        `chances`: the chance of each draft to be used; `draft_rate`: the share of proposals that hold any.
         """
         short = (self.elapsed_s + step_s) / self.slo_s - self.num_tokens - 1.0
         count = 0
-        for gain in gains:
+        for gain in chances:
             if short <= 0.0 or gain < self.LEAST_GAIN:
                 break
-            short -= has * gain
+            short -= draft_rate * gain
             count += 1
         return count
 
 
 def tightened(
-    rooms: dict[int, tuple[int, int]], tracks: list[Track], gains: list[list[float]], has: float, step_s: float,
-    depth: int,
+    limits: dict[int, tuple[int, int]], states: list[SequenceState], chances: list[list[float]], draft_rate: float,
+    step_s: float, depth: int,
 ) -> None:  # fmt: skip
-    """Those who are behind their deadline get the guesses they need, the least likely of others make place.
+    """Those who are behind their deadline get the drafts they need, the least likely of others make place.
 
-    Mutates: `rooms` (sequence -> guesses, depth). `gains`: chances of each track's guesses; `has`: see `Pace.guesses`;
-    `step_s`: what a step with these rooms takes.
+    Mutates: `limits` (sequence -> drafts, depth). `chances`: of each sequence's drafts; `draft_rate`: see
+    `SloProgress.drafts`; `step_s`: what a step with these limits takes.
     """
-    needs = [(track, row, track.pace) for track, row in zip(tracks, gains, strict=True) if track.pace is not None]
-    in_time = {track.seq_id: row for track, row in zip(tracks, gains, strict=True)}
+    needs = [(state, row, state.slo) for state, row in zip(states, chances, strict=True) if state.slo is not None]
+    in_time = {state.seq_id: row for state, row in zip(states, chances, strict=True)}
     taken = 0
-    for track, row, pace in sorted(needs, key=lambda need: need[2].slo_s):
-        has_room = rooms.get(track.seq_id, (0, 0))[0]
-        wanted = pace.guesses(row, has, step_s)
+    for state, row, slo in sorted(needs, key=lambda need: need[2].slo_s):
+        has_room = limits.get(state.seq_id, (0, 0))[0]
+        wanted = slo.drafts(row, draft_rate, step_s)
         if wanted:
-            in_time.pop(track.seq_id, None)
+            in_time.pop(state.seq_id, None)
         if wanted > has_room:
-            rooms[track.seq_id] = (wanted, min(wanted, depth))
+            limits[state.seq_id] = (wanted, min(wanted, depth))
             taken += wanted - has_room
     while taken > 0:
-        others = [(in_time[seq_id][room - 1], seq_id) for seq_id, (room, _) in rooms.items() if seq_id in in_time]
+        others = [(in_time[seq_id][limit - 1], seq_id) for seq_id, (limit, _) in limits.items() if seq_id in in_time]
         if not others:
             return
         _, seq_id = min(others)
-        room = rooms.pop(seq_id)[0] - 1
-        if room:
-            rooms[seq_id] = (room, min(room, depth))
+        limit = limits.pop(seq_id)[0] - 1
+        if limit:
+            limits[seq_id] = (limit, min(limit, depth))
         taken -= 1
