@@ -13,8 +13,8 @@ from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes
-from penstock.sched.drafts.slo import Pace, tightened
-from penstock.sched.drafts.track import Track
+from penstock.sched.drafts.slo import Pace
+from penstock.sched.drafts.track import Track, tightened
 from penstock.sched.policy.dynamic import Dynamic
 from penstock.sched.reserve import Reserve
 from tests.engine.harness import request

@@ -28,8 +28,8 @@ from penstock.sched.drafts.acceptance import MOST, STRANGER, Beliefs
 from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Probes, Rooms
-from penstock.sched.drafts.slo import Pace, slo_of_request, tightened
-from penstock.sched.drafts.track import Track, guessers
+from penstock.sched.drafts.slo import Pace, slo_of_request
+from penstock.sched.drafts.track import Track, guessers, tightened
 
 SHARE = 0.005
 """Of all time, what finding out may cost."""
