@@ -12,7 +12,7 @@ from penstock.server.context import Call, Prompt
 from penstock.server.errors import WireError
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.openai import PromptTokensDetails, Usage
-from penstock.server.turns import Answer, Caller, Conversation, Options, Piece, make_call, new_id
+from penstock.server.turns.turn import Answer, Caller, Conversation, Options, Piece, make_call, new_id
 
 SCRIPT: tuple[Event, ...] = (
     Reasoning("First I look."),

@@ -20,7 +20,7 @@ from penstock.base.clock import VirtualClock
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.engine.client import Tally
 from penstock.server.live import LiveServer
-from penstock.server.stats import Distribution, Stats
+from penstock.server.observation.stats import Distribution, Stats
 from tests.api.watch import CHAT, COMPLETIONS, Endings, grown, on_loop, scrape, small
 
 BOTH = {

@@ -17,9 +17,9 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.config.server import ServerConfig
-from penstock.server.connections import Connections
-from penstock.server.http_server import loop_factory, uvicorn_config
-from penstock.server.protocol import HttpLimits
+from penstock.server.transport.connections import Connections
+from penstock.server.transport.http_server import loop_factory, uvicorn_config
+from penstock.server.transport.protocol import HttpLimits
 
 BODY = 40_000
 

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from penstock.base.errors import RefusedError
-from penstock.server.batch_folder import BatchFolder, Claim, Record
+from penstock.server.batches.files import FileStore
+from penstock.server.batches.folder import BatchFolder, Claim, Record
 from penstock.server.context import ANYONE, Tenant
-from penstock.server.file_store import FileStore
 from penstock.server.schema.batches import BatchObject, RequestCounts
 
 ID = "batch_" + "0" * 24

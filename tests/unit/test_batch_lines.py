@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server import batch_job
-from penstock.server.batch_job import Job, OpenGate
-from penstock.server.batch_lines import IdSet, LineReader, Results, read_lines
+from penstock.server.batches import job as batch_job
+from penstock.server.batches.files import FileStore
+from penstock.server.batches.job import Job, OpenGate
+from penstock.server.batches.lines import IdSet, LineReader, Results, read_lines
 from penstock.server.context import ANYONE
-from penstock.server.file_store import FileStore
-from penstock.server.inner import Answer
+from penstock.server.transport.inner import Answer
 from tests.unit.faulty_disk import failing
 
 KEYS = st.lists(st.integers(1, 2**64 - 1) | st.integers(1, 40).map(lambda i: i << 20), max_size=3000)

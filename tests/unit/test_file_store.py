@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import RefusedError
+from penstock.server.batches.files import FileStore, whole_bytes
 from penstock.server.context import ANYONE, Tenant
 from penstock.server.errors import wire_error
-from penstock.server.file_store import FileStore, whole_bytes
 from penstock.server.schema.files import FileObject
 from tests.unit.faulty_disk import failing
 

@@ -16,11 +16,11 @@ from penstock.core.batch import TokenLogprobs
 from penstock.engine.client import Sample
 from penstock.engine.frontend import CHARS_PER_LOGPROB, EngineClient
 from penstock.engine.stream import Cursor
-from penstock.server import decode
 from penstock.server.context import Tenant
-from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts
-from penstock.server.pieces import GAP, Pieces
-from penstock.server.slices import Slices, whole
+from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts
+from penstock.server.schema import decode
+from penstock.server.transport.pieces import GAP, Pieces
+from penstock.server.transport.slices import Slices, whole
 
 
 def test_a_body_is_counted_alike_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.base.errors import InputError
-from penstock.server.multipart import MultipartReader, Part, PartEnd, boundary_of
+from penstock.server.transport.multipart import MultipartReader, Part, PartEnd, boundary_of
 
 BOUNDARY = b"b-0"
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters='"\\\r\n'), min_size=1, max_size=8)

@@ -14,15 +14,15 @@ import pytest
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import InputError
 from penstock.core.messages import EngineSnapshot
-from penstock.server.defaults import model_defaults
-from penstock.server.openapi import _operations
-from penstock.server.pace import ALPHA, Pace
-from penstock.server.request_log import Throughput
+from penstock.server.admission.pace import ALPHA, Pace
+from penstock.server.observation.request_log import Throughput
+from penstock.server.observation.stats import Stats
 from penstock.server.routes import batches, models
 from penstock.server.routes.embeddings import _prompts
 from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchObject, RequestCounts
-from penstock.server.stats import Stats
+from penstock.server.schema.openapi import _operations
+from penstock.server.turns.defaults import model_defaults
 from penstock.text.validate import Limits
 
 

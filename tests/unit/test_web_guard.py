@@ -6,7 +6,7 @@ import pytest
 
 from penstock.config.server import ServerConfig
 from penstock.server.errors import WireError
-from penstock.server.web_guard import WebGuard
+from penstock.server.transport.web_guard import WebGuard
 
 
 def status(guard: WebGuard, path: str = "/v1/models", method: str = "GET", root: str = "", **headers: str) -> int:

@@ -16,14 +16,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
-from penstock.server.admission import GENERATING, Gate
+from penstock.server.admission.gate import GENERATING, Gate
+from penstock.server.admission.keys import Keys, is_loopback
 from penstock.server.context import ANYONE, Server, Tenant
-from penstock.server.cors import Cors
-from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
-from penstock.server.inner import TENANT
-from penstock.server.keys import Keys, is_loopback
-from penstock.server.openapi import Documentation
 from penstock.server.routes import (
     admin,
     batches,
@@ -39,8 +35,12 @@ from penstock.server.routes import (
     responses,
     text,
 )
-from penstock.server.sse import Gone
-from penstock.server.web_guard import WebGuard
+from penstock.server.schema.openapi import Documentation
+from penstock.server.transport.cors import Cors
+from penstock.server.transport.inner import TENANT
+from penstock.server.transport.sse import Gone
+from penstock.server.transport.web_guard import WebGuard
+from penstock.server.turns.defaults import sampling_defaults
 
 log = logging.getLogger("penstock.server")
 MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)

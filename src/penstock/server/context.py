@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.server.slices import Slices
+from penstock.server.transport.slices import Slices
 
 if TYPE_CHECKING:
     from penstock.config.server import ServerConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from penstock.base.errors import InputError, RefusedError
 from penstock.server.context import Asker
 from penstock.server.errors import WireError
-from penstock.server.stats import TTFT_S, Distribution
+from penstock.server.observation.stats import TTFT_S, Distribution
 from penstock.text.encoding import TOO_LONG, Steps, TooManyTokens, encode_all_steps, one_step
 from penstock.text.offload import INLINE_CHARS, Crowded, Dropped, Offload
 from penstock.text.template import encode_chat_steps

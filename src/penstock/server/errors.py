@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
 from penstock.core.sampling import GRAMMAR_STUCK
-from penstock.server.disk import trouble
+from penstock.server.batches.disk import trouble
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",

@@ -14,7 +14,7 @@ from penstock.engine.link import Link
 from penstock.server.app import make_app, make_probe_app
 from penstock.server.build import build, close
 from penstock.server.context import Server
-from penstock.server.http_server import HttpServer, loop_factory, uvicorn_config
+from penstock.server.transport.http_server import HttpServer, loop_factory, uvicorn_config
 
 
 class LiveServer:

@@ -16,13 +16,13 @@ from penstock.base.memory import trim
 from penstock.config import ServeConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
+from penstock.server.admission.arguments import hide_keys
 from penstock.server.app import make_app, make_probe_app
-from penstock.server.arguments import hide_keys
 from penstock.server.build import build, close
-from penstock.server.connections import want_files
 from penstock.server.context import Server
-from penstock.server.http_server import HttpServer, uvicorn_config
-from penstock.server.listen import Sockets, bind
+from penstock.server.transport.connections import want_files
+from penstock.server.transport.http_server import HttpServer, uvicorn_config
+from penstock.server.transport.listen import Sockets, bind
 
 log = logging.getLogger("penstock.server")
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.server.batch_runner import BatchRunner
-from penstock.server.decode import read
+from penstock.server.batches.runner import BatchRunner
 from penstock.server.routes.files import answer, page
 from penstock.server.schema.batches import BatchList, BatchObject, BatchRequest
+from penstock.server.schema.decode import read
 
 
 def _runner(request: Request) -> BatchRunner:

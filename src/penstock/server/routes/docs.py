@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.server.sse import encoder
+from penstock.server.transport.sse import encoder
 
 
 async def openapi_json(request: Request) -> Response:

@@ -14,10 +14,10 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
+from penstock.server.batches.files import GROWING, FileStore, Upload
 from penstock.server.context import Server, Tenant
-from penstock.server.file_store import GROWING, FileStore, Upload
-from penstock.server.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
 from penstock.server.schema.files import FileDeleted, FileList, FileObject
+from penstock.server.transport.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 _WRITE_BYTES = 1 << 20

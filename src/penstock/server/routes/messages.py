@@ -11,22 +11,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.core.sampling import SamplingParams
-from penstock.server.anthropic_events import BlockWriter, stop_of
-from penstock.server.anthropic_input import (
+from penstock.server.anthropic.events import BlockWriter, stop_of
+from penstock.server.anthropic.input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
     form,
     template_kwargs,
 )
-from penstock.server.completion import told
-from penstock.server.decode import read
-from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
+from penstock.server.openai.completion import told
+from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
-from penstock.server.sse import EventStream, encoder, frame, unless_gone
-from penstock.server.turns import (
+from penstock.server.transport.sse import EventStream, encoder, frame, unless_gone
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import (
     Caller,
     Conversation,
     Options,

@@ -7,10 +7,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.server.context import Server
-from penstock.server.defaults import sampling_defaults
 from penstock.server.schema.openai import Model, ModelList
-from penstock.server.sse import encoder
-from penstock.server.turns import check_model
+from penstock.server.transport.sse import encoder
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import check_model
 
 
 async def models(request: Request) -> Response:

@@ -11,18 +11,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.server.decode import read
-from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
-from penstock.server.responses_events import Item, replay
-from penstock.server.responses_input import (
+from penstock.server.responses.events import Item, replay
+from penstock.server.responses.input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
     form,
     input_items,
 )
-from penstock.server.responses_run import Replayed, ResponseRun, event_frame
+from penstock.server.responses.run import Replayed, ResponseRun, event_frame
+from penstock.server.responses.store import ResponseStore, Stored
+from penstock.server.schema.decode import read
 from penstock.server.schema.extras import ACCEPTED, REFUSED
 from penstock.server.schema.responses import (
     InputItems,
@@ -31,9 +31,9 @@ from penstock.server.schema.responses import (
     ResponseObject,
     ResponsesRequest,
 )
-from penstock.server.sse import EventStream, encoder, unless_gone
-from penstock.server.store import ResponseStore, Stored
-from penstock.server.turns import (
+from penstock.server.transport.sse import EventStream, encoder, unless_gone
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import (
     Caller,
     Conversation,
     Options,

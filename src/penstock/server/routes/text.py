@@ -11,9 +11,9 @@ from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
 from penstock.server.context import Asker, Prompt, Server
-from penstock.server.decode import read
 from penstock.server.encoding import Fit
 from penstock.server.parsing import check_tools
+from penstock.server.schema.decode import read
 from penstock.server.schema.text import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,8 +23,8 @@ from penstock.server.schema.text import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from penstock.server.sse import encoder, unless_gone
-from penstock.server.turns import Caller, asker_of, caller_of, check_model
+from penstock.server.transport.sse import encoder, unless_gone
+from penstock.server.turns.turn import Caller, asker_of, caller_of, check_model
 
 MAX_TOKENS = 1 << 20
 

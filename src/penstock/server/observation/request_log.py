@@ -14,7 +14,7 @@ from penstock.core.acceptance import Acceptance
 from penstock.core.sampling import SamplingParams
 from penstock.server.context import Server
 from penstock.server.errors import WireError
-from penstock.server.stats import Stats, ending, timings
+from penstock.server.observation.stats import Stats, ending, timings
 
 if TYPE_CHECKING:
     from starlette.types import Scope

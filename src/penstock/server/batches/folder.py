@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.server.batches.disk import write_by_rename
+from penstock.server.batches.files import FileStore, whole_bytes
 from penstock.server.context import Tenant
-from penstock.server.disk import write_by_rename
-from penstock.server.file_store import FileStore, whole_bytes
 from penstock.server.schema.batches import BatchObject
 
 log = logging.getLogger("penstock.server")

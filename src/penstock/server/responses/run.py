@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from penstock.server.completion import told
 from penstock.server.errors import WireError
+from penstock.server.openai.completion import told
 from penstock.server.parsing.events import Reasoning
-from penstock.server.responses_events import Item, ResponseWriter, final_kind
+from penstock.server.responses.events import Item, ResponseWriter, final_kind
+from penstock.server.responses.store import ResponseStore, Stored
 from penstock.server.schema.responses import InputTokensDetails, OutputTokensDetails, ResponseObject, ResponseUsage
-from penstock.server.sse import encoder, frame
-from penstock.server.store import ResponseStore, Stored
-from penstock.server.turns import Piece, Turn
+from penstock.server.transport.sse import encoder, frame
+from penstock.server.turns.turn import Piece, Turn
 
 BYTES_PER_CHAR = 64
 """An event is much longer than the text it carries; a reader's backlog is counted in bytes."""

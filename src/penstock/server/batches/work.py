@@ -11,14 +11,14 @@ from functools import partial
 import msgspec
 
 from penstock.base.errors import EngineError, RefusedError
-from penstock.server.batch_folder import FINAL, BatchFolder, Claim
-from penstock.server.batch_job import Job
-from penstock.server.batch_lines import LineReader, Results, read_lines
+from penstock.server.batches.disk import through, trouble
+from penstock.server.batches.files import FileStore
+from penstock.server.batches.folder import FINAL, BatchFolder, Claim
+from penstock.server.batches.job import Job
+from penstock.server.batches.lines import LineReader, Results, read_lines
 from penstock.server.context import Server, Tenant
-from penstock.server.disk import through, trouble
-from penstock.server.file_store import FileStore
-from penstock.server.inner import Answer
 from penstock.server.schema.batches import BatchObject
+from penstock.server.transport.inner import Answer
 
 log = logging.getLogger("penstock.server")
 Ask = Callable[[str, bytes, str], Awaitable[Answer]]

@@ -18,14 +18,14 @@ from penstock.core.compression import PromptCompression
 from penstock.launch.compressor import MAX_TOKENS, ChatSource, Compressed, Compressor
 from penstock.server.context import Asker, Prompt, Server
 from penstock.server.encoding import Fit, in_time
-from penstock.server.stats import TTFT_S, Distribution
+from penstock.server.observation.stats import TTFT_S, Distribution
 from penstock.text.encoding import Steps, one_step
 from penstock.text.offload import Crowded, Dropped, Offload
 from penstock.text.roles import known_roles
 
 if TYPE_CHECKING:
     from penstock.server.service import Service
-    from penstock.server.turns import Conversation
+    from penstock.server.turns.turn import Conversation
 
 MAX_QUEUED_TOKENS = 1 << 20
 """Of prompts that wait to be compressed or are being compressed: some minutes of work at most."""

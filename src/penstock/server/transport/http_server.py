@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from penstock.server.protocol import HttpLimits, LimitedProtocol
+from penstock.server.transport.protocol import HttpLimits, LimitedProtocol
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.server.slices import Work
+from penstock.server.transport.slices import Work
 
 NUL = b"\0"
 GAP: Any = msgspec.Raw(NUL)

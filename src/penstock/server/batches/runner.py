@@ -1,4 +1,4 @@
-"""Batches, as work of low priority: only slots that nobody else wants. Their state is on disk (`batch_folder`): a
+"""Batches, as work of low priority: only slots that nobody else wants. Their state is on disk (`folder`): a
 restart goes on, and so does any other server of the same folder."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.server.batch_folder import BATCH_ID, FINAL, BatchFolder, Claim, Record
-from penstock.server.batch_lines import ENDPOINTS
-from penstock.server.batch_work import BatchWork, LowGate
+from penstock.server.batches.disk import through
+from penstock.server.batches.files import FileStore
+from penstock.server.batches.folder import BATCH_ID, FINAL, BatchFolder, Claim, Record
+from penstock.server.batches.lines import ENDPOINTS
+from penstock.server.batches.work import BatchWork, LowGate
 from penstock.server.context import ANYONE, Server, Tenant
-from penstock.server.disk import through
-from penstock.server.file_store import FileStore
-from penstock.server.inner import Answer, post
 from penstock.server.schema.batches import BatchObject, BatchRequest, RequestCounts
+from penstock.server.transport.inner import Answer, post
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

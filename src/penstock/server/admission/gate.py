@@ -22,9 +22,9 @@ from penstock.config.server import ServerConfig
 from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
+from penstock.server.admission.pace import Pace
 from penstock.server.context import Call, Server, Tenant
 from penstock.server.errors import WireError
-from penstock.server.pace import Pace
 
 if TYPE_CHECKING:
     from penstock.core.messages import EngineInfo

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.base.hashing import digest
-from penstock.server import disk
+from penstock.server.batches import disk
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_CUSTOM_ID = 512

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from penstock.base.errors import InputError, RefusedError
 from penstock.server.schema.forms import misplaced
 from penstock.server.schema.known import shape_of, unknown
-from penstock.server.slices import Work, whole
+from penstock.server.transport.slices import Work, whole
 
 log = logging.getLogger("penstock.server")
 T = TypeVar("T", bound=msgspec.Struct)

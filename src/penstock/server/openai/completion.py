@@ -17,16 +17,16 @@ from msgspec import UNSET, UnsetType
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
-from penstock.server.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.context import Asker, Prompt, Server
-from penstock.server.decode import renamed
-from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
-from penstock.server.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
-from penstock.server.pieces import GAP, NUL, Pieces
+from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import Completion, CompletionChoice, CompletionRequest
-from penstock.server.sse import DONE, ChunkWriter, encoder, frame
-from penstock.server.turns import (
+from penstock.server.transport.pieces import GAP, NUL, Pieces
+from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
+from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_prompt
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import (
     FINISHES,
     Caller,
     Meter,

@@ -23,15 +23,15 @@ from penstock.core.compression import PromptCompression
 from penstock.core.output import RequestMetrics
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
-from penstock.server.compression import TO_COMPRESS, check_compression, compress_chat
 from penstock.server.context import ANYONE, Asker, Call, Prompt, Server, Tenant
-from penstock.server.decode import renamed
-from penstock.server.defaults import sampling_defaults
 from penstock.server.errors import WireError, wire_error
-from penstock.server.inner import PRIORITY
 from penstock.server.parsing import check_tools, lead_for, params_for, parser_for
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
+from penstock.server.transport.inner import PRIORITY
+from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_chat
+from penstock.server.turns.defaults import sampling_defaults
 
 if TYPE_CHECKING:
     from penstock.server.parsing import OutputParser

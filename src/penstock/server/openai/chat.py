@@ -11,12 +11,10 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.base.errors import InputError
-from penstock.server.completion import CHARS_PER_ID, told
 from penstock.server.context import Server
-from penstock.server.defaults import sampling_defaults
-from penstock.server.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.openai.completion import CHARS_PER_ID, told
+from penstock.server.openai.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
-from penstock.server.pieces import GAP, NUL, Pieces
 from penstock.server.schema.openai import (
     ChatChoice,
     ChatCompletion,
@@ -25,8 +23,10 @@ from penstock.server.schema.openai import (
     FunctionCall,
     ToolCall,
 )
-from penstock.server.sse import DONE, ChunkWriter, encoder, frame
-from penstock.server.turns import (
+from penstock.server.transport.pieces import GAP, NUL, Pieces
+from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import (
     Answer,
     Caller,
     Conversation,

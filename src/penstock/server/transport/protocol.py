@@ -22,10 +22,10 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock.server.connections import Connections, possible
 from penstock.server.errors import WireError
-from penstock.server.header_rules import wrong_header
-from penstock.server.http_1_0 import as_http_1_0
+from penstock.server.transport.connections import Connections, possible
+from penstock.server.transport.header_rules import wrong_header
+from penstock.server.transport.http_1_0 import as_http_1_0
 
 if TYPE_CHECKING:
     from penstock.config.server import ServerConfig

@@ -10,9 +10,9 @@ from typing import Protocol
 import msgspec
 
 from penstock.base.errors import EngineError, RefusedError
-from penstock.server.batch_lines import Line, LineError, LineReader, Results
-from penstock.server.disk import through
-from penstock.server.inner import Answer
+from penstock.server.batches.disk import through
+from penstock.server.batches.lines import Line, LineError, LineReader, Results
+from penstock.server.transport.inner import Answer
 
 Ask = Callable[[str, bytes, str], Awaitable[Answer]]
 """(path, body, request id) -> the application's answer."""

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
-from penstock.server import disk
+from penstock.server.batches import disk
 from penstock.server.context import Server, Tenant
 from penstock.server.schema.files import FileObject
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.server.keys import ADMIN_ENVIRONMENT, ENVIRONMENT
+from penstock.server.admission.keys import ADMIN_ENVIRONMENT, ENVIRONMENT
 
 log = logging.getLogger("penstock.server")
 FLAGS = (b"--api-key", b"--admin-api-key")
