@@ -21,7 +21,7 @@ from penstock.engine.frontend import EngineClient
 from penstock.server.admission.gate import Gate, Turnstile, cost_of
 from penstock.server.admission.pace import Pace
 from penstock.server.app import Around
-from penstock.server.context import ANYONE, Call, Prompt, Tenant
+from penstock.server.call import ANYONE, Call, Prompt, Tenant
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
 from penstock.server.transport.protocol import LimitedProtocol

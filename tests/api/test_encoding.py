@@ -21,7 +21,7 @@ import pytest
 from penstock.config import serve_from_kwargs
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.encoding import MAX_NODES, size_of
 from penstock.server.live import LiveServer
 from penstock.text.offload import INLINE_CHARS

@@ -15,7 +15,7 @@ from penstock.base.clock import MonotonicClock
 from penstock.config import serve_from_kwargs
 from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
 from penstock.server.parsing.events import Content, Reasoning

@@ -17,7 +17,7 @@ import pytest
 from penstock.base.errors import RefusedError
 from penstock.server.batches.files import FileStore
 from penstock.server.batches.folder import BatchFolder, Claim, Record
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.schema.batches import BatchObject, RequestCounts
 
 ID = "batch_" + "0" * 24

@@ -21,7 +21,7 @@ from penstock.server.batches import job as batch_job
 from penstock.server.batches.files import FileStore
 from penstock.server.batches.job import Job, OpenGate
 from penstock.server.batches.lines import IdSet, LineReader, Results, read_lines
-from penstock.server.context import ANYONE
+from penstock.server.call import ANYONE
 from penstock.server.transport.inner import Answer
 from tests.unit.faulty_disk import failing
 

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.base.errors import RefusedError
 from penstock.server.batches.files import FileStore, whole_bytes
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.errors import wire_error
 from penstock.server.schema.files import FileObject
 from tests.unit.faulty_disk import failing

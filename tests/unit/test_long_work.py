@@ -16,7 +16,7 @@ from penstock.core.batch import TokenLogprobs
 from penstock.engine.client import Sample
 from penstock.engine.frontend import CHARS_PER_LOGPROB, EngineClient
 from penstock.engine.stream import Cursor
-from penstock.server.context import Tenant
+from penstock.server.call import Tenant
 from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts
 from penstock.server.schema import decode
 from penstock.server.transport.pieces import GAP, Pieces

@@ -23,7 +23,8 @@ from penstock.core.request import Request
 from penstock.engine.frontend import EngineClient
 from penstock.engine.stream import Stream
 from penstock.server.admission.pace import Pace
-from penstock.server.context import Call, Server, Tenant
+from penstock.server.call import Call, Tenant
+from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from penstock.base.clock import Clock
 from penstock.base.errors import ConfigError
 from penstock.config import ServeConfig
 from penstock.config.server import ServerConfig
-from penstock.server.context import ANYONE, Server, Tenant
+from penstock.server.call import ANYONE, Tenant
+from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 log = logging.getLogger("penstock.server")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -15,20 +14,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TEMPORARY = "upload-"
 """How names begin of what is not complete yet; `FileStore.sweep` removes what a dead server left of it."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_BUSY = (errno.EMFILE, errno.ENFILE)
-_BROKEN = (errno.EIO, errno.EROFS)
-
-
-def trouble(error: OSError) -> tuple[int, str, str] | None:
-    """(HTTP status, code, sentence) of what a disk refuses; None for every other error."""
-    if error.errno in _FULL:
-        return 507, "insufficient_storage", "the server's disk is full; try again when there is room, or delete files"
-    if error.errno in _BUSY:
-        return 503, "too_many_open_files", "the server has no file descriptor left; try again in a moment"
-    if error.errno in _BROKEN:
-        return 500, "storage_error", f"the server's disk cannot be written or read ({errno.errorcode[error.errno]})"
-    return None
 
 
 def create(path: Path) -> int:

@@ -20,7 +20,8 @@ import msgspec
 from penstock.base.errors import InputError, RefusedError
 from penstock.base.hashing import digest
 from penstock.server.batches import disk
-from penstock.server.context import Server, Tenant
+from penstock.server.call import Tenant
+from penstock.server.context import Server
 from penstock.server.schema.files import FileObject
 
 MAX_FILES = 10_000

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.server.batches.disk import write_by_rename
 from penstock.server.batches.files import FileStore, whole_bytes
-from penstock.server.context import Tenant
+from penstock.server.call import Tenant
 from penstock.server.schema.batches import BatchObject
 
 log = logging.getLogger("penstock.server")

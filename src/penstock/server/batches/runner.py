@@ -22,7 +22,8 @@ from penstock.server.batches.files import FileStore
 from penstock.server.batches.folder import BATCH_ID, FINAL, BatchFolder, Claim, Record
 from penstock.server.batches.lines import ENDPOINTS
 from penstock.server.batches.work import BatchWork, LowGate
-from penstock.server.context import ANYONE, Server, Tenant
+from penstock.server.call import ANYONE, Tenant
+from penstock.server.context import Server
 from penstock.server.schema.batches import BatchObject, BatchRequest, RequestCounts
 from penstock.server.transport.inner import Answer, post
 

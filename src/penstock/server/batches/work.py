@@ -11,12 +11,14 @@ from functools import partial
 import msgspec
 
 from penstock.base.errors import EngineError, RefusedError
-from penstock.server.batches.disk import through, trouble
+from penstock.server.batches.disk import through
 from penstock.server.batches.files import FileStore
 from penstock.server.batches.folder import FINAL, BatchFolder, Claim
 from penstock.server.batches.job import Job
 from penstock.server.batches.lines import LineReader, Results, read_lines
-from penstock.server.context import Server, Tenant
+from penstock.server.call import Tenant
+from penstock.server.context import Server
+from penstock.server.errors import trouble
 from penstock.server.schema.batches import BatchObject
 from penstock.server.transport.inner import Answer
 

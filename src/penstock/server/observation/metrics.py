@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.server.context import Server
-from penstock.server.observation.stats import Distribution, Stats
+from penstock.server.distribution import Distribution
+from penstock.server.observation.stats import Stats
 
 if TYPE_CHECKING:
     from penstock.server.errors import WireError

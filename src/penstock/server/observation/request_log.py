@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.core.output import RequestOutput
     from penstock.engine.stream import Stream
-    from penstock.server.context import Call
+    from penstock.server.call import Call
 
 log = logging.getLogger("penstock.request")
 throughput_log = logging.getLogger("penstock.throughput")

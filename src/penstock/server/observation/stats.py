@@ -5,23 +5,21 @@ Counting happens once per message of the engine and once per finished request, n
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.acceptance import Acceptance
+from penstock.server.distribution import REQUEST_S, TOKEN_S, TTFT_S, Distribution, steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from penstock.base.clock import Clock
     from penstock.core.messages import Outputs
     from penstock.core.output import RequestOutput
     from penstock.engine.client import Tally
     from penstock.engine.frontend import EngineClient
     from penstock.engine.stream import Stream
-    from penstock.server.context import Call
+    from penstock.server.call import Call
 
 POINTS = 300
 """Seconds of history that the page shows."""
@@ -31,45 +29,6 @@ ENDINGS = {"abort": "client_gone", "stop": "stop", "length": "length", "error": 
 """What a finish reason means to operators; any other is its own name."""
 
 
-class Distribution:
-    """Counts of values up to each of `bounds`, as a Prometheus histogram wants them."""
-
-    def __init__(self, bounds: Iterable[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    @property
-    def num(self) -> int:
-        return sum(self.counts)
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), "+Inf" last."""
-        found, so_far = [], 0
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            so_far += count
-            found.append((bound, float(so_far)))
-        return found
-
-
-def steps(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `largest`."""
-    found = [m * 10.0**e for e in range(len(str(max(1, largest)))) for m in (1, 2, 5)]
-    return tuple(v for v in found if v <= largest) or (1.0,)
-
-
-# fmt: off
-TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
-          2560)
-_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
-          40, 80)
-_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
-            7680)
-# fmt: on
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -95,9 +54,9 @@ class Stats:
         self.clock = clock
         longest = client.info.max_model_len if client.info is not None else 1 << 20
         lengths = steps(longest)
-        self.ttft, self.itl, self.tpot = Distribution(TTFT_S), Distribution(_TOKEN), Distribution(_TOKEN)
-        self.e2e, self.queue, self.prefill = Distribution(_REQUEST), Distribution(_REQUEST), Distribution(_REQUEST)
-        self.decode, self.inference = Distribution(_REQUEST), Distribution(_REQUEST)
+        self.ttft, self.itl, self.tpot = Distribution(TTFT_S), Distribution(TOKEN_S), Distribution(TOKEN_S)
+        self.e2e, self.queue, self.prefill = Distribution(REQUEST_S), Distribution(REQUEST_S), Distribution(REQUEST_S)
+        self.decode, self.inference = Distribution(REQUEST_S), Distribution(REQUEST_S)
         self.prompt_lengths, self.generation_lengths = Distribution(lengths), Distribution(lengths)
         self.longest_sample, self.computed_lengths = Distribution(lengths), Distribution(lengths)
         self.params_max_tokens, self.params_n = Distribution(lengths), Distribution((1, 2, 5, 10, 20))

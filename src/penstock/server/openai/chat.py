@@ -12,7 +12,8 @@ from msgspec import UNSET
 
 from penstock.base.errors import InputError
 from penstock.server.context import Server
-from penstock.server.openai.completion import CHARS_PER_ID, told
+from penstock.server.errors import told
+from penstock.server.openai.completion import CHARS_PER_ID
 from penstock.server.openai.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from penstock.server.schema.openai import (
@@ -25,18 +26,9 @@ from penstock.server.schema.openai import (
 )
 from penstock.server.transport.pieces import GAP, NUL, Pieces
 from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
+from penstock.server.turns.asking import Caller, Conversation, Options, check_model, check_stream_options
 from penstock.server.turns.defaults import sampling_defaults
-from penstock.server.turns.turn import (
-    Answer,
-    Caller,
-    Conversation,
-    Options,
-    Piece,
-    Turn,
-    begin,
-    check_model,
-    check_stream_options,
-)
+from penstock.server.turns.turn import Answer, Piece, Turn, begin
 
 
 async def start(caller: Caller, body: ChatRequest) -> Chat:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -17,30 +16,21 @@ from msgspec import UNSET, UnsetType
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
-from penstock.server.context import Asker, Prompt, Server
-from penstock.server.errors import WireError, wire_error
+from penstock.server.call import Asker, Prompt
+from penstock.server.context import Server
+from penstock.server.errors import told
 from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import Completion, CompletionChoice, CompletionRequest
 from penstock.server.transport.pieces import GAP, NUL, Pieces
 from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
+from penstock.server.turns.asking import Caller, Options, asker_of, check_model, check_stream_options, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.turns.defaults import sampling_defaults
-from penstock.server.turns.turn import (
-    FINISHES,
-    Caller,
-    Meter,
-    Options,
-    asker_of,
-    check_model,
-    check_stream_options,
-    make_call,
-    new_id,
-)
+from penstock.server.turns.turn import FINISHES, Meter
 from penstock.text.detokenize import IncrementalDetokenizer
 from penstock.text.places import TokenPlaces
 
-log = logging.getLogger("penstock.server")
 CHARS_PER_ID = 8
 """Of a token id in an answer, with what is around it; for the bound of slow readers."""
 ECHO_TOKENS = 64
@@ -373,14 +363,6 @@ class Completing:
             prompt_token_ids=self._prompts[choice.index // self._n].ids if opening else UNSET,
         )  # fmt: skip
         return encoder.encode(part)
-
-
-def told(error: Exception) -> WireError:
-    """As `wire_error`; what nobody expected goes to the log."""
-    answer = wire_error(error)
-    if answer.code == "internal_error":
-        log.error("a stream failed", exc_info=error)
-    return answer
 
 
 async def merged(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, list[Delta]], None]:

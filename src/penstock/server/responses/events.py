@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
-from penstock.server.turns.turn import new_id
+from penstock.server.turns.asking import new_id
 
 Item = dict[str, Any]
 

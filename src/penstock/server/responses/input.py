@@ -8,7 +8,7 @@ from typing import Any
 from penstock.base.errors import InputError
 from penstock.server.schema.forms import Form, only
 from penstock.server.schema.responses import ResponsesRequest
-from penstock.server.turns.turn import new_id
+from penstock.server.turns.asking import new_id
 
 MAX_ITEMS = 10_000
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}

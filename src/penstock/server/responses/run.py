@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from penstock.server.errors import WireError
-from penstock.server.openai.completion import told
+from penstock.server.errors import WireError, told
 from penstock.server.parsing.events import Reasoning
 from penstock.server.responses.events import Item, ResponseWriter, final_kind
 from penstock.server.responses.store import ResponseStore, Stored
@@ -162,7 +161,7 @@ class ResponseRun:
 
 
 class Reader:
-    """One client that follows a run (`server.sse.Streamed`)."""
+    """One client that follows a run (`transport.sse.Streamed`)."""
 
     def __init__(self, run: ResponseRun, first: int) -> None:
         self._run = run
@@ -187,7 +186,7 @@ class Reader:
 
 
 class Replayed:
-    """The frames of a stored response (`server.sse.Streamed`)."""
+    """The frames of a stored response (`transport.sse.Streamed`)."""
 
     too_slow = False
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
-    from penstock.server.context import Server, Tenant
+    from penstock.server.call import Tenant
+    from penstock.server.context import Server
 
 MAX_BYTES = 64 << 20
 OVERHEAD = 512

@@ -12,7 +12,7 @@ from penstock.server.schema.extras import ACCEPTED, REFUSED
 from penstock.server.schema.openai import Completion, CompletionRequest
 from penstock.server.transport.pieces import Pieces, PiecesResponse
 from penstock.server.transport.sse import EventStream, unless_gone
-from penstock.server.turns.turn import Caller, caller_of
+from penstock.server.turns.asking import Caller, caller_of
 
 REFUSED_FIELDS = {**REFUSED, "suffix": (("",), "is not supported: this model writes on, it does not fill in")}
 

@@ -15,7 +15,8 @@ from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
 from penstock.server.batches.files import GROWING, FileStore, Upload
-from penstock.server.context import Server, Tenant
+from penstock.server.call import Tenant
+from penstock.server.context import Server
 from penstock.server.schema.files import FileDeleted, FileList, FileObject
 from penstock.server.transport.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
 

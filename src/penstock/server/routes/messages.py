@@ -20,22 +20,14 @@ from penstock.server.anthropic.input import (
     template_kwargs,
 )
 from penstock.server.encoding import Fit
-from penstock.server.openai.completion import told
+from penstock.server.errors import told
 from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
 from penstock.server.transport.sse import EventStream, encoder, frame, unless_gone
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
 from penstock.server.turns.defaults import sampling_defaults
-from penstock.server.turns.turn import (
-    Caller,
-    Conversation,
-    Options,
-    Turn,
-    asker_of,
-    begin,
-    caller_of,
-    check_model,
-)
+from penstock.server.turns.turn import Turn, begin
 
 _SERVER_SIDE = "is not supported: this server runs no tools"
 REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {

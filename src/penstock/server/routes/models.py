@@ -9,8 +9,8 @@ from starlette.routing import BaseRoute, Route
 from penstock.server.context import Server
 from penstock.server.schema.openai import Model, ModelList
 from penstock.server.transport.sse import encoder
+from penstock.server.turns.asking import check_model
 from penstock.server.turns.defaults import sampling_defaults
-from penstock.server.turns.turn import check_model
 
 
 async def models(request: Request) -> Response:

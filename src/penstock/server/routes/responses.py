@@ -32,16 +32,9 @@ from penstock.server.schema.responses import (
     ResponsesRequest,
 )
 from penstock.server.transport.sse import EventStream, encoder, unless_gone
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
 from penstock.server.turns.defaults import sampling_defaults
-from penstock.server.turns.turn import (
-    Caller,
-    Conversation,
-    Options,
-    asker_of,
-    begin,
-    caller_of,
-    check_model,
-)
+from penstock.server.turns.turn import begin
 
 _REFUSED = {
     **REFUSED,

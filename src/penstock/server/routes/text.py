@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
-from penstock.server.context import Asker, Prompt, Server
+from penstock.server.call import Asker, Prompt
+from penstock.server.context import Server
 from penstock.server.encoding import Fit
 from penstock.server.parsing import check_tools
 from penstock.server.schema.decode import read
@@ -24,7 +25,7 @@ from penstock.server.schema.text import (
     TokenizerInfo,
 )
 from penstock.server.transport.sse import encoder, unless_gone
-from penstock.server.turns.turn import Caller, asker_of, caller_of, check_model
+from penstock.server.turns.asking import Caller, asker_of, caller_of, check_model
 
 MAX_TOKENS = 1 << 20
 

@@ -2,7 +2,7 @@
 
 JSON is read once into plain values, which shows unknown fields and keeps paths for messages; the struct is made of
 those. Before anything is allocated the body's skeleton (what is left without its strings) is counted. Long bodies are
-read in slices (`server.slices`), so that nobody's stream waits for them.
+read in slices (`transport.slices`), so that nobody's stream waits for them.
 """
 
 from __future__ import annotations

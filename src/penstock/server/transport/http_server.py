@@ -16,18 +16,14 @@ from penstock.server.transport.protocol import HttpLimits, LimitedProtocol
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from penstock.server.context import Server
-
-PROBE_CONNECTIONS = 128
+    from penstock.server.transport.tls import Tls
 
 
-def uvicorn_config(server: Server, app: ASGIApp, *, probe: bool = False) -> uvicorn.Config:
-    """How uvicorn has to run a built server: this protocol, no websockets, the server's TLS context if it has one.
+def uvicorn_config(app: ASGIApp, limits: HttpLimits, *, root_path: str = "", tls: Tls | None = None) -> uvicorn.Config:
+    """How uvicorn has to run an application: this protocol, no websockets, TLS if there is any.
 
-    `probe`: this is the second port. The sockets, the signals and the loop (`loop_factory`) are the caller's.
+    The sockets, the signals and the loop (`loop_factory`) are the caller's.
     """
-    limits = HttpLimits.of(server.config, PROBE_CONNECTIONS if probe else server.config.max_connections)
-    server.parts["probe_http" if probe else "http"] = limits
     config = uvicorn.Config(
         app,
         http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, limits=limits)),
@@ -37,13 +33,12 @@ def uvicorn_config(server: Server, app: ASGIApp, *, probe: bool = False) -> uvic
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        root_path="" if probe else server.config.root_path.rstrip("/"),
+        root_path=root_path,
         # Longer than clients keep idle connections: then it is they who close them, and no request meets a closed one.
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
     config.load()
-    tls = server.parts.get("tls")
     config.ssl = tls.context if tls is not None else None
     return config
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Scope
 
-    from penstock.server.context import Tenant
+    from penstock.server.call import Tenant
 
 TENANT = "penstock.tenant"
 """Key of a scope that says who asks; no client can set it, so no key is asked for."""

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from penstock.server.context import Tenant
+    from penstock.server.call import Tenant
 
 T = TypeVar("T")
 

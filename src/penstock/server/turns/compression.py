@@ -16,16 +16,17 @@ from penstock.base.errors import RefusedError
 from penstock.config import EngineConfig
 from penstock.core.compression import PromptCompression
 from penstock.launch.compressor import MAX_TOKENS, ChatSource, Compressed, Compressor
-from penstock.server.context import Asker, Prompt, Server
+from penstock.server.call import Asker, Prompt
+from penstock.server.context import Server
+from penstock.server.distribution import TTFT_S, Distribution
 from penstock.server.encoding import Fit, in_time
-from penstock.server.observation.stats import TTFT_S, Distribution
 from penstock.text.encoding import Steps, one_step
 from penstock.text.offload import Crowded, Dropped, Offload
 from penstock.text.roles import known_roles
 
 if TYPE_CHECKING:
-    from penstock.server.service import Service
-    from penstock.server.turns.turn import Conversation
+    from penstock.server.protocols import Serving
+    from penstock.server.turns.asking import Conversation
 
 MAX_QUEUED_TOKENS = 1 << 20
 """Of prompts that wait to be compressed or are being compressed: some minutes of work at most."""
@@ -54,7 +55,7 @@ class PromptCompressing:
         return self.compressor.num_bytes
 
     async def run(
-        self, prompt: Prompt, options: PromptCompression, service: Service, asker: Asker, chat: ChatSource | None = None
+        self, prompt: Prompt, options: PromptCompression, service: Serving, asker: Asker, chat: ChatSource | None = None
     ) -> Prompt:
         """Raises InputError, EngineError, RefusedError (503) if too much waits, WireError (408). Cancelling ends it at
         its next step."""
@@ -79,7 +80,7 @@ class PromptCompressing:
         self.tokens["after"] += len(found.ids)
         return Prompt(found.ids, found.text, prompt.param, compressed_from=len(prompt.ids), compression_s=took_s)
 
-    async def _in_turn(self, prompt: Prompt, steps: Steps[Compressed], service: Service, asker: Asker) -> Compressed:
+    async def _in_turn(self, prompt: Prompt, steps: Steps[Compressed], service: Serving, asker: Asker) -> Compressed:
         tenant = asker.tenant
         try:
             return await self._queue.run(len(prompt.ids), steps, line=tenant.name, weight=tenant.weight)

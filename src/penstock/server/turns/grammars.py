@@ -26,7 +26,8 @@ from penstock.text.grammar.source import Compiled, portable
 from penstock.text.grammar.worker import Job, Start, Verdict
 
 if TYPE_CHECKING:
-    from penstock.server.context import Call, Server
+    from penstock.server.call import Call
+    from penstock.server.context import Server
 
 COMMAND = (sys.executable, "-P", "-m", "penstock.text.grammar.worker")
 MEMORY_BYTES = 512 << 20
