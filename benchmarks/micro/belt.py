@@ -33,7 +33,7 @@ from penstock.plan.devices import device_preset
 from penstock.plan.resolve import resolve
 from penstock.sim.specs import find_spec
 from penstock.sim.studies.study import Bench, Study, StudyTable, page
-from penstock.sim.svg import Chart, Line, number
+from penstock.report.chart import Chart, Line, number
 from penstock.sim.synthetic import synthetic
 
 RUNNING = (1, 10, 100, 300, 1000, 3000)

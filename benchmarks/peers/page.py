@@ -10,7 +10,7 @@ from benchmarks.peers.measure import FIGURES, TITLES, is_rate
 from benchmarks.peers.rows import OURS
 
 from penstock.sim.page import STYLE
-from penstock.sim.svg import number, seconds
+from penstock.report.chart import number, seconds
 
 BAR, GAP, LABEL, WIDTH, RIGHT = 20, 8, 150, 620, 70
 _PAGE = """<!doctype html>

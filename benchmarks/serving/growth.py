@@ -44,8 +44,8 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
 from penstock.plan.flops import model_work
 from penstock.sim.page import STYLE
-from penstock.sim.svg import Chart, Line, number
-from penstock.sim.svg import seconds as duration
+from penstock.report.chart import Chart, Line, number
+from penstock.report.chart import seconds as duration
 
 FORMATS = {
     "f32": ("float32", "none", "f32"), "bf16": ("bfloat16", "none", "bf16"),

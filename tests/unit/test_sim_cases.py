@@ -12,7 +12,7 @@ from penstock.sim.charts import _by_arrival, _cdf
 from penstock.sim.metrics import Distribution
 from penstock.sim.specs import SPECS
 from penstock.sim.studies.swap import worst
-from penstock.sim.svg import WIDTH, Chart, Line, seconds
+from penstock.report.chart import WIDTH, Chart, Line, seconds
 from penstock.sim.traces import open_trace
 from tests.unit.test_sim_report import result
 from tests.unit.test_sim_traces import ALIBABA

@@ -15,7 +15,7 @@ from rich.console import Console
 from penstock.core.events import Decision, EngineStats
 from penstock.sim.report import html_page, json_report, table
 from penstock.sim.result import RequestColumns, SimResult
-from penstock.sim.svg import HEIGHT, WIDTH, Area, Chart, Line, linear_ticks, log_ticks, number, percent, seconds
+from penstock.report.chart import HEIGHT, WIDTH, Area, Chart, Line, linear_ticks, log_ticks, number, percent, seconds
 from penstock.sim.tap import COUNTERS, LEVELS
 from penstock.sim.timeline import Timeline
 

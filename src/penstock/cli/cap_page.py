@@ -20,7 +20,7 @@ from penstock.cli.cap_tables import (
 )
 from penstock.cli.eval_page import MAP_STYLE, heat_map
 from penstock.sim.page import STYLE
-from penstock.sim.svg import Chart, Line, number, percent
+from penstock.report.chart import Chart, Line, number, percent
 
 if TYPE_CHECKING:
     from penstock.eval.cap.report import Report, Row

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.eval_tables import ENDS, between, p_of, shown, signed, spread_of, tag_text, warned
 from penstock.sim.page import STYLE
-from penstock.sim.svg import Chart, Line, percent
+from penstock.report.chart import Chart, Line, percent
 
 if TYPE_CHECKING:
     from penstock.eval.gate import Verdict

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from penstock.sim.page import STYLE
-from penstock.sim.svg import Chart, Format, Line, number, percent, seconds
+from penstock.report.chart import Chart, Format, Line, number, percent, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.sim.metrics import Distribution, Slo, distributions
 from penstock.sim.result import Floats, SimResult
-from penstock.sim.svg import Area, Chart, Format, Line, number, percent, seconds
+from penstock.report.chart import Area, Chart, Format, Line, number, percent, seconds
 
 _POINTS = 160
 _LATENCIES = (

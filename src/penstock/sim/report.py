@@ -12,7 +12,7 @@ from penstock.sim.charts import AREAS, latency_charts, time_charts
 from penstock.sim.metrics import Slo, by_tenant, distributions, metrics
 from penstock.sim.page import DEFINITIONS, STYLE, TEMPLATE
 from penstock.sim.result import SimResult
-from penstock.sim.svg import Chart, number, percent, seconds
+from penstock.report.chart import Chart, number, percent, seconds
 
 Show = Callable[[float], str]
 

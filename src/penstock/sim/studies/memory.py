@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.core.model_spec import cache_spec
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, percent, seconds
+from penstock.report.chart import Chart, Line, percent, seconds
 from penstock.sim.synthetic import synthetic
 
 ALLOCATORS = ("contiguous", "contiguous-pow2", "contiguous-oracle", "virtual", "paged")

@@ -21,7 +21,7 @@ from penstock.sim.build import build_sim, sim_plan
 from penstock.sim.driver import Limits, simulate
 from penstock.sim.page import STYLE
 from penstock.sim.result import SimResult
-from penstock.sim.svg import Chart
+from penstock.report.chart import Chart
 from penstock.sim.workload import Workload
 
 Tell = Callable[[str], None]
