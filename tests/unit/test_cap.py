@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.cli.cap_shapes import triangle
+from penstock.cli.cap_page import triangle
 from penstock.config import SETTINGS, from_kwargs
 from penstock.eval.cap.board import Configuration, make_board, parse_with, read_board, told
 from penstock.eval.cap.conditions import Conditions, grid, with_lengths

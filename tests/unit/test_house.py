@@ -55,6 +55,31 @@ def test_start_up_imports_nothing_heavy(module: str) -> None:
     assert not loaded & {"numpy", "tokenizers", "jinja2", "rich", *ORACLES}
 
 
+def test_a_server_starts_without_what_reports_are_made_of() -> None:
+    loaded = modules_after("import penstock.cli.serve, penstock.server.main, penstock.server.live")
+    assert not {name for name in loaded if name.startswith(("penstock.report", "rich"))}
+
+
+def test_pages_have_one_rule_of_escaping() -> None:
+    """A page that is put together by hand forgets to escape one day."""
+    by_hand = [
+        p.relative_to(ROOT / "src" / "penstock").as_posix()
+        for p in (ROOT / "src" / "penstock").rglob("*.py")
+        if re.search(r"from html import|html\.escape|<table|<svg|<html", p.read_text("utf-8"))
+    ]
+    assert by_hand == ["server/schema/openapi.py"], "HTML comes from report/templates"
+    assert "safe" not in "".join(p.read_text() for p in (ROOT / "src/penstock/report/templates").iterdir())
+
+
+def test_what_the_package_reads_is_installed() -> None:
+    patterns = project()["tool"]["setuptools"]["package-data"]["penstock"]
+    package = ROOT / "src" / "penstock"
+    installed = {p for pattern in patterns for p in package.glob(pattern)}
+    there = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert package / "report" / "templates" / "cap.html" in there
+    assert not there - installed, "list them under package-data in pyproject.toml"
+
+
 def test_version_is_one_number() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", "--version"],

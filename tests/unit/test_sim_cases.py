@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.report.chart import WIDTH, Chart, Line
+from penstock.report.numbers import seconds
 from penstock.sim.charts import _by_arrival, _cdf
 from penstock.sim.metrics import Distribution
 from penstock.sim.specs import SPECS
 from penstock.sim.studies.swap import worst
-from penstock.report.chart import WIDTH, Chart, Line, seconds
 from penstock.sim.traces import open_trace
 from tests.unit.test_sim_report import result
 from tests.unit.test_sim_traces import ALIBABA

@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from penstock.core.events import Decision, EngineStats
+from penstock.report.chart import HEIGHT, WIDTH, Area, Chart, Line, linear_ticks, log_ticks
+from penstock.report.numbers import number, percent, seconds
 from penstock.sim.report import html_page, json_report, table
 from penstock.sim.result import RequestColumns, SimResult
-from penstock.report.chart import HEIGHT, WIDTH, Area, Chart, Line, linear_ticks, log_ticks, number, percent, seconds
 from penstock.sim.tap import COUNTERS, LEVELS
 from penstock.sim.timeline import Timeline
 
