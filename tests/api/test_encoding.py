@@ -27,7 +27,7 @@ from penstock.server.live import LiveServer
 from penstock.text.offload import INLINE_CHARS
 from tests.api.conftest import bundled
 from tests.api.test_admission import Bench
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 KEYS = """
 [flood]

@@ -21,7 +21,7 @@ from penstock.server.schema.forms import ResponseFormat
 from penstock.server.schema.openai import ChatRequest
 from penstock.server.transport.slices import whole
 from tests.api.conftest import bundled
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ALL = (TEXT, CHAT, RESPONSES, MESSAGES)

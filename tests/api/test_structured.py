@@ -21,7 +21,7 @@ from penstock.server.live import LiveServer
 from penstock.server.turns import grammars
 from penstock.server.turns.grammars import GrammarPool
 from tests.api.conftest import bundled
-from tests.unit.grammar_walk import VOCABULARY
+from tests.unit.text.grammar_walk import VOCABULARY
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
