@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
-from penstock.server.schema.forms import Form, only
+from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.messages import CountRequest, MessagesRequest
 
 Message = dict[str, Any]
@@ -59,7 +59,7 @@ def _user(blocks: Sequence[Mapping[str, Any]], where: str) -> list[Message]:
         text = "" if content is None else _text(content, f"{at}.content")
         if block.get("is_error") is True:
             text = f"Error: {text}"
-        out.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", at), "content": text})
+        out.append({"role": "tool", "tool_call_id": string_in(block, "tool_use_id", at), "content": text})
     if texts or not out:
         out.append({"role": "user", "content": _joined(texts)})
     return out
@@ -73,7 +73,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
         at = f"{where}[{j}]"
         match block.get("type"):
             case "thinking":
-                thoughts.append(_string(block, "thinking", at, empty=True))
+                thoughts.append(string_in(block, "thinking", at, empty=True))
             case "redacted_thinking":
                 pass  # nobody but its maker can read it
             case "tool_use":
@@ -81,10 +81,10 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
                 if not isinstance(given, dict):
                     raise InputError(f"{at}.input must be an object", param=f"{at}.input")
                 function = {
-                    "name": _string(block, "name", at),
+                    "name": string_in(block, "name", at),
                     "arguments": json.dumps(given, ensure_ascii=False, separators=(", ", ": ")),
                 }
-                calls.append({"id": _string(block, "id", at), "type": "function", "function": function})
+                calls.append({"id": string_in(block, "id", at), "type": "function", "function": function})
             case _:
                 texts.append({"type": "text", "text": _block_text(block, at)})
     out: Message = {"role": "assistant", "content": _joined(texts) if texts or not calls else None}
@@ -114,14 +114,7 @@ def _block_text(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if kind != "text":
         raise InputError(f"{where}.type is {str(kind)[:40]!r}; {_ONLY_TEXT}", param=f"{where}.type")
-    return _string(block, "text", where, empty=True)
-
-
-def _string(block: Mapping[str, Any], name: str, where: str, *, empty: bool = False) -> str:
-    value = block.get(name)
-    if not isinstance(value, str) or not (value or empty):
-        raise InputError(f"{where}.{name} must be a string", param=f"{where}.{name}")
-    return value
+    return string_in(block, "text", where, empty=True)
 
 
 def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -153,7 +146,7 @@ def chat_tool_choice(choice: Mapping[str, Any] | None) -> tuple[str | dict[str, 
         return names[kind], parallel
     if kind != "tool":
         raise InputError("tool_choice.type must be auto, any, tool or none", param="tool_choice.type")
-    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}, parallel
+    return {"type": "function", "function": {"name": string_in(choice, "name", "tool_choice")}}, parallel
 
 
 def template_kwargs(body: CountRequest) -> dict[str, Any] | None:

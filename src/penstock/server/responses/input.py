@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.base.errors import InputError
-from penstock.server.schema.forms import Form, only
+from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.responses import ResponsesRequest
 from penstock.server.turns.asking import new_id
 
@@ -97,14 +97,17 @@ class _Messages:
             self._open = False
 
     def call(self, item: Mapping[str, Any], where: str) -> None:
-        call_id = _string(item, "call_id", where)
-        function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where, empty=True)}
+        call_id = string_in(item, "call_id", where)
+        function = {
+            "name": string_in(item, "name", where),
+            "arguments": string_in(item, "arguments", where, empty=True),
+        }
         calls = self._assistant(False).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def output(self, item: Mapping[str, Any], where: str) -> None:
         content = _content(item.get("output"), f"{where}.output")
-        self.out.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": content})
+        self.out.append({"role": "tool", "tool_call_id": string_in(item, "call_id", where), "content": content})
         self._open = False
 
     def reasoning(self, item: Mapping[str, Any], where: str) -> None:
@@ -115,13 +118,6 @@ class _Messages:
             texts.append(part["text"])
         if texts:
             self._assistant(True)["reasoning_content"] = "\n".join(texts)
-
-
-def _string(item: Mapping[str, Any], name: str, where: str, *, empty: bool = False) -> str:
-    value = item.get(name)
-    if not isinstance(value, str) or not (value or empty):
-        raise InputError(f"{where}.{name} must be a string", param=f"{where}.{name}")
-    return value
 
 
 def _content(content: Any, where: str) -> str | list[dict[str, str]]:
@@ -135,7 +131,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, str]]:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in _TEXTS:
             raise InputError(f"{at}.type is {str(kind)[:40]!r}; this model reads only text", param=f"{at}.type")
-        parts.append({"type": "text", "text": _string(part, _TEXTS[kind], at, empty=True)})
+        parts.append({"type": "text", "text": string_in(part, _TEXTS[kind], at, empty=True)})
     return parts[0]["text"] if len(parts) == 1 else parts
 
 

@@ -24,7 +24,7 @@ from penstock.server.errors import told
 from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
-from penstock.server.transport.sse import EventStream, encoder, frame, unless_gone
+from penstock.server.transport.sse import EventStream, as_json, frame, unless_gone
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.turn import Turn, begin
@@ -57,7 +57,7 @@ async def messages(request: Request) -> Response:
     run = await unless_gone(request, start(caller, body))
     if body.stream:
         return EventStream(run)
-    return Response(encoder.encode(await unless_gone(request, run.answer())), media_type="application/json")
+    return as_json(await unless_gone(request, run.answer()))
 
 
 async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
@@ -189,7 +189,7 @@ async def count_tokens(request: Request) -> Response:
         asker=asker_of(caller),
     )
     prompt = await unless_gone(request, counting)
-    return Response(encoder.encode(TokenCount(input_tokens=len(prompt.ids))), media_type="application/json")
+    return as_json(TokenCount(input_tokens=len(prompt.ids)))
 
 
 ROUTES: list[BaseRoute] = [

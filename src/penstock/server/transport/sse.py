@@ -31,6 +31,11 @@ def frame(value: Any, event: str | None = None) -> bytes:
     return head + b"data: " + encoder.encode(value) + b"\n\n"
 
 
+def as_json(value: Any) -> Response:
+    """A whole answer."""
+    return Response(encoder.encode(value), media_type="application/json")
+
+
 class Streamed(Protocol):
     """An answer that comes in pieces."""
 
