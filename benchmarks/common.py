@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from penstock import __version__
 from penstock.bench.bandwidth import ReadProbe
+from penstock.report.tables import table
 
 Samples = dict[str, list[float]]
 Clock = Callable[[], float]
@@ -90,12 +90,7 @@ def save(path: str | None, result: Any) -> None:
 
 def show(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table whose first `left` columns are words."""
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table(columns, rows, title=title, left=left, box=True))
 
 
 def ms(value: float) -> str:

@@ -47,23 +47,21 @@ from reached import Ran, Reached
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "src/penstock"
 PLACES: dict[str, list[str]] = {
-    "sched/policy": ["conformance/test_scheduling_policy.py", "unit/test_policy_cases.py", "unit/test_sched_cases.py",
-                     "engine/test_policy_rows.py", "engine/test_fair_share.py"],
-    "sched/drafts": ["unit/test_sched_cases.py", "unit/test_acceptance.py", "engine/test_draft_controller.py",
-                     "engine/test_speculation.py"],
-    "sched": ["unit/test_policy_cases.py", "unit/test_sched_cases.py", "engine/test_rows.py",
-              "engine/test_seconds_budget.py", "engine/test_swap.py", "engine/test_laws_machine.py"],
-    "kv": ["unit/test_kv_*.py", "conformance/test_prefix_cache.py", "conformance/test_eviction_policy.py"],
-    "drafters": ["conformance/test_drafter.py", "unit/test_drafter*.py", "unit/test_tree_*.py"],
-    "runner/verifiers": ["unit/test_verifier*.py"],
-    "select": ["unit/test_select_cases.py", "unit/test_kv_selectors*.py", "unit/test_quest.py",
-               "conformance/test_kv_selectors.py"],
-    "eval/cap": ["unit/test_cap.py", "unit/test_eval_cases.py", "engine/test_cap_command.py"],
-    "eval": ["unit/test_eval_*.py", "unit/test_perplexity.py", "engine/test_eval_command.py"],
-    "sim": ["unit/test_sim_*.py", "engine/test_sim_*.py", "engine/test_goodput.py", "unit/test_policy_cases.py"],
-    "server/parsing": ["unit/test_parsing_*.py", "api/test_tools.py", "api/test_structured.py"],
-    "server": ["unit/test_server_cases.py", "unit/test_batch_*.py", "unit/test_file_store.py", "unit/test_long_work.py",
-               "unit/test_multipart.py", "api/test_*.py"],
+    "sched/policy": ["conformance/test_scheduling_policy.py", "unit/sched/test_*.py", "engine/test_policy_rows.py",
+                     "engine/test_fair_share.py"],
+    "sched/drafts": ["unit/sched/test_sched_cases.py", "unit/engine/test_acceptance.py",
+                     "engine/test_draft_controller.py", "engine/test_speculation.py"],
+    "sched": ["unit/sched/test_*.py", "engine/test_rows.py", "engine/test_seconds_budget.py", "engine/test_swap.py",
+              "engine/test_laws_machine.py"],
+    "kv": ["unit/kv/test_*.py", "conformance/test_prefix_cache.py", "conformance/test_eviction_policy.py"],
+    "drafters": ["conformance/test_drafter.py", "unit/drafters/test_drafter*.py", "unit/drafters/test_tree_*.py"],
+    "runner/verifiers": ["unit/runner/test_verifier*.py"],
+    "select": ["unit/select/test_*.py", "conformance/test_kv_selectors.py"],
+    "eval/cap": ["unit/eval/test_cap.py", "unit/eval/test_eval_cases.py", "engine/test_cap_command.py"],
+    "eval": ["unit/eval/test_*.py", "engine/test_eval_command.py"],
+    "sim": ["unit/sim/test_*.py", "engine/test_sim_*.py", "engine/test_goodput.py", "unit/sched/test_policy_cases.py"],
+    "server/parsing": ["unit/server/test_parsing_*.py", "api/test_tools.py", "api/test_structured.py"],
+    "server": ["unit/server/test_*.py", "api/test_*.py"],
 }  # fmt: skip
 """Tests of a folder, below tests/; the most particular folder counts."""
 FOLDERS = ("sched", "kv", "drafters", "runner/verifiers", "select", "eval", "sim", "server")

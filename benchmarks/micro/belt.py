@@ -31,9 +31,10 @@ from penstock.engine.core import EngineCore
 from penstock.launch.assemble import engine_core
 from penstock.plan.devices import device_preset
 from penstock.plan.resolve import resolve
+from penstock.report.chart import Chart, Line
+from penstock.report.numbers import number
 from penstock.sim.specs import find_spec
 from penstock.sim.studies.study import Bench, Study, StudyTable, page
-from penstock.sim.svg import Chart, Line, number
 from penstock.sim.synthetic import synthetic
 
 RUNNING = (1, 10, 100, 300, 1000, 3000)

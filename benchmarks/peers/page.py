@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.peers.measure import FIGURES, TITLES, is_rate
 from benchmarks.peers.rows import OURS
 
-from penstock.sim.page import STYLE
-from penstock.sim.svg import number, seconds
+from penstock.report.numbers import number, seconds
+from penstock.report.page import render
 
 BAR, GAP, LABEL, WIDTH, RIGHT = 20, 8, 150, 620, 70
 _PAGE = """<!doctype html>
@@ -45,7 +45,7 @@ def html_page(
             )
         body.append(_table(columns(workload), part, cells))
     lines = "".join(f'<p class="soft">{escape(line)}</p>' for line in head)
-    return _PAGE.format(style=STYLE, head=lines, body="".join(body))
+    return _PAGE.format(style=render("style.css"), head=lines, body="".join(body))
 
 
 def bars(rows: Sequence[dict[str, Any]], name: str) -> str:

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,16 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.bench.bandwidth import ReadProbe
-from penstock.bench.report import save_text
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.engine.core import EngineCore
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
 from penstock.plan.flops import model_work
-from penstock.sim.page import STYLE
-from penstock.sim.svg import Chart, Line, number
-from penstock.sim.svg import seconds as duration
+from penstock.report.chart import Chart, Line
+from penstock.report.files import save_text
+from penstock.report.numbers import number
+from penstock.report.numbers import seconds as duration
+from penstock.report.page import render
 
 FORMATS = {
     "f32": ("float32", "none", "f32"), "bf16": ("bfloat16", "none", "bf16"),
@@ -60,13 +60,6 @@ SHORT = 64
 """Tokens before the sequences whose throughput is measured."""
 STEP_TOKENS = 512
 BLOCK = 32
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Growth</title><style>{style}</style></head><body><main><h1>How time grows</h1><p class="soft">{about}</p>
-<div class="charts">{charts}</div>{tables}
-<p class="soft">Grey: the roofline, a lower bound. Gap: how much longer the median (the fastest) step takes.</p>
-</main></body></html>
-"""
 
 
 @dataclass
@@ -212,24 +205,14 @@ def page(points: list[Point], formats: list[str], sentence: str) -> str:
             xs = [float(p.x) for p in of]
             ys = [p.x / p.median_s if rate else p.median_s for p in of]
             least = [p.x / p.model_s if rate else p.model_s for p in of]
-            lines.append(Line(f"{name}, roofline", xs, least, 7))
+            lines.append(Line("rooflines", xs, least, 7))
             lines.append(Line(name, xs, ys, i, [(x, y, "") for x, y in zip(xs, ys, strict=True)]))
-        show_y: Callable[[float], str] = number if rate else duration
-        drawn = Chart(title, y_format=show_y, lines=lines).svg()
-        keys = "".join(
-            f'<li><svg viewBox="0 0 26 10"><line class="key c{i}" x1="0" x2="26" y1="5" y2="5"/></svg>'
-            f"{escape(name)}</li>"
-            for i, name in [*enumerate(formats), (7, "rooflines")]
-        )
-        caption = f"<figcaption><h3>{title}</h3><span>{kind}</span></figcaption>"
-        charts.append(f'<figure>{caption}{drawn}<ul class="legend">{keys}</ul></figure>')
-        head = "".join(f"<th>{escape(c)}</th>" for c in COLUMNS)
-        body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in cells(p)) + "</tr>" for p in mine)
-        tables.append(
-            f'<h2>{title}</h2><div class="scroll"><table class="num"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>"
-        )
-    return _PAGE.format(style=STYLE, about=escape(sentence), charts="".join(charts), tables="".join(tables))
+        charts.append(Chart(title, y_format=number if rate else duration, lines=lines, note=kind))
+        tables.append((title, COLUMNS, [cells(p) for p in mine]))
+    return render(
+        "sheet.html", title="How time grows", intro=[sentence], findings=(), charts=charts, tables=tables, left_out=(),
+        setup=(), foot="Grey: the roofline, a lower bound. Gap: how much longer the median (the fastest) step takes.",
+    )  # fmt: skip
 
 
 COLUMNS = ("", "format", "ms", "fastest", "roofline", "gap", "gap of low", "tokens/s", "GB/s")

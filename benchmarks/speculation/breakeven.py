@@ -38,8 +38,8 @@ from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import DraftJob, DraftTree, Outcome
 from penstock.core.protocols import Drafter
 from penstock.formats.safetensors import read_safetensors
+from penstock.report.chart import Chart, Line
 from penstock.sched.drafts.fixed import FixedDrafts
-from penstock.sim.svg import Chart, Line
 
 PROMPTS = (
     "Once upon a time there was a little girl who lived near the sea. One day she",

@@ -8,11 +8,12 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from penstock.engine.stream import Delta
-from penstock.server.context import Call, Prompt
+from penstock.server.call import Call, Prompt
 from penstock.server.errors import WireError
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.openai import PromptTokensDetails, Usage
-from penstock.server.turns import Answer, Caller, Conversation, Options, Piece, make_call, new_id
+from penstock.server.turns.asking import Caller, Conversation, Options, make_call, new_id
+from penstock.server.turns.turn import Answer, Piece
 
 SCRIPT: tuple[Event, ...] = (
     Reasoning("First I look."),

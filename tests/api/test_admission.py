@@ -18,13 +18,13 @@ from penstock.core.messages import EngineInfo, EngineSnapshot
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams, TokenRules
 from penstock.engine.frontend import EngineClient
-from penstock.server.admission import Gate, Turnstile, cost_of
+from penstock.server.admission.gate import Gate, Turnstile, cost_of
+from penstock.server.admission.pace import Pace
 from penstock.server.app import Around
-from penstock.server.context import ANYONE, Call, Prompt, Tenant
+from penstock.server.call import ANYONE, Call, Prompt, Tenant
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
-from penstock.server.pace import Pace
-from penstock.server.protocol import LimitedProtocol
+from penstock.server.transport.protocol import LimitedProtocol
 from tests.api.conftest import bundled
 
 SLOTS, KV = 4, 1000

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
-from penstock.server.anthropic_events import BlockWriter
+from penstock.server.anthropic.events import BlockWriter
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
 from penstock.server.parsing.events import CallArguments, CallStart, Content

@@ -19,7 +19,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from penstock.server.batch_runner import LOOK_S, MAX_RUNNING
+from penstock.server.batches.runner import LOOK_S, MAX_RUNNING
 from tests.api.test_batches import END, line, live_server, results, start, wait
 from tests.api.test_serve_command import Running, command
 

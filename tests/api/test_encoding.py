@@ -21,13 +21,13 @@ import pytest
 from penstock.config import serve_from_kwargs
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.encoding import MAX_NODES, size_of
 from penstock.server.live import LiveServer
 from penstock.text.offload import INLINE_CHARS
 from tests.api.conftest import bundled
 from tests.api.test_admission import Bench
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 KEYS = """
 [flood]

@@ -16,10 +16,10 @@ import pytest
 
 from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
-from penstock.server.loop_watch import HOLD_S, LoopWatch
+from penstock.server.observation.loop_watch import HOLD_S, LoopWatch
 from tests.api.conftest import bundled
 from tests.api.watch import CHAT, COMPLETIONS, on_loop
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 WORD = "once upon a time "

@@ -13,15 +13,15 @@ import pytest
 
 from penstock.base.errors import InputError
 from penstock.config import serve_from_kwargs
-from penstock.server.decode import checking, renamed
 from penstock.server.live import LiveServer
 from penstock.server.routes.chat import REFUSED_FIELDS
+from penstock.server.schema.decode import checking, renamed
 from penstock.server.schema.extras import ACCEPTED
 from penstock.server.schema.forms import ResponseFormat
 from penstock.server.schema.openai import ChatRequest
-from penstock.server.slices import whole
+from penstock.server.transport.slices import whole
 from tests.api.conftest import bundled
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 TEXT, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 ALL = (TEXT, CHAT, RESPONSES, MESSAGES)

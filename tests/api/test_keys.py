@@ -19,10 +19,10 @@ from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError
 from penstock.config import serve_from_kwargs
 from penstock.config.server import ServerConfig
+from penstock.server.admission.keys import Keys, fair_share, is_loopback
 from penstock.server.app import routes
-from penstock.server.context import ANYONE
+from penstock.server.call import ANYONE
 from penstock.server.errors import WireError
-from penstock.server.keys import Keys, fair_share, is_loopback
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
 

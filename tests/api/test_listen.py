@@ -12,9 +12,9 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.config.server import ServerConfig
-from penstock.server.arguments import key_places
-from penstock.server.connections import Connections, network_of
-from penstock.server.listen import bind
+from penstock.server.admission.arguments import key_places
+from penstock.server.transport.connections import Connections, network_of
+from penstock.server.transport.listen import bind
 
 
 def free_port() -> int:
@@ -113,7 +113,7 @@ def test_keys_are_found_among_arguments() -> None:
 
 def test_keys_are_gone_from_the_list_of_processes() -> None:
     script = (
-        "from penstock.server.arguments import hide_keys; hide_keys();"
+        "from penstock.server.admission.arguments import hide_keys; hide_keys();"
         "print(open('/proc/self/cmdline').read())"
     )  # fmt: skip
     run = subprocess.run(

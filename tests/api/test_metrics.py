@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.base.clock import VirtualClock
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.engine.client import Tally
+from penstock.server.distribution import Distribution
 from penstock.server.live import LiveServer
-from penstock.server.stats import Distribution, Stats
+from penstock.server.observation.stats import Stats
 from tests.api.watch import CHAT, COMPLETIONS, Endings, grown, on_loop, scrape, small
 
 BOTH = {

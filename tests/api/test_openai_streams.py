@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.live import LiveServer
-from penstock.server.sse import EventStream
+from penstock.server.transport.sse import EventStream
 
 OPTIONS = st.fixed_dictionaries(
     {"seed": st.integers(0, 1000), "temperature": st.sampled_from([0, 1, 1.5]), "max_tokens": st.integers(1, 8)},

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from penstock.server.live import LiveServer
-from penstock.server.logprobs import TokenTexts, Written
+from penstock.server.openai.logprobs import TokenTexts, Written
 from penstock.server.routes.page import FOLDER, files
 from penstock.text.detokenize import IncrementalDetokenizer
 from tests.api.chromium import Chromium, find

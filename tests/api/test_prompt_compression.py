@@ -18,8 +18,8 @@ from penstock.config import serve_from_kwargs
 from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
 from penstock.launch.prompt_reader import PromptReader
-from penstock.server.compression import PromptCompressing
 from penstock.server.live import LiveServer
+from penstock.server.turns.compression import PromptCompressing
 from penstock.text.offload import _Line
 from tests.api.conftest import bundled
 from tests.api.test_metrics import grown, scrape

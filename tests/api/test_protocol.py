@@ -17,9 +17,9 @@ import uvicorn
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.config.server import ServerConfig
-from penstock.server.connections import Connections
-from penstock.server.http_server import loop_factory, uvicorn_config
-from penstock.server.protocol import HttpLimits
+from penstock.server.transport.connections import Connections
+from penstock.server.transport.http_server import loop_factory, uvicorn_config
+from penstock.server.transport.protocol import HttpLimits
 
 BODY = 40_000
 
@@ -81,8 +81,8 @@ class Echo:
 def echo() -> Iterator[Echo]:
     app = Echo()
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    config = uvicorn_config(app, app)  # type: ignore[arg-type]
-    limits: HttpLimits = app.parts["http"]
+    limits = app.parts["http"] = HttpLimits.of(app.config, app.config.max_connections)
+    config = uvicorn_config(app, limits)
     limits.headers, limits.linger_s, limits.write_s = 20, 0.3, 0.4
     server = uvicorn.Server(config)
     app.parts |= {"address": listening.getsockname(), "server": server}

@@ -16,7 +16,7 @@ from penstock.core.messages import EngineSnapshot
 from penstock.core.output import CompletionOutput, RequestOutput
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
-from penstock.server.request_log import RequestLog, Throughput
+from penstock.server.observation.request_log import RequestLog, Throughput
 from tests.api.watch import CHAT, COMPLETIONS, Endings, on_loop, small
 
 CANARY = "xyzzy-7f3a"

@@ -15,13 +15,13 @@ from penstock.base.clock import MonotonicClock
 from penstock.config import serve_from_kwargs
 from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
-from penstock.server.context import ANYONE, Tenant
+from penstock.server.call import ANYONE, Tenant
 from penstock.server.errors import WireError
 from penstock.server.live import LiveServer
 from penstock.server.parsing.events import Content, Reasoning
-from penstock.server.responses_events import ResponseWriter, replay
+from penstock.server.responses.events import ResponseWriter, replay
+from penstock.server.responses.store import ResponseStore, Stored
 from penstock.server.routes import responses as route
-from penstock.server.store import ResponseStore, Stored
 from tests.api.conftest import bundled
 from tests.api.scripted import SCRIPT, Scripts, splits
 

@@ -21,10 +21,10 @@ from penstock.core.output import RequestMetrics
 from penstock.engine.client import Tally
 from penstock.engine.stream import Delta
 from penstock.server.live import LiveServer
-from penstock.server.request_log import Throughput
+from penstock.server.observation.request_log import Throughput
+from penstock.server.observation.stats import Stats
 from penstock.server.schema.openai import CompletionTokensDetails
-from penstock.server.stats import Stats
-from penstock.server.turns import Meter
+from penstock.server.turns.turn import Meter
 from tests.api.watch import CHAT, COMPLETIONS, grown, on_loop, scrape, small
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 4, "controller": "fixed"}

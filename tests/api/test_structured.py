@@ -17,11 +17,11 @@ import pytest
 from penstock.base.errors import InputError, RefusedError
 from penstock.config import serve_from_kwargs
 from penstock.core.sampling import StructuredOutputs
-from penstock.server import grammars
-from penstock.server.grammars import GrammarPool
 from penstock.server.live import LiveServer
+from penstock.server.turns import grammars
+from penstock.server.turns.grammars import GrammarPool
 from tests.api.conftest import bundled
-from tests.unit.grammar_walk import VOCABULARY
+from tests.unit.text.grammar_walk import VOCABULARY
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -18,7 +18,7 @@ from penstock.engine.process_link import ProcessLink
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
 from tests.api.watch import scrape
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 TEMPLATE = HERMES.replace(
     "<|im_start|>assistant\n{% endif %}",

@@ -16,9 +16,9 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import serve_from_kwargs
 from penstock.config.server import ServerConfig
-from penstock.server import tls as tls_module
 from penstock.server.live import LiveServer
-from penstock.server.tls import open_tls
+from penstock.server.transport import tls as tls_module
+from penstock.server.transport.tls import open_tls
 from tests.api.conftest import bundled
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")

@@ -13,7 +13,7 @@ import pytest
 from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
-from tests.unit.test_parsing_templates import HERMES
+from tests.unit.server.test_parsing_templates import HERMES
 
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather of a city", "parameters": {
     "type": "object", "properties": {

@@ -12,7 +12,7 @@ import pytest
 from penstock.config import serve_from_kwargs
 from penstock.config.server import ServerConfig
 from penstock.server.live import LiveServer
-from penstock.server.web_guard import WebGuard
+from penstock.server.transport.web_guard import WebGuard
 from tests.api.conftest import bundled
 
 ASK = b'{"prompt": "One", "max_tokens": 1}'

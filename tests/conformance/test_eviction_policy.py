@@ -17,8 +17,8 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix import PREFIX_CACHES
 from tests.conformance.test_prefix_cache import ids, put
-from tests.unit.test_kv_loads import BLOCK, multi_turn, serve, tokens
-from tests.unit.test_kv_model import make_groups
+from tests.unit.kv.test_kv_loads import BLOCK, multi_turn, serve, tokens
+from tests.unit.kv.test_kv_model import make_groups
 
 TREES = ("radix", "hash")
 

@@ -16,7 +16,7 @@ from tests.engine.fake_model import VOCAB, spec
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, plain_core, request
 from tests.engine.naive import fake_logits, generate
 from tests.engine.policy_sim import ask, play, poisson
-from tests.unit.test_kv_model import make_groups
+from tests.unit.kv.test_kv_model import make_groups
 
 
 @pytest.fixture(params=POLICIES.names())

@@ -99,7 +99,7 @@ def pass_time(core: EngineCore, seconds: float = 0.1) -> None:
 
 def rest(core: EngineCore) -> None:
     assert core.grower is not None
-    core.grower.rest(core)
+    core.rest()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -21,7 +21,7 @@ from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
 from tests.engine.naive import fake_logits, generate
 from tests.engine.policy_sim import ask, play, poisson, prompt, quantile
-from tests.unit.test_kv_model import make_groups
+from tests.unit.kv.test_kv_model import make_groups
 
 # -- request-level batching ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from penstock.model.weights import load_weights
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 from tests.shared import shared
-from tests.unit.test_formats import refusal
+from tests.unit.formats.test_formats import refusal
 
 V = 97
 CASES: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from tests.engine.harness import Collector, request
 from tests.models.rwkv_exact import Exact, read
 from tests.paged import Paged
 from tests.shared import shared
-from tests.unit.test_cli import penstock
-from tests.unit.test_rwkv_cpp import version_4, version_7, write
+from tests.unit.cli.test_cli import penstock
+from tests.unit.families.test_rwkv_cpp import version_4, version_7, write
 
 FILES = {
     "v4": ("rwkv4-tiny-660K", "tiny-rwkv-4v0-660K-FP32.bin", "expected-logits-4v0-660K.bin"),

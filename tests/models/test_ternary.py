@@ -26,7 +26,7 @@ from penstock.quant.scaled import int8
 from penstock.quant.ternary import ternary
 from tests.paged import Paged
 from tests.shared import shared
-from tests.unit.test_formats import refusal, stored_bytes
+from tests.unit.formats.test_formats import refusal, stored_bytes
 
 F64 = npt.NDArray[np.float64]
 MODELS = ("micro-lm-pro.bin", "micro-lm-ultra.bin")

@@ -26,8 +26,8 @@ from penstock.formats.safetensors import read_safetensors
 from penstock.model import weights as weights_module
 from penstock.model.weights import load_weights, release_pages
 from tests.shared import shared
-from tests.unit.test_families import TINY, tiny_tensors, write_folder
-from tests.unit.test_formats import refusal
+from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
+from tests.unit.formats.test_formats import refusal
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -72,7 +72,7 @@ def test_logits_are_the_references(name: str, dtype: str, isa: str) -> None:
     expected = Paged(spec, weights, num_slabs=200).one_go("a", ids)
     got = native(name, isa, dtype=dtype).one_go("a", ids)
     # bfloat16 rounds the rows before every product where the processor multiplies bfloat16. The random weights of
-    # "sandwich" make of every rounding a hundred times as much (see tests/unit/test_train_tools.py).
+    # "sandwich" make of every rounding a hundred times as much (see tests/unit/train/test_train_tools.py).
     if dtype == "bfloat16" and isa == "avx512bf16":
         error = np.sqrt(np.mean((got - expected) ** 2)) / np.std(expected)
         assert error < (0.6 if name == "sandwich" else 0.03)

@@ -1,19 +1,12 @@
-"""Results for people and for files."""
+"""Results for people."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
-from penstock.base.errors import PenstockError
 from penstock.bench.metrics import METRICS
+from penstock.report.tables import table
 
 _ROWS = (
     ("completed", "Successful requests", "{:d}"),
@@ -48,22 +41,16 @@ LATE_MS = 10.0
 def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
     """A table on standard output."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title="Serving benchmark", show_header=False)
-    for name, label, shape in _ROWS:
-        if result.get(name) is not None:
-            table.add_row(label, shape.format(result[name]))
-    for row in guess_rows(result):
-        table.add_row(*row)
-    for kind, count in result["errors_by_kind"].items():
-        table.add_row(f"Failed: {kind}", str(count))
-    console.print(table)
+    rows = [(label, shape.format(result[name])) for name, label, shape in _ROWS if result.get(name) is not None]
+    rows += guess_rows(result)
+    rows += [(f"Failed: {kind}", str(count)) for kind, count in result["errors_by_kind"].items()]
+    print_figures("Serving benchmark", rows)
     columns = (
         [k.removesuffix(f"_{metrics[0]}_ms") for k in result if k.endswith(f"_{metrics[0]}_ms")] if metrics else []
     )
-    spread = Table("ms", *columns)
+    spread = table(("ms", *columns), left=len(columns) + 1, box=True)
     for metric in metrics:
         cells = [f"{result[f'{column}_{metric}_ms']:.2f}" for column in columns]
         spread.add_row(f"{metric.upper()} ({METRICS[metric]})", *cells)
@@ -89,44 +76,5 @@ def guess_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 def print_figures(title: str, rows: Sequence[tuple[str, str]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, show_header=False)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def save(path: Path, result: dict[str, Any]) -> None:
-    """As JSON, whole or not at all. Raises PenstockError."""
-    _write(path, msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-
-
-def save_text(path: Path, text: str) -> None:
-    """Whole or not at all. Raises PenstockError."""
-    _write(path, text.encode())
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise PenstockError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-@contextmanager
-def progress(label: str, total: int, *, show: bool = True) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where a person is looking; the function counts one more."""
-    if not show or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns: list[Any] = [TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda: bar.advance(task)
+    Console().print(table(("", ""), rows, title=title, left=2, box=True, head=False))

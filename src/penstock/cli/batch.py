@@ -40,7 +40,7 @@ def batch(args: argparse.Namespace) -> int:
     the disk takes no more answers."""
     from penstock.base.errors import InputError, PenstockError
     from penstock.cli.run import with_default_model
-    from penstock.server.disk import trouble
+    from penstock.server.errors import trouble
 
     named = [path for path in (args.file, args.input_file) if path is not None]
     if len(named) != 1:
@@ -102,11 +102,11 @@ async def _run(config: ServeConfig, source: Path, target: Path, most: int | None
     from penstock.launch.front import local_engine
     from penstock.launch.progress import loading
     from penstock.server.app import make_app
-    from penstock.server.batch_job import Job, OpenGate
-    from penstock.server.batch_lines import LineReader, Results, read_lines
+    from penstock.server.batches.job import Job, OpenGate
+    from penstock.server.batches.lines import LineReader, Results, read_lines
     from penstock.server.build import build, close
-    from penstock.server.context import ANYONE
-    from penstock.server.inner import Answer, post
+    from penstock.server.call import ANYONE
+    from penstock.server.transport.inner import Answer, post
 
     results = Results(target, target)
     await asyncio.to_thread(results.open)

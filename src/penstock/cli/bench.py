@@ -153,6 +153,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
     from penstock.bench import guesses, report, serve
     from penstock.bench.metrics import detail, parse_goodput, summarize
     from penstock.bench.prompts import make_samples
+    from penstock.report import files
 
     goodput, metrics, percentiles = parse_goodput(args.goodput), _metrics(args), _percentiles(args)
     data, extra = _dataset(args, args.seed), _extra(args)
@@ -171,7 +172,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
     samples = make_samples(data, await serve.make_maker(client, model, ids=not target.is_chat))
     due_s = _due(args, samples)
     before = await guesses.scrape(client)
-    with report.progress("requests", len(samples), show=not args.disable_tqdm) as advance:
+    with files.progress("requests", len(samples), show=not args.disable_tqdm) as advance:
         outcomes, duration_s = await serve.run(
             client, target, samples, due_s, max_concurrency=args.max_concurrency, on_done=lambda outcome: advance()
         )
@@ -184,7 +185,7 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
     if args.save_result or args.save_detailed or args.result_filename:
         if args.save_detailed:
             result |= detail(outcomes)
-        report.save(_result_path(args, backend, model), result)
+        files.save(_result_path(args, backend, model), result)
     failed = not result["completed"] or result.get("verify_mismatches", 0)
     return EXIT_FAILED if failed else EXIT_OK
 
@@ -289,9 +290,10 @@ def _llm(args: argparse.Namespace) -> Any:
 
 def _latency(args: argparse.Namespace) -> int:
     from penstock.bench import offline, report
+    from penstock.report import files
 
     llm = _llm(args)
-    with report.progress("iterations", args.num_iters + args.num_iters_warmup) as advance:
+    with files.progress("iterations", args.num_iters + args.num_iters_warmup) as advance:
         result = offline.latency(
             llm, input_len=args.input_len, output_len=args.output_len, batch_size=args.batch_size, n=args.n,
             num_iters=args.num_iters, num_iters_warmup=args.num_iters_warmup, seed=llm.config.model.seed,
@@ -302,13 +304,14 @@ def _latency(args: argparse.Namespace) -> int:
     rows.append(("generated tokens per second", f"{result['output_tokens_per_second']:.1f}"))
     report.print_figures("Latency of one batch", rows + report.guess_rows(result))
     if args.output_json:
-        report.save(Path(args.output_json), result)
+        files.save(Path(args.output_json), result)
     return EXIT_OK
 
 
 def _throughput(args: argparse.Namespace) -> int:
     from penstock.bench import offline, report
     from penstock.bench.prompts import make_samples
+    from penstock.report import files
 
     llm = _llm(args)
     seed = llm.config.model.seed
@@ -323,29 +326,30 @@ def _throughput(args: argparse.Namespace) -> int:
     ]
     report.print_figures("Throughput", rows + report.guess_rows(result))
     if args.output_json:
-        report.save(Path(args.output_json), result)
+        files.save(Path(args.output_json), result)
     return EXIT_FAILED if result["failed"] else EXIT_OK
 
 
 def _roofline(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.bench import report, roofline
+    from penstock.bench import roofline
     from penstock.bench.bandwidth import ReadProbe
     from penstock.cli.roofline import html_page, print_tables
+    from penstock.report import files
 
     points = {name: _whole_numbers(name, getattr(args, name)) for name in ("contexts", "sequences", "prompts")}
     llm = _llm(args)
     with (
         ReadProbe(args.probe_mib << 20) as probe,
-        report.progress("points", sum(map(len, points.values()))) as advance,
+        files.progress("points", sum(map(len, points.values()))) as advance,
     ):
         found = roofline.measure(llm, **points, tokens=args.tokens, repeats=args.repeats, probe=probe, on_point=advance)
     print_tables(found, Console())
     if args.json:
-        report.save(Path(args.json), found.as_json())
+        files.save(Path(args.json), found.as_json())
     if args.html:
-        report.save_text(Path(args.html), html_page(found))
+        files.save_text(Path(args.html), html_page(found))
     return EXIT_OK if found.points else EXIT_FAILED
 
 

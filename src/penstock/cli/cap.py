@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cap(args: argparse.Namespace) -> int:
     """Raises PenstockError. All configurations are checked before the first one is measured."""
-    from penstock.bench.report import save, save_text
     from penstock.cli.cap_page import html_page
     from penstock.cli.cap_tables import print_report
     from penstock.cli.run import with_default_model
@@ -84,6 +83,7 @@ def cap(args: argparse.Namespace) -> int:
     from penstock.eval.cap.fit import seats
     from penstock.eval.cap.report import encode
     from penstock.eval.cap.run import measure_board
+    from penstock.report.files import print_json, save, save_text
 
     named = [parse_with(text) for text in args.with_]
     if args.board is not None:
@@ -95,9 +95,7 @@ def cap(args: argparse.Namespace) -> int:
     with _progress() as told:
         report = measure_board(sat, conditions, command=_command(), told=told)
     if args.json == "-":
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(encode(report)), indent=2).decode())
+        print_json(encode(report))
     else:
         print_report(report)
         if args.json is not None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.report.numbers import size
+from penstock.report.tables import table
+
 if TYPE_CHECKING:
     from penstock.eval.cap.report import Report, Row
     from penstock.eval.cap.verdict import Measure
 
 COLOURS = {"improved": "green", "worse": "red", "mixed": "yellow", "unchanged": "", "not shown": "dim"}
-
-
-def size(num_bytes: float) -> str:
-    """4.5 MiB."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.3g} {name}"
-    return f"{num_bytes:.0f} B"
 
 
 def figure(value: float, unit: str) -> str:
@@ -101,25 +96,24 @@ def trilemma_text(report: Report) -> str:
 
 def print_report(report: Report) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{report.model} in {size(report.kv_memory)} of KV memory", title_justify="left", box=None)
-    for column in ("configuration", "C: tokens", "A: score", "bits/byte", "KL, nats", "TTFT", "TPOT", "tokens/s",
-                   "KV of one", "at once"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "configuration" else "right")
+    made = table(
+        ("configuration", "C: tokens", "A: score", "bits/byte", "KL, nats", "TTFT", "TPOT", "tokens/s", "KV of one",
+         "at once"), title=f"{report.model} in {size(report.kv_memory)} of KV memory",
+    )  # fmt: skip
     for row in report.rows:
         p = row.performance
-        table.add_row(
+        made.add_row(
             row.name, f"{row.context.longest:,}", f"{row.score:.1%}" if row.tasks else "",
             f"{row.text.value('bits_per_byte').value:.4f}", "" if row.kl is None else f"{row.kl.kl:.2g}",
             figure(p.ttft_s, "s"), figure(p.tpot_s, "s"), f"{p.tokens_per_s:,.0f}", size(p.kv_end_bytes),
             str(p.peak_running),
         )  # fmt: skip
-    console.print(table)
-    judged = Table(title="\nAgainst the plain one", title_justify="left", box=None)
-    for column in ("configuration", "declared", "C", "A", "P", "label", "why"):
-        judged.add_column(column)
+    console.print(made)
+    judged = table(
+        ("configuration", "declared", "C", "A", "P", "label", "why"), left=7, title="\nAgainst the plain one"
+    )
     for row in report.rows:
         if row.verdict is not None:
             words = [f"[{COLOURS[w]}]{w}[/]" if COLOURS[w] else w for w in row.verdict.words.values()]
@@ -127,10 +121,10 @@ def print_report(report: Report) -> None:
     console.print(judged)
     for row in report.rows[1:]:
         console.print(f"\n{row.name}", style="italic", highlight=False)
-        detail = Table(box=None, show_header=False)
-        for m in row.measures:
-            detail.add_row(m.axis, m.name, figure(m.before, m.unit), figure(m.after, m.unit), gain(m), m.word)
-        console.print(detail)
+        detail = (
+            (m.axis, m.name, figure(m.before, m.unit), figure(m.after, m.unit), gain(m), m.word) for m in row.measures
+        )
+        console.print(table(("",) * 6, detail, left=6, head=False))
         console.print(f"C stops at {context_text(row)}; KL {kl_text(row)}", style="dim", highlight=False)
     console.print(f"\n{trilemma_text(report)}")
     for line in (

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from importlib.metadata import PackageNotFoundError, version
 
+from penstock.report.tables import table
+
 
 def doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
 
     from penstock import __version__
     from penstock.backends.native.backend import NOT_BUILT
@@ -22,18 +23,14 @@ def doctor(args: argparse.Namespace) -> int:
     console.print(
         f"memory: {machine.available_bytes / 2**30:.1f} GiB available of {machine.memory_bytes / 2**30:.1f} GiB"
     )
-    packages = Table(title="Libraries", title_justify="left")
-    packages.add_column("package")
-    packages.add_column("version")
+    packages = table(("package", "version"), title="Libraries", left=2, box=True)
     for name in ("numpy", "msgspec", "tokenizers", "jinja2", "rich"):
         try:
             packages.add_row(name, version(name))
         except PackageNotFoundError:
             packages.add_row(name, "[red]missing[/red]: reinstall with pip install penstock")
     console.print(packages)
-    parts = Table(title="Parts", title_justify="left")
-    for column in ("kind", "name", "state"):
-        parts.add_column(column, overflow="fold")
+    parts = table(("kind", "name", "state"), title="Parts", left=3, box=True)
     bad = 0
     for part in inventory():
         bad += part.problem is not None
@@ -52,7 +49,6 @@ def doctor(args: argparse.Namespace) -> int:
 
 def _model(path: str, console: object) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from penstock.config import from_kwargs
     from penstock.families.registry import open_model
@@ -62,9 +58,6 @@ def _model(path: str, console: object) -> None:
     assert isinstance(console, Console)
     checkpoint = open_model(local_path(path))
     plan = plan_of(from_kwargs(model=path))
-    table = Table(title=f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters")
-    for column in ("decision", "value", "why"):
-        table.add_column(column, overflow="fold")
-    for d in plan.decisions:
-        table.add_row(d.name, str(d.value), d.why)
-    console.print(table)
+    title = f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters"
+    rows = ((d.name, str(d.value), d.why) for d in plan.decisions)
+    console.print(table(("decision", "value", "why"), rows, title=title, left=3, box=True))

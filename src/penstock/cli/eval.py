@@ -119,20 +119,18 @@ def _list_tasks() -> int:
 
 
 def _report(args: argparse.Namespace, result: Result, baseline: Result | None, rules: Sequence[Rule]) -> int:
-    from penstock.bench.report import save, save_text
     from penstock.cli.eval_page import html_page
     from penstock.cli.eval_tables import print_baseline, print_gate, print_result, print_warnings
     from penstock.eval.gate import verdicts
     from penstock.eval.paired import differences, speeds
     from penstock.eval.result import encode
+    from penstock.report.files import print_json, save, save_text
 
     changed: list[Difference] = differences(result, baseline) if baseline is not None else []
     timed: list[Speed] = speeds(result, baseline, lossy=args.lossy) if baseline is not None else []
     judged: list[Verdict] = verdicts(rules, result)
     if args.json == "-":
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(encode(result)), indent=2).decode())
+        print_json(encode(result))
     else:
         print_result(result)
         if baseline is not None:

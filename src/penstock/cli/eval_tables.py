@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.report.tables import table
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,34 +37,28 @@ def tag_text(axis: str, tag: Tag) -> str:
 def print_tasks() -> None:
     """All names, with what they measure."""
     from rich.console import Console
-    from rich.table import Table
 
     from penstock.eval.tasks import DEFAULT, FILES, RUNS_CODE, TASKS
 
-    table = Table(title="Tasks", title_justify="left", box=None)
-    for column in ("task", "asked if none is named", "file, in the folder of --data"):
-        table.add_column(column, no_wrap=column == "task")
+    shown = table(("task", "asked if none is named", "file, in the folder of --data"), title="Tasks", left=3)
     with_file = ("longbench", "ruler")
     for name in TASKS:
         file = FILES.get(name, "named as NAME:FILE" if name in with_file else "")
         code = " (runs code)" if name in RUNS_CODE else ""
-        table.add_row(name, "yes" if name in DEFAULT else "", file + code)
-    Console().print(table)
+        shown.add_row(name, "yes" if name in DEFAULT else "", file + code)
+    Console().print(shown)
 
 
 def print_result(result: Result) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"{result.model}", title_justify="left", box=None)
-    for column in ("task", "metric", "value", "95 %", "n"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for task in result.tasks:
-        for i, value in enumerate(task.values):
-            name = task.name if i == 0 else ""
-            table.add_row(name, value.name, shown(value.value, value.kind), between(value), f"{value.n:,}")
-    console.print(table)
+    rows = (
+        ("" if i else task.name, value.name, shown(value.value, value.kind), between(value), f"{value.n:,}")
+        for task in result.tasks
+        for i, value in enumerate(task.values)
+    )
+    console.print(table(("task", "metric", "value", "95 %", "n"), rows, title=result.model, left=2))
     _print_answers(console, result)
     for task in result.tasks:
         if len(task.axes) == 2:
@@ -87,18 +83,14 @@ ENDS = (("cut at the limit", "cut"), ("stopped", "stopped"), ("empty", "empty"),
 
 def _print_answers(console: Console, result: Result) -> None:
     """How answers ended, and whether they were answers; tasks that generate nothing are left out."""
-    from rich.table import Table
-
-    counted = [(task.name, task.answers) for task in result.tasks if task.answers is not None]
-    if not counted:
-        return
-    table = Table(title="Answers", title_justify="left", box=None)
-    for column in ("task", "n", *(head for head, _ in ENDS)):
-        table.add_column(column, justify="left" if column == "task" else "right")
-    for name, found in counted:
-        table.add_row(name, f"{found.n:,}", *(f"{getattr(found, field):.0%}" for _, field in ENDS))
-    console.print()
-    console.print(table)
+    rows = [
+        (task.name, f"{task.answers.n:,}", *(f"{getattr(task.answers, field):.0%}" for _, field in ENDS))
+        for task in result.tasks
+        if task.answers is not None
+    ]
+    if rows:
+        console.print()
+        console.print(table(("task", "n", *(head for head, _ in ENDS)), rows, title="Answers"))
 
 
 def print_warnings(result: Result, baseline: Result | None = None) -> None:
@@ -115,8 +107,6 @@ def warned(result: Result, baseline: Result | None) -> list[tuple[str, HealthWar
 
 
 def _print_map(console: Console, task: TaskResult) -> None:
-    from rich.table import Table
-
     from penstock.eval.result import grouped
 
     head = task.values[0]
@@ -124,14 +114,12 @@ def _print_map(console: Console, task: TaskResult) -> None:
     down, across = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     across.sort(key=lambda tag: (isinstance(tag, str), tag))
     console.print(f"\n{task.name}: {head.name}, {task.axes[0]} by {task.axes[1]}", style="italic")
-    table = Table(box=None)
-    for column in (task.axes[0], *(tag_text(task.axes[1], tag) for tag in across)):
-        table.add_column(column, justify="right")
+    made = table((task.axes[0], *(tag_text(task.axes[1], tag) for tag in across)), left=0)
     for row in down:
         found = [cells.get((row, column)) for column in across]
         texts = ["" if v is None else f"[{_colour(v.value)}]{v.value:.0%}[/]" for v in found]
-        table.add_row(tag_text(task.axes[0], row), *texts)
-    console.print(table)
+        made.add_row(tag_text(task.axes[0], row), *texts)
+    console.print(made)
 
 
 def _colour(share: float) -> str:
@@ -139,33 +127,30 @@ def _colour(share: float) -> str:
 
 
 def _print_curve(console: Console, task: TaskResult) -> None:
-    from rich.table import Table
-
     from penstock.eval.result import grouped
 
     head, axis = task.values[0], task.axes[0]
     console.print(f"\n{task.name}: {head.name} by {axis}", style="italic")
-    table = Table(box=None)
-    for column in (axis, "", head.name, "95 %", "n"):
-        table.add_column(column, justify="left" if column == "" else "right")
+    made = table((axis, "", head.name, "95 %", "n"), left=0)
+    made.columns[1].justify = "left"
     for (tag,), value in grouped(task, head.name, [axis]).items():
         bar = "█" * round(_BAR * min(1.0, value.value)) if head.kind in ("rate", "mean") else ""
-        table.add_row(tag_text(axis, tag), bar, shown(value.value, value.kind), between(value), str(value.n))
-    console.print(table)
+        made.add_row(tag_text(axis, tag), bar, shown(value.value, value.kind), between(value), str(value.n))
+    console.print(made)
 
 
 def print_baseline(changed: Sequence[Difference], timed: Sequence[Speed]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title="Against the baseline, in pairs of examples", title_justify="left", box=None)
-    for column in ("task", "metric", "before", "now", "difference", "95 %", "p"):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
+    made = table(
+        ("task", "metric", "before", "now", "difference", "95 %", "p"), left=2,
+        title="Against the baseline, in pairs of examples",
+    )  # fmt: skip
     for d in changed:
         now, before = shown(d.metric.value, d.metric.kind), shown(d.before.value, d.metric.kind)
-        table.add_row(d.task, d.metric.name, before, now, signed(d.value, d.metric.kind), spread_of(d), p_of(d))
-    console.print(table)
+        made.add_row(d.task, d.metric.name, before, now, signed(d.value, d.metric.kind), spread_of(d), p_of(d))
+    console.print(made)
     for speed in timed:
         if speed.ratio is None:
             console.print(f"{speed.task}: {speed.refused}", style="yellow")

@@ -80,11 +80,11 @@ def _text(file: str | None) -> tuple[str, str]:
 
 def _measure(args: argparse.Namespace, model: LoadedModel, schemes: Sequence[Scheme], name: str, text: str) -> int:
     from penstock.base.errors import InputError
-    from penstock.bench.report import progress
     from penstock.eval.perplexity import passage
     from penstock.eval.schemes import measure
     from penstock.eval.scorer import make_scorer
     from penstock.quant.reference import NONE
+    from penstock.report.files import progress
 
     if model.tokenizer is None:
         raise InputError("without a tokenizer no text can be read; name one with --tokenizer", param="tokenizer")
@@ -102,8 +102,8 @@ def computed_by(model: LoadedModel) -> str:
 
 
 def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passage, found: Sequence[Measured]) -> None:
-    from penstock.bench.report import save
     from penstock.eval.schemes import as_json
+    from penstock.report.files import print_json, save
 
     result: dict[str, Any] = {
         "model": model.name, "dtype": model.dtype, "kv_dtype": model.kv_dtype, "text": name,
@@ -111,9 +111,7 @@ def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passa
         "num_windows": len(read.windows), "computed_by": computed_by(model), "schemes": [as_json(m) for m in found],
     }  # fmt: skip
     if args.json == "-":
-        import msgspec
-
-        print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+        print_json(result)
         return
     _print(model, name, read, found)
     if args.json is not None:
@@ -122,16 +120,17 @@ def _report(args: argparse.Namespace, model: LoadedModel, name: str, read: Passa
 
 def _print(model: LoadedModel, name: str, read: Passage, found: Sequence[Measured]) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from penstock.report.tables import table
 
     console = Console()
     # Narrow enough for 80 columns; the interval stands under what it is of.
-    table = Table(title=f"{model.name}, {model.dtype}", title_justify="left", box=None)
-    for column in ("scheme", "MB", "bits", "ppl", "more", "KL", "p99", "same", "tok/s"):
-        table.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
-    for m in found:
-        table.add_row(m.scheme.name, f"{m.sizes.total_bytes / 1e6:,.2f}", f"{m.sizes.bits_per_weight:.2f}", *_cells(m))
-    console.print(table)
+    rows = (
+        (m.scheme.name, f"{m.sizes.total_bytes / 1e6:,.2f}", f"{m.sizes.bits_per_weight:.2f}", *_cells(m))
+        for m in found
+    )
+    columns = ("scheme", "MB", "bits", "ppl", "more", "KL", "p99", "same", "tok/s")
+    console.print(table(columns, rows, title=f"{model.name}, {model.dtype}", wrap=False))
     console.print(
         f"Text: {name}, {read.num_tokens:,} tokens, {read.num_bytes:,} bytes, {len(read.windows)} windows of at most "
         f"{read.window} tokens every {read.stride}. MB: of all weights. bits: of a weight in a packed matrix, scales "

@@ -158,14 +158,13 @@ def _find_rates(
     import json
 
     from rich.console import Console
-    from rich.table import Table
 
+    from penstock.report.tables import table
     from penstock.sim.goodput import find_goodput
 
-    shown = Table(title=f"highest rate at which {args.find_rate:.0%} of requests meet TTFT {slo.ttft_s:g} s and TPOT "
-                        f"{slo.tpot_s:g} s")  # fmt: skip
-    for name in ("settings", "requests/s", "attained there", "simulated rates"):
-        shown.add_column(name, justify="left" if name == "settings" else "right")
+    limits = f"TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s:g} s"
+    title = f"highest rate at which {args.find_rate:.0%} of requests meet {limits}"
+    shown = table(("settings", "requests/s", "attained there", "simulated rates"), title=title, box=True)
     report = []
     for label, spec, config, plan in planned:
         run = partial(_run_scaled, label, spec, config, plan, device, workload, args)

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def study(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
 
     from penstock.base.errors import InputError
     from penstock.plan.devices import find_device
+    from penstock.report.tables import table
     from penstock.sim.specs import find_spec
     from penstock.sim.studies import STUDIES
     from penstock.sim.studies.study import Bench, Study, page
@@ -36,13 +36,8 @@ def study(args: argparse.Namespace) -> int:
     with console.status("starting") as status:
         done: Study = STUDIES.get(args.name)(bench, lambda line: status.update(f"{args.name}: {line}"))
     console.print(f"[bold]{done.title}[/bold]\n{done.question}\n")
-    for table in done.tables:
-        shown = Table(title=table.title, title_justify="left")
-        for i, column in enumerate(table.columns):
-            shown.add_column(column, justify="left" if i == 0 else "right")
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
+    for found in done.tables:
+        console.print(table(found.columns, found.rows, title=found.title, box=True))
     for line in done.findings:
         console.print(f"- {line}")
     for line in done.setup:

@@ -41,7 +41,7 @@ class Commit:
         self.emitted = emitted
         self.stats = scheduler.stats
         self.beams = Beams(scheduler, groups, sequences, new_sequence, emitted)
-        self.guesses = Guesses(self)
+        self.guesses = Guesses(scheduler, kv, groups, self.emit, self.finish)
 
     def apply(
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float

@@ -9,10 +9,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from penstock.base.errors import InputError
 from penstock.core.events import PoolGrowth
 from penstock.core.output import EngineOutput
-from penstock.core.request import Abort, Control, Intake, Request
+from penstock.core.request import Abort, Intake, Request
 from penstock.core.sequence import Sequence
 from penstock.engine.commit import Commit
 from penstock.engine.entry import Entry
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.engine.record import Recorder
     from penstock.kv.manager import KVManager
     from penstock.sched.scheduler import Scheduler
-
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache")
 
 InFlight = tuple["SchedulerOutput", list[tuple[Sequence, int, int]]]
 """A submitted step and, per scheduled row, (sequence, tokens, its preemption count when submitted)."""
@@ -55,16 +52,13 @@ class EngineCore:
         self.groups: dict[str, Group] = {}
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake | PoolGrowth] = deque()
-        self.pending_ids: set[str] = set()
-        self.leaving_ids: set[str] = set()
-        """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self.watch: Callable[[Collection[Request]], None] | None = None
         """Told of the requests in flight, just before a step that adds to them is submitted."""
         self._inflight: deque[InFlight] = deque()
         self._emitted: list[EngineOutput] = []
         self.commit = Commit(scheduler, kv, self.groups, self._sequences, self.new_sequence, self._emitted)
         self._next_seq_id = 0
-        self._entry = Entry(self)
+        self._entry = Entry(self.commit, self.new_sequence)
         self._next_step = 0
 
     def add(self, item: Intake | PoolGrowth) -> None:
@@ -73,16 +67,13 @@ class EngineCore:
         Raises InputError, before anything is queued, if a request's id is in use or an order is unknown: a repeated id
         must not disturb the request that owns it.
         """
-        if isinstance(item, Request):
-            self._entry.check(item)
-            self.leaving_ids.discard(item.request_id)
-            self.pending_ids.add(item.request_id)
-        elif isinstance(item, Abort):
-            if item.index is None and (item.request_id in self.groups or item.request_id in self.pending_ids):
-                self.leaving_ids.add(item.request_id)
-        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
-            raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
+        self._entry.queued(item)
         self._intake.append(item)
+
+    def rest(self) -> None:
+        """There is nothing to do; called again and again. Memory that is spared may be given back, by the next step."""
+        if self.grower is not None and not self.has_work:
+            self._intake.extend(self.grower.rest(self.kv.backing, self.clock.now()))
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +85,7 @@ class EngineCore:
         if self.recorder is not None:
             self.recorder.begin(now_s)
         if self.grower is not None:
-            self._intake.extendleft(self.grower.look(self, now_s))
+            self._intake.extendleft(self.grower.look(self.kv.backing, self.scheduler.wake_s is not None, now_s))
         while self._intake:
             self._take(self._intake.popleft())
         while len(self._inflight) < self.executor.depth:
@@ -143,6 +134,8 @@ class EngineCore:
             self._entry.abort(item)
         elif isinstance(item, PoolGrowth):
             self._entry.growth(item)
+            if self.grower is not None:
+                self.grower.follow(self.kv.backing)
         else:
             self._entry.control(item)
 

@@ -6,82 +6,97 @@ from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
 from penstock.core.events import PoolGrowth
-from penstock.core.request import Abort, Control, Request, Resume
-from penstock.core.sequence import Status
+from penstock.core.request import Abort, Control, Intake, Request, Resume
+from penstock.core.sequence import Sequence, Status
 from penstock.engine.group import Group
 
 if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
+    from collections.abc import Callable
+
+    from penstock.engine.commit import Commit
+
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache")
 
 
 class Entry:
     """A part of `EngineCore`: what its intake does to its sequences. Mutates: those, the groups and the queues."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
+    def __init__(self, commit: Commit, new_sequence: Callable[[Request, int, int], Sequence]) -> None:
+        self._commit = commit
+        self._scheduler, self._kv, self._groups = commit.scheduler, commit.kv, commit.groups
+        self._new_sequence = new_sequence
+        self._pending_ids: set[str] = set()
+        self._leaving_ids: set[str] = set()
+        """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self._next_arrival = 0
 
-    def check(self, request: Request) -> None:
-        """Raises InputError if its id is in use, or if it cannot have come as far as it says."""
-        core, name = self._core, request.request_id
-        if (name in core.groups or name in core.pending_ids) and name not in core.leaving_ids:
-            raise InputError(f"request id {name!r} is already in use", param="request_id")
-        if request.resume is not None:
-            request.resume.check(request)
+    def queued(self, item: Intake | PoolGrowth) -> None:
+        """It is about to be queued. Raises InputError if a request's id is in use or it cannot have come as far as it
+        says, or if an order is unknown."""
+        if isinstance(item, Request):
+            name = item.request_id
+            if (name in self._groups or name in self._pending_ids) and name not in self._leaving_ids:
+                raise InputError(f"request id {name!r} is already in use", param="request_id")
+            if item.resume is not None:
+                item.resume.check(item)
+            self._leaving_ids.discard(name)
+            self._pending_ids.add(name)
+        elif isinstance(item, Abort):
+            if item.index is None and (item.request_id in self._groups or item.request_id in self._pending_ids):
+                self._leaving_ids.add(item.request_id)
+        elif isinstance(item, Control) and item.kind not in CONTROL_KINDS:
+            raise InputError(f"unknown control order {item.kind!r}; known: {', '.join(CONTROL_KINDS)}", param="kind")
 
     def request(self, request: Request) -> None:
-        core = self._core
-        core.pending_ids.discard(request.request_id)
+        self._pending_ids.discard(request.request_id)
         arrival, self._next_arrival = self._next_arrival, self._next_arrival + 1
         resume = request.resume
         if resume is not None and resume.samples[0][1]:
             self._resumed(request, resume, arrival)
             return
-        leader = self._core.new_sequence(request, arrival, 0)
-        group = self._core.groups[request.request_id] = Group(request, arrival, leader)
+        leader = self._new_sequence(request, arrival, 0)
+        group = self._groups[request.request_id] = Group(request, arrival, leader)
         if resume is not None:
             leader.prompt_logprobs_done = resume.num_prompt_logprobs
             group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
-        self._core.scheduler.add(leader)
+        self._scheduler.add(leader)
 
     def _resumed(self, request: Request, resume: Resume, arrival: int) -> None:
         """Its samples are forked already. Each catches up on its own; the prefix cache keeps that cheap."""
-        sequences = [self._core.new_sequence(request, arrival, index) for index, _ in resume.samples]
-        group = self._core.groups[request.request_id] = Group(request, arrival, sequences[0])
+        sequences = [self._new_sequence(request, arrival, index) for index, _ in resume.samples]
+        group = self._groups[request.request_id] = Group(request, arrival, sequences[0])
         group.forked = True
         for seq, (index, token_ids) in zip(sequences, resume.samples, strict=True):
             seq.token_ids.extend(token_ids)
             seq.prompt_logprobs_done = resume.num_prompt_logprobs
             group.live[index] = seq
-            self._core.scheduler.add(seq)
+            self._scheduler.add(seq)
 
     def abort(self, abort: Abort) -> None:
         if abort.index is None:
-            self._core.leaving_ids.discard(abort.request_id)
-        group = self._core.groups.get(abort.request_id)
+            self._leaving_ids.discard(abort.request_id)
+        group = self._groups.get(abort.request_id)
         if group is None:
             return  # it ended in the meantime: nothing is owed
         if abort.index is None or group.request.beam is not None:
-            self._core.commit.abort_group(group, abort.reason)
+            self._commit.abort_group(group, abort.reason)
         elif not group.forked:
-            self._core.commit.cancel(group, abort.index, abort.reason)
+            self._commit.cancel(group, abort.index, abort.reason)
         elif abort.index in group.live:
-            self._core.commit.finish(group, group.live[abort.index], abort.reason, None, aborted=True)
+            self._commit.finish(group, group.live[abort.index], abort.reason, None, aborted=True)
 
     def growth(self, growth: PoolGrowth) -> None:
         """There is more memory for KV, or less than was needed."""
-        core, backing = self._core, self._core.kv.backing
-        core.stats.num_kv_refusals += growth.is_short and not growth.at_rest
-        core.stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
+        backing, stats = self._kv.backing, self._commit.stats
+        stats.num_kv_refusals += growth.is_short and not growth.at_rest
+        stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
         backing.apply(growth)
-        if core.grower is not None:
-            core.grower.follow(backing)
 
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":
-            self._core.kv.reset_prefix_cache()
+            self._kv.reset_prefix_cache()
             return
-        group = self._core.groups.get(control.request_id)
+        group = self._groups.get(control.request_id)
         if group is None:
             return
         for index, seq in list(group.live.items()):
@@ -89,10 +104,10 @@ class Entry:
                 continue
             if control.kind == "preempt":
                 if seq.status is Status.RUNNING:
-                    self._core.scheduler.preempt(seq)
+                    self._scheduler.preempt(seq)
             elif control.kind == "taint":
                 if seq.taint_start is None:
                     seq.taint_start = seq.num_computed
             elif seq.status is Status.RUNNING and seq.num_inflight == 0:
                 for g in range(len(seq.tables)):
-                    self._core.kv.make_ragged(seq, g)
+                    self._kv.make_ragged(seq, g)

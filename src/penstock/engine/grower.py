@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from penstock.core.events import PoolGrowth
 from penstock.kv.backing import RETRY_S, Backing
 from penstock.plan.probe import Free
-
-if TYPE_CHECKING:
-    from penstock.engine.core import EngineCore
 
 REST_S = 30.0
 """An engine that has had nothing to do for so long gives memory back, ..."""
@@ -52,15 +48,15 @@ class Grower:
         if growth is not None:
             self._back(growth.num_slabs)
 
-    def look(self, core: EngineCore, now_s: float) -> list[PoolGrowth]:
-        """What the machine says if the engine needs more, or was refused some time ago; empty: nothing new."""
-        backing = core.kv.backing
+    def look(self, backing: Backing, waits: bool, now_s: float) -> list[PoolGrowth]:
+        """What the machine says if the engine needs more, or was refused some time ago; empty: nothing new.
+
+        `waits`: nobody runs.
+        """
         self._busy_s, self._rested = now_s, False
         if backing.is_enough or now_s < self._again_s:
             return []
-        # Somebody waits for memory, and nobody runs.
-        stuck = backing.is_short and core.scheduler.wake_s is not None
-        free_bytes = self._free_bytes(stuck=stuck)
+        free_bytes = self._free_bytes(stuck=waits and backing.is_short)
         growth = backing.grown(free_bytes)
         is_short = backing.is_short if growth is None else growth.is_short
         self._again_s = now_s + RETRY_S if is_short else float("-inf")
@@ -74,16 +70,12 @@ class Grower:
             )  # fmt: skip
         return [] if growth is None else [growth]
 
-    def rest(self, core: EngineCore) -> None:
-        """The engine has nothing to do; called again and again. Once that has lasted, what is worth it is given back.
-
-        That takes effect with the next step, which has nothing else to do.
-        """
-        if core.has_work or self._rested or core.clock.now() < self._busy_s + REST_S:
-            return
+    def rest(self, backing: Backing, now_s: float) -> list[PoolGrowth]:
+        """There is nothing to do; called again and again. Once that has lasted, what is worth it is given back."""
+        if self._rested or now_s < self._busy_s + REST_S:
+            return []
         self._rested = True
-        if core.kv.backing.spare_bytes >= REST_BYTES:
-            core.add(core.kv.backing.rested())
+        return [backing.rested()] if backing.spare_bytes >= REST_BYTES else []
 
     def _free_bytes(self, *, stuck: bool) -> int:
         """What may be taken; below zero if others lack memory already."""

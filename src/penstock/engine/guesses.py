@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.core.sequence import Sequence
@@ -9,16 +10,22 @@ from penstock.engine.gain import Gain
 
 if TYPE_CHECKING:
     from penstock.core.batch import SchedulerOutput, StepOutput, Verified
-    from penstock.engine.commit import Commit
+    from penstock.engine.group import Group
+    from penstock.kv.manager import KVManager
+    from penstock.sched.scheduler import Scheduler
 
 
 class Guesses:
     """A part of `Commit`, with its rules: only here and there do sequences change."""
 
-    def __init__(self, commit: Commit) -> None:
-        self._commit = commit
-        self._stats = commit.stats
-        self._gain = Gain(commit.stats) if commit.scheduler.drafts is not None else None
+    def __init__(
+        self, scheduler: Scheduler, kv: KVManager, groups: dict[str, Group], emit: Callable[..., None],
+        finish: Callable[..., None],
+    ) -> None:  # fmt: skip
+        self._scheduler, self._kv, self._groups = scheduler, kv, groups
+        self._emit, self._finish = emit, finish
+        self._stats = scheduler.stats
+        self._gain = Gain(scheduler.stats) if scheduler.drafts is not None else None
 
     def after(self, output: SchedulerOutput, result: StepOutput, num_tokens: int) -> None:
         """A step, with guesses or without, has made `num_tokens` tokens known."""
@@ -39,21 +46,20 @@ class Guesses:
     def _take(self, seq: Sequence, verified: Verified, failed: bool) -> None:
         """Tokens first, because blocks are kept under them."""
         self._count(verified)
-        commit = self._commit
-        group = commit.groups[seq.request.request_id]
+        group = self._groups[seq.request.request_id]
         tokens, (reason, stop_reason) = self._upto_end(seq, verified.token_ids)
         seq.token_ids.extend(tokens)
         seq.num_computed = min(seq.num_computed + verified.num_kept, len(seq.token_ids))
         self._stats.num_sampled_tokens += len(tokens)
         if tokens:
-            commit.scheduler.appended(seq, tokens)
+            self._scheduler.appended(seq, tokens)
         if not failed:
-            commit.kv.commit(seq)
+            self._kv.commit(seq)
         if tokens:
             logprobs = list(verified.logprobs[: len(tokens)])
-            commit.emit(seq, tokens, logprobs, reason, stop_reason, verified.num_drafted, verified.num_accepted)
+            self._emit(seq, tokens, logprobs, reason, stop_reason, verified.num_drafted, verified.num_accepted)
         if reason is not None:
-            commit.finish(group, seq, reason, stop_reason, emit=False)
+            self._finish(group, seq, reason, stop_reason, emit=False)
 
     def _count(self, verified: Verified) -> None:
         if not verified.num_drafted:

@@ -113,8 +113,7 @@ class EngineLoop:
             items = self._next()
             if not items and not core.has_work:
                 self._box.beat(False)
-                if core.grower is not None:
-                    core.grower.rest(core)
+                core.rest()
                 self._tell([], 0.0, IDLE_SNAPSHOT_S)
                 continue
             if items is None:  # there is work, but the policy waits for company

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.output import EngineOutput
     from penstock.core.protocols import Executor
-    from penstock.engine.core import EngineCore
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -90,6 +89,14 @@ def load(path: str | Path) -> Iterator[Iteration]:
             yield decode(data)
 
 
+class Engine(Protocol):
+    """What a log is run through: an EngineCore."""
+
+    def add(self, item: Request | Abort | Control | PoolGrowth) -> None: ...
+
+    def step(self) -> list[EngineOutput]: ...
+
+
 class _ReplayClock:
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -108,7 +115,7 @@ class _ReplayExecutor:
         self.depth = depth
         self.digests: list[bytes] = []
         self.current: Iteration | None = None
-        self.core: EngineCore | None = None
+        self.core: Engine | None = None
 
     def submit(self, output: SchedulerOutput) -> None:
         self.digests.append(digest(output))
@@ -127,7 +134,7 @@ class _ReplayExecutor:
 
 
 def replay(
-    iterations: Iterable[Iteration], make_core: Callable[[Executor, Clock], EngineCore], *, depth: int = 1
+    iterations: Iterable[Iteration], make_core: Callable[[Executor, Clock], Engine], *, depth: int = 1
 ) -> list[EngineOutput]:
     """Run a log through a fresh engine and return what it emits.
 

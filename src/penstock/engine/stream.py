@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError
 from penstock.core.batch import TokenLogprobs
-from penstock.core.output import BeamSearchOutput, RequestMetrics, RequestOutput
+from penstock.core.output import BeamSearchOutput, EngineOutput, RequestMetrics, RequestOutput
 from penstock.core.request import Request
-
-if TYPE_CHECKING:
-    from penstock.engine.frontend import EngineClient
 
 
 @dataclass
@@ -37,6 +34,28 @@ class Cursor:
     ended: bool = False
 
 
+class Client(Protocol):
+    """Whose stream it is: an `EngineClient`, which knows what came of every live request."""
+
+    def take(self, stream: Stream) -> list[Delta]: ...
+
+    def take_beams(self, stream: Stream) -> BeamSearchOutput | None: ...
+
+    def take_pooled(self, stream: Stream) -> EngineOutput | None: ...
+
+    def abort(self, request_id: str, reason: str = ...) -> None: ...
+
+    def output(self, request_id: str) -> RequestOutput: ...
+
+    def num_cached(self, stream: Stream) -> int: ...
+
+    def metrics(self, stream: Stream) -> RequestMetrics: ...
+
+    def started(self, stream: Stream) -> bool: ...
+
+    def unread_chars(self, stream: Stream) -> int: ...
+
+
 class Stream:
     """One request's way back. Iterate `deltas()` or await `result()`; `abort()` may be called at any time.
 
@@ -46,7 +65,7 @@ class Stream:
     `forgets`: log-probabilities are dropped once they were read; the final output has none then.
     """
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
+    def __init__(self, client: Client, request: Request) -> None:
         self.request = request
         self.request_id = request.request_id
         self._client = client

@@ -16,14 +16,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
-from penstock.server.admission import GENERATING, Gate
-from penstock.server.context import ANYONE, Server, Tenant
-from penstock.server.cors import Cors
-from penstock.server.defaults import sampling_defaults
+from penstock.server.admission.gate import GENERATING, Gate
+from penstock.server.admission.keys import Keys, is_loopback
+from penstock.server.call import ANYONE, Tenant
+from penstock.server.context import Server
 from penstock.server.errors import WireError, wire_error
-from penstock.server.inner import TENANT
-from penstock.server.keys import Keys, is_loopback
-from penstock.server.openapi import Documentation
 from penstock.server.routes import (
     admin,
     batches,
@@ -39,11 +36,18 @@ from penstock.server.routes import (
     responses,
     text,
 )
-from penstock.server.sse import Gone
-from penstock.server.web_guard import WebGuard
+from penstock.server.schema.openapi import Documentation
+from penstock.server.transport.cors import Cors
+from penstock.server.transport.http_server import HttpServer, uvicorn_config
+from penstock.server.transport.inner import TENANT
+from penstock.server.transport.protocol import HttpLimits
+from penstock.server.transport.sse import Gone
+from penstock.server.transport.web_guard import WebGuard
+from penstock.server.turns.defaults import sampling_defaults
 
 log = logging.getLogger("penstock.server")
 MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)
+PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -76,6 +80,19 @@ def make_probe_app(server: Server) -> ASGIApp:
     app.state.server = server
     app.router.redirect_slashes = False
     return Around(app, server, probe=True)
+
+
+def http_server(server: Server, *, probe: bool) -> HttpServer:
+    """What answers for a built server: on one port, and with `probe` on a second one."""
+    config, parts = server.config, server.parts
+    parts["http"] = HttpLimits.of(config, config.max_connections)
+    configs = [
+        uvicorn_config(make_app(server), parts["http"], root_path=config.root_path.rstrip("/"), tls=parts.get("tls"))
+    ]
+    if probe:
+        parts["probe_http"] = HttpLimits.of(config, PROBE_CONNECTIONS)
+        configs.append(uvicorn_config(make_probe_app(server), parts["probe_http"], tls=parts.get("tls")))
+    return HttpServer(*configs)
 
 
 def allowed_methods(app: Starlette, path: str) -> list[str]:

@@ -18,27 +18,20 @@ from penstock.engine.link import Link, ThreadLink
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
 from penstock.launch.front import begin_front, limits_from, local_engine
-from penstock.server import (
-    admission,
-    batch_runner,
-    compression,
-    file_store,
-    grammars,
-    keys,
-    loop_watch,
-    metrics,
-    request_log,
-    store,
-)
+from penstock.server.admission import gate, keys
+from penstock.server.admission.keys import fair_share
+from penstock.server.batches import files, runner
 from penstock.server.context import Server
-from penstock.server.keys import fair_share
+from penstock.server.observation import loop_watch, metrics, request_log
 from penstock.server.parsing.choose import check_parsers
+from penstock.server.responses import store
 from penstock.server.service import Service
-from penstock.server.tls import Watching, open_tls
+from penstock.server.transport.tls import Watching, open_tls
+from penstock.server.turns import compression, grammars
 from penstock.text.template import check_template
 
 log = logging.getLogger("penstock.server")
-_PARTS = (loop_watch, keys, metrics, request_log, admission, grammars, store, file_store, batch_runner)
+_PARTS = (loop_watch, keys, metrics, request_log, gate, grammars, store, files, runner)
 """Installed in this order; closed in the opposite one."""
 
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.server.context import Asker
+from penstock.server.call import Asker
+from penstock.server.distribution import TTFT_S, Distribution
 from penstock.server.errors import WireError
-from penstock.server.stats import TTFT_S, Distribution
 from penstock.text.encoding import TOO_LONG, Steps, TooManyTokens, encode_all_steps, one_step
 from penstock.text.offload import INLINE_CHARS, Crowded, Dropped, Offload
 from penstock.text.template import encode_chat_steps
 
 if TYPE_CHECKING:
-    from penstock.server.service import Service
+    from penstock.server.protocols import Serving
     from penstock.text.tokenizer import Tokenizer
     from penstock.text.validate import Limits
 
@@ -85,7 +85,7 @@ class TextEncoding:
         waited: seconds that texts have waited for their first step.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Serving) -> None:
         self._service = service
         self.refused: Counter[str] = Counter()
         self.waited = Distribution(TTFT_S)
@@ -191,7 +191,7 @@ _ANY = Fit(MAX_REQUEST_TOKENS, "", charged=False)
 
 
 async def in_time(
-    work: Awaitable[T], service: Service, asker: Asker, on_late: Callable[[], object] = lambda: None
+    work: Awaitable[T], service: Serving, asker: Asker, on_late: Callable[[], object] = lambda: None
 ) -> T:
     """What `work` returns, if that comes within the request's time limit; it is cancelled then. Raises WireError (408),
     and what `work` raises."""

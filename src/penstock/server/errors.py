@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 from typing import Any
 
@@ -9,8 +11,11 @@ import msgspec
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
 from penstock.core.sampling import GRAMMAR_STUCK
-from penstock.server.disk import trouble
 
+log = logging.getLogger("penstock.server")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BUSY = (errno.EMFILE, errno.ENFILE)
+_BROKEN = (errno.EIO, errno.EROFS)
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
@@ -87,3 +92,22 @@ def wire_error(error: BaseException) -> WireError:
             status, code, sentence = told
             return WireError(status, sentence, code=code, retry_after_s=5.0 if status == 503 else None)
     return WireError(500, "an internal error; the server's log says more", code="internal_error")
+
+
+def told(error: Exception) -> WireError:
+    """As `wire_error`; what nobody expected goes to the log."""
+    answer = wire_error(error)
+    if answer.code == "internal_error":
+        log.error("a stream failed", exc_info=error)
+    return answer
+
+
+def trouble(error: OSError) -> tuple[int, str, str] | None:
+    """(HTTP status, code, sentence) of what a disk refuses; None for every other error."""
+    if error.errno in _FULL:
+        return 507, "insufficient_storage", "the server's disk is full; try again when there is room, or delete files"
+    if error.errno in _BUSY:
+        return 503, "too_many_open_files", "the server has no file descriptor left; try again in a moment"
+    if error.errno in _BROKEN:
+        return 500, "storage_error", f"the server's disk cannot be written or read ({errno.errorcode[error.errno]})"
+    return None

@@ -11,10 +11,10 @@ import uvicorn
 
 from penstock.config import ServeConfig
 from penstock.engine.link import Link
-from penstock.server.app import make_app, make_probe_app
+from penstock.server.app import http_server
 from penstock.server.build import build, close
 from penstock.server.context import Server
-from penstock.server.http_server import HttpServer, loop_factory, uvicorn_config
+from penstock.server.transport.http_server import loop_factory
 
 
 class LiveServer:
@@ -65,12 +65,10 @@ class LiveServer:
             scheme = "http" if self.server.parts.get("tls") is None else "https"
             self.url = f"{scheme}://{host}:{port}"
             sockets, probe_port = [listening], self._config.server.probe_port
-            configs = [uvicorn_config(self.server, make_app(self.server))]
             if probe_port is not None:
                 sockets.append(socket.create_server((host, probe_port)))
-                configs.append(uvicorn_config(self.server, make_probe_app(self.server), probe=True))
                 self.probe_url = f"{scheme}://{host}:{sockets[1].getsockname()[1]}"
-            self._uvicorn = HttpServer(*configs)
+            self._uvicorn = http_server(self.server, probe=probe_port is not None)
             asyncio.get_running_loop().call_later(0.01, self._up.set)
             await self._uvicorn.serve(sockets=sockets)
         finally:

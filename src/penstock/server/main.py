@@ -16,13 +16,12 @@ from penstock.base.memory import trim
 from penstock.config import ServeConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
-from penstock.server.app import make_app, make_probe_app
-from penstock.server.arguments import hide_keys
+from penstock.server.admission.arguments import hide_keys
+from penstock.server.app import http_server
 from penstock.server.build import build, close
-from penstock.server.connections import want_files
 from penstock.server.context import Server
-from penstock.server.http_server import HttpServer, uvicorn_config
-from penstock.server.listen import Sockets, bind
+from penstock.server.transport.connections import want_files
+from penstock.server.transport.listen import Sockets, bind
 
 log = logging.getLogger("penstock.server")
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3
@@ -68,10 +67,7 @@ async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -
     server = building.result()
     try:
         sockets.listen()
-        configs = [uvicorn_config(server, make_app(server))]
-        if sockets.probe is not None:
-            configs.append(uvicorn_config(server, make_probe_app(server), probe=True))
-        http = HttpServer(*configs)
+        http = http_server(server, probe=sockets.probe is not None)
         running = asyncio.create_task(http.serve(sockets=sockets.all))
         while not http.started and not running.done():
             await asyncio.sleep(0.005)

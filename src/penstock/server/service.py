@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,8 +17,9 @@ from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
-from penstock.server.context import ANYONE, Asker, Call, Prompt, Tenant
+from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.encoding import Fit, TextEncoding
+from penstock.server.protocols import Admission
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
 from penstock.text.validate import (
@@ -38,30 +39,6 @@ if TYPE_CHECKING:
     from penstock.text.validate import Limits
 
 MAX_SALT_BYTES = 256
-
-
-class Admission(Protocol):
-    """Decides at arrival whether a request will be served. Called in the event loop; must not block."""
-
-    def admit(self, call: Call, request: Request) -> Callable[[], None]:
-        """What to call when the request has ended. Raises RefusedError (429 or 503, with `retry_after_s`)."""
-        ...
-
-    def follow(self, request: Request, stream: Stream) -> None:
-        """The stream of a request that was admitted."""
-        ...
-
-    def hold(self, tenant: Tenant) -> Callable[[], None]:
-        """Before a long text is encoded; what to call when it is. Raises RefusedError (429)."""
-        ...
-
-    def tokens_left(self, tenant: Tenant) -> int | None:
-        """Tokens that a request of this tenant may come to now; None: no limit."""
-        ...
-
-    def too_costly(self, tenant: Tenant, num_tokens: int) -> RefusedError:
-        """The refusal (429) of a request that comes to more."""
-        ...
 
 
 class Open:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.report.chart import Area, Chart, Format, Line
+from penstock.report.numbers import number, percent, seconds
 from penstock.sim.metrics import Distribution, Slo, distributions
 from penstock.sim.result import Floats, SimResult
-from penstock.sim.svg import Area, Chart, Format, Line, number, percent, seconds
 
 _POINTS = 160
 _LATENCIES = (

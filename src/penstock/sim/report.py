@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.report.chart import Key
+from penstock.report.numbers import number, percent, seconds
+from penstock.report.page import Cell, part, render
+from penstock.report.tables import table as make_table
 from penstock.sim.charts import AREAS, latency_charts, time_charts
 from penstock.sim.metrics import Slo, by_tenant, distributions, metrics
-from penstock.sim.page import DEFINITIONS, STYLE, TEMPLATE
 from penstock.sim.result import SimResult
-from penstock.sim.svg import Chart, number, percent, seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Show = Callable[[float], str]
 
@@ -76,73 +81,42 @@ def _at(tree: dict[str, Any], path: tuple[str, ...]) -> float | None:
     return None if node is None else float(node)
 
 
-def _cells(measured: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
+def _cells(measured: list[dict[str, Any]], row: Row) -> list[Cell]:
     values = [_at(m, row.path) for m in measured]
     known = [v for v in values if v is not None]
     texts = ["-" if v is None else row.show(v) for v in values]
     best = None
     if row.better and len(set(texts)) > 1 and known:  # what looks equal is equal
         best = row.show(max(known) if row.better > 0 else min(known))
-    return [{"text": text, "best": text == best} for text in texts]
+    return [Cell(text, "best" if text == best else "") for text in texts]
 
 
 def html_page(results: Sequence[SimResult], slo: Slo | None = None, *, title: str = "") -> str:
     """One self-contained page about one run, or several compared. Deterministic: equal results give equal pages
     (but for the note on how long the simulation took).
     """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
     slo = slo or Slo()
     runs = list(results)
     measured = [metrics(r, slo) for r in runs]
-    groups = [
-        {"name": group, "rows": [{"name": line.name, "cells": _cells(measured, line)} for line in lines]}
-        for group, lines in HEADLINE
-        if len(runs) > 1 or group != "Latency"
-    ]
+    one, labels = len(runs) == 1, [r.label for r in runs]
     settings = _settings(runs)
-    areas = [{"label": text, "style": k, "area": True} for k, (_, text) in enumerate(AREAS)]
-
-    def shown(charts: list[Chart]) -> list[dict[str, Any]]:
-        own = len(runs) == 1
-        return [
-            {
-                "title": c.title,
-                "note": c.note,
-                "svg": Markup(c.svg()),
-                "legend": _chart_legend(c) if own else [],
-            }
-            for c in charts
-        ]
-
-    page = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
-    return page.render(
-        version=__version__,
-        style=Markup(STYLE),
-        title=title or "Simulated service",
-        intro=_intro(runs, measured, slo),
-        tiles=_tiles(measured[0]) if len(runs) == 1 else [],
-        runs=[r.label for r in runs],
-        groups=groups,
-        percentiles=_percentiles(measured[0]) if len(runs) == 1 else None,
-        run_legend=[{"label": r.label, "style": k % 8, "area": False} for k, r in enumerate(runs)],
-        latency=shown(latency_charts(runs, slo)),
-        over_time=shown(time_charts(runs)),
+    same = all(len(cells) == 2 for cells in settings)
+    return render(
+        "simulation.html", title=title or "Simulated service", intro=_intro(runs, measured, slo),
+        tiles=_tiles(measured[0]) if one else [], runs=labels,
+        groups=[(group, [[line.name, *_cells(measured, line)] for line in lines])
+                for group, lines in HEADLINE if not (one and group == "Latency")],
+        percentiles=_percentiles(measured[0]) if one else [],
+        many=[] if one else [Key(label, k % 8) for k, label in enumerate(labels)],
+        latency=latency_charts(runs, slo), over_time=time_charts(runs),
         kv_tokens=" / ".join(dict.fromkeys(f"{r.kv_tokens:,}" for r in runs)),
-        memory_legend=areas,
-        memory_names=[*(text for _, text in AREAS), "free"],
-        memory=[
-            {"label": r.label, "bar": Markup(_bar(r)), "shares": _shares(m)}
-            for r, m in zip(runs, measured, strict=True)
-        ],
-        tenants=_tenants(runs, slo),
-        settings=settings,
-        same_settings=all(len(s["values"]) == 1 for s in settings),
-        decisions=_decisions(runs),
-        definitions=DEFINITIONS,
-        footer=_footer(measured),
-    )
+        memory_key=[Key(text, k, True) for k, (_, text) in enumerate(AREAS)],
+        memory_head=["", "", *(text for _, text in AREAS), "free"],
+        memory=[[r.label, _bar(r), *_shares(m)] for r, m in zip(runs, measured, strict=True)],
+        tenants=_tenants(runs, slo), settings=settings,
+        settings_head=["", *((labels if one else ["all runs"]) if same else labels)],
+        decisions=_decisions(runs), footer=_footer(measured),
+    )  # fmt: skip
 
 
 def _intro(runs: list[SimResult], measured: list[dict[str, Any]], slo: Slo) -> list[str]:
@@ -168,10 +142,9 @@ def _intro(runs: list[SimResult], measured: list[dict[str, Any]], slo: Slo) -> l
     return lines
 
 
-def _tiles(m: dict[str, Any]) -> list[dict[str, str]]:
-    def tile(name: str, path: tuple[str, ...], show: Show, more: str) -> dict[str, str]:
-        value = _at(m, path)
-        return {"name": name, "value": "-" if value is None else show(value), "more": more}
+def _tiles(m: dict[str, Any]) -> list[tuple[str, str, str]]:
+    def tile(name: str, path: tuple[str, ...], show: Show, more: str) -> tuple[str, str, str]:
+        return name, also(path, show), more
 
     def also(path: tuple[str, ...], show: Show) -> str:
         value = _at(m, path)
@@ -195,35 +168,19 @@ def _tiles(m: dict[str, Any]) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def _percentiles(m: dict[str, Any]) -> dict[str, Any]:
+def _percentiles(m: dict[str, Any]) -> list[list[str]]:
     """Every latency of one run in one small table."""
-    head = ["mean", "p50", "p90", "p99", "max"]
     names = {
         "ttft": "TTFT", "tbt": "TBT, all gaps", "tpot": "TPOT", "jct": "JCT", "queue": "Queue time",
         "normalized": "Normalized latency, per output token",
     }  # fmt: skip
-    rows = []
-    for key, name in names.items():
-        values = [m["latency_s"][key][column] for column in head]
-        rows.append({"name": name, "cells": ["-" if v is None else seconds(v) for v in values]})
-    return {"head": head, "rows": rows}
+    columns = ("mean", "p50", "p90", "p99", "max")
+    found = {name: [m["latency_s"][key][column] for column in columns] for key, name in names.items()}
+    return [[name, *("-" if v is None else seconds(v) for v in values)] for name, values in found.items()]
 
 
-def _chart_legend(chart: Chart) -> list[dict[str, Any]]:
-    if chart.areas:
-        return [{"label": a.label, "style": a.style, "area": True} for a in chart.areas]
-    if len(chart.lines) > 1:
-        return [{"label": line.label, "style": line.style, "area": False} for line in chart.lines]
-    return []
-
-
-def _bar(result: SimResult) -> str:
-    out, at = ['<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'], 0.0
-    for k, (name, _) in enumerate(AREAS):
-        width = 100 * result.memory[name]
-        out.append(f'<rect class="a{k}" x="{at:.3f}" y="0" width="{width:.3f}" height="10"/>')
-        at += width
-    return "".join([*out, "</svg>"])
+def _bar(result: SimResult) -> Cell:
+    return Cell(part("shares", [result.memory[name] for name, _ in AREAS]), "shares")
 
 
 def _shares(measured: dict[str, Any]) -> list[str]:
@@ -231,42 +188,34 @@ def _shares(measured: dict[str, Any]) -> list[str]:
     return [percent(mean[name]) for name in (*(name for name, _ in AREAS), "free")]
 
 
-def _tenants(runs: list[SimResult], slo: Slo) -> list[dict[str, Any]]:
+def _tenants(runs: list[SimResult], slo: Slo) -> list[tuple[str, list[list[str]]]]:
+    """By run; nothing if no run has two."""
     if max(len(r.tenants) for r in runs) < 2:
         return []
-    head = ["tenant", "requests", "output tokens", "TTFT p50", "TTFT p99", "SLO attainment"]
-    out = []
-    for run in runs:
-        rows = [
+    found = {
+        run.label: [
             [t["tenant"] or "(none)", _integer(t["requests"]), _integer(t["output_tokens"]), seconds(t["ttft_p50_s"]),
              seconds(t["ttft_p99_s"]), percent(t["attainment"])]
             for t in by_tenant(run, slo)
-        ]  # fmt: skip
-        if rows:
-            out.append({"label": run.label, "head": head, "rows": rows})
-    return out
+        ]
+        for run in runs
+    }  # fmt: skip
+    return [(label, rows) for label, rows in found.items() if rows]
 
 
-def _settings(runs: list[SimResult]) -> list[dict[str, Any]]:
-    """One value if all runs agree on everything; otherwise one per run."""
-    names = list(dict.fromkeys(name for r in runs for name in r.settings))
-    columns = {name: [str(r.settings.get(name, "-")) for r in runs] for name in names}
-    if all(len(set(values)) == 1 for values in columns.values()):
-        return [{"name": name, "values": values[:1]} for name, values in columns.items()]
-    return [{"name": name, "values": values} for name, values in columns.items()]
+def _settings(runs: list[SimResult]) -> list[list[str]]:
+    """Name and value; one value if all runs agree on everything, otherwise one per run."""
+    names = dict.fromkeys(name for r in runs for name in r.settings)
+    rows = [[name, *(str(r.settings.get(name, "-")) for r in runs)] for name in names]
+    return [row[:2] for row in rows] if all(len(set(values)) == 1 for _, *values in rows) else rows
 
 
-def _decisions(runs: list[SimResult]) -> list[dict[str, Any]]:
+def _decisions(runs: list[SimResult]) -> list[tuple[str, Sequence[Sequence[str]]]]:
+    """By the runs that share them: " (label, label)", "" if all do."""
     kinds: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     for run in runs:
         kinds.setdefault(tuple((d.name, str(d.value), d.why) for d in run.decisions), []).append(run.label)
-    out = []
-    for decisions, labels in kinds.items():
-        if decisions:
-            label = "" if len(kinds) == 1 else f" ({', '.join(labels)})"
-            rows = [{"name": name, "value": value, "why": why} for name, value, why in decisions]
-            out.append({"label": label, "rows": rows})
-    return out
+    return [(f" ({', '.join(of)})" if len(kinds) > 1 else "", rows) for rows, of in kinds.items() if rows]
 
 
 def _footer(measured: list[dict[str, Any]]) -> str:
@@ -305,20 +254,16 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 
-def table(results: Sequence[SimResult], slo: Slo | None = None) -> Any:
-    """The short headline as a rich Table, one column per run."""
+def table(results: Sequence[SimResult], slo: Slo | None = None) -> Table:
+    """The short headline for a terminal, one column per run."""
     from rich.markup import escape
-    from rich.table import Table
 
     measured = [metrics(r, slo) for r in results]
-    out = Table(title=escape(results[0].workload), title_justify="left")
-    out.add_column("")
-    for r in results:
-        out.add_column(escape(r.label), justify="right", overflow="fold")
+    out = make_table(["", *(escape(r.label) for r in results)], title=escape(results[0].workload), box=True)
     for _, rows in HEADLINE:
         for row in rows:
             if row.short:
                 cells = _cells(measured, row)
-                out.add_row(row.name, *(f"[bold green]{c['text']}[/]" if c["best"] else c["text"] for c in cells))
+                out.add_row(row.name, *(f"[bold green]{c.text}[/]" if c.kind else str(c.text) for c in cells))
         out.add_section()
     return out

@@ -30,8 +30,8 @@ from penstock.sched.drafts.acceptance import MOST, PRIOR, AcceptanceModel
 from penstock.sched.drafts.cost import DraftCosts, StepCosts, UnitTimer
 from penstock.sched.drafts.planner import Planner
 from penstock.sched.drafts.probes import Limits, Probes
-from penstock.sched.drafts.slo import SloProgress, slo_of_request, tightened
-from penstock.sched.drafts.state import SequenceState, can_draft
+from penstock.sched.drafts.slo import SloProgress, slo_of_request
+from penstock.sched.drafts.state import SequenceState, can_draft, tightened
 
 SHARE = 0.005
 """Of all time, what finding out may cost."""

@@ -32,3 +32,34 @@ class SequenceState:
 def can_draft(running: Seq[Sequence]) -> list[Sequence]:
     """Those for whom drafts can be verified: they decode, alone, and no step in flight works on them."""
     return [s for s in running if s.is_decoding and not s.num_inflight and s.request.beam is None]
+
+
+def tightened(
+    limits: dict[int, tuple[int, int]], states: list[SequenceState], chances: list[list[float]], draft_rate: float,
+    step_s: float, depth: int,
+) -> None:  # fmt: skip
+    """Those who are behind their deadline get the drafts they need, the least likely of others make place.
+
+    Mutates: `limits` (sequence -> drafts, depth). `chances`: of each sequence's drafts; `draft_rate`: see
+    `SloProgress.drafts`; `step_s`: what a step with these limits takes.
+    """
+    needs = [(state, row, state.slo) for state, row in zip(states, chances, strict=True) if state.slo is not None]
+    in_time = {state.seq_id: row for state, row in zip(states, chances, strict=True)}
+    taken = 0
+    for state, row, slo in sorted(needs, key=lambda need: need[2].slo_s):
+        has_room = limits.get(state.seq_id, (0, 0))[0]
+        wanted = slo.drafts(row, draft_rate, step_s)
+        if wanted:
+            in_time.pop(state.seq_id, None)
+        if wanted > has_room:
+            limits[state.seq_id] = (wanted, min(wanted, depth))
+            taken += wanted - has_room
+    while taken > 0:
+        others = [(in_time[seq_id][limit - 1], seq_id) for seq_id, (limit, _) in limits.items() if seq_id in in_time]
+        if not others:
+            return
+        _, seq_id = min(others)
+        limit = limits.pop(seq_id)[0] - 1
+        if limit:
+            limits[seq_id] = (limit, min(limit, depth))
+        taken -= 1

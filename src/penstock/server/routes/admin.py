@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.core.request import Control
-from penstock.server.context import Server, Tenant
+from penstock.server.call import Tenant
+from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 Handler = Callable[[Request, Server], Awaitable[Any]]

@@ -6,10 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.server.batch_runner import BatchRunner
-from penstock.server.decode import read
-from penstock.server.routes.files import answer, page
+from penstock.server.batches.runner import BatchRunner
+from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchList, BatchObject, BatchRequest
+from penstock.server.schema.decode import read
+from penstock.server.transport.sse import as_json
 
 
 def _runner(request: Request) -> BatchRunner:
@@ -19,22 +20,22 @@ def _runner(request: Request) -> BatchRunner:
 
 async def create(request: Request) -> Response:
     wanted = await read(request, BatchRequest, accepted=frozenset({"output_expires_after"}))
-    return answer(await _runner(request).create(request.state.tenant, wanted))
+    return as_json(await _runner(request).create(request.state.tenant, wanted))
 
 
 async def list_batches(request: Request) -> Response:
     batches: list[BatchObject] = await _runner(request).list(request.state.tenant)
     shown, more = page(request, batches, 20)
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return answer(BatchList(data=shown, has_more=more, first_id=first, last_id=last))
+    return as_json(BatchList(data=shown, has_more=more, first_id=first, last_id=last))
 
 
 async def retrieve(request: Request) -> Response:
-    return answer(await _runner(request).get(request.state.tenant, request.path_params["batch_id"]))
+    return as_json(await _runner(request).get(request.state.tenant, request.path_params["batch_id"]))
 
 
 async def cancel(request: Request) -> Response:
-    return answer(await _runner(request).cancel(request.state.tenant, request.path_params["batch_id"]))
+    return as_json(await _runner(request).cancel(request.state.tenant, request.path_params["batch_id"]))
 
 
 ROUTES: list[BaseRoute] = [

@@ -6,13 +6,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.server.chat import start
-from penstock.server.decode import read
-from penstock.server.pieces import Pieces, PiecesResponse
+from penstock.server.openai.chat import start
+from penstock.server.schema.decode import read
 from penstock.server.schema.extras import ACCEPTED, REFUSED
 from penstock.server.schema.openai import ChatCompletion, ChatRequest
-from penstock.server.sse import EventStream, unless_gone
-from penstock.server.turns import Caller, caller_of
+from penstock.server.transport.pieces import Pieces, PiecesResponse
+from penstock.server.transport.sse import EventStream, unless_gone
+from penstock.server.turns.asking import Caller, caller_of
 
 _TOOLS = "is OpenAI's old name; write tools and tool_choice"
 REFUSED_FIELDS = {

@@ -6,12 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from penstock.server.sse import encoder
+from penstock.server.transport.sse import as_json
 
 
 async def openapi_json(request: Request) -> Response:
     document = request.app.state.server.parts["docs"].document
-    return Response(encoder.encode(document), media_type="application/json")
+    return as_json(document)
 
 
 async def docs(request: Request) -> Response:

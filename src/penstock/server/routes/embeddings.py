@@ -15,16 +15,16 @@ from starlette.routing import BaseRoute, Route
 from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.core.vector import check_dimensions, embedding
-from penstock.server.context import Prompt
-from penstock.server.decode import read
+from penstock.server.call import Prompt
 from penstock.server.encoding import Fit
 from penstock.server.errors import WireError
-from penstock.server.pieces import GAP, Pieces, PiecesResponse
+from penstock.server.schema.decode import read
 from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
 from penstock.server.schema.extras import ACCEPTED
 from penstock.server.schema.openai import PromptTokensDetails
-from penstock.server.sse import encoder, unless_gone
-from penstock.server.turns import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
+from penstock.server.transport.pieces import GAP, Pieces, PiecesResponse
+from penstock.server.transport.sse import encoder, unless_gone
+from penstock.server.turns.asking import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
 from penstock.text.validate import build_pooling_request
 
 AT_ONCE = 16

@@ -14,10 +14,12 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
-from penstock.server.context import Server, Tenant
-from penstock.server.file_store import GROWING, FileStore, Upload
-from penstock.server.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
+from penstock.server.batches.files import GROWING, FileStore, Upload
+from penstock.server.call import Tenant
+from penstock.server.context import Server
 from penstock.server.schema.files import FileDeleted, FileList, FileObject
+from penstock.server.transport.multipart import Event, MultipartReader, Part, PartEnd, boundary_of
+from penstock.server.transport.sse import as_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 _WRITE_BYTES = 1 << 20
@@ -29,10 +31,6 @@ _PURPOSES = ("batch",)
 def parts_of(request: Request) -> tuple[Server, Tenant, FileStore]:
     server: Server = request.app.state.server
     return server, request.state.tenant, server.parts["files"]
-
-
-def answer(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def page(request: Request, items: list[T], default: int) -> tuple[list[T], bool]:
@@ -123,7 +121,7 @@ async def create(request: Request) -> Response:
         purpose = form.fields.get("purpose")
         if purpose not in _PURPOSES:
             raise InputError("purpose must be 'batch': other files are of no use here", param="purpose")
-        return answer(await asyncio.to_thread(form.upload.commit, form.filename, purpose))
+        return as_json(await asyncio.to_thread(form.upload.commit, form.filename, purpose))
     finally:
         if form.upload is not None:
             await asyncio.to_thread(form.upload.discard)
@@ -137,12 +135,12 @@ async def list_files(request: Request) -> Response:
         files = [file for file in files if file.purpose == purpose]
     shown, more = page(request, files, 10_000)
     first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return answer(FileList(data=shown, has_more=more, first_id=first, last_id=last))
+    return as_json(FileList(data=shown, has_more=more, first_id=first, last_id=last))
 
 
 async def retrieve(request: Request) -> Response:
     _, tenant, store = parts_of(request)
-    return answer(await asyncio.to_thread(store.get, tenant, request.path_params["file_id"]))
+    return as_json(await asyncio.to_thread(store.get, tenant, request.path_params["file_id"]))
 
 
 async def content(request: Request) -> Response:
@@ -171,7 +169,7 @@ async def delete(request: Request) -> Response:
     runner = server.parts.get("batches")
     in_use = (lambda: None) if runner is None else partial(runner.in_use, tenant, file_id)
     await asyncio.to_thread(store.delete, tenant, file_id, in_use)
-    return answer(FileDeleted(id=file_id))
+    return as_json(FileDeleted(id=file_id))
 
 
 ROUTES: list[BaseRoute] = [

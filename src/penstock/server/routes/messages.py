@@ -11,31 +11,23 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.core.sampling import SamplingParams
-from penstock.server.anthropic_events import BlockWriter, stop_of
-from penstock.server.anthropic_input import (
+from penstock.server.anthropic.events import BlockWriter, stop_of
+from penstock.server.anthropic.input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
     form,
     template_kwargs,
 )
-from penstock.server.completion import told
-from penstock.server.decode import read
-from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
+from penstock.server.errors import told
+from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
-from penstock.server.sse import EventStream, encoder, frame, unless_gone
-from penstock.server.turns import (
-    Caller,
-    Conversation,
-    Options,
-    Turn,
-    asker_of,
-    begin,
-    caller_of,
-    check_model,
-)
+from penstock.server.transport.sse import EventStream, as_json, frame, unless_gone
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import Turn, begin
 
 _SERVER_SIDE = "is not supported: this server runs no tools"
 REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -65,7 +57,7 @@ async def messages(request: Request) -> Response:
     run = await unless_gone(request, start(caller, body))
     if body.stream:
         return EventStream(run)
-    return Response(encoder.encode(await unless_gone(request, run.answer())), media_type="application/json")
+    return as_json(await unless_gone(request, run.answer()))
 
 
 async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
@@ -197,7 +189,7 @@ async def count_tokens(request: Request) -> Response:
         asker=asker_of(caller),
     )
     prompt = await unless_gone(request, counting)
-    return Response(encoder.encode(TokenCount(input_tokens=len(prompt.ids))), media_type="application/json")
+    return as_json(TokenCount(input_tokens=len(prompt.ids)))
 
 
 ROUTES: list[BaseRoute] = [

@@ -7,22 +7,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.server.context import Server
-from penstock.server.defaults import sampling_defaults
 from penstock.server.schema.openai import Model, ModelList
-from penstock.server.sse import encoder
-from penstock.server.turns import check_model
+from penstock.server.transport.sse import as_json
+from penstock.server.turns.asking import check_model
+from penstock.server.turns.defaults import sampling_defaults
 
 
 async def models(request: Request) -> Response:
     server: Server = request.app.state.server
     listed = ModelList(data=[_model(server, name) for name in [server.model_name, *server.aliases]])
-    return Response(encoder.encode(listed), media_type="application/json")
+    return as_json(listed)
 
 
 async def model(request: Request) -> Response:
     server: Server = request.app.state.server
     name = check_model(server, request.path_params["model"])
-    return Response(encoder.encode(_model(server, name)), media_type="application/json")
+    return as_json(_model(server, name))
 
 
 def _model(server: Server, name: str) -> Model:

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock import __version__
+from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
-from penstock.server.keys import only_tenant
-from penstock.server.metrics import draining, load_of, memory_of
+from penstock.server.observation.metrics import draining, load_of, memory_of
 
 _MIB = 1 << 20
 

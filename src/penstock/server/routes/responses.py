@@ -11,18 +11,18 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.server.decode import read
-from penstock.server.defaults import sampling_defaults
 from penstock.server.encoding import Fit
-from penstock.server.responses_events import Item, replay
-from penstock.server.responses_input import (
+from penstock.server.responses.events import Item, replay
+from penstock.server.responses.input import (
     chat_messages,
     chat_tool_choice,
     chat_tools,
     form,
     input_items,
 )
-from penstock.server.responses_run import Replayed, ResponseRun, event_frame
+from penstock.server.responses.run import Replayed, ResponseRun, event_frame
+from penstock.server.responses.store import ResponseStore, Stored
+from penstock.server.schema.decode import read
 from penstock.server.schema.extras import ACCEPTED, REFUSED
 from penstock.server.schema.responses import (
     InputItems,
@@ -31,17 +31,10 @@ from penstock.server.schema.responses import (
     ResponseObject,
     ResponsesRequest,
 )
-from penstock.server.sse import EventStream, encoder, unless_gone
-from penstock.server.store import ResponseStore, Stored
-from penstock.server.turns import (
-    Caller,
-    Conversation,
-    Options,
-    asker_of,
-    begin,
-    caller_of,
-    check_model,
-)
+from penstock.server.transport.sse import EventStream, as_json, unless_gone
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
+from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.turn import begin
 
 _REFUSED = {
     **REFUSED,
@@ -65,8 +58,8 @@ async def create(request: Request) -> Response:
     if body.stream:
         return EventStream(run.reader())
     if body.background:
-        return _json(run.snapshot())
-    return _json(await unless_gone(request, run.wait()))
+        return as_json(run.snapshot())
+    return as_json(await unless_gone(request, run.wait()))
 
 
 async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
@@ -174,7 +167,7 @@ async def retrieve(request: Request) -> Response:
     after = _integer(request, "starting_after", -1, low=0) if stream else -1
     run = cast("ResponseRun | None", _store(caller).get_running(caller.tenant, response_id))
     if run is not None:
-        return EventStream(run.reader(after)) if stream else _json(run.snapshot())
+        return EventStream(run.reader(after)) if stream else as_json(run.snapshot())
     entry = _stored(caller, response_id)
     if not stream:
         return Response(entry.response, media_type="application/json")
@@ -190,7 +183,7 @@ async def delete(request: Request) -> Response:
         await run.cancel()
     if not store.delete(caller.tenant, response_id) and run is None:
         raise _unknown(response_id)
-    return _json(ResponseDeleted(id=response_id))
+    return as_json(ResponseDeleted(id=response_id))
 
 
 async def cancel(request: Request) -> Response:
@@ -200,7 +193,7 @@ async def cancel(request: Request) -> Response:
     if run is None:
         return Response(_stored(caller, response_id).response, media_type="application/json")
     await run.cancel()
-    return _json(run.response)
+    return as_json(run.response)
 
 
 async def list_input(request: Request) -> Response:
@@ -221,7 +214,7 @@ async def list_input(request: Request) -> Response:
     limit = _integer(request, "limit", 20, low=1, high=MAX_PAGE)
     page = items[:limit]
     ends = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return _json(InputItems(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit))
+    return as_json(InputItems(data=page, first_id=ends[0], last_id=ends[1], has_more=len(items) > limit))
 
 
 async def count_input(request: Request) -> Response:
@@ -239,7 +232,7 @@ async def count_input(request: Request) -> Response:
         asker=asker_of(caller),
     )
     prompt = await unless_gone(request, counting)
-    return _json(InputTokens(input_tokens=len(prompt.ids)))
+    return as_json(InputTokens(input_tokens=len(prompt.ids)))
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any]:
@@ -247,10 +240,6 @@ def _format(body: ResponsesRequest) -> dict[str, Any]:
     given = body.text.format if body.text is not None else None
     plain: dict[str, Any] = {"type": "text"} if given is None else msgspec.to_builtins(given)
     return {name: value for name, value in plain.items() if value is not None}
-
-
-def _json(value: Any) -> Response:
-    return Response(encoder.encode(value), media_type="application/json")
 
 
 def _store(caller: Caller) -> ResponseStore:

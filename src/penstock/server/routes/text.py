@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError
-from penstock.server.context import Asker, Prompt, Server
-from penstock.server.decode import read
+from penstock.server.call import Asker, Prompt
+from penstock.server.context import Server
 from penstock.server.encoding import Fit
 from penstock.server.parsing import check_tools
+from penstock.server.schema.decode import read
 from penstock.server.schema.text import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,8 +22,8 @@ from penstock.server.schema.text import (
     TokenizeResponse,
     TokenizerInfo,
 )
-from penstock.server.sse import encoder, unless_gone
-from penstock.server.turns import Caller, asker_of, caller_of, check_model
+from penstock.server.transport.sse import as_json, unless_gone
+from penstock.server.turns.asking import Caller, asker_of, caller_of, check_model
 
 MAX_TOKENS = 1 << 20
 
@@ -32,7 +31,7 @@ MAX_TOKENS = 1 << 20
 async def tokenize(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, TokenizeRequest)
-    return _json(await unless_gone(request, _tokenized(caller, body)))
+    return as_json(await unless_gone(request, _tokenized(caller, body)))
 
 
 async def _tokenized(caller: Caller, body: TokenizeRequest) -> TokenizeResponse:
@@ -58,7 +57,7 @@ async def _tokenized(caller: Caller, body: TokenizeRequest) -> TokenizeResponse:
 async def detokenize(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, DetokenizeRequest)
-    return _json(DetokenizeResponse(prompt=await unless_gone(request, _detokenized(caller, body))))
+    return as_json(DetokenizeResponse(prompt=await unless_gone(request, _detokenized(caller, body))))
 
 
 async def _detokenized(caller: Caller, body: DetokenizeRequest) -> str:
@@ -93,13 +92,13 @@ async def tokenizer_info(request: Request) -> Response:
         model_max_length=server.service.limits.context[0],
         chat_template=server.service.chat_template,
     )
-    return _json(answer)
+    return as_json(answer)
 
 
 async def apply_template(request: Request) -> Response:
     caller = caller_of(request)
     body = await read(request, TemplateRequest)
-    return _json(await unless_gone(request, _applied(caller, body)))
+    return as_json(await unless_gone(request, _applied(caller, body)))
 
 
 async def _applied(caller: Caller, body: TemplateRequest) -> TemplateResponse:
@@ -123,10 +122,6 @@ async def _chat(server: Server, body: TokenizeRequest | TemplateRequest, asker: 
         fit=Fit.to_count(server.service.limits),
         asker=asker,
     )
-
-
-def _json(value: Any) -> Response:
-    return Response(encoder.encode(value), media_type="application/json")
 
 
 ROUTES: list[BaseRoute] = [

@@ -5,7 +5,7 @@ A client that asked for a form must never get free text because the name was ano
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,3 +254,11 @@ def _parts(path: str, value: dict[str, Any] | list[Any]) -> Iterator[tuple[str, 
     else:
         for n, inner in enumerate(value):
             yield f"{path}[{n}]" if isinstance(inner, dict | list) else "", inner
+
+
+def string_in(item: Mapping[str, Any], name: str, where: str, *, empty: bool = False) -> str:
+    """The text of a field of `where`, which may be `empty` or not. Raises InputError."""
+    value = item.get(name)
+    if not isinstance(value, str) or not (value or empty):
+        raise InputError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return value

@@ -1,4 +1,4 @@
-"""Wire shapes of /v1/responses. Items are plain objects: `responses_input` reads them, `responses_events` writes."""
+"""Wire shapes of /v1/responses. Items are plain objects: `responses.input` reads them, `responses.events` writes."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.report.chart import Chart, Line
+from penstock.report.numbers import number, percent, seconds
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, number, percent, seconds
 from penstock.sim.synthetic import synthetic
 
 RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

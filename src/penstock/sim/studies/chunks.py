@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.report.chart import Chart, Line
+from penstock.report.numbers import seconds
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, seconds
 from penstock.sim.synthetic import synthetic
 
 SIZES = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from penstock.core.model_spec import cache_spec
+from penstock.report.chart import Chart, Line
+from penstock.report.numbers import percent, seconds
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, percent, seconds
 from penstock.sim.synthetic import synthetic
 
 ALLOCATORS = ("contiguous", "contiguous-pow2", "contiguous-oracle", "virtual", "paged")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from penstock.base.clock import VirtualClock
@@ -16,12 +15,12 @@ from penstock.engine.core import EngineCore
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
 from penstock.plan.resolve import Plan
+from penstock.report.chart import Chart
+from penstock.report.page import render
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sim.build import build_sim, sim_plan
 from penstock.sim.driver import Limits, simulate
-from penstock.sim.page import STYLE
 from penstock.sim.result import SimResult
-from penstock.sim.svg import Chart
 from penstock.sim.workload import Workload
 
 Tell = Callable[[str], None]
@@ -94,39 +93,8 @@ class Bench:
 
 def page(study: Study) -> str:
     """The study as one self-contained HTML page."""
-    out = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
-        f"<title>{escape(study.title)}</title><style>{STYLE}</style></head><body><main>",
-        f"<h1>{escape(study.title)}</h1><p>{escape(study.question)}</p>",
-    ]
-    out += [f"<p>{escape(line)}</p>" for line in study.findings]
-    if study.charts:
-        out.append("<div class='charts'>")
-        for chart in study.charts:
-            note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
-            out.append(f"<figure><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>")
-            out.append(_legend(chart))
-            out.append(chart.svg() + "</figure>")
-        out.append("</div>")
-    for table in study.tables:
-        out.append(f"<h2>{escape(table.title)}</h2><div class='card scroll'><table><thead><tr>")
-        out += [f"<th>{escape(c)}</th>" for c in table.columns]
-        out.append("</tr></thead><tbody>")
-        out += ["<tr>" + "".join(f"<td class='num'>{escape(c)}</td>" for c in row) + "</tr>" for row in table.rows]
-        out.append("</tbody></table></div>")
-    out.append("<h2>Set-up</h2>")
-    out += [f"<p class='soft'>{escape(line)}</p>" for line in [*study.setup, f"Sources: {study.sources}"]]
-    out.append("</main></body></html>\n")
-    return "".join(out)
-
-
-def _legend(chart: Chart) -> str:
-    if len(chart.lines) < 2:
-        return ""
-    items = [
-        f"<li><svg viewBox='0 0 26 10'><line class='key c{line.style % 8}' x1='0' y1='5' x2='26' y2='5'/></svg>"
-        f"{escape(line.label)}</li>"
-        for line in chart.lines
-    ]
-    return "<ul class='legend'>" + "".join(items) + "</ul>"
+    return render(
+        "sheet.html", title=study.title, intro=(), findings=[study.question, *study.findings], charts=study.charts,
+        tables=[(table.title, table.columns, table.rows) for table in study.tables], left_out=(),
+        setup=[*study.setup, f"Sources: {study.sources}"], foot="",
+    )  # fmt: skip

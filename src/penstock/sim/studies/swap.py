@@ -11,9 +11,10 @@ from dataclasses import replace
 import msgspec
 
 from penstock.core.model_spec import cache_spec
+from penstock.report.chart import Chart, Line
+from penstock.report.numbers import number, seconds
 from penstock.sim.metrics import metrics
 from penstock.sim.studies.study import Bench, Study, StudyTable, Tell
-from penstock.sim.svg import Chart, Line, number, seconds
 from penstock.sim.synthetic import synthetic
 
 LINKS = (0.1e9, 0.5e9, 1e9, 4e9, 16e9, 64e9)

@@ -1,0 +1,1 @@
+"""Who asks, by key, and which requests are taken on."""

@@ -1,0 +1,473 @@
+"""Which requests are taken on at arrival: what can be served in time, and of every tenant what it may have.
+
+A refusal costs next to nothing and comes at once: 429 if the client asks for too much, 503 if the server has too much
+to do, both with the time at which asking again makes sense. What has been taken on is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from penstock.base.clock import Clock
+from penstock.base.errors import RefusedError
+from penstock.config.server import ServerConfig
+from penstock.core.request import Request
+from penstock.engine.frontend import EngineClient
+from penstock.engine.stream import Stream
+from penstock.server.admission.pace import Pace
+from penstock.server.call import Call, Tenant
+from penstock.server.context import Server
+from penstock.server.errors import WireError
+
+if TYPE_CHECKING:
+    from penstock.core.messages import EngineInfo
+
+GENERATING = frozenset(
+    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+)  # fmt: skip
+TICK_S = 0.1
+QUEUE_OVER_KV = 16
+"""By default so many times the KV memory may wait, in prompt tokens."""
+DOWN_S = 10.0
+"""Seconds that a restart of the engine may take before new requests are refused."""
+BEAM_COST = 2
+"""A beam looks at twice its width of continuations per token."""
+MAX_RETRY_S = 600.0
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request that was taken on. `cost`: tokens it may come to, weighted; `reserved`: of its tenant's tokens."""
+
+    tenant: Tenant
+    num_prompt: int
+    width: int
+    reserved: int
+    arrival_s: float
+    stream: Stream | None = None
+    started: bool = False
+
+
+@dataclass
+class Load:
+    """What a tenant (or all together) has in the engine. Waiting: without a first token."""
+
+    weight: float = 1.0
+    waiting: int = 0
+    waiting_seqs: int = 0
+    waiting_tokens: int = 0
+    running_seqs: int = 0
+
+    @property
+    def live(self) -> int:
+        return self.waiting_seqs + self.running_seqs
+
+
+@dataclass
+class Bucket:
+    """Tokens that a tenant may still use now; fills up to its tokens per minute."""
+
+    level: float
+    at_s: float
+
+
+class Turnstile:
+    """Lets one through per round of the event loop, so that many at once do not keep refusals waiting."""
+
+    def __init__(self) -> None:
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._turning = False
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    async def enter(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._next)
+            return
+        turn = loop.create_future()
+        self._line.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        while self._line:
+            turn = self._line.popleft()
+            if not turn.done():  # otherwise its client has gone
+                turn.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
+        self._turning = False
+
+
+def width_of(request: Request) -> int:
+    """Sequences that it may come to."""
+    return request.beam.beam_width if request.beam is not None else request.n
+
+
+def cost_of(request: Request) -> int:
+    """Tokens that a request may come to at worst, those of beams and with logprobs weighted by what they cost more."""
+    prompt = len(request.prompt_token_ids)
+    if request.pooling:
+        return prompt
+    per_token = 1 + max(0, request.rules.num_logprobs) / 20
+    prompt_factor = 1 + max(0, request.rules.num_prompt_logprobs) / 20
+    width = width_of(request) * (BEAM_COST if request.beam is not None else 1)
+    return math.ceil(prompt * prompt_factor + width * request.max_tokens * per_token)
+
+
+class Gate:
+    """The server's admission. All methods belong to the event loop's thread.
+
+    Attributes:
+        num_admitted: requests taken on so far.
+        refused: refusals so far by reason: queue_full, queue_tokens, wait, cost, deadline, tenant_tokens,
+            tenant_concurrency, engine.
+    """
+
+    def __init__(
+        self, client: EngineClient, info: EngineInfo, config: ServerConfig, clock: Clock, *, fair: bool = False
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._clock = clock
+        self._fair = fair
+        self._slots = max(1, info.max_num_seqs)
+        kv_tokens = info.kv_capacity_tokens or info.num_blocks * max(1, info.block_size)
+        self._max_tokens = config.max_num_queued_tokens or QUEUE_OVER_KV * kv_tokens
+        self.pace = Pace()
+        self.turnstile = Turnstile()
+        self.num_admitted = 0
+        self.refused: Counter[str] = Counter()
+        self._entries: dict[str, Entry] = {}
+        self._unstarted: dict[str, Entry] = {}
+        self._all = Load()
+        self._loads: dict[str, Load] = {}
+        self._concurrent: Counter[str] = Counter()
+        self._buckets: dict[str, Bucket] = {}
+        self._looked_s = 0.0
+        self._down_since_s: float | None = None
+        self._next_place_s = 0.0
+
+    # -- arrivals ------------------------------------------------------------------------------------------------
+
+    async def enter(self, scope: Scope) -> None:
+        """Before the body is even read. Raises RefusedError if it is clear already that there is no room."""
+        tenant: Tenant = scope["state"]["tenant"]
+        self._check_engine()
+        self._check_queue(tenant, 0, len(self.turnstile))
+        await self.turnstile.enter()
+
+    def admit(self, call: Call, request: Request) -> Callable[[], None]:
+        """Take a checked request on; call what is returned when it has ended. Raises RefusedError, WireError (408)."""
+        tenant, now = call.tenant, self._clock.now()
+        num_prompt, cost = len(request.prompt_token_ids), cost_of(request)
+        self._check_engine()
+        if cost > self._max_tokens:
+            raise self._refusal(
+                "cost", 429, f"the request may come to {cost} tokens (prompt, n, beams, max_tokens and logprobs "
+                f"counted), and this server takes on {self._max_tokens} at once; ask for less",
+            )  # fmt: skip
+        self._check_queue(tenant, num_prompt, 0)
+        wait_s = self._wait_s(tenant, width_of(request))
+        limit_s = self._config.max_queue_wait
+        if limit_s and wait_s > limit_s:
+            raise self._refusal(
+                "wait", 503, f"the request would wait about {wait_s:.0f} s, and {limit_s:g} s is the limit here",
+                wait_s - limit_s,
+            )  # fmt: skip
+        self._check_deadline(call, num_prompt, wait_s)
+        self._check_concurrent(tenant)
+        self._reserve(tenant, cost)
+        entry = Entry(tenant, num_prompt, width_of(request), cost, now)
+        self._add(request.request_id, entry)
+        return lambda: self._end(request.request_id, entry)
+
+    def follow(self, request: Request, stream: Stream) -> None:
+        """The stream of a request that was admitted."""
+        entry = self._entries.get(request.request_id)
+        if entry is not None:
+            entry.stream = stream
+
+    def hold(self, tenant: Tenant) -> Callable[[], None]:
+        """A text of this tenant is encoded, which counts as a request; call what is returned when that has ended.
+
+        Raises RefusedError.
+        """
+        self._check_concurrent(tenant)
+        self._concurrent[tenant.name] += 1
+        return lambda: self._let_go(tenant.name)
+
+    def tokens_left(self, tenant: Tenant) -> int | None:
+        """Tokens that a request may come to now; None: the tenant has no limit."""
+        return None if tenant.tokens_per_minute is None else int(self._bucket(tenant, self._clock.now()).level)
+
+    def too_costly(self, tenant: Tenant, num_tokens: int) -> RefusedError:
+        """The refusal of a request whose prompt alone comes to more than that."""
+        over = self._over(tenant, num_tokens + 1)
+        # It may have become possible meanwhile.
+        return over or self._refusal("tenant_tokens", 429, "this key has too few tokens left; try again", 1.0,
+                                     "rate_limit_exceeded")  # fmt: skip
+
+    # -- reasons to refuse ---------------------------------------------------------------------------------------
+
+    def _refusal(
+        self, reason: str, status: int, message: str, retry_after_s: float | None = None, code: str | None = None
+    ) -> RefusedError:
+        self.refused[reason] += 1
+        later = None if retry_after_s is None else min(MAX_RETRY_S, max(1.0, retry_after_s))
+        return RefusedError(message, status=status, code=code or reason, retry_after_s=later)
+
+    def _check_engine(self) -> None:
+        state = self._client.state
+        if state in ("failed", "stopped"):
+            raise self._refusal("engine", 503, f"the engine is not running: {self._client.reason}", 5.0,
+                                "engine_unavailable")  # fmt: skip
+        down = self._down_since_s
+        if state == "restarting" and down is not None and self._clock.now() - down > DOWN_S:
+            raise self._refusal("engine", 503, "the engine is being restarted, and it takes long; try again later",
+                                5.0, "engine_unavailable")  # fmt: skip
+
+    def _check_queue(self, tenant: Tenant, num_tokens: int, num_before: int) -> None:
+        """`num_before`: requests that have come in and are not admitted yet."""
+        self._look()
+        total, own = self._all, self._loads.get(tenant.name, Load())
+        free = max(0, self._slots - total.running_seqs)
+        share = self._share(tenant)
+        most = self._config.max_num_queued_reqs
+        # One tenant alone may fill the queue; whoever has less than its share of it gets in all the same.
+        if most and total.waiting + num_before >= most + free and own.waiting + num_before >= most * share + free:
+            raise self._refusal(
+                "queue_full", 429, f"{total.waiting + num_before} requests are waiting already; try again later",
+                self._place_s(), "queue_full",
+            )  # fmt: skip
+        if (
+            total.waiting
+            and total.waiting_tokens + num_tokens > self._max_tokens
+            and own.waiting_tokens + num_tokens > self._max_tokens * share
+        ):
+            raise self._refusal(
+                "queue_tokens", 429, f"prompts of {total.waiting_tokens} tokens are waiting already; try again later",
+                self._place_s(), "queue_full",
+            )  # fmt: skip
+
+    def _check_deadline(self, call: Call, num_prompt: int, wait_s: float) -> None:
+        limit_s = call.deadline_s if call.deadline_s is not None else self._config.request_timeout
+        if limit_s is None:
+            return
+        left_s = call.arrival_s + limit_s - self._clock.now()
+        needs_s = wait_s + self.pace.prefill_s(num_prompt)
+        if left_s <= 0 or needs_s > left_s:
+            self.refused["deadline"] += 1
+            usage = {"prompt_tokens": num_prompt, "completion_tokens": 0, "total_tokens": num_prompt,
+                     "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
+            raise WireError(
+                408, f"the request has to end within {limit_s:g} s, and its first token would take about "
+                f"{max(needs_s, 0.001):.3g} s", code="timeout", extra={"usage": usage},
+            )  # fmt: skip
+
+    def _check_concurrent(self, tenant: Tenant) -> None:
+        if tenant.max_concurrent is not None and self._concurrent[tenant.name] >= tenant.max_concurrent:
+            raise self._refusal(
+                "tenant_concurrency", 429, f"this key may have {tenant.max_concurrent} requests at once",
+                self.pace.endings_s(1, self._all.running_seqs) or 1.0, code="rate_limit_exceeded",
+            )  # fmt: skip
+
+    def _reserve(self, tenant: Tenant, cost: int) -> None:
+        over = self._over(tenant, cost)
+        if over is not None:
+            raise over
+        if tenant.tokens_per_minute is not None:
+            self._bucket(tenant, self._clock.now()).level -= cost
+
+    def _over(self, tenant: Tenant, cost: int) -> RefusedError | None:
+        """The refusal of what costs more than the tenant may use now."""
+        per_minute = tenant.tokens_per_minute
+        if per_minute is None:
+            return None
+        if cost > per_minute:
+            return self._refusal(
+                "tenant_tokens", 429, f"the request may come to {cost} tokens (max_tokens counted), and this key has "
+                f"{per_minute} a minute; ask for less", code="rate_limit_exceeded",
+            )  # fmt: skip
+        level = self._bucket(tenant, self._clock.now()).level
+        if cost <= level:
+            return None
+        return self._refusal(
+            "tenant_tokens", 429, f"this key has {per_minute} tokens a minute, {level:.0f} of them left; "
+            f"the request may come to {cost}", (cost - level) * 60 / per_minute, "rate_limit_exceeded",
+        )  # fmt: skip
+
+    def _bucket(self, tenant: Tenant, now: float) -> Bucket:
+        most = float(tenant.tokens_per_minute or 0)
+        bucket = self._buckets.setdefault(tenant.name, Bucket(most, now))
+        bucket.level = min(most, bucket.level + (now - bucket.at_s) * most / 60)
+        bucket.at_s = now
+        return bucket
+
+    # -- predictions ---------------------------------------------------------------------------------------------
+
+    def _share(self, tenant: Tenant) -> float:
+        """Of everything, what is this tenant's while the present ones want more than there is. In (0, 1]."""
+        others = sum(load.weight for name, load in self._loads.items() if name != tenant.name)
+        return tenant.weight / (others + tenant.weight)
+
+    def _wait_s(self, tenant: Tenant, width: int) -> float:
+        self._look()
+        slots = self._slots
+        snapshot = self._client.snapshot
+        if snapshot.num_waiting and snapshot.kv_used >= 0.9 * snapshot.kv_total > 0:
+            slots = min(slots, max(1, snapshot.num_running))  # memory is the tighter limit
+        total = self._all
+        wait_s = self._line_s(total.waiting_tokens, total.live + width - slots, slots)
+        if self._fair:
+            own, share = self._loads.get(tenant.name, Load()), self._share(tenant)
+            mine = self._line_s(own.waiting_tokens / share, (own.live + width - slots * share) / share, slots)
+            wait_s = min(wait_s, mine)
+        return wait_s
+
+    def _line_s(self, num_tokens: float, num_endings: float, slots: int) -> float:
+        return max(self.pace.prefill_s(num_tokens), self.pace.endings_s(max(0.0, num_endings), slots))
+
+    def _place_s(self) -> float:
+        """When a place will be free for the next one that is refused now: each gets a later one, as in a line."""
+        now = self._clock.now()
+        step_s = self.pace.endings_s(1, self._slots) or 0.01
+        self._next_place_s = min(now + MAX_RETRY_S, max(now, self._next_place_s) + step_s)
+        return self._next_place_s - now
+
+    def predicted_wait_s(self) -> float:
+        """Seconds that a new request of a new tenant would wait for its turn; 0 while nothing is known."""
+        return self._wait_s(Tenant(name=""), 1)
+
+    def saturation(self) -> float:
+        """0 idle, 1 nothing more can be taken on without waiting: for autoscalers. The fullest resource counts."""
+        self._look()
+        snapshot = self._client.snapshot
+        shares = [min(1.0, self._all.live / self._slots)]
+        if snapshot.kv_total:
+            shares.append(snapshot.kv_used / snapshot.kv_total)
+        if self._config.max_queue_wait:
+            shares.append(self.predicted_wait_s() / self._config.max_queue_wait)
+        return min(1.0, max(shares))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were taken on and have no token yet."""
+        return self._all.waiting
+
+    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
+        """What a tenant with limits has left, under OpenAI's names."""
+        out: list[tuple[str, str]] = []
+        if tenant.max_concurrent is not None:
+            left = max(0, tenant.max_concurrent - self._concurrent[tenant.name])
+            out += [("limit-requests", str(tenant.max_concurrent)), ("remaining-requests", str(left))]
+        if tenant.tokens_per_minute is not None:
+            bucket = self._bucket(tenant, self._clock.now())
+            missing_s = (tenant.tokens_per_minute - bucket.level) * 60 / tenant.tokens_per_minute
+            out += [
+                ("limit-tokens", str(tenant.tokens_per_minute)),
+                ("remaining-tokens", str(max(0, int(bucket.level)))),
+                ("reset-tokens", f"{max(0.0, missing_s):.3f}s"),
+            ]
+        return [(b"x-ratelimit-" + name.encode(), value.encode()) for name, value in out]
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _add(self, request_id: str, entry: Entry) -> None:
+        self.num_admitted += 1
+        self._entries[request_id] = self._unstarted[request_id] = entry
+        own = self._loads.setdefault(entry.tenant.name, Load())
+        own.weight = entry.tenant.weight
+        for load in (own, self._all):
+            load.waiting += 1
+            load.waiting_seqs += entry.width
+            load.waiting_tokens += entry.num_prompt
+        self._concurrent[entry.tenant.name] += 1
+
+    def _start(self, request_id: str, entry: Entry) -> None:
+        if entry.started:
+            return
+        entry.started = True
+        self._unstarted.pop(request_id, None)
+        for load in (self._loads[entry.tenant.name], self._all):
+            load.waiting -= 1
+            load.waiting_seqs -= entry.width
+            load.waiting_tokens -= entry.num_prompt
+            load.running_seqs += entry.width
+
+    def _end(self, request_id: str, entry: Entry) -> None:
+        if self._entries.get(request_id) is not entry:
+            return
+        del self._entries[request_id]
+        self._start(request_id, entry)
+        name = entry.tenant.name
+        for load in (self._loads[name], self._all):
+            load.running_seqs -= entry.width
+        if self._loads[name].live == 0:
+            del self._loads[name]
+        self._let_go(name)
+        final = None if entry.stream is None else entry.stream.final
+        if final is None:
+            return
+        tokens = [len(sample.token_ids) for sample in final.outputs]
+        for num in tokens:
+            if num:
+                self.pace.finished(num)
+        if entry.tenant.tokens_per_minute is not None:
+            unused = max(0, entry.reserved - entry.num_prompt - sum(tokens))
+            bucket = self._bucket(entry.tenant, self._clock.now())
+            bucket.level = min(float(entry.tenant.tokens_per_minute), bucket.level + unused)
+
+    def _let_go(self, name: str) -> None:
+        self._concurrent[name] -= 1
+        if self._concurrent[name] == 0:
+            del self._concurrent[name]
+
+    def _look(self) -> None:
+        """Who has got a first token since the last look; at most every few milliseconds."""
+        now = self._clock.now()
+        if now - self._looked_s < 0.01:
+            return
+        self._looked_s = now
+        self.pace.observe(self._client.snapshot)
+        for request_id, entry in list(self._unstarted.items()):
+            if entry.stream is not None and entry.stream.started:
+                self._start(request_id, entry)
+
+    async def watch(self) -> None:
+        """For ever: follow the engine's speed, and how long it has been away."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._look()
+            if self._client.state != "restarting":
+                self._down_since_s = None
+            elif self._down_since_s is None:
+                self._down_since_s = self._clock.now()
+
+
+async def install(server: Server) -> None:
+    """`server.parts["admission"]`; the service asks it from now on."""
+    info = server.client.info
+    assert info is not None
+    fair = bool(server.parts.get("fair"))
+    gate = Gate(server.client, info, server.config, server.service.clock, fair=fair)
+    server.parts["admission"] = gate
+    server.service.admission = gate
+    watching = asyncio.get_running_loop().create_task(gate.watch())
+
+    async def stop() -> None:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+    server.closers.append(stop)

@@ -1,0 +1,277 @@
+"""Keys of clients: who asks, and what they may.
+
+Once there is a key, every path needs one except `OPEN_PATHS`, whether it exists or not. Keys are compared by their
+SHA-256, with all of them every time, so that the time of an answer tells nothing of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import math
+import os
+import re
+import secrets
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Scope
+
+from penstock.base.clock import Clock
+from penstock.base.errors import ConfigError
+from penstock.config import ServeConfig
+from penstock.config.server import ServerConfig
+from penstock.server.call import ANYONE, Tenant
+from penstock.server.context import Server
+from penstock.server.errors import WireError
+
+log = logging.getLogger("penstock.server")
+OPEN_PATHS = ("/health", "/ready", "/")
+"""/ and what is below /page/ are the playground's files: they ask for the key that its requests need."""
+ENVIRONMENT = ("PENSTOCK_API_KEY", "VLLM_API_KEY")
+ADMIN_ENVIRONMENT = "PENSTOCK_ADMIN_API_KEY"
+CHECK_S = 1.0
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HASH = re.compile(r"[0-9a-fA-F]{64}")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key by its SHA-256, and whose it is."""
+
+    digest: bytes
+    tenant: Tenant
+
+
+class Keys:
+    """All keys of a server. The file, if there is one, is read again when it changes."""
+
+    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._fixed = _fixed_keys(config)
+        self._salt = secrets.token_bytes(32)
+        self._path = None if config.api_keys_file is None else Path(config.api_keys_file)
+        self._stamp = self._look()
+        self._checked_s = clock.now()
+        self._keys = self._salted(_with_file(self._fixed, self._path))
+
+    @property
+    def has_admin(self) -> bool:
+        return any(key.tenant.admin for key in self._keys)
+
+    @property
+    def has_users(self) -> bool:
+        """Whether the ordinary paths need a key."""
+        return self._path is not None or any(not key.tenant.admin for key in self._keys)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        return [key.tenant for key in self._keys]
+
+    def identify(self, scope: Scope) -> Tenant:
+        """Whose request this is. Raises WireError (401)."""
+        self._refresh()
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        given = _given(scope)
+        tenant = self._find(next(iter(given))) if len(given) == 1 else None
+        if tenant is not None:
+            return tenant
+        is_open = path in OPEN_PATHS or path.startswith("/page/")
+        if is_open and scope.get("method") in ("GET", "HEAD"):
+            return ANYONE
+        if not (self.has_users or path.startswith("/admin/")):
+            return ANYONE
+        if len(given) > 1:
+            raise WireError(401, "Authorization and x-api-key show different keys; send one of them",
+                            code="invalid_api_key")  # fmt: skip
+        if given:
+            raise WireError(401, "the API key is not known here", code="invalid_api_key")
+        raise WireError(401, "an API key is needed: send the header Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _find(self, given: bytes) -> Tenant | None:
+        found = None
+        digest = hashlib.sha256(given).digest()
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key.tenant  # and on: every key takes part in the comparison
+        return found
+
+    def _salted(self, keys: list[Key]) -> list[Key]:
+        """Tenants with secrets of their own; with a single key there is nobody to keep caches apart from."""
+        if len(keys) == 1:
+            return keys
+        return [
+            replace(key, tenant=replace(key.tenant, secret=hmac.digest(self._salt, key.digest, "sha256")))
+            for key in keys
+        ]
+
+    def _look(self) -> tuple[int, int, int]:
+        if self._path is None:
+            return (0, 0, 0)
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0, 0)
+        return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def _refresh(self) -> None:
+        """Read a changed file. One that is missing or wrong leaves the keys as they were."""
+        now = self._clock.now()
+        if self._path is None or now - self._checked_s < CHECK_S:
+            return
+        self._checked_s = now
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = self._salted(_with_file(self._fixed, self._path))
+        except ConfigError as error:
+            log.error("the keys stay as they were: %s", error)
+        else:
+            log.info("the keys file was read again: %d keys", len(self._keys))
+
+
+def only_tenant(scope: Scope, server: Server) -> str | None:
+    """Whose requests and numbers alone this request may be shown; None: everybody's."""
+    tenant: Tenant = scope["state"]["tenant"]
+    keys: Keys | None = server.parts.get("keys")
+    if keys is None or len(keys.tenants) == 1 or tenant.admin or scope["state"].get("probe"):
+        return None
+    return tenant.name
+
+
+def _given(scope: Scope) -> set[bytes]:
+    """The keys that a request shows: `Authorization: Bearer`, `x-api-key`."""
+    out = set()
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            out.add(value[7:].strip())
+        elif name == b"x-api-key":
+            out.add(value.strip())
+    return out
+
+
+def _fixed_keys(config: ServerConfig) -> list[Key]:
+    texts = config.names("api_key")
+    if not texts:
+        given = next((os.environ[name] for name in ENVIRONMENT if os.environ.get(name)), "")
+        texts = [part.strip() for part in given.split(",") if part.strip()]
+    keys = [Key(_digest(text), Tenant("default" if len(texts) == 1 else f"key-{n}")) for n, text in enumerate(texts, 1)]
+    admin = config.admin_api_key or os.environ.get(ADMIN_ENVIRONMENT)
+    if admin:
+        keys.append(Key(_digest(admin), Tenant("admin", admin=True)))
+    _distinct(keys)
+    return keys
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.strip().encode()).digest()
+
+
+def _with_file(fixed: list[Key], path: Path | None) -> list[Key]:
+    keys = fixed + ([] if path is None else read_keys(path))
+    _distinct(keys)
+    return keys
+
+
+def _distinct(keys: list[Key]) -> None:
+    names: dict[bytes, str] = {}
+    for key in keys:
+        if key.digest in names:
+            raise ConfigError(f"the keys of {names[key.digest]} and {key.tenant.name} are the same; change one")
+        names[key.digest] = key.tenant.name
+
+
+def read_keys(path: Path) -> list[Key]:
+    """The keys of a TOML file, one table each. Raises ConfigError that names the table and the field."""
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"api_keys_file: {path} cannot be read: {error.strerror}", field="api_keys_file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_keys_file: {path} is not TOML: {error}", field="api_keys_file") from None
+    keys = [_key(path, name, table) for name, table in tables.items()]
+    if not keys:
+        raise ConfigError(f"api_keys_file: {path} has no keys; write a table [name] with key = ... for each",
+                          field="api_keys_file")  # fmt: skip
+    return keys
+
+
+def _key(path: Path, name: str, table: Any) -> Key:
+    def wrong(what: str) -> ConfigError:
+        return ConfigError(f"api_keys_file: {path}: [{name[:64]}] {what}", field="api_keys_file")
+
+    if not isinstance(table, dict):
+        raise wrong("must be a table")
+    if not _NAME.fullmatch(name):
+        raise wrong("must be named with 1 to 64 letters, digits, dots, dashes or underscores")
+    known = {"key", "key_sha256", "weight", "tokens_per_minute", "max_concurrent", "admin"}
+    for field_name in table:
+        if field_name not in known:
+            raise wrong(f"{field_name}: is unknown; possible are {', '.join(sorted(known))}")
+    if ("key" in table) == ("key_sha256" in table):
+        raise wrong("needs either key or key_sha256")
+    if "key" in table:
+        text = table["key"]
+        if not isinstance(text, str) or not text.strip():
+            raise wrong("key: must be a text")
+        digest = _digest(text)
+    else:
+        text = table["key_sha256"]
+        if not isinstance(text, str) or not _HASH.fullmatch(text):
+            raise wrong("key_sha256: must be 64 hexadecimal digits")
+        digest = bytes.fromhex(text)
+    weight, admin = table.get("weight", 1.0), table.get("admin", False)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 100:
+        raise wrong("weight: must be a number from 0.01 to 100")
+    if not isinstance(admin, bool):
+        raise wrong("admin: must be true or false")
+    limits: dict[str, Any] = {}
+    for field_name in ("tokens_per_minute", "max_concurrent"):
+        value = table.get(field_name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise wrong(f"{field_name}: must be a whole number from 1")
+        limits[field_name] = value
+    return Key(digest, Tenant(name, weight=float(weight), admin=admin, **limits))
+
+
+def fair_share(config: ServeConfig) -> ServeConfig:
+    """With several keys, `fair` in the place of the default policy. Raises ConfigError (a keys file that is wrong).
+
+    `--scheduling-policy fcfs:` (with the colon) keeps first come, first served.
+    """
+    server = config.server
+    keys = _with_file(_fixed_keys(server), None if server.api_keys_file is None else Path(server.api_keys_file))
+    if len(keys) < 2 or config.engine.scheduler.scheduling_policy != "fcfs":
+        return config
+    log.info("there are %d keys: the scheduling policy is fair (fcfs: would keep first come, first served)", len(keys))
+    scheduler = replace(config.engine.scheduler, scheduling_policy="fair")
+    return replace(config, engine=replace(config.engine, scheduler=scheduler))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def install(server: Server) -> None:
+    """`server.parts["keys"]`, if any are configured. Raises ConfigError."""
+    keys = Keys(server.config, server.service.clock)
+    if keys.tenants:
+        server.parts["keys"] = keys
+    if not keys.has_users and server.config.uds is None and not is_loopback(server.config.host):
+        log.warning(
+            "%s can be reached from other machines and asks for no key: give --api-key or --api-keys-file",
+            server.config.host,
+        )
+    limited = [t for t in keys.tenants if t.tokens_per_minute or t.max_concurrent or not math.isclose(t.weight, 1)]
+    if limited:
+        log.info("keys with limits or weights: %s", ", ".join(sorted(t.name for t in limited)))

@@ -1,0 +1,1 @@
+"""Batches and the files they are made of."""

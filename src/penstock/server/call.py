@@ -1,0 +1,84 @@
+"""Who asks for what: what every room of the server speaks of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.core.sampling import BeamSearchParams, SamplingParams
+    from penstock.text.grammar.lead import Lead
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
+
+    `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
+    and generated tokens; `max_concurrent`: requests at once; None: no limit of its own.
+    """
+
+    name: str = "default"
+    secret: bytes = b""
+    weight: float = 1.0
+    admin: bool = False
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+ANYONE = Tenant()
+"""Everybody, while the server has no keys."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """For whom a text is encoded, and until when: `limit_s` seconds from `arrival_s` (monotonic); None: the server's
+    own limit."""
+
+    tenant: Tenant = ANYONE
+    arrival_s: float = 0.0
+    limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as ids. `text` is what was encoded, if anything was; `param` is how errors call it.
+
+    `compressed_from`: tokens it had before it was compressed, 0 if it was not; `compression_s`: seconds that took.
+    """
+
+    ids: list[int]
+    text: str | None = None
+    param: str = "prompt"
+    compressed_from: int = 0
+    compression_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One generation asked for by any front end: what admission, the validator, metrics and the log look at.
+
+    `deadline_s`: seconds from `arrival_s` (monotonic) after which it is worth nothing; None: the server's own limit.
+    `slo_tpot_s`: seconds that a token after the first should take on average. `default_max_tokens`: how many tokens
+    are generated where `params` do not say it, if the prompt leaves room for them; None: all there is room for. `lead`:
+    what may come before an answer that is bound.
+    """
+
+    prompt: Prompt
+    params: SamplingParams | BeamSearchParams
+    request_id: str
+    endpoint: str
+    tenant: Tenant = ANYONE
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline_s: float | None = None
+    slo_tpot_s: float | None = None
+    default_max_tokens: int | None = None
+    lead: Lead | None = None
+    arrival_s: float = 0.0
+    stream: bool = False
+    pooling: str | None = None
+    reference: list[int] = field(default_factory=list)
+    """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the log line of this request says besides the usual."""

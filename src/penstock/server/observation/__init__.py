@@ -1,0 +1,1 @@
+"""What operators see: numbers, the log, what holds the event loop."""

@@ -1,0 +1,381 @@
+"""/metrics: vLLM's names beside ours. One registry per server; nothing is global.
+
+Labels of all: model_name, engine. vLLM's semantics where a name is vLLM's: `request_success` counts samples, the
+counters of the prefix cache count tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from penstock import __version__
+from penstock.server.context import Server
+from penstock.server.distribution import Distribution
+from penstock.server.observation.stats import Stats
+
+if TYPE_CHECKING:
+    from penstock.server.errors import WireError
+
+LABELS = ["model_name", "engine"]
+BOTH = ("vllm:", "penstock:")
+OURS = ("penstock:",)
+_ENGINE_STATES = ("starting", "ready", "restarting", "failed", "stopped")
+_VLLM_REASONS = {"queue_full": "max_num_queued_reqs", "queue_tokens": "max_num_queued_tokens"}
+"""Reasons of admission that vLLM has a word for."""
+
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token.", "ttft"),
+    ("inter_token_latency_seconds", "Seconds between two tokens of a sample.", "itl"),
+    ("request_time_per_output_token_seconds", "Mean seconds per token after the first, per request.", "tpot"),
+    ("e2e_request_latency_seconds", "Seconds from arrival to the end.", "e2e"),
+    ("request_queue_time_seconds", "Seconds until a request was first computed.", "queue"),
+    ("request_prefill_time_seconds", "Seconds from then to the first token.", "prefill"),
+    ("request_decode_time_seconds", "Seconds from the first token to the last.", "decode"),
+    ("request_inference_time_seconds", "Seconds in the engine: prefill and decode.", "inference"),
+    ("request_prompt_tokens", "Prompt tokens per request.", "prompt_lengths"),
+    ("request_generation_tokens", "Generated tokens per request.", "generation_lengths"),
+    ("request_max_num_generation_tokens", "Generated tokens of a request's longest sample.", "longest_sample"),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens that were computed, not found.", "computed_lengths"),
+    ("request_params_n", "Samples asked for.", "params_n"),
+    ("request_params_max_tokens", "max_tokens asked for.", "params_max_tokens"),
+    ("request_num_preemptions", "Preemptions per request.", "preemptions"),
+    ("iteration_tokens_total", "Tokens per engine step, averaged over a tenth of a second.", "step_tokens"),
+)  # fmt: skip
+_ENGINE_COUNTERS = (
+    ("prefix_cache_queries", "Tokens that were looked up in the prefix cache.", "num_prefix_queries_tokens", BOTH),
+    ("prefix_cache_hits", "Tokens that the prefix cache had.", "num_prefix_hit_tokens", BOTH),
+    ("num_preemptions", "Sequences that had to give their memory back.", "num_preemptions", BOTH),
+    ("engine_steps", "Steps of the engine.", "num_steps", OURS),
+    ("scheduled_tokens", "Tokens computed, prompts and decodes.", "num_scheduled_tokens", OURS),
+    ("recomputed_tokens", "Tokens computed again after a preemption.", "num_recomputed_tokens", OURS),
+    ("swaps", "Sequences swapped to the host.", "num_swaps", OURS),
+    ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
+    ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
+    ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),
+    ("evicted_blocks", "Blocks that the prefix cache gave up.", "num_evicted_blocks", OURS),
+    ("forks", "Sequences that share a parent's blocks.", "num_forks", OURS),
+    ("grammar_cache_hits", "Grammars that were compiled already.", "num_grammar_hits", OURS),
+    ("grammar_cache_misses", "Grammars that had to be compiled.", "num_grammar_misses", OURS),
+    ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
+)
+
+
+class Metrics(Collector):
+    """Reads `Stats` and the engine's last snapshot when somebody scrapes."""
+
+    def __init__(self, server: Server, stats: Stats) -> None:
+        self.server = server
+        self.stats = stats
+        self._began = time.time()
+        self._labels = [server.model_name, "0"]
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        info = server.client.info
+        if info is not None and info.pid:
+            ProcessCollector("penstock_engine", self._engine_pid, registry=self.registry)
+
+    def render(self, only: str | None = None) -> bytes:
+        """Prometheus' text format. `only`: the one tenant whose numbers are told; None: all of them."""
+        tenants = CollectorRegistry()
+        tenants.register(_Tenants(self, only))
+        return generate_latest(self.registry) + generate_latest(tenants)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # otherwise a registration collects once
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._gauges()
+        yield from self._counters()
+        if self.server.speculates:
+            yield from self._speculation()
+        yield from self._compression()
+        yield from self._encoding()
+        yield from self._info()
+        for name, text, attribute in _HISTOGRAMS:
+            yield from self._histogram(name, text, getattr(self.stats, attribute))
+
+    def _engine_pid(self) -> int:
+        info = self.server.client.info
+        return info.pid if info is not None else 0
+
+    def tenants(self, only: str | None) -> Iterator[Metric]:
+        values = {key: n for key, n in self.stats.tenants.items() if only is None or key[0] == only}
+        text = "Requests and tokens by tenant."
+        yield from self._labelled(CounterMetricFamily, "tenant", text, ("tenant", "kind"), values)
+
+    # -- shapes --------------------------------------------------------------------------------------------------
+
+    def _gauge(self, name: str, text: str, value: float, prefixes: tuple[str, ...] = OURS) -> Iterator[Metric]:
+        for prefix in prefixes:
+            family = GaugeMetricFamily(prefix + name, text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            yield family
+
+    def _counter(self, name: str, text: str, value: float, prefixes: tuple[str, ...] = OURS) -> Iterator[Metric]:
+        for prefix in prefixes:
+            family = CounterMetricFamily(prefix + name, text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            yield family
+
+    def _labelled(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        values: Mapping[Any, float],
+        prefixes: tuple[str, ...] = OURS,
+    ) -> Iterator[Metric]:
+        """`values`: by label value, or by a tuple of them."""
+        for prefix in prefixes:
+            family = kind(prefix + name, text, labels=[*LABELS, *labels])
+            for key, value in sorted(values.items(), key=lambda item: str(item[0])):
+                family.add_metric([*self._labels, *map(str, key if isinstance(key, tuple) else (key,))], value)
+            yield family
+
+    def _histogram(
+        self, name: str, text: str, distribution: Distribution, prefixes: tuple[str, ...] = BOTH
+    ) -> Iterator[Metric]:
+        buckets = distribution.cumulative()
+        for prefix in prefixes:
+            family = HistogramMetricFamily(prefix + name, text, labels=LABELS)
+            family.add_metric(self._labels, buckets, distribution.total)
+            yield family
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def _gauges(self) -> Iterator[Metric]:
+        client = self.server.client
+        now, load = client.snapshot, load_of(self.server)
+        yield from self._gauge("num_requests_running", "Sequences being computed.", now.num_running, BOTH)
+        yield from self._gauge("num_requests_waiting", "Sequences that wait for room.", now.num_waiting, BOTH)
+        yield from self._labelled(
+            GaugeMetricFamily, "num_requests_waiting_by_reason", "The same by reason.", ("reason",),
+            {"capacity": now.num_waiting, "deferred": 0}, BOTH,
+        )  # fmt: skip
+        usage = "Share of the KV blocks in use, 0 to 1; what only the prefix cache holds is free."
+        yield from self._gauge("kv_cache_usage_perc", usage, load["kv_cache_usage"], BOTH)
+        yield from self._gauge("engine_sleep_state", "1: awake.", 1.0, ("vllm:",))
+        yield from self._gauge("live_requests", "Requests that have not ended.", client.num_live)
+        yield from self._gauge("waiting_tokens", "Prompt tokens that wait.", now.waiting_tokens)
+        yield from self._labelled(
+            GaugeMetricFamily, "kv_blocks", "KV blocks by state.", ("state",),
+            {"used": now.kv_used, "cached": now.kv_evictable, "free": now.kv_total - now.kv_used - now.kv_evictable},
+        )  # fmt: skip
+        yield from self._gauge("saturation", "How full the engine is, 0 to 1: scale by it.", load["saturation"])
+        yield from self._gauge("predicted_wait_seconds", "Wait of a request that came now.", load["predicted_wait_s"])
+        yield from self._gauge("predicted_ttft_seconds", "Its time to the first token.", load["predicted_ttft_s"])
+        yield from self._gauge("engine_step_seconds", "Seconds that the last step took.", now.step_s)
+        yield from self._gauge("engine_progress_age_seconds", "Since its loop moved.", client.link.progress_age_s())
+        yield from self._gauge("engine_up", "1: the engine is ready.", float(client.state == "ready"))
+        yield from self._labelled(
+            GaugeMetricFamily, "engine_state", "1 for the state that the engine is in.", ("state",),
+            {state: float(state == client.state) for state in (*_ENGINE_STATES, client.state)},
+        )  # fmt: skip
+        yield from self._gauge("draining", "1: nothing new is taken on.", float(draining(self.server)))
+        watch = self.server.parts.get("loop_watch")
+        if watch is not None:
+            text = "Longest time that one piece of work held the server's event loop, in CPU time of its thread."
+            yield from self._gauge("event_loop_longest_hold_seconds", text, watch.longest_s)
+            text = "The same in time that passed: longer if the machine had no processor to give."
+            yield from self._gauge("event_loop_longest_delay_seconds", text, watch.latest_s)
+        memory = memory_of(self.server)
+        text = "Bytes by subsystem."
+        yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)
+
+    def _counters(self) -> Iterator[Metric]:
+        s = self.stats
+        for name, text, counter, prefixes in _ENGINE_COUNTERS:
+            yield from self._counter(name, text, s.counter(counter), prefixes)
+        yield from self._counter("prompt_tokens", "Prompt tokens processed.", s.num_prompt_tokens, BOTH)
+        yield from self._counter("prompt_tokens_cached", "Of these, found in the cache.", s.num_cached_tokens, BOTH)
+        yield from self._labelled(
+            CounterMetricFamily, "prompt_tokens_by_source", "Prompt tokens by where they came from.", ("source",),
+            {"local_compute": s.num_prompt_tokens - s.num_cached_tokens, "local_cache_hit": s.num_cached_tokens}, BOTH,
+        )  # fmt: skip
+        yield from self._counter("generation_tokens", "Tokens generated.", s.num_generation_tokens, BOTH)
+        reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0} | dict(s.samples)
+        yield from self._labelled(
+            CounterMetricFamily,
+            "request_success",
+            "Finished samples by reason.",
+            ("finished_reason",),
+            reasons,
+            ("vllm:",),
+        )
+        yield from self._labelled(
+            CounterMetricFamily, "requests", "Finished requests.", ("endpoint", "ending"), s.requests
+        )
+        gone: dict[str, int] = {"client_gone": 0, "timeout": 0}
+        for (_, ended), number in s.requests.items():
+            if ended not in ("stop", "length", "error"):
+                gone[ended] = gone.get(ended, 0) + number
+        yield from self._labelled(CounterMetricFamily, "requests_aborted", "Aborted requests.", ("reason",), gone)
+        yield from self._labelled(CounterMetricFamily, "requests_refused", "By reason.", ("reason",), s.refused)
+        rejected = dict.fromkeys(_VLLM_REASONS.values(), 0)
+        for reason, number in getattr(self.server.parts.get("admission"), "refused", {}).items():
+            rejected[_VLLM_REASONS.get(reason, reason)] = number
+        text = "Refused at arrival, by reason."
+        yield from self._labelled(CounterMetricFamily, "admission_rejections", text, ("reason",), rejected, BOTH)
+        yield from self._labelled(CounterMetricFamily, "request_errors", "Error answers.", ("status",), s.errors)
+        text = "Finished requests with a tpot_slo_ms, by whether they kept it."
+        yield from self._labelled(CounterMetricFamily, "request_tpot_slo", text, ("met",), s.tpot_slo)
+        watch = self.server.parts.get("loop_watch")
+        if watch is not None:
+            yield from self._counter("event_loop_long_holds", "Holds of the event loop over 50 ms.", watch.num_long)
+        restarts = self.server.client.num_restarts
+        yield from self._counter("engine_restarts", "Engines that had to be started again.", restarts)
+        convictions = self.server.client.convictions
+        text = "Requests that were ended because engines died of them."
+        yield from self._counter("request_convictions", text, convictions.num_convicted)
+        text = "Requests that were refused because engines had died of their like."
+        yield from self._counter("convicted_requests_refused", text, convictions.num_refused)
+        yield from self._counter("request_replays", "Requests that a new engine went on with.", s.num_replays)
+
+    def _speculation(self) -> Iterator[Metric]:
+        """The definitions are those of `core.acceptance`. Positions count from 0, as vLLM's do."""
+        a = self.stats.acceptance
+        for name, text, value, prefixes in (
+            ("num_drafts", "Sequences' guesses that were verified, one a step.", a.num_drafts, BOTH),
+            ("num_draft_tokens", "Guesses that were verified.", a.num_draft_tokens, BOTH),
+            ("num_accepted_tokens", "Guesses that were right.", a.num_accepted_tokens, BOTH),
+            ("steps", "Steps with room for guesses.", a.num_steps, OURS),
+            ("draft_seconds", "Seconds of these steps that the drafter took.", a.draft_s, OURS),
+            ("verify_seconds", "Seconds of these steps that all else took.", a.verify_s, OURS),
+            ("compared_seconds", "Steps with guesses that plain ones can be compared with.", a.compared_s, OURS),
+            ("plain_seconds", "What plain steps would have taken for their tokens.", a.plain_s, OURS),
+        ):
+            yield from self._counter("spec_decode_" + name, text, value, prefixes)
+        text = "Guesses that were right, by how many come before them."
+        yield from self._labelled(
+            CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, ("position",),
+            dict(enumerate(a.accepted_at)), BOTH,
+        )  # fmt: skip
+        for name, text, share in (
+            ("mean_accepted_length", "Tokens per draft: those accepted and the model's own.", a.mean_length),
+            ("draft_share", "Share of the drafter in these steps, 0 to 1.", a.draft_share),
+            ("speedup", "Effective speed-up of steps with guesses, estimated from plain ones.", a.speedup),
+        ):
+            if share is not None:
+                yield from self._gauge("spec_decode_" + name, text, share)
+
+    def _compression(self) -> Iterator[Metric]:
+        part = self.server.parts["compression"]
+        text = "Seconds from a prompt to its compressed form, its turn waited for; part of the time to first token."
+        yield from self._histogram("prompt_compression_seconds", text, part.seconds, OURS)
+        text = "Tokens of compressed prompts, before and after."
+        yield from self._labelled(CounterMetricFamily, "prompt_compression_tokens", text, ("stage",), part.tokens)
+        text = "Prompts compressed, by method."
+        yield from self._labelled(CounterMetricFamily, "prompt_compressions", text, ("method",), part.prompts)
+
+    def _encoding(self) -> Iterator[Metric]:
+        encoding = self.server.service.encoding
+        yield from self._gauge("encoding_queue_requests", "Long texts waiting or encoded.", encoding.queue.num_jobs)
+        yield from self._gauge("encoding_queue_characters", "Characters of these.", encoding.queue.queued)
+        text = "Texts refused before they were encoded, by reason."
+        yield from self._labelled(CounterMetricFamily, "encoding_refused", text, ("reason",), encoding.refusals())
+        text = "Seconds that long texts waited for their turn to be encoded; part of the time to first token."
+        yield from self._histogram("encoding_wait_seconds", text, encoding.waited, OURS)
+
+    def _info(self) -> Iterator[Metric]:
+        info = self.server.client.info
+        if info is None:
+            return
+        config = {
+            "block_size": info.block_size, "num_gpu_blocks": info.num_blocks, "cache_dtype": info.kv_dtype or "auto",
+            "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs,
+        }  # fmt: skip
+        for prefix in BOTH:
+            family = GaugeMetricFamily(
+                prefix + "cache_config_info", "The engine's KV memory.", labels=[*LABELS, *config]
+            )
+            family.add_metric([*self._labels, *map(str, config.values())], 1.0)
+            yield family
+        yield from self._labelled(GaugeMetricFamily, "build_info", "Which Penstock.", ("version",), {__version__: 1.0})
+        yield from self._gauge("startup_seconds", "From the engine's start to ready.", info.load_s)
+        yield from self._gauge("start_time_seconds", "When the server was ready, in Unix time.", self._began)
+        yield from self._gauge("max_num_seqs", "Sequences at once.", info.max_num_seqs)
+        yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)
+
+
+class _Tenants(Collector):
+    """What not everybody may see."""
+
+    def __init__(self, metrics: Metrics, only: str | None) -> None:
+        self._metrics = metrics
+        self._only = only
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.tenants(self._only)
+
+
+# -- the same numbers for others ---------------------------------------------------------------------------------
+
+
+def draining(server: Server) -> bool:
+    return server.draining or server.service.draining
+
+
+def memory_of(server: Server) -> dict[str, int]:
+    """Bytes by subsystem: the engine's, and what parts of the server say of themselves (`memory_bytes()`)."""
+    info = server.client.info
+    found = dict(info.memory_bytes) if info is not None else {}
+    found |= server.client.snapshot.memory_bytes
+    found["grammars"] = int(server.client.snapshot.counters.get("grammar_bytes", 0))
+    for name, part in server.parts.items():
+        size = getattr(part, "memory_bytes", None)
+        if callable(size):
+            found[name] = int(size())
+    return found
+
+
+def load_of(server: Server) -> dict[str, Any]:
+    """How busy it is. `saturation`: 0 idle, 1 a new request has to wait. Admission knows best, if it says."""
+    client, snapshot = server.client, server.client.snapshot
+    admission = server.parts.get("admission")
+    usage = snapshot.kv_used / snapshot.kv_total if snapshot.kv_total else 0.0
+    slots = client.info.max_num_seqs if client.info is not None else 0
+    full = 1.0 if snapshot.num_waiting else max(usage, snapshot.num_running / slots if slots else 0.0)
+    wait_s = _ask(admission, "predicted_wait_s", 0.0)
+    prompts = server.parts["stats"].prompt_lengths
+    pace = getattr(admission, "pace", None)
+    prefill_s = pace.prefill_s(prompts.total / prompts.num) if pace is not None and prompts.num else 0.0
+    return {
+        "server_load": client.num_live,
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "kv_cache_usage": usage,
+        "saturation": min(1.0, max(0.0, _ask(admission, "saturation", full))),
+        "predicted_wait_s": wait_s,
+        "predicted_ttft_s": wait_s + prefill_s,
+    }
+
+
+def _ask(part: object, name: str, otherwise: float) -> float:
+    """What `part` says, if it knows."""
+    value = getattr(part, name, None)
+    return float(value()) if callable(value) else otherwise
+
+
+async def install(server: Server) -> None:
+    """Count from now on."""
+    stats = Stats(server.client, server.service.clock)
+
+    def on_refused(scope: Any, status: int, error: WireError | None) -> None:
+        refused = status in (429, 503) and error is not None and scope["method"] == "POST"
+        stats.on_refused(status, (error.code or error.type) if refused and error is not None else None)
+
+    server.on_refused.append(on_refused)
+    server.parts["stats"] = stats
+    server.parts["metrics"] = Metrics(server, stats)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses: input, events, runs, what is stored."""

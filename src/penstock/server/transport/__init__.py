@@ -1,0 +1,1 @@
+"""Bytes on sockets and HTTP: connections, limits, TLS, streams. Nothing here knows of models."""

@@ -1,0 +1,175 @@
+"""Who asks, when and for what, in the words of every front end; and a call made of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from penstock.base.errors import InputError, RefusedError
+from penstock.core.compression import PromptCompression
+from penstock.core.sampling import SamplingParams
+from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
+from penstock.server.context import Server
+from penstock.server.transport.inner import PRIORITY
+from penstock.server.turns.defaults import sampling_defaults
+
+MAX_PRIORITY = 2**31
+MAX_TIMEOUT_S = 7 * 86400
+MAX_TPOT_SLO_MS = 60_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who asks, and when (seconds). `request_id` is the client's own word for it, or ours; it may repeat."""
+
+    server: Server
+    request_id: str = ""
+    tenant: Tenant = ANYONE
+    arrival_s: float = 0.0
+    priority: int = 0
+    """Of requests that name none."""
+    timeout_s: float | None = None
+    """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
+
+
+def caller_of(request: Request) -> Caller:
+    server: Server = request.app.state.server
+    state = request.scope["state"]
+    return Caller(
+        server=server, request_id=state["request_id"], tenant=state["tenant"],
+        arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
+        priority=request.scope.get(PRIORITY, 0),
+    )  # fmt: skip
+
+
+def asker_of(caller: Caller, timeout_s: float | None = None) -> Asker:
+    """`timeout_s`: the request's own. Raises InputError."""
+    limit_s = caller.timeout_s if timeout_s is None else timeout_s
+    if limit_s is not None and not 0 < limit_s <= MAX_TIMEOUT_S:
+        raise InputError(
+            f"timeout must be above 0 and at most {MAX_TIMEOUT_S} seconds, not {limit_s:g}", param="timeout"
+        )
+    return Asker(caller.tenant, caller.arrival_s, limit_s)
+
+
+def _timeout_s(request: Request) -> float | None:
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise InputError("X-Request-Timeout must be a number of seconds above 0", param="X-Request-Timeout")
+    return seconds
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
+    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own."""
+
+    stream: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+    tpot_slo_ms: float | None = None
+    default_max_tokens: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """A chat request of any front end, in OpenAI's shapes.
+
+    Attributes:
+        names: our field -> the client's, for errors ("max_tokens" -> "max_output_tokens", ...).
+        param: how errors call the messages.
+        prediction: text that the answer is likely to repeat.
+        compression: how the prompt is to be made shorter.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    options: Options = field(default_factory=Options)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    param: str = "messages"
+    prediction: str = ""
+    compression: PromptCompression | None = None
+
+
+def make_call(
+    caller: Caller, prompt: Prompt, params: SamplingParams, options: Options, endpoint: str, request_id: str
+) -> Call:
+    """Raises InputError."""
+    priority = caller.priority if options.priority is None else options.priority
+    asker = asker_of(caller, options.timeout_s)
+    if abs(priority) > MAX_PRIORITY:
+        raise InputError(
+            f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {str(priority)[:40]}", param="priority"
+        )
+    slo_ms = options.tpot_slo_ms
+    if slo_ms is not None and not 0 < slo_ms <= MAX_TPOT_SLO_MS:
+        raise InputError(
+            f"tpot_slo_ms must be above 0 and at most {MAX_TPOT_SLO_MS:,} milliseconds, not {slo_ms:g}",
+            param="tpot_slo_ms",
+        )
+    return Call(
+        prompt=prompt,
+        params=params,
+        request_id=request_id,
+        endpoint=endpoint,
+        tenant=caller.tenant,
+        priority=priority,
+        cache_salt=options.cache_salt,
+        deadline_s=asker.limit_s,
+        arrival_s=caller.arrival_s,
+        slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
+        default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
+        stream=options.stream,
+        facts={"http_request_id": caller.request_id, **compression_facts(prompt), **options.facts},
+    )
+
+
+def compression_facts(prompt: Prompt) -> dict[str, float]:
+    """For the log."""
+    if not prompt.compressed_from:
+        return {}
+    return {"compressed_from": prompt.compressed_from, "compression_ms": round(prompt.compression_s * 1000, 3)}
+
+
+def new_id(prefix: str) -> str:
+    """Unique, whatever clients send as X-Request-Id."""
+    return prefix + secrets.token_hex(12)
+
+
+def check_stream_options(stream: bool | None, options: object) -> None:
+    """Raises InputError."""
+    if options is not None and not stream:
+        raise InputError("stream_options belong to a stream; set stream to true or leave them out",
+                         param="stream_options")  # fmt: skip
+
+
+def check_model(server: Server, name: str | None) -> str:
+    """The name to answer under. Raises RefusedError (404) for a model that is not served here."""
+    if not name:
+        return server.model_name
+    if name == server.model_name or name in server.aliases:
+        return name
+    served = ", ".join([server.model_name, *server.aliases])
+    raise RefusedError(
+        f"the model {name[:80]!r} is not served here; served is {served}",
+        status=404, code="model_not_found", param="model",
+    )  # fmt: skip
