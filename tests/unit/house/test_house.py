@@ -139,6 +139,13 @@ def test_import_contracts_cover_every_room() -> None:
     assert set(contracts["torch-free"]["forbidden_modules"]) == set(ORACLES)
 
 
+def test_unit_tests_lie_in_the_room_they_are_about() -> None:
+    rooms = {p.parent.name for p in (ROOT / "src" / "penstock").glob("*/__init__.py")} | {"house", "train"}
+    found = {p.parent for p in (ROOT / "tests" / "unit").rglob("test_*.py")}
+    assert {p.name for p in found} <= rooms, "tests/unit/ROOM is about src/penstock/ROOM"
+    assert {p.parent.name for p in found} == {"unit"}
+
+
 def test_licence_and_its_name_agree() -> None:
     assert project()["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:200]
