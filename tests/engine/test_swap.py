@@ -86,7 +86,7 @@ def test_a_full_host_falls_back_to_recompute_and_aborts_free_it() -> None:
     assert_idle(core)
     for r in load[1:3]:
         assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
-    assert all(pool.num_free == pool.num_slabs for pool in core.kv.host.pools)
+    assert all(pool.num_free == pool.num_slabs for pool in core.kv.swaps.tier.pools)
 
 
 @pytest.mark.parametrize("slots", [False, True])

@@ -65,21 +65,59 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dropped: int = -1
 
 
-TIER_DEVICE, TIER_OUT, TIER_IN, TIER_PACK = 0, 1, 2, 3
-"""Where a PageOp reads and writes: within the device, device -> host, host -> device. Pack: what the selection of
-sequence `src` keeps moves, line by line, from `sources` (one line: slabs, of all lines) into the pages `lines`."""
+DEVICE, HOST = 0, 1
+"""Where a block is: on the device, or in a tier of that number."""
 
 
-class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count` pages src -> dst."""
+class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
+    """Within the device. `src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count`
+    pages src -> dst."""
 
     group: int
     src: int
     dst: int
     count: int
-    tier: int = TIER_DEVICE
-    lines: tuple[tuple[int, ...], ...] = ()
-    sources: tuple[tuple[int, ...], ...] = ()
+
+
+class StoreOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
+    """Copy `count` pages of the device from `src` on into a tier from `dst` on, as they are at this place of the list:
+    right behind it they may be somebody else's."""
+
+    group: int
+    src: int
+    dst: int
+    count: int
+    tier: int = HOST
+
+
+class LoadOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
+    """Copy `count` pages of a tier from `src` on into the device from `dst` on, as a part of load number `move`.
+
+    All operations of one load come in one step, whose rows may read its pages. A `late` load may be finished by any
+    later step; until one reports it (`StepOutput.moves`) nobody reads its pages, and neither they nor what is copied
+    into them are given to anybody else.
+    """
+
+    group: int
+    src: int
+    dst: int
+    count: int
+    move: int
+    late: bool = False
+    tier: int = HOST
+
+
+class PackOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
+    """What the selection of sequence `seq_id` keeps moves, line by line, from the pages `sources` (one line: slabs, of
+    all lines) into the pages `lines`."""
+
+    group: int
+    seq_id: int
+    lines: tuple[tuple[int, ...], ...]
+    sources: tuple[tuple[int, ...], ...]
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp
 
 
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -116,7 +154,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     added: list[AddedRow] = []
     appended: list[Appended] = []
     tables: list[TableUpdate] = []
-    page_ops: list[PageOp] = []
+    page_ops: list[AnyPageOp] = []
     scheduled: list[ScheduledRow] = []
 
     @property
@@ -167,7 +205,7 @@ class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Selected(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Result of a row with `keeps`: how many tokens each line of `group` shall have from now on.
 
-    The rank knows which; they move when a PageOp of TIER_PACK says so, and the choice is void if the next step that
+    The rank knows which; they move when a PackOp says so, and the choice is void if the next step that
     runs the row brings none.
     """
 
@@ -215,3 +253,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     draft_s: float = 0.0
     """Seconds of `duration_s` that the drafter took."""
     selected: list[Selected] = []
+    moves: dict[int, bool] = {}
+    """Loads that have ended (the `move` of their LoadOps), each reported once: True, they have arrived; False, what was
+    found is not what was stored, and what rows read of their pages is void. Nearly always none."""

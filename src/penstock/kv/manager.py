@@ -14,7 +14,7 @@ from typing import Any
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
 from penstock.config.selection import Keeping
-from penstock.core.batch import PageOp, TableUpdate
+from penstock.core.batch import AnyPageOp, TableUpdate
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, Sequence
@@ -26,14 +26,15 @@ from penstock.kv.checkpoints import Checkpoints
 from penstock.kv.cursor import Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
-from penstock.kv.host import HostCopy, HostTier
 from penstock.kv.lines import line_blocks
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
-from penstock.kv.selection import Selections
+from penstock.kv.selection import KeepAll, Selections
 from penstock.kv.sharing import Sharing
 from penstock.kv.stats import KVStats, group_stats
+from penstock.kv.swap import Swaps
+from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool
 from penstock.kv.windows import Windows
 
@@ -50,7 +51,8 @@ class KVManager:
         block_size: S, tokens per block.
         prefix_cache: a name in PREFIX_CACHES, or a cache made for this block size.
         eviction: a name in EVICTION_POLICIES.
-        host_slabs: slabs of each group's host pool, for preemption by swap; none by default.
+        host_slabs: blocks of each group that fit into `tier`, for preemption by swap; none by default.
+        tier: a name in BLOCK_TIERS.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
@@ -71,6 +73,7 @@ class KVManager:
         eviction: str = "lru",
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
+        tier: str = "host",
         step_tokens: int | None = None,
         keeping: Keeping | None = None,
     ) -> None:
@@ -97,8 +100,9 @@ class KVManager:
         self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self._outbox)
         self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self._outbox, block_size)
         self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
-        self.host = HostTier(self.groups, host_slabs or [0] * len(self.groups), block_size, self._outbox)
-        self.selections: Selections | None = None
+        outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self._outbox)
+        self.swaps = Swaps(outside, self.groups, self.pools, block_size)
+        self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
             self.selections = Selections(
@@ -127,8 +131,7 @@ class KVManager:
         limit = seq.num_known - 1
         if seq.taint_start is not None:
             limit = min(limit, seq.taint_start)
-        if self.selections is not None:
-            limit = self.selections.limit(seq, limit)
+        limit = self.selections.limit(seq, limit)
         entry, num_blocks, tails = self._windows.match(
             self.cache, namespace, seq.token_ids, limit // self.block_size, seq.block_keys, bool(self._slots)
         )
@@ -149,10 +152,7 @@ class KVManager:
         """
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
-        need = -(-num_tokens // self.block_size) - num_blocks
-        if self.selections is not None:
-            more = -((seq.num_known - num_tokens) // self.block_size)
-            need = min(need, self.selections.blocks(seq, seq.num_known) + more - num_blocks)
+        need = self.selections.blocks_to_admit(seq, num_tokens) - num_blocks
         # What is matched stops being evictable the moment it is admitted.
         room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
         if any(need > self.pools[g].num_free + room for g in self._full):
@@ -188,8 +188,7 @@ class KVManager:
         seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
-        if self.selections is not None:
-            self.selections.enter(seq)
+        self.selections.enter(seq)
 
     def _rank(self, seq: Sequence) -> None:
         """Tell the eviction policy whose entries it is about to see."""
@@ -199,38 +198,29 @@ class KVManager:
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Copy what `seq` has computed to the host and release its device memory. False, and nothing changed: no room.
+        """Copy what `seq` has computed to the tier and release its device memory. False, and nothing changed: no room.
 
-        Mutates: seq.host, and what `release` does.
+        Mutates: seq.swapped, and what `release` does.
         """
         assert seq.num_inflight == 0, f"{seq} is swapped out while a step works on it"
-        if not seq.num_computed:
-            return False
-        copy = self.host.copy_out(seq)
-        if copy is None:
+        if not seq.num_computed or not self.swaps.out(seq):
             return False
         self.release(seq)
-        seq.host = copy
         return True
 
-    def restore(self, seq: Sequence) -> None:
-        """Straight after `admit`: bring back what waits on the host, beyond what the prefix cache had. Mutates: seq."""
-        copy: HostCopy | None = seq.host
-        if copy is None:
-            return
-        present = seq.num_computed
-        if copy.num_tokens > present:
-            if not self.grow(seq, copy.num_tokens):
-                raise EngineError(f"{seq} was admitted without room for what it had swapped out")
-            self.host.copy_in(seq, copy, present)
-            seq.num_computed = copy.num_tokens
-        self.drop_host(seq)
+    def restore(self, seq: Sequence) -> bool:
+        """Straight after `admit`: bring back what waits in the tier, beyond what the prefix cache had. Mutates: seq.
 
-    def drop_host(self, seq: Sequence) -> None:
-        """Give up a sequence's host copy, if it has one (it came back, or it ended)."""
-        if seq.host is not None:
-            self.host.free(seq.host)
-            seq.host = None
+        False: it is on its way, and `seq` cannot run before a step reports load `seq.load` (`Swaps.ended`).
+        """
+        if seq.swapped is None:
+            return True
+        if seq.swapped.num_tokens <= seq.num_computed:
+            self.swaps.drop(seq)
+            return True
+        if not self.grow(seq, seq.swapped.num_tokens):
+            raise EngineError(f"{seq} was admitted without room for what it had swapped out")
+        return self.swaps.back(seq)
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -241,7 +231,7 @@ class KVManager:
         needed, and only if that is enough.
         """
         start = seq.num_computed + seq.num_inflight
-        if self.selections is not None:
+        if seq.next_selection != NEVER:
             return self.selections.grow(seq, start, num_tokens)
         first = start // self.block_size
         end = -(-num_tokens // self.block_size)
@@ -280,18 +270,17 @@ class KVManager:
 
     def keeps(self, seq: Sequence, end: int) -> int:
         """Tokens per line that the rank shall choose from once `seq` has computed `end` tokens; 0: none."""
-        return 0 if self.selections is None else self.selections.keeps(seq, end)
+        return self.selections.keeps(seq, end) if end == seq.next_selection else 0
 
     def select(self, seq: Sequence, counts: Seq[int]) -> None:
         """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
-        assert self.selections is not None
         if seq.tables:
             self.selections.cut(seq, counts)
             self._lost(seq)
 
-    def num_coming(self, seq: Sequence) -> int:
-        """Blocks that running `seq` will still take for its prompt, where others may enter before it has it all."""
-        return 0 if self.selections is None else self.selections.coming(seq)
+    def num_coming(self, running: Iterable[Sequence]) -> int:
+        """Blocks that those who run will still take for their prompts, where others may enter before they have all."""
+        return self.selections.coming(running)
 
     def _lost(self, seq: Sequence) -> None:
         """`seq` has given up a part of its cache: what it computes from now on is lossy."""
@@ -328,7 +317,7 @@ class KVManager:
             self._follow(seq, cursor)
         if seq.num_computed >= cursor.next_slide:
             cursor.next_slide = self._windows.slide(seq)
-        if self.selections is not None and self.selections.passed(seq):
+        if seq.num_computed >= seq.next_selection and self.selections.passed(seq):
             self._lost(seq)
 
     def _follow(self, seq: Sequence, cursor: Cursor) -> None:
@@ -438,6 +427,7 @@ class KVManager:
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
         seq.next_selection = NEVER
+        seq.load = -1
 
     def _leave(self, cursor: Cursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
@@ -462,7 +452,7 @@ class KVManager:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def drain(self) -> tuple[list[TableUpdate], list[PageOp]]:
+    def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         """What the next step has to carry out first: table updates and page operations, in order of planning."""
         return self._outbox.drain()
 
@@ -482,11 +472,12 @@ class KVManager:
 
     @property
     def reclaiming(self) -> bool:
-        """Memory is on its way: some becomes free or evictable when a step in flight retires. Preempting can wait.
+        """Memory is on its way: some becomes free or evictable when a step in flight retires, or a load ends, for whom
+        somebody may have waited who is gone. Preempting can wait.
 
         Windows slide at almost every step; that helps nobody as long as their pool is not what is short.
         """
-        return bool(self._leaving) or any(
+        return bool(self._leaving or self.swaps.loads) or any(
             pool.waiting and not (isinstance(pool, WindowPool) and pool.num_free + pool.num_idle) for pool in self.pools
         )
 
@@ -499,7 +490,7 @@ class KVManager:
             self.cache.num_hit_tokens,
             self._room.num_evicted_blocks,
             self.cache.num_checkpoints,
-            0 if self.selections is None else self.selections.num_cut,
+            self.selections.num_cut,
         )
 
     @property
@@ -518,6 +509,6 @@ class KVManager:
     def check_invariants(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)
-        self.host.check_invariants(live)
+        self.swaps.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
-        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending())
+        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending(), self.swaps.loads)

@@ -77,6 +77,7 @@ class Scheduler:
         """Set while somebody waits and nothing runs because of the policy, or of the machine's memory."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        """Those who own memory, also while they wait for blocks that are on their way (`Status.LOADING`)."""
         self._claimed: set[int] = set()
         """Waiting sequences that have more right to memory than somebody who runs; found anew in every step."""
         self._on_rank: set[int] = set()
@@ -110,18 +111,18 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """The sequence is finished or aborted: it owns nothing afterwards."""
-        queue = self.running if seq.status is Status.RUNNING else self.waiting
+        queue = self.waiting if seq.status is Status.WAITING else self.running
         queue.remove(seq)
         seq.status = Status.FINISHED
         self._drop(seq)
-        self.kv.drop_host(seq)
+        self.kv.swaps.drop(seq)
         if self.drafts is not None:
             self.drafts.forget(seq.seq_id)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's memory; it resumes ahead of everyone who came after it.
 
-        Its cache is recomputed then, or brought back from the host where that is cheaper and the host has room.
+        Its cache is recomputed then, or brought back from a tier where that is cheaper and the tier has room.
         """
         self.running.remove(seq)
         self.stats.num_preemptions += 1
@@ -136,13 +137,28 @@ class Scheduler:
         self._drop(seq)
         self.add(seq)
 
+    def settle(self, moves: Mapping[int, bool]) -> None:
+        """A step has reported that these loads ended (`StepOutput.moves`), before anything else of it is committed.
+
+        Who waited for one goes on. Whoever has blocks of one that failed computes them again, and what it computed of
+        them in the meantime is ignored.
+        """
+        tokens = {move: self.kv.swaps.ended(move) for move in moves}
+        for seq in [seq for seq in self.running if seq.load in moves]:
+            if not moves[seq.load]:
+                self.stats.num_failed_loads += 1
+                self.preempt(seq)
+            elif seq.status is Status.LOADING:
+                seq.status = Status.RUNNING
+                seq.num_computed = tokens[seq.load]
+
     def _prefers_swap(self, num_computed: int) -> bool:
-        """Whether to bring `num_computed` tokens back from the host rather than compute them again."""
+        """Whether to bring `num_computed` tokens back from a tier rather than compute them again."""
         if self.preemption_mode != "auto":
             return self.preemption_mode == "swap"
         if self.timer is None:
             return False
-        copies_s = 2 * self.timer.copy_s(self.kv.host.num_bytes(num_computed))
+        copies_s = 2 * self.timer.copy_s(self.kv.swaps.num_bytes(num_computed))
         return copies_s < self.timer.step_s(EMPTY.plus(0, num_computed))
 
     def _drop(self, seq: Sequence) -> None:
@@ -166,7 +182,9 @@ class Scheduler:
         `now_s` is the time at which the step begins: the only time that policies may look at, so that a recorded run
         replays to the same schedule.
         `idle`: nothing is in flight. Then somebody must be able to run if anybody is queued; otherwise EngineError.
+        While a load is on its way (`kv.swaps.loads`) that is not so: a step without rows is due, to hear of it.
         """
+        alone, idle = idle, idle and not self.kv.swaps.loads
         rows: dict[int, tuple[Sequence, ScheduledRow]] = {}
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
@@ -218,10 +236,12 @@ class Scheduler:
                     blocked = True
                     continue
                 n = self._admit(seq, budget)
-                if n == 0:
+                if n is None:
                     blocked = True  # first come, first served: nobody overtakes the head of the queue
                     continue
                 added.append(seq)
+                if n == 0:
+                    continue
             elif seq.status is Status.RUNNING:
                 n = self._chunk(seq, seq.lag, budget)
                 if n == 0:
@@ -247,13 +267,16 @@ class Scheduler:
                 if n == 0:
                     continue
             else:
-                continue  # ended while the order was being walked
+                num_running_ahead -= 1  # its blocks are on their way
+                continue
             row = self._row(seq, n)
             rows[seq.seq_id] = (seq, row)
             budget -= n
             if self._clockwork is not None:
                 self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
+            if self.kv.swaps.loads and (alone or any(seq.status is Status.LOADING for seq in added)):
+                return self._emit(step, rows, added, 0)
             if not idle:
                 return None
             held = [s for s in self.running if s.held]
@@ -318,7 +341,7 @@ class Scheduler:
         if not self.running:
             return seq.num_known
         aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
-        coming = sum(map(self.kv.num_coming, self.running)) * self.block_size
+        coming = self.kv.num_coming(self.running) * self.block_size
         return seq.num_known + max(width * self.block_size, aside) + coming
 
     def _step_limit_s(self) -> float:
@@ -341,24 +364,28 @@ class Scheduler:
             n = lag if budget >= self.max_num_batched_tokens else 0
         return n if n <= 0 else self.kv.cut(seq, start, n)
 
-    def _admit(self, seq: Sequence, budget: int) -> int:
-        """Give a waiting sequence memory and a first chunk; 0 leaves everything as it was."""
+    def _admit(self, seq: Sequence, budget: int) -> int | None:
+        """Give a waiting sequence memory and a first chunk: the tokens of that; 0 if it waits for blocks on their way.
+
+        None leaves everything as it was.
+        """
         match = self.kv.match(seq)
         known = seq.num_known
         if not self.kv.can_admit(seq, match, self._tokens_to_admit(seq)):
-            return 0
+            return None
         if self._chunk(seq, known - match.num_tokens, budget) == 0:
-            return 0
+            return None
         self.kv.admit(seq, match)
-        self.kv.restore(seq)
-        n = self._chunk(seq, known - seq.num_computed, budget)
-        if not self.kv.grow(seq, seq.num_computed + n):
+        status, n = Status.LOADING, 0
+        if self.kv.restore(seq):
+            status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget)
+        if n and not self.kv.grow(seq, seq.num_computed + n):
             if seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
                 raise EngineError("admission promised memory that growth did not find")
             self.kv.release(seq)  # others, or steps in flight, use what its first selection would copy
-            return 0
+            return None
         self.waiting.remove(seq)
-        seq.status = Status.RUNNING
+        seq.status = status
         insort(self.running, seq, key=self.policy.key)
         if seq.num_preemptions == 0 and seq.num_generated == 0:
             seq.first_cached = seq.num_cached
@@ -395,7 +422,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         entering = []
         for seq in added:
-            if seq.seq_id in rows:  # not if it was preempted again within this step
+            if seq.tables:  # not if it was preempted again within this step
                 rules = seq.request.rules
                 entering.append(AddedRow(seq.seq_id, seq.index, seq.token_ids.tolist(), seq.prompt_len, rules))
                 self._on_rank.add(seq.seq_id)
