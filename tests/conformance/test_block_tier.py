@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from penstock.base.clock import MonotonicClock
-from penstock.core.batch import HOST, AnyPageOp, LoadOp, PageOp, SchedulerOutput, StepOutput, StoreOp
+from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PageOp, StoreOp
 from penstock.core.protocols import BlockTier
 from penstock.core.request import Abort, Control
 from penstock.core.sequence import Sequence as Seq
@@ -236,8 +237,9 @@ class SlowRank:
 
 
 def engine(
-    name: str, late: bool, k: Knobs, *, slots: bool = False, windows: Sequence[int | None] = (), **rank: Any
-) -> tuple[EngineCore, SlowRank]:
+    name: str, late: bool, k: Knobs, *, slots: bool = False, windows: Sequence[int | None] = (), offload: bool = False,
+    **rank: Any,
+) -> tuple[EngineCore, SlowRank]:  # fmt: skip
     spec = fake_spec(slots=slots, windows=windows)
     plan = plan_for(spec, k)
     clock = MonotonicClock()
@@ -247,7 +249,7 @@ def engine(
     )  # fmt: skip
     kv = KVManager(
         plan.groups, plan.num_slabs, k.block_size, prefix_cache=k.prefix_cache, host_slabs=plan.num_host_slabs,
-        tier=name, step_tokens=plan.step_tokens, slot_checkpoint_tokens=k.checkpoint_tokens,
+        tier=name, offload=offload, step_tokens=plan.step_tokens, slot_checkpoint_tokens=k.checkpoint_tokens,
     )  # fmt: skip
     kv.swaps.tier.late = late
     scheduler = Scheduler(
@@ -263,7 +265,8 @@ def preempted(core: EngineCore, prompt: int = 22, **kw: Any) -> tuple[Any, Colle
     r = request([3 + i % 20 for i in range(prompt)], **{"max_tokens": 8, **kw})
     core.add(r)
     collector = Collector()
-    while core.stats.num_sampled_tokens < 2:
+    before = core.stats.num_sampled_tokens
+    while core.stats.num_sampled_tokens < before + 2:
         collector.take(core.step())
     [seq] = core.scheduler.running
     assert seq.num_inflight == 0, "only then it is swapped"
@@ -345,6 +348,22 @@ def test_memory_that_is_being_written_is_nobodys_until_the_load_is_reported(name
 
 
 @every
+def test_a_load_for_nobody_is_waited_for(name: str) -> None:
+    """Its sequence was the only one and is gone. An engine that stopped here would hold its memory for ever."""
+    core, _ = engine(name, True, KNOBS, delay=lambda: 4)
+    r, collector, _ = preempted(core)
+    collector.take(core.step())
+    core.add(Abort(request_id=r.request_id))
+    collector.take(core.step())
+    assert not core.groups
+    assert core.kv.swaps.loads
+    assert core.has_work
+    drain(core, collector, limit=6)
+    assert_idle(core)
+    assert core.kv.swaps.tier.num_free(0) == 64
+
+
+@every
 @both
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_load_that_fails_is_a_miss(name: str, late: bool, depth: int) -> None:
@@ -369,21 +388,25 @@ def test_a_load_that_fails_is_a_miss(name: str, late: bool, depth: int) -> None:
 @every
 @both
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("model", ["full", "slots", "windows"])
+@pytest.mark.parametrize("model", ["full", "offload", "slots", "windows"])
 def test_no_token_changes_whatever_loads_do(name: str, late: bool, depth: int, model: str) -> None:
     """Under memory pressure, orders to preempt and aborts; loads take 0 to 4 steps, and every fifth one fails.
 
     In one step with the rows that read them, only loads of models without states fail: this model checks those.
     """
     rng = random.Random(depth)
-    shape: dict[str, Any] = {"full": {}, "slots": {"slots": True}, "windows": {"windows": (None, 5)}}[model]
-    fails: Callable[[int], bool] = lambda move: move % 5 == 2 and (late or model == "full")  # noqa: E731
-    num_waits = num_failed = 0
-    for prefix in ("none", "radix"):
+    shape: dict[str, Any] = {
+        "full": {}, "offload": {"offload": True}, "slots": {"slots": True}, "windows": {"windows": (None, 5)}
+    }[model]  # fmt: skip
+    may_fail = late or model in ("full", "offload")
+    num_waits = num_failed = num_loaded = 0
+    for prefix in ("hash", "radix") if model == "offload" else ("none", "radix"):
         knobs = Knobs(
             block_size=4, num_blocks=24, num_slots=8, budget=24, host_blocks=40, depth=depth, prefix_cache=prefix
         )
-        core, _ = engine(name, late, knobs, delay=lambda: rng.randrange(5), fails=fails, **shape)
+        core, _ = engine(
+            name, late, knobs, delay=lambda: rng.randrange(5), fails=lambda move: may_fail and move % 5 == 2, **shape
+        )
         load = [request([3 + i % 5] * rng.randrange(1, 30), max_tokens=20, temperature=1.0, seed=i) for i in range(16)]
         gone = set()
         collector, todo, orders = Collector(), list(load), 20
@@ -404,11 +427,87 @@ def test_no_token_changes_whatever_loads_do(name: str, late: bool, depth: int, m
         assert not core.kv.swaps.loads
         assert core.stats.num_swaps > 3
         num_failed += core.stats.num_failed_loads
+        num_loaded += core.kv.stats().num_loaded_blocks
         for r in load:
             if r.request_id not in gone:
                 assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
     assert (num_waits > 5) == late
-    assert (num_failed > 0) == (late or model == "full")
+    assert (num_failed > 0) == may_fail
+    assert (num_loaded > 5) == (model == "offload")
+
+
+# -- a prefix cache that reaches into a tier ---------------------------------------------------------------------------
+
+
+def questions(n: int, *, beginnings: int = 6) -> list[Any]:
+    """Requests one after the other, whose 24 first tokens are one of a few beginnings in turn."""
+    return [request([5 + i % beginnings] * 24 + [3, 4 + i % 7], max_tokens=3) for i in range(n)]
+
+
+@every
+@both
+@pytest.mark.parametrize("prefix", ["radix", "hash"])
+def test_evicted_blocks_are_found_again_in_the_tier(name: str, late: bool, prefix: str) -> None:
+    """Six beginnings of six blocks in a device of 16: the next one was always evicted, and is never computed again."""
+    knobs = Knobs(block_size=4, num_blocks=16, budget=64, host_blocks=64, prefix_cache=prefix)
+    core, rank = engine(name, late, knobs, offload=True, delay=lambda: 2)
+    plain, ranked = engine(name, late, knobs)
+    load = questions(24)
+    for r in load:
+        for each in (core, plain):
+            collector = Collector()
+            each.add(r)
+            drain(each, collector)
+            assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+            assert collector.requests[r.request_id].cached == (24 if each is core and r in load[6:] else 0)
+    for each in (core, plain):
+        assert_idle(each)
+    computed, all_of_it = (sum(row.num_tokens for s in r.steps for row in s.scheduled) for r in (rank, ranked))
+    assert all_of_it - computed == 18 * 24
+    stats = core.kv.stats()
+    assert stats.num_loaded_blocks == 18 * 6
+    assert stats.num_offloaded_blocks >= stats.num_loaded_blocks
+    assert stats.num_prefix_hit_tokens == 18 * 24
+    core.kv.reset_prefix_cache()
+    core.kv.check_invariants([])
+    assert core.kv.swaps.tier.num_free(0) == 64
+
+
+@every
+@both
+def test_copies_that_are_bad_are_computed_again_once(name: str, late: bool) -> None:
+    """Who meets them computes instead, and what it computes takes their place."""
+    knobs = Knobs(block_size=4, num_blocks=16, budget=64, host_blocks=64)
+    bad = True
+    core, _ = engine(name, late, knobs, offload=True, fails=lambda move: bad)
+    for i, r in enumerate(questions(18)):
+        bad = i < 12
+        collector = Collector()
+        core.add(r)
+        drain(core, collector)
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+    assert core.stats.num_failed_loads == 6, "once for each beginning"
+    assert_idle(core)
+
+
+@every
+def test_the_tier_keeps_what_was_used_last_and_makes_room_for_those_who_wait(name: str) -> None:
+    knobs = Knobs(block_size=4, num_blocks=16, budget=64, host_blocks=12)
+    core, _ = engine(name, False, knobs, offload=True)
+    load = questions(12)
+    for r in load:
+        collector = Collector()
+        core.add(r)
+        drain(core, collector)
+    tier = core.kv.swaps.tier
+    assert tier.num_free(0) == 0
+    assert core.kv.stats().num_loaded_blocks == 0, "six beginnings in turn: always the next one has just been given up"
+    r, collector, _ = preempted(core)
+    collector.take(core.step())
+    assert core.stats.num_swaps == 1
+    drain(core, collector)
+    assert_idle(core)
+    assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
 
 
 def test_operations_of_a_load_say_where_from_and_whether_it_is_late() -> None:

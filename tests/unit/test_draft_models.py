@@ -13,10 +13,10 @@ import pytest
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import from_kwargs
-from penstock.core.batch import HOST, LoadOp, PageOp, StoreOp
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
 from penstock.core.draft import ROOT, UNKNOWN, DraftJob, DraftTree, Outcome
 from penstock.core.machine import Machine
+from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.core.sampling import TokenRules
 from penstock.drafters.aligned import Alignment
 from penstock.drafters.choose import Chooser, Guess, Sprout

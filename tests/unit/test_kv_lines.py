@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.core.batch import PackOp
+from penstock.core.page_ops import PackOp
 from penstock.kv.block_pool import BROKEN, BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.lines import apply_lines, cut_lines, num_missing, own_pages, plan_lines

@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-from penstock.core.batch import GONE, LoadOp, StoreOp
+from penstock.core.batch import GONE
 from penstock.core.cache_spec import CacheSpec
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.sequence import Sequence
 from penstock.kv.allocators import contiguous, virtual
 from penstock.kv.manager import KVManager

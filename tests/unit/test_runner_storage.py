@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.base.bf16 import widen
-from penstock.core.batch import HOST, LoadOp, PageOp, StoreOp
 from penstock.core.cache_spec import CacheSpec, Plane, group_layers, vector_planes
+from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.runner.storage import Storage
 
 PAGED = CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32")))

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from penstock.core.batch import LoadOp, SchedulerOutput, StepOutput, StoreOp
+    from penstock.core.batch import SchedulerOutput, StepOutput
     from penstock.core.compression import ContextJob
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
+    from penstock.core.page_ops import LoadOp, StoreOp
     from penstock.core.sampling import TokenRules
     from penstock.core.selection import PageReads
     from penstock.core.sequence import Sequence
@@ -211,6 +212,10 @@ class BlockTier(Protocol):
         """Ids for `needs[g]` blocks of each group, or None, and nothing reserved, if there are fewer."""
         ...
 
+    def share(self, ids: Seq[Seq[int]]) -> None:
+        """One holder more of reserved ids of each group."""
+        ...
+
     def store(self, group: int, slabs: Seq[int], ids: Seq[int]) -> None:
         """Plan to copy slabs of the device to reserved ids. The slabs may be freed right behind it."""
         ...
@@ -223,11 +228,11 @@ class BlockTier(Protocol):
         ...
 
     def free(self, ids: Seq[Seq[int]]) -> None:
-        """Give ids of each group back."""
+        """One holder less of ids of each group; without any they can be reserved again."""
         ...
 
     def check_invariants(self, held: Seq[Seq[int]]) -> None:
-        """Raises AssertionError unless exactly the ids `held` of each group are reserved, each by one holder."""
+        """Raises AssertionError unless exactly the ids `held` of each group are reserved, by as many holders."""
         ...
 
 

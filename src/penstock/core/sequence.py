@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 NEVER = sys.maxsize
 """A number of tokens that no sequence reaches."""
+NO_LOAD, LOST_LOAD = -1, -2
+"""In place of the number of a load: there was none; the last one failed."""
 
 
 class Status(IntEnum):
@@ -40,7 +42,7 @@ class Sequence:
             (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
         swapped: where its cache waits in a tier after a preemption by swap, or None. Belongs to `kv`.
-        load: number of the last load that began for it (`core.batch.LoadOp`); -1: none since it was admitted.
+        load: number of the last load that began for it (`core.batch.LoadOp`), or NO_LOAD, or LOST_LOAD.
         writable: positions below this, from the next token on, may be written without asking `kv` (0: always ask).
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
@@ -77,7 +79,7 @@ class Sequence:
         self.next_selection = NEVER
         self.scheduled_s: float | None = None
         self.swapped: Any = None
-        self.load = -1
+        self.load = NO_LOAD
         self.prompt_logprobs_done = 0
         self.cumulative_logprob = 0.0
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.batch import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 

@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from penstock.base.clock import VirtualClock
-from penstock.core.batch import LoadOp, Sampled, ScheduledRow, SchedulerOutput, StepOutput, StoreOp, Verified
+from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import shape_of
 
@@ -81,7 +82,7 @@ class SimExecutor:
         self._queue.append((output, duration_s, self._free_at_s, verified, draft_s))
 
     def _copies_s(self, output: SchedulerOutput, start_s: float) -> float:
-        """Seconds that the step waits for its copies between device and tiers. Late loads begin now, beside it."""
+        """Seconds that the step waits for its copies between device and tiers. Late loads begin behind these."""
         waits, late = 0, dict[int, int]()
         for op in output.page_ops:
             if isinstance(op, StoreOp | LoadOp):
@@ -93,10 +94,11 @@ class SimExecutor:
                 waits += num_bytes
                 if isinstance(op, LoadOp):
                     self._loads[op.move] = start_s
+        waits_s = self._timer.copy_s(waits) if waits else 0.0
         for move, num_bytes in late.items():
-            begin_s = max([start_s, *self._loads.values()])
+            begin_s = max([start_s + waits_s, *self._loads.values()])
             self._loads[move] = begin_s + self._timer.copy_s(num_bytes)
-        return self._timer.copy_s(waits) if waits else 0.0
+        return waits_s
 
     def collect(self) -> StepOutput:
         output, duration_s, end_s, verified, draft_s = self._queue.popleft()

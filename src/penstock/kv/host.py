@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from penstock.core.batch import LoadOp, StoreOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.outbox import Outbox
 
@@ -33,6 +34,10 @@ class HostTier:
             return None
         return [pool.alloc_slabs(need) or [] for need, pool in zip(needs, self.pools, strict=True)]
 
+    def share(self, ids: Sequence[Sequence[int]]) -> None:
+        for pool, slabs in zip(self.pools, ids, strict=True):
+            pool.ref_slabs(slabs)
+
     def store(self, group: int, slabs: Sequence[int], ids: Sequence[int]) -> None:
         width = self.pools[group].pages_per_slab
         for src, dst in zip(slabs, ids, strict=True):
@@ -52,5 +57,5 @@ class HostTier:
     def check_invariants(self, held: Sequence[Sequence[int]]) -> None:
         for g, (pool, ids) in enumerate(zip(self.pools, held, strict=True)):
             pool.check_invariants()
-            assert len(set(ids)) == len(ids), f"group {g}: two hold one id of tier {self.name}"
-            assert pool.num_slabs - pool.num_free == len(ids), f"group {g}: ids of tier {self.name} are lost"
+            counted = {slab: count for slab, count in enumerate(pool.refs) if count}
+            assert counted == Counter(ids), f"group {g}: ids {counted} of tier {self.name} have holders {Counter(ids)}"

@@ -14,10 +14,11 @@ from typing import Any
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
 from penstock.config.selection import Keeping
-from penstock.core.batch import AnyPageOp, TableUpdate
+from penstock.core.batch import TableUpdate
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
-from penstock.core.sequence import NEVER, Sequence
+from penstock.core.sequence import NEVER, NO_LOAD, Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
@@ -26,13 +27,13 @@ from penstock.kv.checkpoints import Checkpoints
 from penstock.kv.cursor import Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
-from penstock.kv.lines import line_blocks
+from penstock.kv.lines import share_table
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
 from penstock.kv.selection import KeepAll, Selections
 from penstock.kv.sharing import Sharing
-from penstock.kv.stats import KVStats, group_stats
+from penstock.kv.stats import KVStats, kv_stats
 from penstock.kv.swap import Swaps
 from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool
@@ -53,6 +54,8 @@ class KVManager:
         eviction: a name in EVICTION_POLICIES.
         host_slabs: blocks of each group that fit into `tier`, for preemption by swap; none by default.
         tier: a name in BLOCK_TIERS.
+        offload: evicted blocks of the prefix cache wait in `tier`, too, unless sequences need the room. Only with
+            a tree for a cache, full groups alone, and no `keeping`.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
@@ -74,6 +77,7 @@ class KVManager:
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
         tier: str = "host",
+        offload: bool = False,
         step_tokens: int | None = None,
         keeping: Keeping | None = None,
     ) -> None:
@@ -102,6 +106,9 @@ class KVManager:
         self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
         outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self._outbox)
         self.swaps = Swaps(outside, self.groups, self.pools, block_size)
+        if offload:
+            assert keeping is None, "selections take blocks back from the prefix cache"
+            self.swaps.offload_from(self.cache)
         self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
@@ -123,19 +130,24 @@ class KVManager:
         request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a
         checkpoint; of window groups all that the next token can see must still be there.
         """
-        request = seq.request
-        namespace = digest(request.namespace, request.taint.encode())
+        namespace = digest(seq.request.namespace, seq.request.taint.encode())
         version = self._version
-        if not request.reads_cache:
+        limit = self._reusable(seq)
+        if limit == 0:
             return PrefixMatch(0, namespace, None, version)
+        entry, num_blocks, tails = self._windows.match(
+            self.cache, namespace, seq.token_ids, limit, seq.block_keys, bool(self._slots)
+        )
+        return PrefixMatch(num_blocks * self.block_size, namespace, entry, version, tails)
+
+    def _reusable(self, seq: Sequence) -> int:
+        """The most blocks that `seq` may take from the prefix cache."""
+        if not seq.request.reads_cache:
+            return 0
         limit = seq.num_known - 1
         if seq.taint_start is not None:
             limit = min(limit, seq.taint_start)
-        limit = self.selections.limit(seq, limit)
-        entry, num_blocks, tails = self._windows.match(
-            self.cache, namespace, seq.token_ids, limit // self.block_size, seq.block_keys, bool(self._slots)
-        )
-        return PrefixMatch(num_blocks * self.block_size, namespace, entry, version, tails)
+        return self.selections.limit(seq, limit) // self.block_size
 
     @property
     def _version(self) -> int:
@@ -209,10 +221,12 @@ class KVManager:
         return True
 
     def restore(self, seq: Sequence) -> bool:
-        """Straight after `admit`: bring back what waits in the tier, beyond what the prefix cache had. Mutates: seq.
+        """Straight after `admit`: bring back what waits in the tier, beyond what the prefix cache had on the device.
 
         False: it is on its way, and `seq` cannot run before a step reports load `seq.load` (`Swaps.ended`).
+        Mutates: seq.
         """
+        self.swaps.find(seq, self._reusable)
         if seq.swapped is None:
             return True
         if seq.swapped.num_tokens <= seq.num_computed:
@@ -268,19 +282,11 @@ class KVManager:
         """
         return min(self._states.cut(seq, start, n), seq.next_selection - start)
 
-    def keeps(self, seq: Sequence, end: int) -> int:
-        """Tokens per line that the rank shall choose from once `seq` has computed `end` tokens; 0: none."""
-        return self.selections.keeps(seq, end) if end == seq.next_selection else 0
-
     def select(self, seq: Sequence, counts: Seq[int]) -> None:
         """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
         if seq.tables:
             self.selections.cut(seq, counts)
             self._lost(seq)
-
-    def num_coming(self, running: Iterable[Sequence]) -> int:
-        """Blocks that those who run will still take for their prompts, where others may enter before they have all."""
-        return self.selections.coming(running)
 
     def _lost(self, seq: Sequence) -> None:
         """`seq` has given up a part of its cache: what it computes from now on is lossy."""
@@ -356,28 +362,15 @@ class KVManager:
         slots = self._states.copy(parent)
         if slots is None:
             return False
-        num_blocks = -(-parent.num_computed // self.block_size)
         for g, table in enumerate(parent.tables):
-            pool = self.pools[g]
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
-            elif table.layers is None:
-                dropped = table.dropped[0] if table.dropped else 0
-                copy = BlockTable(table.ids[: num_blocks - dropped // self.block_size], base=table.base)
-                pool.ref_slabs(copy.held)
             else:
-                gone = table.dropped or [0] * len(table.layers)
-                ends = [line_blocks(parent.num_computed - d, self.block_size) for d in gone]
-                copy = BlockTable(layers=[p[:e] for p, e in zip(table.layers, ends, strict=True)], base=table.base)
-                for pages in copy.held_pages:
-                    pool.ref_pages(pages)
-            copy.dropped = list(table.dropped)
+                copy = share_table(table, self.pools[g], parent.num_computed, self.block_size)
             child.tables.append(copy)
             self._outbox.whole_table(child.seq_id, g, copy)
         cursor: Cursor = parent.node
-        child.node = Cursor(cursor.entry, cursor.num_blocks, cursor.next_commit, cursor.generation)
-        child.node.next_slide = cursor.next_slide
-        child.node.holding = cursor.holding
+        child.node = cursor.copy()
         if cursor.holding and cursor.generation == self._generation:
             self.cache.share(cursor.entry)
         parent.writable = child.writable = 0  # their tail is shared now
@@ -427,7 +420,7 @@ class KVManager:
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
         seq.next_selection = NEVER
-        seq.load = -1
+        seq.load = NO_LOAD
 
     def _leave(self, cursor: Cursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
@@ -482,16 +475,8 @@ class KVManager:
         )
 
     def stats(self) -> KVStats:
-        groups = tuple(group_stats(g, p, self.cache) for g, p in zip(self.groups, self.pools, strict=True))
-        return KVStats(
-            groups,
-            self._num_cow_copies,
-            self.cache.num_query_tokens,
-            self.cache.num_hit_tokens,
-            self._room.num_evicted_blocks,
-            self.cache.num_checkpoints,
-            self.selections.num_cut,
-        )
+        cut, copies = self.selections.num_cut, self._num_cow_copies
+        return kv_stats(self.groups, self.pools, self.cache, self._room, self.swaps, num_cow_copies=copies, num_cut=cut)
 
     @property
     def main_group(self) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.core.batch import AnyPageOp, PackOp, PageOp, TableUpdate
+from penstock.core.batch import TableUpdate
+from penstock.core.page_ops import AnyPageOp, PackOp, PageOp
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 

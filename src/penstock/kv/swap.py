@@ -1,26 +1,33 @@
 """Sequences that had to give up their device memory wait in a tier: swapped out whole, swapped in whole.
 
-Sources: vLLM, arXiv 2309.06180, section 4.5 (swapping); FastServe, arXiv 2305.05920, section 4.3 (proactive swapping).
+So do blocks that the prefix cache gave up, if it offloads: who is admitted and could go on with them has a copy there,
+as if it had been swapped out. Sources: vLLM, arXiv 2309.06180, section 4.5 (swapping); FastServe, arXiv 2305.05920,
+section 4.3 (proactive swapping).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.protocols import BlockTier
+from penstock.core.protocols import BlockTier, PrefixCache
+from penstock.core.sequence import LOST_LOAD
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.cursor import Cursor
+from penstock.kv.offload import Offload
+from penstock.kv.prefix.tree import PrefixTree
 
 if TYPE_CHECKING:
     from penstock.core.sequence import Sequence as Seq
 
 
 class Swapped(NamedTuple):
-    """Where a swapped-out sequence waits: `ids[g]` of the tier hold what is seen of its `num_tokens` tokens."""
+    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on."""
 
     num_tokens: int
     ids: list[list[int]]
+    first: int = 0
 
 
 class Load(NamedTuple):
@@ -42,10 +49,24 @@ class Swaps:
     ) -> None:
         self.tier = tier
         self.loads: dict[int, Load] = {}
+        self._tree: PrefixTree | None = None
+        self._offload: Offload | None = None
         self._next_move = 0
         self._groups = tuple(groups)
         self._pools = pools
         self._block_size = block_size
+
+    def offload_from(self, cache: PrefixCache) -> None:
+        """From now on blocks that a tree-shaped cache evicts wait in the tier, too, unless sequences need the room."""
+        assert isinstance(cache, PrefixTree), f"prefix cache {cache.name} has nothing to offload"
+        assert all(group.spec.kind == "paged" for group in self._groups), "only full groups can be offloaded"
+        self._tree = cache
+        self._offload = cache.offload = Offload(self.tier, len(self._groups))
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """Blocks of the prefix cache that went to the tier, and that came back for somebody, since start."""
+        return (0, 0) if self._offload is None else (self._offload.num_stored, self._offload.num_loaded)
 
     def need(self, group: CacheGroup, num_tokens: int) -> int:
         """Slabs of a group that a sequence of so many tokens takes; of a window group, those that it still sees."""
@@ -62,9 +83,12 @@ class Swaps:
 
         False, and nothing changed, if the tier lacks room, some of it was dropped, or some of it is still being loaded.
         """
+        assert seq.swapped is None, f"{seq} waits in tier {self.tier.name} already"
         if seq.load in self.loads or any(table.layers is not None or table.dropped for table in seq.tables):
             return False
         needs = [self.need(g, seq.num_computed) for g in self._groups]
+        if self._tree is not None and self._offload is not None:
+            self._tree.drop_copies(max(needs) - self._offload.num_free)
         ids = self.tier.reserve(needs)
         if ids is None:
             return False
@@ -72,6 +96,25 @@ class Swaps:
             self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
         seq.swapped = Swapped(seq.num_computed, ids)
         return True
+
+    def find(self, seq: Seq, most_blocks: Callable[[Seq], int]) -> None:
+        """What the prefix cache has in the tier behind the blocks that `seq` was admitted with is a copy of `seq`, too.
+
+        At most `most_blocks(seq)` blocks, those it was admitted with included; not after a load that failed. Mutates:
+        seq.swapped, num_cached.
+        """
+        if self._offload is None or self._tree is None or seq.swapped is not None or seq.load == LOST_LOAD:
+            return
+        cursor: Cursor = seq.node
+        copies = self._tree.stored(cursor.entry, seq.token_ids, most_blocks(seq))
+        if copies:
+            ids = [list(column) for column in zip(*copies, strict=True)]
+            self.tier.share(ids)
+            num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
+            seq.swapped = Swapped(num_tokens, ids, cursor.num_blocks)
+            self._tree.num_hit_tokens += num_tokens - seq.num_cached
+            seq.num_cached = num_tokens
+            self._offload.num_loaded += len(copies)
 
     def back(self, seq: Seq) -> bool:
         """Plan the copies back into the tables of `seq`, which have room, but for blocks that it has computed.
@@ -83,7 +126,7 @@ class Swaps:
         move, self._next_move = self._next_move, self._next_move + 1
         slabs: list[list[int]] = []
         for g, group in enumerate(self._groups):
-            base = group.spec.first_block(copy.num_tokens, self._block_size)
+            base = max(copy.first, group.spec.first_block(copy.num_tokens, self._block_size))
             first = max(base, seq.num_computed // self._block_size) if group.spec.per_token else 0
             ids = copy.ids[g][first - base :]
             slabs.append(seq.tables[g].ids[first : first + len(ids)])
@@ -120,7 +163,8 @@ class Swaps:
 
     def check_invariants(self, live: Iterable[Seq]) -> None:
         """AssertionError unless exactly what waits, and what is on its way, is held in the tier."""
-        held: list[list[int]] = [[] for _ in self._groups]
+        blocks = self._tree.copies() if self._tree is not None else []
+        held: list[list[int]] = [[block[g] for block in blocks] for g, _ in enumerate(self._groups)]
         copies = [load.copy for load in self.loads.values()]
         for seq in live:
             if seq.swapped is not None:

@@ -12,9 +12,11 @@ from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
+from penstock.kv.tiers import BLOCK_TIERS
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
+from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 from penstock.select import KV_SELECTORS
@@ -24,6 +26,8 @@ REGISTRIES: tuple[Registry, ...] = (
     KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,
+    BLOCK_TIERS,
+    PAGE_STORES,
     POLICIES,
     OP_TABLES,
     ATTENTION_BACKENDS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from penstock.core.batch import LoadOp, StoreOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.ops.plan import Planes
 from penstock.runner.storage import filled, planes_of
 

@@ -12,9 +12,10 @@ from functools import partial
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.batch import PackOp, ScheduledRow, SchedulerOutput, Selected
+from penstock.core.batch import ScheduledRow, SchedulerOutput, Selected
 from penstock.core.mixers.attention import Attention
 from penstock.core.model_spec import ModelSpec
+from penstock.core.page_ops import PackOp
 from penstock.core.selection import KVSelector, Line, Selecting
 from penstock.ops.plan import I32
 from penstock.ops.ref.storage import read_kv

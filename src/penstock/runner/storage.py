@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.batch import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
-from penstock.core.sequence import NEVER, Sequence, Status
-from penstock.core.step_shape import EMPTY
+from penstock.core.sequence import LOST_LOAD, NEVER, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
+from penstock.sched.preempt import prefers_swap
 from penstock.sched.reserve import Reserve
 
 if TYPE_CHECKING:
@@ -129,8 +129,9 @@ class Scheduler:
         num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
         # A pooled vector needs every position's hidden state again, not its cache.
-        swaps = seq.num_inflight == 0 and not seq.request.pooling and self._prefers_swap(num_computed)
-        if swaps and self.kv.swap_out(seq):
+        may_swap = seq.num_inflight == 0 and not seq.request.pooling
+        cheaper = may_swap and prefers_swap(self.preemption_mode, self.timer, self.kv.swaps, num_computed)
+        if cheaper and self.kv.swap_out(seq):
             self.stats.num_swaps += 1
         else:
             self.stats.num_recomputed_tokens += num_computed
@@ -138,28 +139,17 @@ class Scheduler:
         self.add(seq)
 
     def settle(self, moves: Mapping[int, bool]) -> None:
-        """A step has reported that these loads ended (`StepOutput.moves`), before anything else of it is committed.
-
-        Who waited for one goes on. Whoever has blocks of one that failed computes them again, and what it computed of
-        them in the meantime is ignored.
-        """
+        """These loads have ended (`StepOutput.moves`): who waited for one goes on; who has blocks of one that failed
+        computes them again. Before anything else of the step is committed: what it computed of those is ignored."""
         tokens = {move: self.kv.swaps.ended(move) for move in moves}
         for seq in [seq for seq in self.running if seq.load in moves]:
             if not moves[seq.load]:
                 self.stats.num_failed_loads += 1
                 self.preempt(seq)
+                seq.load = LOST_LOAD
             elif seq.status is Status.LOADING:
                 seq.status = Status.RUNNING
                 seq.num_computed = tokens[seq.load]
-
-    def _prefers_swap(self, num_computed: int) -> bool:
-        """Whether to bring `num_computed` tokens back from a tier rather than compute them again."""
-        if self.preemption_mode != "auto":
-            return self.preemption_mode == "swap"
-        if self.timer is None:
-            return False
-        copies_s = 2 * self.timer.copy_s(self.kv.swaps.num_bytes(num_computed))
-        return copies_s < self.timer.step_s(EMPTY.plus(0, num_computed))
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)
@@ -341,7 +331,7 @@ class Scheduler:
         if not self.running:
             return seq.num_known
         aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
-        coming = self.kv.num_coming(self.running) * self.block_size
+        coming = self.kv.selections.coming(self.running) * self.block_size
         return seq.num_known + max(width * self.block_size, aside) + coming
 
     def _step_limit_s(self) -> float:
@@ -414,7 +404,7 @@ class Scheduler:
         prompt_from = -1
         if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
             prompt_from = max(start, seq.prompt_logprobs_done)
-        keeps = self.kv.keeps(seq, start + n)
+        keeps = self.kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
         return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
 
     def _emit(
