@@ -12,7 +12,6 @@ from penstock.core.batch import (
     AddedRow,
     Appended,
     Fork,
-    PageOp,
     PromptLogprobs,
     RowError,
     Sampled,
@@ -23,6 +22,7 @@ from penstock.core.batch import (
     TokenLogprobs,
 )
 from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.page_ops import PageOp
 from penstock.core.protocols import Executor
 from penstock.core.sampling import TokenRules
 from penstock.executor import EXECUTORS

@@ -86,7 +86,7 @@ def test_a_full_host_falls_back_to_recompute_and_aborts_free_it() -> None:
     assert_idle(core)
     for r in load[1:3]:
         assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
-    assert all(pool.num_free == pool.num_slabs for pool in core.kv.host.pools)
+    assert all(pool.num_free == pool.num_slabs for pool in core.kv.swaps.tier.pools)
 
 
 @pytest.mark.parametrize("slots", [False, True])
@@ -124,3 +124,35 @@ def test_A08_auto_changes_its_mind_where_both_ways_cost_the_same(num_computed: i
         drain(core, collector)
         assert (core.stats.num_preemptions, core.stats.num_swaps) == (1, int(faster > 1)), faster
         assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+
+
+def test_A08_on_the_virtual_clock_a_late_load_takes_its_time_and_nobody_elses() -> None:
+    """`Linear`: a step takes 1 ms, a token 1 ms more, a row 0.1 ms more; a block of 64 bytes takes 1 ms to copy."""
+    timer = Costs()
+    object.__setattr__(timer, "copy_bytes_per_s", 64e3)
+    clock = VirtualClock()
+    knobs = Knobs(block_size=4, budget=64, host_blocks=64, preemption="swap", prefix_cache="none")
+    core = plain_core(spec(slots=False), knobs, SimExecutor(timer, clock, vocab_size=VOCAB, page_bytes=[32]), clock)
+    core.kv.swaps.tier.late = True
+    r, collector = request([3] * 40, max_tokens=4), Collector()
+    core.add(r)
+    collector.take(core.step())
+    core.add(Control(kind="preempt", request_id=r.request_id))
+    begin_s = clock.now()
+    collector.take(core.step())
+    assert clock.now() - begin_s == pytest.approx(0.020), "ten blocks out, then ten in, and nobody else to run"
+    assert core.stats.num_sampled_tokens == 1
+    other = request([5] * 9, max_tokens=30)
+    core.add(Control(kind="preempt", request_id=r.request_id))
+    core.add(other)
+    begin_s = clock.now()
+    collector.take(core.step())
+    assert clock.now() - begin_s == pytest.approx(0.010 + 0.0101), "its blocks go out with the newcomer's step"
+    while core.stats.num_sampled_tokens < 8:
+        before_s = clock.now()
+        collector.take(core.step())
+        assert clock.now() - before_s <= 0.0042, "a step with two decodes at most: none waits for the load"
+    drain(core, collector)
+    assert_idle(core)
+    assert (core.stats.num_preemptions, core.stats.num_swaps) == (2, 2)
+    assert len(collector.requests[r.request_id].tokens[0]) == 4

@@ -122,6 +122,11 @@ class CacheConfig(Section):
     swap_space: float = setting(
         0.0, "GiB of host memory to which preempted sequences may be swapped; 0: they are recomputed.", minimum=0
     )
+    enable_hierarchical_cache: bool = setting(
+        False,
+        "Blocks that the prefix cache gives up wait in swap_space, unless preempted sequences need the room, and come "
+        "back when a prompt begins with them. For models whose layers all keep their whole context.",
+    )
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.core.page_ops import AnyPageOp
 from penstock.core.sampling import TokenRules
 
 
@@ -65,23 +66,6 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dropped: int = -1
 
 
-TIER_DEVICE, TIER_OUT, TIER_IN, TIER_PACK = 0, 1, 2, 3
-"""Where a PageOp reads and writes: within the device, device -> host, host -> device. Pack: what the selection of
-sequence `src` keeps moves, line by line, from `sources` (one line: slabs, of all lines) into the pages `lines`."""
-
-
-class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count` pages src -> dst."""
-
-    group: int
-    src: int
-    dst: int
-    count: int
-    tier: int = TIER_DEVICE
-    lines: tuple[tuple[int, ...], ...] = ()
-    sources: tuple[tuple[int, ...], ...] = ()
-
-
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Run tokens [start, start+num_tokens) of a row.
 
@@ -116,7 +100,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     added: list[AddedRow] = []
     appended: list[Appended] = []
     tables: list[TableUpdate] = []
-    page_ops: list[PageOp] = []
+    page_ops: list[AnyPageOp] = []
     scheduled: list[ScheduledRow] = []
 
     @property
@@ -167,7 +151,7 @@ class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Selected(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Result of a row with `keeps`: how many tokens each line of `group` shall have from now on.
 
-    The rank knows which; they move when a PageOp of TIER_PACK says so, and the choice is void if the next step that
+    The rank knows which; they move when a PackOp says so, and the choice is void if the next step that
     runs the row brings none.
     """
 
@@ -215,3 +199,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     draft_s: float = 0.0
     """Seconds of `duration_s` that the drafter took."""
     selected: list[Selected] = []
+    moves: dict[int, bool] = {}
+    """Loads that have ended (the `move` of their LoadOps), each reported once: True, they have arrived; False, what was
+    found is not what was stored, and what rows read of their pages is void. Nearly always none."""

@@ -41,6 +41,8 @@ class EngineStats:
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
+    num_failed_loads: int = 0
+    """Sequences that were computed again because what a tier brought back was not what it had been given."""
     num_kv_growths: int = 0
     """Times that more memory was taken for KV; `num_kv_refusals`: times that there was too little."""
     num_kv_refusals: int = 0

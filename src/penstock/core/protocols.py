@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.core.compression import ContextJob
     from penstock.core.draft import DraftJob, DraftTree, Outcome
     from penstock.core.model_spec import ModelSpec
+    from penstock.core.page_ops import LoadOp, StoreOp
     from penstock.core.sampling import TokenRules
     from penstock.core.selection import PageReads
     from penstock.core.sequence import Sequence
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs steps in order. `submit` never blocks on the result; `collect` returns the oldest one's."""
+    """Runs steps in order. `submit` never blocks on the result; `collect` returns the oldest one's.
+
+    A step without rows asks for news of late loads: its `collect` should wait for some, but not for long.
+    """
 
     depth: int
     """Steps that may be in flight."""
@@ -187,6 +191,63 @@ class PrefixCache(Protocol):
 
     def check_invariants(self, held: Iterable[Any]) -> None:
         """Raises AssertionError unless the structure is sound and `held` are exactly the entries held."""
+        ...
+
+
+class BlockTier(Protocol):
+    """Where blocks wait outside the device, by id. It plans copies and moves nothing: a `PageStore` has the bytes.
+
+    An id names one block of one cache group (a state, of a slot group): ids are lists per group, in group order.
+    """
+
+    name: str
+    late: bool
+    """Whether a load may take longer than the step that carries it: whoever needs it waits until a step reports it."""
+
+    def num_free(self, group: int) -> int:
+        """Blocks of a group that can be reserved now."""
+        ...
+
+    def reserve(self, needs: Seq[int]) -> list[list[int]] | None:
+        """Ids for `needs[g]` blocks of each group, or None, and nothing reserved, if there are fewer."""
+        ...
+
+    def share(self, ids: Seq[Seq[int]]) -> None:
+        """One holder more of reserved ids of each group."""
+        ...
+
+    def store(self, group: int, slabs: Seq[int], ids: Seq[int]) -> None:
+        """Plan to copy slabs of the device to reserved ids. The slabs may be freed right behind it."""
+        ...
+
+    def load(self, group: int, ids: Seq[int], slabs: Seq[int], move: int) -> None:
+        """Plan to copy what was stored back into slabs of the device, as a part of load `move`.
+
+        Unless loads are late, the ids may be freed right behind it.
+        """
+        ...
+
+    def free(self, ids: Seq[Seq[int]]) -> None:
+        """One holder less of ids of each group; without any they can be reserved again."""
+        ...
+
+    def check_invariants(self, held: Seq[Seq[int]]) -> None:
+        """Raises AssertionError unless exactly the ids `held` of each group are reserved, by as many holders."""
+        ...
+
+
+class PageStore(Protocol):
+    """The bytes of a tier on a rank. Its pages are a `BlockTier`'s ids, times the pages of a slab."""
+
+    num_pages: tuple[int, ...]
+    """Of each cache group."""
+
+    def store(self, op: StoreOp, planes: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take the op's pages of `planes`, which hold all pages of its group on the device, as they are now."""
+        ...
+
+    def load(self, op: LoadOp, planes: dict[str, npt.NDArray[Any]]) -> bool:
+        """Write what was stored into `planes`. False, and nothing written, if it is not what was stored."""
         ...
 
 

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
 
 NEVER = sys.maxsize
 """A number of tokens that no sequence reaches."""
+NO_LOAD, LOST_LOAD = -1, -2
+"""In place of the number of a load: there was none; the last one failed."""
 
 
 class Status(IntEnum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+    LOADING = 3
+    """It owns memory like those that run, and waits for blocks that are on their way into it from a tier."""
 
 
 class Sequence:
@@ -37,7 +41,8 @@ class Sequence:
         num_cached: tokens the last admission found in the prefix cache; `first_cached`: those of the first admission
             (what usage reports; a resume that finds its own blocks again is no saving to the client).
         tables: one BlockTable per cache group; empty while the sequence owns no memory. Belongs to `kv`.
-        host: where its cache waits in host memory after a preemption by swap, or None. Belongs to `kv`.
+        swapped: where its cache waits in a tier after a preemption by swap, or None. Belongs to `kv`.
+        load: number of the last load that began for it (`core.batch.LoadOp`), or NO_LOAD, or LOST_LOAD.
         writable: positions below this, from the next token on, may be written without asking `kv` (0: always ask).
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
@@ -47,9 +52,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "host", "index", "next_selection",
+        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "index", "load", "next_selection",
         "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done",
-        "request", "scheduled_s", "seq_id", "status", "tables", "taint_start", "token_ids", "writable",
+        "request", "scheduled_s", "seq_id", "status", "swapped", "tables", "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -73,7 +78,8 @@ class Sequence:
         self.held = False
         self.next_selection = NEVER
         self.scheduled_s: float | None = None
-        self.host: Any = None
+        self.swapped: Any = None
+        self.load = NO_LOAD
         self.prompt_logprobs_done = 0
         self.cumulative_logprob = 0.0
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 
@@ -27,17 +27,15 @@ class Filled:
         assert all(group.spec.per_token for group in groups), "a draft model keeps tokens, no states"
         self._rows = rows
         device = {g.index: np.zeros(storage.num_pages[g.index], np.int32) for g in groups}
-        host = {g.index: np.zeros(len(_any(storage.host_planes[g.index])), np.int32) for g in groups}
-        self._sides: dict[int, tuple[Counts, Counts]] = {
-            TIER_DEVICE: (device, device), TIER_OUT: (device, host), TIER_IN: (host, device)
-        }  # fmt: skip
-        self._device = device
+        host = {g.index: np.zeros(storage.tiers[HOST].num_pages[g.index], np.int32) for g in groups}
+        self._device, self._host = device, host
 
-    def track(self, ops: Iterable[PageOp]) -> None:
+    def track(self, ops: Iterable[AnyPageOp]) -> None:
         """The page operations of a step, in their order. Mutates: the counts."""
         for op in ops:
-            if op.group in self._device:
-                source, target = self._sides[op.tier]
+            if op.group in self._device and not isinstance(op, PackOp):
+                source: Counts = self._host if isinstance(op, LoadOp) else self._device
+                target: Counts = self._host if isinstance(op, StoreOp) else self._device
                 pages = target[op.group][op.dst : op.dst + op.count]
                 pages[:] = 0 if op.src < 0 else source[op.group][op.src : op.src + op.count]
 
@@ -64,7 +62,3 @@ class Filled:
     def _pages(self, seq_id: int, group: int, first: int, last: int) -> npt.NDArray[np.int32]:
         """Those of the group's first layer."""
         return self._rows[seq_id].tables[group].pages(first, last)[: last - first]
-
-
-def _any(planes: dict[str, npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
-    return next(iter(planes.values()))

@@ -47,6 +47,8 @@ class Commit:
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
     ) -> None:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
+        if result.moves:
+            self.scheduler.settle(result.moves)
         alive: dict[int, Sequence] = {}
         failed = {error.seq_id for error in result.errors}
         guessed = {verified.seq_id for verified in result.verified}

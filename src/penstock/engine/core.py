@@ -77,7 +77,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._intake or self._inflight or self.groups)
+        return bool(self._intake or self._inflight or self.groups or self.kv.swaps.loads)
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration and return its news. Raises what the executor raises."""

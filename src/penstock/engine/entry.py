@@ -103,7 +103,7 @@ class Entry:
             if control.index is not None and index != control.index:
                 continue
             if control.kind == "preempt":
-                if seq.status is Status.RUNNING:
+                if seq.status is not Status.WAITING:
                     self._scheduler.preempt(seq)
             elif control.kind == "taint":
                 if seq.taint_start is None:

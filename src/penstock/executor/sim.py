@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from penstock.base.clock import VirtualClock
-from penstock.core.batch import TIER_DEVICE, Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
+from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import shape_of
 
@@ -35,8 +36,9 @@ class SimExecutor:
 
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
     on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
-    of cache group g, to charge swaps. `guesses`: who fills the room for guesses; without it nobody does. The step then
-    takes as long as one of the guesses that were made.
+    of cache group g, to charge copies between device and tiers. A step waits for its own, but for late loads: these go
+    one after the other beside the steps, and the first step that ends behind one reports it. `guesses`: who fills the
+    room for guesses; without it nobody does. The step then takes as long as one of the guesses that were made.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class SimExecutor:
         self._free_at_s = 0.0
         self._guesses = guesses
         self._queue: deque[tuple[SchedulerOutput, float, float, list[Verified], float]] = deque()
+        self._loads: dict[int, float] = {}
+        """When the loads that are not reported yet end."""
 
     def submit(self, output: SchedulerOutput) -> None:
         rows, verified, draft_s = output.scheduled, [], 0.0
@@ -69,18 +73,32 @@ class SimExecutor:
             rows = [msgspec.structs.replace(r, num_drafts=made[r.seq_id]) if r.num_drafts else r for r in rows]
             if self._guesses is not None:
                 draft_s = self._guesses.draft_s(max(row.num_drafts for row in guessing), len(guessing))
-        duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output) + draft_s
-        self._free_at_s = max(self._free_at_s, self._clock.now()) + duration_s
+        start_s = max(self._free_at_s, self._clock.now())
+        duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output, start_s) + draft_s
+        if not rows and self._loads:
+            duration_s = max(duration_s, min(self._loads.values()) - start_s)
+        self._free_at_s = start_s + duration_s
         self.busy_s += duration_s
         self._queue.append((output, duration_s, self._free_at_s, verified, draft_s))
 
-    def _copies_s(self, output: SchedulerOutput) -> float:
-        """Seconds of the step's copies between device and host, which it waits for."""
-        if not self._page_bytes:
-            return 0.0
-        num_bytes = sum(op.count * self._page_bytes[op.group] for op in output.page_ops if op.tier != TIER_DEVICE)
-        self.copied_bytes += num_bytes
-        return self._timer.copy_s(num_bytes) if num_bytes else 0.0
+    def _copies_s(self, output: SchedulerOutput, start_s: float) -> float:
+        """Seconds that the step waits for its copies between device and tiers. Late loads begin behind these."""
+        waits, late = 0, dict[int, int]()
+        for op in output.page_ops:
+            if isinstance(op, StoreOp | LoadOp):
+                num_bytes = op.count * self._page_bytes[op.group] if self._page_bytes else 0
+                self.copied_bytes += num_bytes
+                if isinstance(op, LoadOp) and op.late:
+                    late[op.move] = late.get(op.move, 0) + num_bytes
+                    continue
+                waits += num_bytes
+                if isinstance(op, LoadOp):
+                    self._loads[op.move] = start_s
+        waits_s = self._timer.copy_s(waits) if waits else 0.0
+        for move, num_bytes in late.items():
+            begin_s = max([start_s + waits_s, *self._loads.values()])
+            self._loads[move] = begin_s + self._timer.copy_s(num_bytes)
+        return waits_s
 
     def collect(self) -> StepOutput:
         output, duration_s, end_s, verified, draft_s = self._queue.popleft()
@@ -90,7 +108,11 @@ class SimExecutor:
             for row in output.scheduled
             if (row.num_samples or row.num_candidates) and not row.num_drafts
         ]
-        return StepOutput(output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s)
+        moves: dict[int, bool] = {}
+        if self._loads:
+            moves = {move: True for move, at_s in self._loads.items() if at_s <= end_s}
+            self._loads = {move: at_s for move, at_s in self._loads.items() if at_s > end_s}
+        return StepOutput(output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s, moves=moves)
 
     def close(self) -> None:
         self._queue.clear()

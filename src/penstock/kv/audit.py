@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.batch import GONE
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.swap import Load
 
 
 class Audit:
@@ -40,10 +41,13 @@ class Audit:
         self.slabs: list[Counter[int]] = [Counter() for _ in groups]
         self.pages: list[Counter[int]] = [Counter() for _ in groups]
         self.held: list[Any] = []
+        self.loads: Mapping[int, Load] = {}
 
-    def run(self, live: Iterable[Seq], leaving: Iterable[Any], pending: set[int]) -> None:
-        """`leaving`: entries held only because steps in flight saw them; `pending`: sequences with table updates."""
+    def run(self, live: Iterable[Seq], leaving: Iterable[Any], pending: set[int], loads: Mapping[int, Load]) -> None:
+        """`leaving`: entries held only because steps in flight saw them; `pending`: sequences with table updates;
+        `loads`: on their way."""
         live = list(live)
+        self.loads = loads
         for pool in self.pools:
             pool.check_invariants()
         blocks, checkpoints = self.cache.contents()
@@ -56,6 +60,8 @@ class Audit:
             assert all(n == 1 for n in counter.values()), f"group {g}: the prefix cache keeps a slab twice"
         for seq in live:
             self._sequence(seq, cached)
+        for load in loads.values():
+            self._count(list(range(len(self.groups))), load.slabs)
         self._references()
         self.held.extend(leaving)
         self.cache.check_invariants(self.held)
@@ -130,7 +136,9 @@ class Audit:
             assert slots > 0 or not table.dropped, f"{seq}: a line of group {g} has nothing left"
             assert len(line) * self.block_size >= slots, f"{seq}: table of group {g} is too short"
         assert not table.dropped or seq.taint_start is not None, f"{seq} has dropped tokens and is not lossy"
-        base = self.groups[g].spec.first_block(seq.num_computed, self.block_size)
+        load = self.loads.get(seq.load)
+        coming = seq.num_computed if load is None else load.copy.num_tokens
+        base = self.groups[g].spec.first_block(coming, self.block_size)
         assert table.base == base, f"{seq}: {table.base} blocks of group {g} are given up, {base} cannot be seen"
         for line in (table.ids,) if table.layers is None else table.layers:
             assert line[:base] == [GONE] * base, f"{seq}: group {g} still names blocks that are given up"

@@ -43,3 +43,9 @@ class Cursor:
         self.generation = generation
         self.holding = True
         self.staged: tuple[int, tuple[int, ...]] | None = None
+
+    def copy(self) -> Cursor:
+        """Of a fork: where the sequence stands, without its staged checkpoint."""
+        copy = Cursor(self.entry, self.num_blocks, self.next_commit, self.generation)
+        copy.next_slide, copy.holding = self.next_slide, self.holding
+        return copy

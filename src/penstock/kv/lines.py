@@ -28,6 +28,22 @@ def line_blocks(num_slots: int, block_size: int) -> int:
     return -(-num_slots // block_size)
 
 
+def share_table(table: BlockTable, pool: BlockPool, num_tokens: int, block_size: int) -> BlockTable:
+    """A table, shared or ragged, of the same blocks up to `num_tokens` tokens, with a reference on each."""
+    if table.layers is None:
+        dropped = table.dropped[0] if table.dropped else 0
+        copy = BlockTable(table.ids[: line_blocks(num_tokens, block_size) - dropped // block_size], base=table.base)
+        pool.ref_slabs(copy.held)
+    else:
+        gone = table.dropped or [0] * len(table.layers)
+        ends = [line_blocks(num_tokens - d, block_size) for d in gone]
+        copy = BlockTable(layers=[p[:e] for p, e in zip(table.layers, ends, strict=True)], base=table.base)
+        for pages in copy.held_pages:
+            pool.ref_pages(pages)
+    copy.dropped = list(table.dropped)
+    return copy
+
+
 def plan_lines(table: BlockTable, pool: BlockPool, start: int, end: int, block_size: int) -> LineGrowth:
     """What it takes to write tokens at positions start ... end-1. Reads only."""
     assert table.layers is not None

@@ -14,10 +14,11 @@ from typing import Any
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
 from penstock.config.selection import Keeping
-from penstock.core.batch import PageOp, TableUpdate
+from penstock.core.batch import TableUpdate
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
-from penstock.core.sequence import NEVER, Sequence
+from penstock.core.sequence import NEVER, NO_LOAD, Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
@@ -26,14 +27,15 @@ from penstock.kv.checkpoints import Checkpoints
 from penstock.kv.cursor import Cursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
-from penstock.kv.host import HostCopy, HostTier
-from penstock.kv.lines import line_blocks
+from penstock.kv.lines import share_table
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
-from penstock.kv.selection import Selections
+from penstock.kv.selection import KeepAll, Selections
 from penstock.kv.sharing import Sharing
-from penstock.kv.stats import KVStats, group_stats
+from penstock.kv.stats import KVStats, kv_stats
+from penstock.kv.swap import Swaps
+from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool
 from penstock.kv.windows import Windows
 
@@ -50,7 +52,10 @@ class KVManager:
         block_size: S, tokens per block.
         prefix_cache: a name in PREFIX_CACHES, or a cache made for this block size.
         eviction: a name in EVICTION_POLICIES.
-        host_slabs: slabs of each group's host pool, for preemption by swap; none by default.
+        host_slabs: blocks of each group that fit into `tier`, for preemption by swap; none by default.
+        tier: a name in BLOCK_TIERS.
+        offload: evicted blocks of the prefix cache wait in `tier`, too, unless sequences need the room. Only with
+            a tree for a cache, full groups alone, and no `keeping`.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
@@ -71,6 +76,8 @@ class KVManager:
         eviction: str = "lru",
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
+        tier: str = "host",
+        offload: bool = False,
         step_tokens: int | None = None,
         keeping: Keeping | None = None,
     ) -> None:
@@ -97,8 +104,12 @@ class KVManager:
         self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self._outbox)
         self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self._outbox, block_size)
         self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
-        self.host = HostTier(self.groups, host_slabs or [0] * len(self.groups), block_size, self._outbox)
-        self.selections: Selections | None = None
+        outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self._outbox)
+        self.swaps = Swaps(outside, self.groups, self.pools, block_size)
+        if offload:
+            assert keeping is None, "selections take blocks back from the prefix cache"
+            self.swaps.offload_from(self.cache)
+        self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
             self.selections = Selections(
@@ -119,20 +130,24 @@ class KVManager:
         request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a
         checkpoint; of window groups all that the next token can see must still be there.
         """
-        request = seq.request
-        namespace = digest(request.namespace, request.taint.encode())
+        namespace = digest(seq.request.namespace, seq.request.taint.encode())
         version = self._version
-        if not request.reads_cache:
+        limit = self._reusable(seq)
+        if limit == 0:
             return PrefixMatch(0, namespace, None, version)
+        entry, num_blocks, tails = self._windows.match(
+            self.cache, namespace, seq.token_ids, limit, seq.block_keys, bool(self._slots)
+        )
+        return PrefixMatch(num_blocks * self.block_size, namespace, entry, version, tails)
+
+    def _reusable(self, seq: Sequence) -> int:
+        """The most blocks that `seq` may take from the prefix cache."""
+        if not seq.request.reads_cache:
+            return 0
         limit = seq.num_known - 1
         if seq.taint_start is not None:
             limit = min(limit, seq.taint_start)
-        if self.selections is not None:
-            limit = self.selections.limit(seq, limit)
-        entry, num_blocks, tails = self._windows.match(
-            self.cache, namespace, seq.token_ids, limit // self.block_size, seq.block_keys, bool(self._slots)
-        )
-        return PrefixMatch(num_blocks * self.block_size, namespace, entry, version, tails)
+        return self.selections.limit(seq, limit) // self.block_size
 
     @property
     def _version(self) -> int:
@@ -149,10 +164,7 @@ class KVManager:
         """
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
-        need = -(-num_tokens // self.block_size) - num_blocks
-        if self.selections is not None:
-            more = -((seq.num_known - num_tokens) // self.block_size)
-            need = min(need, self.selections.blocks(seq, seq.num_known) + more - num_blocks)
+        need = self.selections.blocks_to_admit(seq, num_tokens) - num_blocks
         # What is matched stops being evictable the moment it is admitted.
         room = self.cache.num_evictable - self.cache.num_idle(match.entry, num_blocks)
         if any(need > self.pools[g].num_free + room for g in self._full):
@@ -188,8 +200,7 @@ class KVManager:
         seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
-        if self.selections is not None:
-            self.selections.enter(seq)
+        self.selections.enter(seq)
 
     def _rank(self, seq: Sequence) -> None:
         """Tell the eviction policy whose entries it is about to see."""
@@ -199,38 +210,31 @@ class KVManager:
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Copy what `seq` has computed to the host and release its device memory. False, and nothing changed: no room.
+        """Copy what `seq` has computed to the tier and release its device memory. False, and nothing changed: no room.
 
-        Mutates: seq.host, and what `release` does.
+        Mutates: seq.swapped, and what `release` does.
         """
         assert seq.num_inflight == 0, f"{seq} is swapped out while a step works on it"
-        if not seq.num_computed:
-            return False
-        copy = self.host.copy_out(seq)
-        if copy is None:
+        if not seq.num_computed or not self.swaps.out(seq):
             return False
         self.release(seq)
-        seq.host = copy
         return True
 
-    def restore(self, seq: Sequence) -> None:
-        """Straight after `admit`: bring back what waits on the host, beyond what the prefix cache had. Mutates: seq."""
-        copy: HostCopy | None = seq.host
-        if copy is None:
-            return
-        present = seq.num_computed
-        if copy.num_tokens > present:
-            if not self.grow(seq, copy.num_tokens):
-                raise EngineError(f"{seq} was admitted without room for what it had swapped out")
-            self.host.copy_in(seq, copy, present)
-            seq.num_computed = copy.num_tokens
-        self.drop_host(seq)
+    def restore(self, seq: Sequence) -> bool:
+        """Straight after `admit`: bring back what waits in the tier, beyond what the prefix cache had on the device.
 
-    def drop_host(self, seq: Sequence) -> None:
-        """Give up a sequence's host copy, if it has one (it came back, or it ended)."""
-        if seq.host is not None:
-            self.host.free(seq.host)
-            seq.host = None
+        False: it is on its way, and `seq` cannot run before a step reports load `seq.load` (`Swaps.ended`).
+        Mutates: seq.
+        """
+        self.swaps.find(seq, self._reusable)
+        if seq.swapped is None:
+            return True
+        if seq.swapped.num_tokens <= seq.num_computed:
+            self.swaps.drop(seq)
+            return True
+        if not self.grow(seq, seq.swapped.num_tokens):
+            raise EngineError(f"{seq} was admitted without room for what it had swapped out")
+        return self.swaps.back(seq)
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class KVManager:
         needed, and only if that is enough.
         """
         start = seq.num_computed + seq.num_inflight
-        if self.selections is not None:
+        if seq.next_selection != NEVER:
             return self.selections.grow(seq, start, num_tokens)
         first = start // self.block_size
         end = -(-num_tokens // self.block_size)
@@ -278,20 +282,11 @@ class KVManager:
         """
         return min(self._states.cut(seq, start, n), seq.next_selection - start)
 
-    def keeps(self, seq: Sequence, end: int) -> int:
-        """Tokens per line that the rank shall choose from once `seq` has computed `end` tokens; 0: none."""
-        return 0 if self.selections is None else self.selections.keeps(seq, end)
-
     def select(self, seq: Sequence, counts: Seq[int]) -> None:
         """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
-        assert self.selections is not None
         if seq.tables:
             self.selections.cut(seq, counts)
             self._lost(seq)
-
-    def num_coming(self, seq: Sequence) -> int:
-        """Blocks that running `seq` will still take for its prompt, where others may enter before it has it all."""
-        return 0 if self.selections is None else self.selections.coming(seq)
 
     def _lost(self, seq: Sequence) -> None:
         """`seq` has given up a part of its cache: what it computes from now on is lossy."""
@@ -328,7 +323,7 @@ class KVManager:
             self._follow(seq, cursor)
         if seq.num_computed >= cursor.next_slide:
             cursor.next_slide = self._windows.slide(seq)
-        if self.selections is not None and self.selections.passed(seq):
+        if seq.num_computed >= seq.next_selection and self.selections.passed(seq):
             self._lost(seq)
 
     def _follow(self, seq: Sequence, cursor: Cursor) -> None:
@@ -367,28 +362,15 @@ class KVManager:
         slots = self._states.copy(parent)
         if slots is None:
             return False
-        num_blocks = -(-parent.num_computed // self.block_size)
         for g, table in enumerate(parent.tables):
-            pool = self.pools[g]
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
-            elif table.layers is None:
-                dropped = table.dropped[0] if table.dropped else 0
-                copy = BlockTable(table.ids[: num_blocks - dropped // self.block_size], base=table.base)
-                pool.ref_slabs(copy.held)
             else:
-                gone = table.dropped or [0] * len(table.layers)
-                ends = [line_blocks(parent.num_computed - d, self.block_size) for d in gone]
-                copy = BlockTable(layers=[p[:e] for p, e in zip(table.layers, ends, strict=True)], base=table.base)
-                for pages in copy.held_pages:
-                    pool.ref_pages(pages)
-            copy.dropped = list(table.dropped)
+                copy = share_table(table, self.pools[g], parent.num_computed, self.block_size)
             child.tables.append(copy)
             self._outbox.whole_table(child.seq_id, g, copy)
         cursor: Cursor = parent.node
-        child.node = Cursor(cursor.entry, cursor.num_blocks, cursor.next_commit, cursor.generation)
-        child.node.next_slide = cursor.next_slide
-        child.node.holding = cursor.holding
+        child.node = cursor.copy()
         if cursor.holding and cursor.generation == self._generation:
             self.cache.share(cursor.entry)
         parent.writable = child.writable = 0  # their tail is shared now
@@ -438,6 +420,7 @@ class KVManager:
         seq.block_keys.clear()
         seq.num_computed = seq.num_inflight = seq.num_cached = seq.writable = 0
         seq.next_selection = NEVER
+        seq.load = NO_LOAD
 
     def _leave(self, cursor: Cursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
@@ -462,7 +445,7 @@ class KVManager:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def drain(self) -> tuple[list[TableUpdate], list[PageOp]]:
+    def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         """What the next step has to carry out first: table updates and page operations, in order of planning."""
         return self._outbox.drain()
 
@@ -482,25 +465,18 @@ class KVManager:
 
     @property
     def reclaiming(self) -> bool:
-        """Memory is on its way: some becomes free or evictable when a step in flight retires. Preempting can wait.
+        """Memory is on its way: some becomes free or evictable when a step in flight retires, or a load ends, for whom
+        somebody may have waited who is gone. Preempting can wait.
 
         Windows slide at almost every step; that helps nobody as long as their pool is not what is short.
         """
-        return bool(self._leaving) or any(
+        return bool(self._leaving or self.swaps.loads) or any(
             pool.waiting and not (isinstance(pool, WindowPool) and pool.num_free + pool.num_idle) for pool in self.pools
         )
 
     def stats(self) -> KVStats:
-        groups = tuple(group_stats(g, p, self.cache) for g, p in zip(self.groups, self.pools, strict=True))
-        return KVStats(
-            groups,
-            self._num_cow_copies,
-            self.cache.num_query_tokens,
-            self.cache.num_hit_tokens,
-            self._room.num_evicted_blocks,
-            self.cache.num_checkpoints,
-            0 if self.selections is None else self.selections.num_cut,
-        )
+        cut, copies = self.selections.num_cut, self._num_cow_copies
+        return kv_stats(self.groups, self.pools, self.cache, self._room, self.swaps, num_cow_copies=copies, num_cut=cut)
 
     @property
     def main_group(self) -> int | None:
@@ -518,6 +494,6 @@ class KVManager:
     def check_invariants(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)
-        self.host.check_invariants(live)
+        self.swaps.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
-        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending())
+        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending(), self.swaps.loads)

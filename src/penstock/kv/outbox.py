@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.core.batch import TIER_DEVICE, TIER_PACK, PageOp, TableUpdate
+from penstock.core.batch import TableUpdate
+from penstock.core.page_ops import AnyPageOp, PackOp, PageOp
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 
@@ -18,7 +19,7 @@ class Outbox:
 
     def __init__(self, pools: list[BlockPool]) -> None:
         self._pools = pools
-        self._ops: list[PageOp] = []
+        self._ops: list[AnyPageOp] = []
         self._tables: dict[int, list[TableUpdate]] = {}
 
     def table(self, seq_id: int, group: int, start: int, ids: list[int], layer: int = -1, dropped: int = -1) -> None:
@@ -50,10 +51,10 @@ class Outbox:
             self._ops.append(PageOp(group, -1, firsts[i], (j - i) * width))
             i = j
 
-    def copy_slab(self, group: int, src: int, dst: int, tier: int = TIER_DEVICE) -> None:
+    def copy_slab(self, group: int, src: int, dst: int) -> None:
         width = self._pools[group].pages_per_slab
         assert src >= 0, "a block that is gone is copied"  # a negative source would mean: fill with zeros
-        self._ops.append(PageOp(group, src * width, dst * width, width, tier))
+        self._ops.append(PageOp(group, src * width, dst * width, width))
 
     def copy_page(self, group: int, src: int, dst: int) -> None:
         assert src >= 0, "a block that is gone is copied"
@@ -65,7 +66,11 @@ class Outbox:
         Both are named, because the rank's own table may be older (a block may have changed for that of the prefix
         cache since), and newer (a fork goes on with the new pages when the sequence itself has ended).
         """
-        self._ops.append(PageOp(group, seq_id, 0, 1, TIER_PACK, tuple(map(tuple, lines)), tuple(map(tuple, sources))))
+        self._ops.append(PackOp(group, seq_id, tuple(map(tuple, lines)), tuple(map(tuple, sources))))
+
+    def add(self, op: AnyPageOp) -> None:
+        """An operation of somebody else's making (a tier's)."""
+        self._ops.append(op)
 
     def discard(self, seq_id: int) -> None:
         """Forget the table updates of a sequence that is gone. Its page operations stay: they harm nobody."""
@@ -75,7 +80,7 @@ class Outbox:
         """Sequences that have table updates waiting."""
         return set(self._tables)
 
-    def drain(self) -> tuple[list[TableUpdate], list[PageOp]]:
+    def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         """Everything collected, once."""
         tables = [update for updates in self._tables.values() for update in updates]
         ops = self._ops

@@ -7,7 +7,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from penstock.config.held import kept_blocks, most_blocks, num_over
@@ -22,7 +22,51 @@ from penstock.kv.outbox import Outbox
 from penstock.kv.room import Room, Want
 
 
-class Selections:
+class KeepAll:
+    """Nobody gives anything up: what a manager asks of its strategy, and the answers where there is none.
+
+    What is asked in every step is asked only where `Sequence.next_selection` says so; it stays NEVER here.
+    """
+
+    num_cut = 0
+    """Selections that took something away."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def limit(self, seq: Sequence, limit: int) -> int:
+        """How many of `limit` tokens a match may skip."""
+        return limit
+
+    def blocks_to_admit(self, seq: Sequence, num_tokens: int) -> int:
+        """The most blocks that `seq` holds on its way to `num_tokens` tokens, of which it knows the first by now."""
+        return line_blocks(num_tokens, self._block_size)
+
+    def enter(self, seq: Sequence) -> None:
+        """`seq` was admitted. Mutates: seq.next_selection, seq.taint_start."""
+
+    def coming(self, running: Iterable[Sequence]) -> int:
+        """Blocks that those who run will still take for their prompts, or for all they knew before a preemption."""
+        return 0
+
+    def grow(self, seq: Sequence, start: int, end: int) -> bool:
+        """As `KVManager.grow`, from position `start` on, for a sequence that has a selection ahead."""
+        raise NotImplementedError
+
+    def keeps(self, seq: Sequence, end: int) -> int:
+        """Tokens per line that the rank shall choose once `seq` has computed `end` tokens; 0: it has nothing to do."""
+        raise NotImplementedError
+
+    def passed(self, seq: Sequence) -> bool:
+        """`seq` has computed up to its next selection. Whether it has lost something by that. Mutates: seq."""
+        raise NotImplementedError
+
+    def cut(self, seq: Sequence, counts: Seq[int]) -> None:
+        """`seq` keeps what the rank has chosen, `counts` slots per line."""
+        raise NotImplementedError
+
+
+class Selections(KeepAll):
     """For managers of one full group, `group`, and no other."""
 
     def __init__(
@@ -32,17 +76,18 @@ class Selections:
         """`withdraw`: makes the prefix cache forget what it has of a sequence, as far as nobody else needs it."""
         self._keeping, self._config = keeping, keeping.config
         self._withdraw = withdraw
+        super().__init__(block_size)
         self._group, self._pool, self._room, self._outbox = group, pool, room, outbox
-        self._block_size = block_size
-        self.num_cut = 0
-        """Selections that took something away."""
 
-    def blocks(self, seq: Sequence, num_tokens: int) -> int:
-        """The most blocks that `seq` holds on its way to so many tokens."""
-        return most_blocks(self._keeping, num_tokens, self._block_size, seq.prompt_len)
+    def blocks_to_admit(self, seq: Sequence, num_tokens: int) -> int:
+        most = most_blocks(self._keeping, seq.num_known, self._block_size, seq.prompt_len)
+        more = -((seq.num_known - num_tokens) // self._block_size)
+        return min(super().blocks_to_admit(seq, num_tokens), most + more)
 
-    def coming(self, seq: Sequence) -> int:
-        """Blocks that running `seq` will still take for its prompt, or for all it knew before a preemption."""
+    def coming(self, running: Iterable[Sequence]) -> int:
+        return sum(map(self._coming, running))
+
+    def _coming(self, seq: Sequence) -> int:
         if seq.num_known - seq.num_computed - seq.num_inflight <= 1:
             return 0  # it has started to generate
         table: BlockTable = seq.tables[self._group]
@@ -54,8 +99,7 @@ class Selections:
         return max(0, most - held)
 
     def limit(self, seq: Sequence, limit: int) -> int:
-        """How many of `limit` tokens a match may skip: a selection takes place behind tokens that have run, and those
-        whose attention decides have to run, too."""
+        """A selection takes place behind tokens that have run, and those whose attention decides have to run, too."""
         if self._keeping.drops == "nothing":
             return limit
         if self._keeping.watches == "all":
@@ -69,15 +113,13 @@ class Selections:
         return limit
 
     def enter(self, seq: Sequence) -> None:
-        """`seq` was admitted. Mutates: seq.next_selection, seq.taint_start."""
         if self._keeping.drops != "nothing":
             seq.next_selection = self._config.next_position(seq.num_computed, seq.prompt_len)
         elif seq.taint_start is None:
             seq.taint_start = seq.prompt_len  # what is generated has not read everything
 
     def keeps(self, seq: Sequence, end: int) -> int:
-        """Tokens per line that the rank shall choose once `seq` has computed `end` tokens; 0: it has nothing to do."""
-        if end != seq.next_selection or self._keeping.drops != "tokens":
+        if self._keeping.drops != "tokens":
             return 0
         dropped = min(seq.tables[self._group].dropped, default=0)
         return self._config.budget.of(end) if self._num_over(end, dropped) > 0 else 0
@@ -86,17 +128,13 @@ class Selections:
         return num_over(self._keeping, num_tokens, dropped, self._block_size)
 
     def passed(self, seq: Sequence) -> bool:
-        """`seq` has computed up to its next selection, or not yet. Cuts whole blocks. Mutates: seq."""
-        if seq.num_computed < seq.next_selection:
-            return False
+        """Cuts whole blocks; tokens are cut once the rank has chosen (`cut`)."""
         seq.next_selection = self._config.next_position(seq.num_computed, seq.prompt_len)
         seq.writable = 0
         return self._keeping.drops == "blocks" and self._cut_blocks(seq)
 
     def grow(self, seq: Sequence, start: int, end: int) -> bool:
-        """Make positions start ... end-1 writable, all or nothing; see `KVManager.grow`.
-
-        Where they end at a selection that takes something away, the memory for its copies is set aside as well:
+        """Where the positions end at a selection that takes something away, memory for its copies is set aside as well:
         what a sequence forgets must not depend on how much memory others have left.
         """
         g, size = self._group, self._block_size
@@ -154,7 +192,6 @@ class Selections:
         return min(kept, line_blocks(shared, pool.pages_per_slab))
 
     def cut(self, seq: Sequence, counts: Seq[int]) -> None:
-        """`seq` keeps what the rank has chosen, `counts` slots per line."""
         table = seq.tables[self._group]
         num = num_missing(table, self._pool, counts, self._block_size)
         assert num <= len(table.spare) * self._pool.pages_per_slab, f"{seq}: copies of {num} pages were not foreseen"

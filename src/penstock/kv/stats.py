@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.kv.block_pool import BlockPool
+    from penstock.kv.room import Room
+    from penstock.kv.swap import Swaps
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class KVStats:
 
     `num_cow_copies` counts slabs (pages, for ragged tables) copied because they were shared and about to be written.
     Prefix counters count every admission that looked, also those after a preemption. `num_selections`: times that a
-    sequence gave up a part of its cache.
+    sequence gave up a part of its cache. `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
+    tier, and had back.
     """
 
     groups: tuple[GroupStats, ...]
@@ -44,10 +48,12 @@ class KVStats:
     num_evicted_blocks: int
     num_checkpoints: int
     num_selections: int = 0
+    num_offloaded_blocks: int = 0
+    num_loaded_blocks: int = 0
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
-        names = ("num_evicted_blocks", "num_selections")
+        names = ("num_evicted_blocks", "num_selections", "num_offloaded_blocks", "num_loaded_blocks")
         return {name: float(getattr(self, name)) for name in names}
 
 
@@ -60,3 +66,22 @@ def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> Group
     total = pool.num_slabs - pool.num_kept_back
     used = total - pool.num_free - evictable - pool.num_quarantined
     return GroupStats(total, pool.num_free, used, evictable, pool.num_quarantined)
+
+
+def kv_stats(
+    groups: Sequence[CacheGroup], pools: Sequence[BlockPool], cache: PrefixCache, room: Room, swaps: Swaps, *,
+    num_cow_copies: int, num_cut: int,
+) -> KVStats:  # fmt: skip
+    """What the parts of a manager have counted."""
+    offloaded, loaded = swaps.num_blocks
+    return KVStats(
+        groups=tuple(group_stats(g, p, cache) for g, p in zip(groups, pools, strict=True)),
+        num_cow_copies=num_cow_copies,
+        num_prefix_query_tokens=cache.num_query_tokens,
+        num_prefix_hit_tokens=cache.num_hit_tokens,
+        num_evicted_blocks=room.num_evicted_blocks,
+        num_checkpoints=cache.num_checkpoints,
+        num_selections=num_cut,
+        num_offloaded_blocks=offloaded,
+        num_loaded_blocks=loaded,
+    )

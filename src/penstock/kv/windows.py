@@ -186,5 +186,5 @@ class Windows:
 
 
 def _begin(seq: Seq, num_matched: int) -> int:
-    """Tokens that `seq` will have computed once it is admitted and brought back from the host."""
-    return num_matched if seq.host is None else max(num_matched, seq.host.num_tokens)
+    """Tokens that `seq` will have computed once it is admitted and brought back."""
+    return num_matched if seq.swapped is None else max(num_matched, seq.swapped.num_tokens)

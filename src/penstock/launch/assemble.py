@@ -214,6 +214,7 @@ def engine_core(
         host_slabs=plan.num_host_slabs or None,
         step_tokens=plan.step_tokens,
         keeping=keeping_of(config),
+        offload=config.cache.enable_hierarchical_cache,
     )
     scheduler = Scheduler(
         kv,

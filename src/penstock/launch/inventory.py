@@ -14,8 +14,10 @@ from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
+from penstock.kv.tiers import BLOCK_TIERS
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
+from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 from penstock.select import KV_SELECTORS
@@ -25,6 +27,8 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,
+    BLOCK_TIERS,
+    PAGE_STORES,
     POLICIES,
     BACKENDS,
     ATTENTION_BACKENDS,

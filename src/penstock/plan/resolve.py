@@ -176,6 +176,8 @@ def _host_slabs(
 ) -> tuple[int, ...]:
     """Slabs of the host pools: states for every sequence that may be preempted, blocks for the rest of swap_space."""
     total = int(config.cache.swap_space * 2**30)
+    if config.cache.enable_hierarchical_cache:
+        _check_offload(config, groups)
     if total == 0 and config.scheduler.preemption_mode == "swap":
         raise ConfigError(
             "preemption_mode: swap needs host memory; give swap_space (GiB), or use recompute", field="preemption_mode"
@@ -190,6 +192,24 @@ def _host_slabs(
     decisions.add("num_host_blocks", num_blocks, f"what swap_space {gib(total)} holds of preempted sequences")
     window_blocks = sizes.window_blocks(num_blocks, max_num_seqs, max_model_len)
     return sizes.per_group(num_blocks, num_slots, window_blocks)
+
+
+def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None:
+    """Raises ConfigError, with what to change, where evicted blocks cannot wait in host memory."""
+    cache = config.cache
+    problem = ""
+    if not cache.swap_space:
+        problem = "needs host memory; give swap_space (GiB)"
+    elif not cache.enable_prefix_caching or cache.prefix_cache == "none":
+        problem = "is about the prefix cache, which is off; enable_prefix_caching, with prefix_cache radix or hash"
+    elif cache.kv_allocator != "paged":
+        problem = f"there is no prefix cache with kv_allocator {cache.kv_allocator}; use paged"
+    elif cache.kv_selector != "none":
+        problem = f"does not go together with kv_selector {cache.kv_selector}; use one of them"
+    elif any(group.spec.kind != "paged" for group in groups):
+        problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
+    if problem:
+        raise ConfigError(f"enable_hierarchical_cache: {problem}", field="enable_hierarchical_cache")
 
 
 def _dtype(

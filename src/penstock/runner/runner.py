@@ -100,12 +100,12 @@ class Runner:
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
         if self.selections is None:
-            self.storage.apply(output.page_ops)
+            moves = self.storage.apply(output.page_ops)
         else:
             self.selections.track(output)
-            self.storage.apply(output.page_ops, self.selections.pack)
+            moves = self.storage.apply(output.page_ops, self.selections.pack)
         if not output.scheduled:
-            return StepOutput(output.step, duration_s=self._clock.now() - start_s)
+            return StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=moves)
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
@@ -136,7 +136,7 @@ class Runner:
             sampled = [Sampled(p.seq_id, [found[p.row]] * p.num_samples) for p in picks]
             return StepOutput(
                 output.step, sampled, [], failed, self._clock.now() - start_s, pooled, draft_s=draft_s,
-                grammars=None if self.grammars is None else self.grammars.counts(), selected=selected,
+                grammars=None if self.grammars is None else self.grammars.counts(), selected=selected, moves=moves,
             )  # fmt: skip
         logits = found
         if self.spoil is not None:
@@ -155,7 +155,7 @@ class Runner:
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
             output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts,
-            verified, draft_s, selected,
+            verified, draft_s, selected, moves,
         )  # fmt: skip
 
     def _wants_largest(self, picks: Sequence[Pick]) -> bool:

@@ -12,9 +12,10 @@ from functools import partial
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.batch import PageOp, ScheduledRow, SchedulerOutput, Selected
+from penstock.core.batch import ScheduledRow, SchedulerOutput, Selected
 from penstock.core.mixers.attention import Attention
 from penstock.core.model_spec import ModelSpec
+from penstock.core.page_ops import PackOp
 from penstock.core.selection import KVSelector, Line, Selecting
 from penstock.ops.plan import I32
 from penstock.ops.ref.storage import read_kv
@@ -113,12 +114,12 @@ class Selections:
             if known.choice is not None:
                 known.carry_out()
 
-    def pack(self, op: PageOp) -> None:
-        """Move what sequence `op.src` keeps into the pages of its new table. Mutates: the storage's planes.
+    def pack(self, op: PackOp) -> None:
+        """Move what sequence `op.seq_id` keeps into the pages of its new table. Mutates: the storage's planes.
 
         New pages may be among the old ones, of any line: all is read before anything is written.
         """
-        known = self._left.get(op.src) or self._known[op.src]
+        known = self._left.get(op.seq_id) or self._known[op.seq_id]
         assert known.choice is not None, f"{op}: nothing was chosen"
         old = [np.array(ids, np.int32) for ids in op.sources]
         if len(old) < len(op.lines):  # slabs, which have a page of every line

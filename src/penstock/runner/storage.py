@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.batch import TIER_DEVICE, TIER_IN, TIER_OUT, TIER_PACK, PageOp
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
+from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
+from penstock.runner.tiers import PAGE_STORES
 
 Array = npt.NDArray[Any]
 
@@ -33,7 +35,10 @@ class Storage:
     its `page_planes`; with lanes a page has heads / lanes heads) and [num_pages, heads, dim] for a slot group, where
     num_pages = num_slabs[g] * pages_per_slab.
 
-    `poison` fills fresh memory with NaN instead of zero, so that a test sees any read of a page nobody handed out.
+    `tiers`: who keeps the bytes outside the device, by the number that StoreOp and LoadOp have; `host_slabs` of each
+    group in the tier `tier` (a name in PAGE_STORES).
+    `poison` fills fresh memory with NaN instead of zero, so that a test sees any read of a page nobody handed out, and
+    lets tiers check what they bring back.
     """
 
     touches = True
@@ -46,29 +51,20 @@ class Storage:
         block_size: int,
         *,
         host_slabs: Sequence[int] | None = None,
+        tier: str = "host",
         poison: bool = False,
     ) -> None:
         assert len(groups) == len(num_slabs)
         self.pages_per_slab = tuple(group.pages_per_slab for group in groups)
         self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))
         self.planes: tuple[Planes, ...] = tuple(
-            _planes(group, pages, block_size, poison, self._new)
+            planes_of(group, pages, block_size, poison, self._new)
             for group, pages in zip(groups, self.num_pages, strict=True)
         )
-        host = tuple(
-            slabs * group.pages_per_slab for group, slabs in zip(groups, host_slabs or [0] * len(groups), strict=True)
-        )
-        self.host_planes: tuple[Planes, ...] = tuple(
-            _planes(group, pages, block_size, poison, filled) for group, pages in zip(groups, host, strict=True)
-        )
-        self._backed = [0] * len(groups)
-        # Per tier of a PageOp: where it reads and writes, and how many pages there are.
-        device_side, host_side = (self.planes, self.num_pages), (self.host_planes, host)
-        self._sides = {
-            TIER_DEVICE: (device_side, device_side),
-            TIER_OUT: (device_side, host_side),
-            TIER_IN: (host_side, device_side),
+        self.tiers: dict[int, PageStore] = {
+            HOST: PAGE_STORES.get(tier)(groups, host_slabs or [0] * len(groups), block_size, checked=poison)
         }
+        self._backed = [0] * len(groups)
 
     @property
     def num_bytes(self) -> int:
@@ -93,33 +89,39 @@ class Storage:
         self._backed = list(num_slabs)
         self._populating = populate(more)
 
-    def apply(self, ops: Iterable[PageOp], pack: Callable[[PageOp], None] | None = None) -> None:
-        """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote.
+    def apply(self, ops: Iterable[AnyPageOp], pack: Callable[[PackOp], None] | None = None) -> dict[int, bool]:
+        """Zero and copy pages, strictly in order: a later op may read what an earlier one wrote. `pack` does PackOps.
 
-        `pack` carries out those of TIER_PACK.
-
-        Mutates: `planes`. A page id outside its group, or a copy onto itself, is our own bug (AssertionError).
+        Returns the loads that have ended, late ones too, and whether they brought what had been stored
+        (`StepOutput.moves`). Mutates: `planes`, `tiers`. A page id outside its group, or a copy onto itself, is our own
+        bug (AssertionError).
         """
+        moves: dict[int, bool] = {}
         for op in ops:
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
-            if op.tier == TIER_PACK:
+            if isinstance(op, PackOp):
                 assert pack is not None, f"{op}: nobody selects"
                 pack(op)
                 continue
-            (source, num_source), (target, num_target) = self._sides[op.tier]
-            pages = num_target[op.group]
             assert op.count > 0, f"{op}: nothing to do"
-            assert 0 <= op.dst <= pages - op.count, f"{op}: destination outside the {pages} pages of its group"
-            dst = slice(op.dst, op.dst + op.count)
-            if op.src < 0:
-                for array in target[op.group].values():
-                    self._zero(array, op.dst, op.count)
+            planes, last = self.planes[op.group], self.num_pages[op.group] - op.count
+            if isinstance(op, StoreOp):
+                assert 0 <= op.src <= last, f"{op}: source outside its group's pages"
+                self.tiers[op.tier].store(op, planes)
                 continue
-            pages = num_source[op.group]
-            assert op.src <= pages - op.count, f"{op}: source outside the {pages} pages of its group"
-            assert op.tier != TIER_DEVICE or abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
-            for name, array in target[op.group].items():
-                array[dst] = source[op.group][name][op.src : op.src + op.count]
+            assert 0 <= op.dst <= last, f"{op}: destination outside its group's pages"
+            if isinstance(op, LoadOp):
+                good = self.tiers[op.tier].load(op, planes)
+                moves[op.move] = good and moves.get(op.move, True)
+            elif op.src < 0:
+                for array in planes.values():
+                    self._zero(array, op.dst, op.count)
+            else:
+                assert op.src <= last, f"{op}: source outside its group's pages"
+                assert abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
+                for array in planes.values():
+                    array[op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
+        return moves
 
     def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
         """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of guesses
@@ -179,13 +181,14 @@ def filled(shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Arr
     return array
 
 
-def _planes(
+def planes_of(
     group: CacheGroup,
     num_pages: int,
     block_size: int,
     poison: bool,
     new: Callable[[tuple[int, ...], type[np.generic], Any], Array],
 ) -> Planes:
+    """Arrays for so many pages of a group, each made by `new` (shape, dtype, what fills it)."""
     per_page = (block_size,) if group.spec.per_token else ()
     planes: Planes = {}
     for besides, plane in [(False, p) for p in group.spec.planes] + [(True, p) for p in group.spec.page_planes]:

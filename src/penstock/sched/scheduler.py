@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
-from penstock.core.sequence import NEVER, Sequence, Status
-from penstock.core.step_shape import EMPTY
+from penstock.core.sequence import LOST_LOAD, NEVER, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
+from penstock.sched.preempt import prefers_swap
 from penstock.sched.reserve import Reserve
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Scheduler:
         """Set while somebody waits and nothing runs because of the policy, or of the machine's memory."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        """Those who own memory, also while they wait for blocks that are on their way (`Status.LOADING`)."""
         self._claimed: set[int] = set()
         """Waiting sequences that have more right to memory than somebody who runs; found anew in every step."""
         self._on_rank: set[int] = set()
@@ -110,40 +111,45 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """The sequence is finished or aborted: it owns nothing afterwards."""
-        queue = self.running if seq.status is Status.RUNNING else self.waiting
+        queue = self.waiting if seq.status is Status.WAITING else self.running
         queue.remove(seq)
         seq.status = Status.FINISHED
         self._drop(seq)
-        self.kv.drop_host(seq)
+        self.kv.swaps.drop(seq)
         if self.drafts is not None:
             self.drafts.forget(seq.seq_id)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's memory; it resumes ahead of everyone who came after it.
 
-        Its cache is recomputed then, or brought back from the host where that is cheaper and the host has room.
+        Its cache is recomputed then, or brought back from a tier where that is cheaper and the tier has room.
         """
         self.running.remove(seq)
         self.stats.num_preemptions += 1
         num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
         # A pooled vector needs every position's hidden state again, not its cache.
-        swaps = seq.num_inflight == 0 and not seq.request.pooling and self._prefers_swap(num_computed)
-        if swaps and self.kv.swap_out(seq):
+        may_swap = seq.num_inflight == 0 and not seq.request.pooling
+        cheaper = may_swap and prefers_swap(self.preemption_mode, self.timer, self.kv.swaps, num_computed)
+        if cheaper and self.kv.swap_out(seq):
             self.stats.num_swaps += 1
         else:
             self.stats.num_recomputed_tokens += num_computed
         self._drop(seq)
         self.add(seq)
 
-    def _prefers_swap(self, num_computed: int) -> bool:
-        """Whether to bring `num_computed` tokens back from the host rather than compute them again."""
-        if self.preemption_mode != "auto":
-            return self.preemption_mode == "swap"
-        if self.timer is None:
-            return False
-        copies_s = 2 * self.timer.copy_s(self.kv.host.num_bytes(num_computed))
-        return copies_s < self.timer.step_s(EMPTY.plus(0, num_computed))
+    def settle(self, moves: Mapping[int, bool]) -> None:
+        """These loads have ended (`StepOutput.moves`): who waited for one goes on; who has blocks of one that failed
+        computes them again. Before anything else of the step is committed: what it computed of those is ignored."""
+        tokens = {move: self.kv.swaps.ended(move) for move in moves}
+        for seq in [seq for seq in self.running if seq.load in moves]:
+            if not moves[seq.load]:
+                self.stats.num_failed_loads += 1
+                self.preempt(seq)
+                seq.load = LOST_LOAD
+            elif seq.status is Status.LOADING:
+                seq.status = Status.RUNNING
+                seq.num_computed = tokens[seq.load]
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)
@@ -166,7 +172,9 @@ class Scheduler:
         `now_s` is the time at which the step begins: the only time that policies may look at, so that a recorded run
         replays to the same schedule.
         `idle`: nothing is in flight. Then somebody must be able to run if anybody is queued; otherwise EngineError.
+        While a load is on its way (`kv.swaps.loads`) that is not so: a step without rows is due, to hear of it.
         """
+        alone, idle = idle, idle and not self.kv.swaps.loads
         rows: dict[int, tuple[Sequence, ScheduledRow]] = {}
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
@@ -218,10 +226,12 @@ class Scheduler:
                     blocked = True
                     continue
                 n = self._admit(seq, budget)
-                if n == 0:
+                if n is None:
                     blocked = True  # first come, first served: nobody overtakes the head of the queue
                     continue
                 added.append(seq)
+                if n == 0:
+                    continue
             elif seq.status is Status.RUNNING:
                 n = self._chunk(seq, seq.lag, budget)
                 if n == 0:
@@ -247,13 +257,16 @@ class Scheduler:
                 if n == 0:
                     continue
             else:
-                continue  # ended while the order was being walked
+                num_running_ahead -= 1  # its blocks are on their way
+                continue
             row = self._row(seq, n)
             rows[seq.seq_id] = (seq, row)
             budget -= n
             if self._clockwork is not None:
                 self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
+            if self.kv.swaps.loads and (alone or any(seq.status is Status.LOADING for seq in added)):
+                return self._emit(step, rows, added, 0)
             if not idle:
                 return None
             held = [s for s in self.running if s.held]
@@ -318,7 +331,7 @@ class Scheduler:
         if not self.running:
             return seq.num_known
         aside = 0 if seq.seq_id in self._claimed else self.reserve.tokens(self.running, seq)
-        coming = sum(map(self.kv.num_coming, self.running)) * self.block_size
+        coming = self.kv.selections.coming(self.running) * self.block_size
         return seq.num_known + max(width * self.block_size, aside) + coming
 
     def _step_limit_s(self) -> float:
@@ -341,24 +354,28 @@ class Scheduler:
             n = lag if budget >= self.max_num_batched_tokens else 0
         return n if n <= 0 else self.kv.cut(seq, start, n)
 
-    def _admit(self, seq: Sequence, budget: int) -> int:
-        """Give a waiting sequence memory and a first chunk; 0 leaves everything as it was."""
+    def _admit(self, seq: Sequence, budget: int) -> int | None:
+        """Give a waiting sequence memory and a first chunk: the tokens of that; 0 if it waits for blocks on their way.
+
+        None leaves everything as it was.
+        """
         match = self.kv.match(seq)
         known = seq.num_known
         if not self.kv.can_admit(seq, match, self._tokens_to_admit(seq)):
-            return 0
+            return None
         if self._chunk(seq, known - match.num_tokens, budget) == 0:
-            return 0
+            return None
         self.kv.admit(seq, match)
-        self.kv.restore(seq)
-        n = self._chunk(seq, known - seq.num_computed, budget)
-        if not self.kv.grow(seq, seq.num_computed + n):
+        status, n = Status.LOADING, 0
+        if self.kv.restore(seq):
+            status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget)
+        if n and not self.kv.grow(seq, seq.num_computed + n):
             if seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
                 raise EngineError("admission promised memory that growth did not find")
             self.kv.release(seq)  # others, or steps in flight, use what its first selection would copy
-            return 0
+            return None
         self.waiting.remove(seq)
-        seq.status = Status.RUNNING
+        seq.status = status
         insort(self.running, seq, key=self.policy.key)
         if seq.num_preemptions == 0 and seq.num_generated == 0:
             seq.first_cached = seq.num_cached
@@ -387,7 +404,7 @@ class Scheduler:
         prompt_from = -1
         if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
             prompt_from = max(start, seq.prompt_logprobs_done)
-        keeps = self.kv.keeps(seq, start + n)
+        keeps = self.kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
         return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
 
     def _emit(
@@ -395,7 +412,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         entering = []
         for seq in added:
-            if seq.seq_id in rows:  # not if it was preempted again within this step
+            if seq.tables:  # not if it was preempted again within this step
                 rules = seq.request.rules
                 entering.append(AddedRow(seq.seq_id, seq.index, seq.token_ids.tolist(), seq.prompt_len, rules))
                 self._on_rank.add(seq.seq_id)

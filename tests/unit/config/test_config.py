@@ -61,7 +61,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "auto",
         "threads": None, "quantization": "none",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
-        "warm_grammars": False,
+        "enable_hierarchical_cache": False, "warm_grammars": False,
         "schedule_conservativeness": 1.0, "speculative_config": None,
     }  # fmt: skip
 

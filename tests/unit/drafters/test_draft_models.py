@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,10 +13,10 @@ import pytest
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import from_kwargs
-from penstock.core.batch import TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
 from penstock.core.draft import ROOT, UNKNOWN, DraftJob, DraftTree, Outcome
 from penstock.core.machine import Machine
+from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.core.sampling import TokenRules
 from penstock.drafters.aligned import Alignment
 from penstock.drafters.choose import Chooser, Guess, Sprout
@@ -193,7 +194,7 @@ def test_pages_carry_what_they_hold() -> None:
 
     class Storage:
         num_pages = (9, 9)
-        host_planes = ({}, {"k": np.zeros((4, 1))})
+        tiers: ClassVar = {HOST: SimpleNamespace(num_pages=(0, 4))}
 
     group = CacheGroup(1, CacheSpec("paged", (Plane("k", 1, 1, "float32"),)), (0,))
     filled = Filled([group], Rows(), Storage())  # type: ignore[arg-type]
@@ -203,9 +204,9 @@ def test_pages_carry_what_they_hold() -> None:
     assert filled.num_tokens(8, 12) == 4, "the first block is shared"
     filled.track([PageOp(0, -1, 0, 9)])
     assert filled.num_tokens(7, 12) == 10, "another model's pages"
-    filled.track([PageOp(1, 5, 3, 1), PageOp(1, 2, 1, 1, TIER_OUT), PageOp(1, -1, 2, 1)])
+    filled.track([PageOp(1, 5, 3, 1), StoreOp(1, 2, 1, 1), PageOp(1, -1, 2, 1)])
     assert (filled.num_tokens(7, 12), filled.num_tokens(8, 12)) == (0, 0)
-    filled.track([PageOp(1, 1, 2, 1, TIER_IN)])
+    filled.track([LoadOp(1, 1, 2, 1, 0)])
     assert (filled.num_tokens(7, 12), filled.num_tokens(8, 12)) == (10, 8), "swapped out, and in again"
     filled.fill(7, 10, 12)
     assert filled.num_tokens(7, 12) == 12, "from within the last block on"

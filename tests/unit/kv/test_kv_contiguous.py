@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError, EngineError
-from penstock.core.batch import PageOp
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.core.page_ops import PageOp
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.core.sequence import Sequence

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.core.batch import TIER_PACK
+from penstock.core.page_ops import PackOp
 from penstock.kv.block_pool import BROKEN, BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.lines import apply_lines, cut_lines, num_missing, own_pages, plan_lines
@@ -67,9 +67,7 @@ def test_ones_own_pages_are_used_again_and_the_rest_is_free() -> None:
     assert [(u.layer, u.start, u.ids, u.dropped) for u in updates] == [
         (0, 0, table.layers[0], 14), (1, 0, table.layers[1], 21)
     ]  # fmt: skip
-    assert [(op.src, op.tier, op.lines, op.sources) for op in ops] == [
-        (7, TIER_PACK, tuple(map(tuple, table.layers)), (tuple(before),))
-    ]
+    assert ops == [PackOp(0, 7, tuple(map(tuple, table.layers)), (tuple(before),))]
 
 
 def test_shared_blocks_stay_as_they_are_and_copies_come_from_the_pool() -> None:

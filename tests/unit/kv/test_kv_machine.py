@@ -159,17 +159,17 @@ LAYOUTS: dict[str, tuple[tuple[CacheGroup, ...], Callable[[int], list[int]]]] = 
 WINDOWED = [name for name, (groups, _) in LAYOUTS.items() if any(g.spec.window for g in groups)]
 
 
-def configs(prefix: Any, layouts: list[str]) -> st.SearchStrategy[Config]:
+def configs(prefix: Any, layouts: list[str], host: list[int]) -> st.SearchStrategy[Config]:
     def build(
-        eviction: str, block_size: int, depth: int, layout: str, n: int, checkpoint: int, chunk: int | None
+        eviction: str, block_size: int, depth: int, layout: str, n: int, checkpoint: int, chunk: int | None, host: int
     ) -> Config:  # fmt: skip
         groups, sizes = LAYOUTS[layout]
-        return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint, chunk)
+        return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint, chunk, host)
 
     return st.builds(
         build, st.sampled_from(EVICTION_POLICIES.names()), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]),
         st.sampled_from(layouts), st.sampled_from([8, 12, 20, 40, 60]), st.sampled_from([2, 4]),
-        st.sampled_from([None, 1, 3] if set(layouts) & set(WINDOWED) else [None]),
+        st.sampled_from([None, 1, 3] if set(layouts) & set(WINDOWED) else [None]), st.sampled_from(host),
     )  # fmt: skip
 
 
@@ -177,9 +177,9 @@ PHASES = (Phase.generate,)
 """Shrinking a failing machine takes minutes: add `Phase.shrink` when hunting."""
 
 
-def play(prefix: Any, layouts: list[str], examples: int, steps: int = 24) -> None:
+def play(prefix: Any, layouts: list[str], examples: int, steps: int = 24, host: tuple[int, ...] = (0,)) -> None:
     class Configured(Machine):
-        config_strategy = configs(prefix, layouts)
+        config_strategy = configs(prefix, layouts, list(host))
 
     run_state_machine_as_test(
         Configured,
@@ -205,3 +205,15 @@ def test_G26_histories_survive_where_windows_slide(prefix: str, layout: str) -> 
 @pytest.mark.parametrize("layout", ["paged", "slots", "full-and-window"])
 def test_B05_histories_survive_hash_collisions(layout: str) -> None:
     play(colliding_cache, [layout], 15)
+
+
+@pytest.mark.parametrize("layout", ["paged", "two-paged"])
+@pytest.mark.parametrize("prefix", ["radix", "hash"])
+def test_histories_survive_where_evicted_blocks_and_preempted_sequences_wait_in_a_tier(
+    prefix: str, layout: str
+) -> None:
+    play(prefix, [layout], 25, host=(3, 8, 30))
+
+
+def test_histories_survive_in_a_tier_under_hash_collisions() -> None:
+    play(colliding_cache, ["paged"], 15, host=(3, 8))

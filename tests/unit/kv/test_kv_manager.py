@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError, EngineError
-from penstock.core.batch import PageOp, TableUpdate
+from penstock.core.batch import TableUpdate
+from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
 from penstock.core.sequence import Sequence
 from penstock.kv.block_pool import BlockPool

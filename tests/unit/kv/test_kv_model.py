@@ -18,6 +18,7 @@ import pytest
 
 from penstock.core.batch import GONE
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.core.sequence import Sequence
@@ -77,6 +78,8 @@ class Rank:
             [[STALE] * size for _ in range(n * g.pages_per_slab)]
             for g, n, size in zip(groups, num_slabs, self.size, strict=True)
         ]
+        self.stored: list[dict[int, list[Any]]] = [{} for _ in groups]
+        """What is in the tier, by page."""
         self.tables: dict[int, list[list[list[int]]]] = {}
 
     def apply(self, removed: list[int], tables: list[Any], ops: list[Any]) -> None:
@@ -93,6 +96,12 @@ class Rank:
         for op in ops:
             pages = self.pages[op.group]
             for i in range(op.count):
+                if isinstance(op, StoreOp):
+                    self.stored[op.group][op.dst + i] = list(pages[op.src + i])
+                    continue
+                if isinstance(op, LoadOp):
+                    pages[op.dst + i] = list(self.stored[op.group][op.src + i])
+                    continue
                 pages[op.dst + i] = [None] * self.size[op.group] if op.src < 0 else list(pages[op.src + i])
 
 
@@ -144,6 +153,8 @@ class Config:
     checkpoint_tokens: int = 4
     chunk: int | None = None
     """Most tokens of a sequence in a step, if there is a limit."""
+    host: int = 0
+    """Blocks of each group that fit into host memory; the prefix cache offloads to it, preemption swaps to it."""
 
 
 class World:
@@ -158,6 +169,7 @@ class World:
             config.groups, config.num_slabs, config.block_size, prefix_cache=prefix, eviction=config.eviction,
             slot_checkpoint_tokens=config.checkpoint_tokens,
             step_tokens=None if config.chunk is None else config.chunk * config.depth,
+            host_slabs=[config.host] * len(config.groups), offload=config.host > 0,
         )  # fmt: skip
         self.rank = Rank(config.groups, config.num_slabs, config.block_size)
         self.seqs: list[Sequence] = []
@@ -170,6 +182,8 @@ class World:
         self.slots = [g.index for g in config.groups if g.spec.kind == "slot"]
         self.paged = [g.index for g in config.groups if g.spec.per_token]
         self.hits = 0
+        self.swapped: dict[int, list[int]] = {}
+        """Histories of those that wait in the tier."""
 
     # -- the fake model
 
@@ -202,6 +216,8 @@ class World:
         if not can and self.slots:
             return
         kv.admit(seq, match)
+        if can:
+            assert kv.restore(seq)
         # The promise is kept, and it is not made too rarely: with one group it is exact.
         wanted = seq.num_known + margin
         grown = kv.grow(seq, min(wanted, seq.num_computed + (self.config.chunk or wanted)))
@@ -211,15 +227,20 @@ class World:
         if not grown:
             self.drop(seq)
             return
-        assert seq.num_computed == seq.num_cached == match.num_tokens
+        assert seq.num_computed >= seq.num_cached >= match.num_tokens
+        assert self.config.host or seq.num_computed == match.num_tokens
         self.hits += match.num_tokens
         history: list[int] = []
         for token in seq.token_ids[: seq.num_computed]:
             history.append(self.value(seq, history[-1] if history else None, token, self.weights, False))
-        self.history[seq.seq_id] = history
+        swapped = self.swapped.pop(seq.seq_id, [])
+        self.history[seq.seq_id] = swapped if len(swapped) == seq.num_computed else history
 
     def drop(self, seq: Sequence) -> None:
-        self.kv.release(seq)
+        if self.config.host and seq.seq_id in self.history and seq.num_inflight == 0 and self.kv.swap_out(seq):
+            self.swapped[seq.seq_id] = self.history[seq.seq_id]
+        else:
+            self.kv.release(seq)
         assert seq.tables == []
         assert seq.node is None
         assert seq.num_computed == seq.num_inflight == seq.num_cached == 0
@@ -254,6 +275,8 @@ class World:
         assert {t.seq_id for t in tables} <= alive, "a table update for a sequence that owns nothing"
         for step in self.inflight:
             for op in ops:
+                if isinstance(op, StoreOp):
+                    continue
                 seen = step.seen[op.group].intersection(range(op.dst, op.dst + op.count))
                 assert not seen, f"pages {seen} are overwritten while a step in flight has them in a table"
         for row in rows:
@@ -379,11 +402,14 @@ class World:
     def finish(self, seq: Sequence) -> None:
         if seq.tables:
             self.drop(seq)
+        self.kv.swaps.drop(seq)
         self.seqs.remove(seq)
 
     def reset(self) -> None:
         """New weights: nothing computed with the old ones may be found again."""
         self.kv.reset_prefix_cache()
+        for seq in self.seqs:
+            self.kv.swaps.drop(seq)
         self.weights += 1
 
     def check(self) -> None:

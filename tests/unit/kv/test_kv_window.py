@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-from penstock.core.batch import GONE, TIER_IN, TIER_OUT
+from penstock.core.batch import GONE
 from penstock.core.cache_spec import CacheSpec
+from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.sequence import Sequence
 from penstock.kv.allocators import contiguous, virtual
 from penstock.kv.manager import KVManager
@@ -366,9 +367,9 @@ def test_G26_a_swap_moves_what_is_seen(prefix: str) -> None:
     compute(kv, seq)
     kv.drain()
     assert kv.swap_out(seq)
-    assert Counter(op.group for op in kv.drain()[1] if op.tier == TIER_OUT) == {0: 10, 1: 2}
+    assert Counter(op.group for op in kv.drain()[1] if isinstance(op, StoreOp)) == {0: 10, 1: 2}
     copied = [g.slab_bytes(S) for g in MIXED]
-    assert kv.host.num_bytes(39) == 10 * copied[0] + 2 * copied[1]
+    assert kv.swaps.num_bytes(39) == 10 * copied[0] + 2 * copied[1]
     if prefix == "radix":  # a hit brings the full blocks back; the window's last one only the host has
         pool_of(kv, 1).make_room(pool_of(kv, 1).num_idle - 2)
     seq.token_ids.extend([1, 2])
@@ -376,7 +377,7 @@ def test_G26_a_swap_moves_what_is_seen(prefix: str) -> None:
     assert hit == (0 if prefix == "none" else 36)
     assert seq.num_computed == 39
     assert seq.tables[1].ids[:8] == [GONE] * 8
-    ops = Counter(op.group for op in kv.drain()[1] if op.tier == TIER_IN)
+    ops = Counter(op.group for op in kv.drain()[1] if isinstance(op, LoadOp))
     assert ops == ({0: 10, 1: 2} if prefix == "none" else {0: 1, 1: 1})
     compute(kv, seq)
     kv.check_invariants([seq])

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.batch import AddedRow, Appended, Fork, PageOp, ScheduledRow, SchedulerOutput, TableUpdate
+from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, TableUpdate
+from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
 from tests.unit.runner.test_runner_step import S, V, make, oracle_next, zero_slabs
 

@@ -17,17 +17,9 @@ import numpy as np
 import pytest
 
 from penstock.base.rng import uniform
-from penstock.core.batch import (
-    AddedRow,
-    Appended,
-    Fork,
-    PageOp,
-    ScheduledRow,
-    SchedulerOutput,
-    StepOutput,
-    TableUpdate,
-)
+from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, StepOutput, TableUpdate
 from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import Planes, StepPlan
 from penstock.runner.runner import Runner

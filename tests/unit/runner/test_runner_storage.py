@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.base.bf16 import widen
-from penstock.core.batch import TIER_IN, TIER_OUT, PageOp
 from penstock.core.cache_spec import CacheSpec, Plane, group_layers, vector_planes
+from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.runner.storage import Storage
 
 PAGED = CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32")))
@@ -32,7 +32,7 @@ def test_shapes_and_bytes() -> None:
 def test_scales_are_poisoned_zeroed_and_moved_with_their_numbers() -> None:
     groups = group_layers([CacheSpec("paged", vector_planes({"k": (2, 4), "v": (2, 6)}, "int8"))])
     storage = Storage(groups, [6], 8, host_slabs=[3], poison=True)
-    planes, host = storage.planes[0], storage.host_planes[0]
+    planes, host = storage.planes[0], storage.tiers[HOST].planes[0]
     assert {name: (p.shape, p.dtype) for name, p in planes.items()} == {
         "k": ((6, 8, 2, 4), np.int8), "v": ((6, 8, 2, 6), np.int8), "k_scale": ((6, 8, 2, 1), np.float32),
         "v_scale": ((6, 8, 2, 1), np.float32),
@@ -41,7 +41,7 @@ def test_scales_are_poisoned_zeroed_and_moved_with_their_numbers() -> None:
     assert np.isnan(planes["k_scale"]).all()
     for plane in planes.values():
         plane[1] = 3
-    storage.apply([PageOp(0, 1, 4, 1), PageOp(0, 1, 2, 1, TIER_OUT), PageOp(0, -1, 1, 1), PageOp(0, 2, 5, 1, TIER_IN)])
+    storage.apply([PageOp(0, 1, 4, 1), StoreOp(0, 1, 2, 1), PageOp(0, -1, 1, 1), LoadOp(0, 2, 5, 1, 7)])
     for name, plane in planes.items():
         assert (plane[4] == 3).all(), f"a copy forgot {name}"
         assert (host[name][2] == 3).all(), f"a swap forgot {name}"

@@ -15,6 +15,7 @@ from penstock.engine.beams import Beams
 from penstock.kv.eviction.lfu import LFU
 from penstock.sched.policy.fair import Fair
 from penstock.sched.policy.splitfuse import SplitFuse
+from penstock.sched.preempt import prefers_swap
 from penstock.sim.goodput import find_goodput
 from penstock.sim.metrics import Slo, within
 from tests.engine.harness import Knobs, fake_engine, request
@@ -180,7 +181,7 @@ def test_A08_the_cheaper_way_near_break_even(share: float, swaps: bool) -> None:
     timer = SimpleNamespace(copy_s=lambda num_bytes: share * recompute_s / 2, step_s=lambda shape: recompute_s)
     core, _ = fake_engine(Knobs(block_size=4, host_blocks=40, preemption="auto"))
     core.scheduler.timer = timer
-    assert core.scheduler._prefers_swap(num_tokens) is swaps
+    assert prefers_swap(core.scheduler.preemption_mode, core.scheduler.timer, core.kv.swaps, num_tokens) is swaps
 
 
 # -- SplitFuse: the target moves slowly ------------------------------------------------------------------------------

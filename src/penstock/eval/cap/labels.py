@@ -55,6 +55,7 @@ LABELS: dict[str, Label] = {
     "kv_allocator": _SYSTEM,
     "block_size": _SYSTEM,
     "swap_space": _SYSTEM,
+    "enable_hierarchical_cache": _SYSTEM,
     "slot_checkpoint_tokens": _SYSTEM,
     "scheduling_policy": _SYSTEM,
     "max_num_seqs": _SYSTEM,

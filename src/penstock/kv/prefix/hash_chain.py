@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from penstock.base.hashing import digest
 from penstock.core.protocols import EvictionPolicy
-from penstock.kv.prefix.tree import Node, PrefixTree, Slabs
+from penstock.kv.prefix.node import Node, Slabs
+from penstock.kv.prefix.tree import PrefixTree
 
 
 class HashChain(PrefixTree):
@@ -49,7 +50,7 @@ class HashChain(PrefixTree):
             if i == len(keys):
                 keys.append(self._hash(node.key, block))
             child = self._index.get(keys[i])
-            if child is None or child.parent is not node or child.tokens != block:
+            if child is None or child.parent is not node or child.tokens != block or not child.slabs:
                 break
             node = child
             if not at_checkpoint or child.checkpoint is not None:
@@ -67,21 +68,27 @@ class HashChain(PrefixTree):
             child = self._index.get(key)
             if child is None:
                 child = Node(node, key, node.end, block, [mine])
+                child.locks = 1
                 self._index[key] = child
                 node.children[key] = child
+                node.near += 1
                 self._tick += 1
                 self.policy.on_insert(child, self._tick)
                 num_new += 1
             elif child.parent is not node or child.tokens != block:
                 break
             else:
-                existing.extend(child.slabs)
-                if child.locks == 0:
-                    self._num_evictable -= 1
-                    self._leaves.discard(child)
-            child.locks += 1
+                theirs = self._join(child, [mine])
+                existing += theirs
+                num_new += not theirs
             node = child
         return node, existing, num_new
+
+    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+        block = raw[node.end * self.block_bytes : (node.end + 1) * self.block_bytes]
+        child = self._index.get(self._hash(node.key, block))
+        found = child is not None and child.parent is node and child.tokens == block
+        return (child, 1) if found else (None, 0)
 
     def _remove(self, node: Node) -> None:
         del self._index[node.key]
@@ -91,4 +98,4 @@ class HashChain(PrefixTree):
         assert node.parent is not None
         assert node.key == self._hash_again(node.parent.key, bytes(node.tokens)), "an entry is not named by its hash"
         assert self._index.get(node.key) is node, "an entry is not in the index"
-        assert len(node.slabs) == 1, "an entry has more than one block"
+        assert node.end - node.start == 1, "an entry has more than one block"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from penstock.kv.prefix.tree import Node, PrefixTree, Slabs
+from penstock.kv.prefix.node import Node, Slabs
+from penstock.kv.prefix.tree import PrefixTree
 
 
 class RadixCache(PrefixTree):
@@ -29,7 +30,7 @@ class RadixCache(PrefixTree):
         done = 0
         while done < num_blocks:
             child = node.children.get(raw[done * size : (done + 1) * size])
-            if child is None:
+            if child is None or not child.slabs:
                 break
             common = self._common(child, raw, done)
             node = child
@@ -44,7 +45,7 @@ class RadixCache(PrefixTree):
         """Blocks that the run of `node` and `raw` from block `at` on have in common; the first is known to be equal."""
         size = self.block_bytes
         tokens = node.tokens
-        high = min(len(node.slabs), len(raw) // size - at)
+        high = min(node.end - node.start, len(raw) // size - at)
         base = at * size
         if tokens[: high * size] == raw[base : base + high * size]:
             return high
@@ -65,13 +66,19 @@ class RadixCache(PrefixTree):
         assert node.end >= num_blocks, "the entry lost blocks since it was matched"
         return node if node.end == num_blocks else self._split(node, num_blocks - node.start)
 
+    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+        at, size = node.end, self.block_bytes
+        child = node.children.get(raw[at * size : (at + 1) * size])
+        return child, 0 if child is None else self._common(child, raw, at)
+
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after its first `at` blocks; returns the new upper node. Holders of `node` keep standing on it."""
         parent = node.parent
         assert parent is not None
-        assert 0 < at < len(node.slabs), f"a run of {len(node.slabs)} blocks is split at {at}"
+        assert 0 < at < node.end - node.start, f"a run of {node.end - node.start} blocks is split at {at}"
         cut = at * self.block_bytes
         upper = Node(parent, node.key, node.start, node.tokens[:cut], node.slabs[:at])
+        upper.copies = node.copies[:at]
+        upper.near = int(bool(node.slabs))
         upper.locks = node.locks
         upper.tick = node.tick
         parent.children[upper.key] = upper
@@ -79,6 +86,7 @@ class RadixCache(PrefixTree):
         node.start += at
         del node.tokens[:cut]
         del node.slabs[:at]
+        del node.copies[:at]
         node.key = bytes(node.tokens[: self.block_bytes])
         upper.children[node.key] = node
         return upper
@@ -94,16 +102,12 @@ class RadixCache(PrefixTree):
                 node = self._grow(node, tokens[done * size :], slabs[done:])
                 break
             common = self._common(child, tokens, done)
-            if common < len(child.slabs):
+            if common < child.end - child.start:
                 child = self._split(child, common)
-            existing.extend(child.slabs)
-            if child.locks == 0:
-                self._num_evictable -= common
-                self._leaves.discard(child)
-            child.locks += 1
+            existing += self._join(child, slabs[done : done + common])
             node = child
             done += common
-        return node, existing, len(slabs) - done
+        return node, existing, len(slabs) - len(existing)
 
     def _grow(self, node: Node, tokens: bytes, slabs: list[Slabs]) -> Node:
         """New blocks after `node`, on which the inserting holder stands."""
@@ -115,6 +119,7 @@ class RadixCache(PrefixTree):
         child = Node(node, key, node.end, tokens, slabs)
         child.locks = 1
         node.children[key] = child
+        node.near += 1
         self._tick += 1
         self.policy.on_insert(child, self._tick)
         return child

@@ -1,66 +1,24 @@
 """What the tree-shaped prefix caches share: holders, eviction from the leaves, checkpoints, invariants.
 
-Source: SGLang, arXiv 2312.07104, section 3 (reference counts along the path, leaf-first eviction).
+With an `Offload` what is evicted from the device waits in a tier instead: on every path, blocks on the device come
+first, then blocks in the tier. Sources: SGLang, arXiv 2312.07104, section 3 (reference counts along the path,
+leaf-first eviction), and its hierarchical cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from penstock.core.protocols import EvictionPolicy
+from penstock.kv.prefix.node import TOKEN_BYTES, Checkpoint, Node, Slabs
 from penstock.kv.prefix.queue import EvictionQueue
 
-TOKEN_BYTES = 4
-Slabs = tuple[int, ...]
+if TYPE_CHECKING:
+    from array import array
 
-
-class Checkpoint:
-    """State of the slot groups at the end of `node`: one slab per slot group."""
-
-    __slots__ = ("node", "queued", "slabs", "tick")
-
-    def __init__(self, node: Node, slabs: Slabs) -> None:
-        self.node = node
-        self.slabs = slabs
-        self.tick = 0
-        self.queued = 0
-
-
-class Node:
-    """A run of blocks that follow one another; a root stands for a namespace and has no blocks.
-
-    Attributes:
-        key: its name among its parent's children (a root: the namespace).
-        tokens: ids of its blocks, 4 bytes each.
-        slabs: per block, one slab per paged group.
-        start: blocks before it.
-        locks: holders that stand on this node or below it. A node is evictable when it is 0, and then so is all
-            below.
-    """
-
-    __slots__ = (
-        "checkpoint", "children", "key", "locks", "parent", "queued", "slabs", "start", "tick", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, parent: Node | None, key: bytes, start: int, tokens: bytes | bytearray, slabs: list[Slabs]
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.start = start
-        self.tokens = bytearray(tokens)
-        self.slabs = slabs
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        self.tick = 0
-        self.queued = 0
-        self.checkpoint: Checkpoint | None = None
-
-    @property
-    def end(self) -> int:
-        """Blocks up to its end."""
-        return self.start + len(self.slabs)
+    from penstock.kv.offload import Offload
 
 
 class PrefixTree:
@@ -77,6 +35,8 @@ class PrefixTree:
         self.block_bytes = block_size * TOKEN_BYTES
         self.policy = policy
         self.version = 0
+        self.offload: Offload | None = None
+        """Where evicted blocks wait; None: they are forgotten."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._clear()
@@ -85,6 +45,8 @@ class PrefixTree:
         self._roots: dict[bytes, Node] = {}
         self._leaves = EvictionQueue(self.policy)
         self._checkpoints = EvictionQueue(self.policy)
+        self._far = EvictionQueue(self.policy)
+        """Those in the tier without children: nobody ever stands on one."""
         self._num_evictable = 0
         self._tick = 0
 
@@ -169,8 +131,21 @@ class PrefixTree:
             return
         self._num_evictable += len(node.slabs)
         self.policy.on_hit(node, self._tick)  # it was in use until now
-        if not node.children:
+        if not node.near:
             self._leaves.push(node)
+
+    def _bare(self, node: Node) -> None:
+        """A child of `node` is gone, or is not on the device any more: `node` may be the next to go."""
+        if node.locks:
+            return
+        if node.parent is None:
+            if not node.children:
+                del self._roots[node.key]
+        elif node.slabs:
+            if not node.near:
+                self._leaves.push(node)
+        elif not node.children:
+            self._far.push(node)
 
     def withdraw(self, entry: Node) -> tuple[Node, list[Slabs]]:
         node = entry
@@ -195,29 +170,130 @@ class PrefixTree:
             if node.checkpoint is not None:
                 checkpoints.append(self._drop_checkpoint(node.checkpoint))
             n = min(num_blocks - len(blocks), len(node.slabs))
-            blocks.extend(reversed(node.slabs[-n:]))
+            gone = node.slabs[-n:]
+            blocks.extend(reversed(gone))
             self._num_evictable -= n
-            if n < len(node.slabs):
-                del node.slabs[-n:]
-                del node.tokens[-n * self.block_bytes :]
-                self._leaves.push(node)
+            copies = self._keep(gone)
+            if copies is None:
+                self._forget_below(node)
+            self._leaves.discard(node)  # it came back if something below it went
+            if copies is not None:
+                self._move_out(node, copies)
             else:
-                self._remove(node)
+                self._cut(node, node.slabs, n, self._leaves)
         if blocks:
             self.version += 1
         return blocks, checkpoints
 
+    def _cut(self, node: Node, ids: list[Slabs], n: int, queue: EvictionQueue) -> None:
+        """The last `n` blocks of a node without children are forgotten; `ids`: what it has of its blocks."""
+        if n == len(ids):
+            self._remove(node)
+            return
+        del ids[-n:]
+        del node.tokens[-n * self.block_bytes :]
+        queue.push(node)
+
     def _remove(self, node: Node) -> None:
-        """Take an evicted leaf out of the tree."""
+        """Take a node without children out of the tree."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
-        if parent.children or parent.locks:
-            return
-        if parent.parent is None:
-            del self._roots[parent.key]
+        parent.near -= bool(node.slabs)
+        self._bare(parent)
+
+    # -- in a tier -----------------------------------------------------------------------------------------------
+
+    def stored(self, entry: Node, tokens: array[int], limit: int) -> list[Slabs]:
+        """Copies in the tier of the blocks that go on from a held `entry`, in order, up to block number `limit`."""
+        node = entry
+        found: list[Slabs] = []
+        raw = tokens[: limit * self.block_size].tobytes()
+        while node.end < limit:
+            child, common = self._next(node, raw)
+            if child is None or not child.copies:
+                break
+            found += child.copies[:common]
+            if common < len(child.copies):
+                break
+            node = child
+        return found
+
+    def drop_copies(self, num_blocks: int) -> None:
+        """Forget up to `num_blocks` blocks in the tier, ends of paths first."""
+        while num_blocks > 0 and self.offload is not None:
+            node: Node | None = self._far.pop()
+            if node is None:
+                return
+            n = min(num_blocks, len(node.copies))
+            self.offload.drop(node.copies[-n:])
+            self._cut(node, node.copies, n, self._far)
+            num_blocks -= n
+
+    def copies(self) -> list[Slabs]:
+        """Of all blocks in the tier. Linear; for checks."""
+        return [ids for node in self._nodes() for ids in node.copies]
+
+    def _keep(self, blocks: list[Slabs]) -> list[Slabs] | None:
+        """Plan to copy blocks to the tier, at the cost of others there; None if they have to be forgotten."""
+        if self.offload is None:
+            return None
+        self.drop_copies(len(blocks) - self.offload.num_free)
+        return self.offload.keep(blocks)
+
+    def _move_out(self, node: Node, copies: list[Slabs]) -> None:
+        """The last blocks of an evicted node leave the device for the tier; what follows them is there already."""
+        if len(copies) < len(node.slabs):
+            upper = self._split(node, len(node.slabs) - len(copies))
+            upper.near = 0
+            self._bare(upper)
         else:
-            self._leaves.push(parent)
+            assert node.parent is not None
+            node.parent.near -= 1
+            self._bare(node.parent)
+        node.slabs, node.copies = [], copies
+        self._bare(node)
+
+    def _join(self, node: Node, mine: list[Slabs]) -> list[Slabs]:
+        """A holder that stands on the node's parent has computed its blocks, too, and goes on to stand on it.
+
+        Returns the slabs that it shall have for `mine`; none if the blocks had left the device: then `mine` take the
+        place of the copies.
+        """
+        existing = node.slabs
+        if node.copies:
+            assert self.offload is not None
+            assert node.parent is not None
+            self._far.discard(node)
+            self.offload.drop(node.copies)
+            node.slabs, node.copies = mine, []
+            node.parent.near += 1
+        elif node.locks == 0:
+            self._num_evictable -= len(existing)
+            self._leaves.discard(node)
+        node.locks += 1
+        return existing
+
+    def _forget_below(self, node: Node) -> None:
+        """What goes on from `node` in the tier cannot be found without it."""
+        below = list(node.children.values())
+        for child in below:
+            below += child.children.values()
+        for child in reversed(below):
+            assert self.offload is not None
+            self._far.discard(child)
+            self.offload.drop(child.copies)
+            self._remove(child)
+
+    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+        """The child of `node` that goes on as `raw` does, and how many blocks of its run are the same; or (None, 0)."""
+        raise NotImplementedError
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after its first `at` blocks; returns the new upper node. Holders of `node` keep standing on it."""
+        raise NotImplementedError
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def checkpoint(self, entry: Node) -> Slabs | None:
         return None if entry.checkpoint is None else entry.checkpoint.slabs
@@ -256,8 +332,8 @@ class PrefixTree:
         while stack and len(found) < num_nodes:
             depth, node = stack.pop()
             if node.parent is not None:
-                found.append((depth - 1, len(node.slabs), node.locks))
-            children = sorted(islice(node.children.values(), 256), key=lambda n: len(n.slabs))
+                found.append((depth - 1, node.end - node.start, node.locks))
+            children = sorted(islice(node.children.values(), 256), key=lambda n: n.end - n.start)
             stack += [(depth + 1, child) for child in children[-num_nodes:]]
         return found
 
@@ -272,6 +348,8 @@ class PrefixTree:
 
     def reset(self) -> tuple[list[Slabs], list[Slabs]]:
         everything = self.contents()
+        if self.offload is not None:
+            self.offload.drop(self.copies())
         self._clear()
         self.version += 1
         return everything
@@ -295,6 +373,7 @@ class PrefixTree:
                 up = up.parent
         nodes = list(self._nodes())
         leaves = {id(node) for node in self._leaves.entries()}
+        far = {id(node) for node in self._far.entries()}
         marked = {id(checkpoint) for checkpoint in self._checkpoints.entries()}
         for key, root in self._roots.items():
             assert root.key == key, "a root is kept under another namespace's name"
@@ -303,14 +382,18 @@ class PrefixTree:
             assert root.locks or root.children, "an empty namespace was not removed"
         for node in nodes:
             assert node.locks == standing.pop(id(node), 0), f"node has {node.locks} locks, not one per holder below"
-            assert (id(node) in leaves) == bool(node.parent and not node.locks and not node.children), (
+            assert (id(node) in leaves) == bool(node.parent and node.slabs and not node.locks and not node.near), (
                 "the eviction queue is not exactly the unheld leaves"
             )
+            assert (id(node) in far) == bool(node.copies and not node.children), "the tier's leaves are miscounted"
+            assert node.near == sum(bool(child.slabs) for child in node.children.values()), "children are miscounted"
             leaves.discard(id(node))
+            far.discard(id(node))
             if node.parent is not None:
-                assert node.slabs, "a node has no block"
+                assert bool(node.slabs) != bool(node.copies), "a node has no block, or is in two places"
+                assert not node.copies or not (node.locks or node.near), "somebody stands on what is not on the device"
                 assert node.start == node.parent.end, "a node does not begin where its parent ends"
-                assert len(node.tokens) == len(node.slabs) * self.block_bytes, "tokens and blocks do not match"
+                assert len(node.tokens) == (node.end - node.start) * self.block_bytes, "tokens and blocks do not match"
             if node.checkpoint is not None:
                 assert node.checkpoint.node is node, "a checkpoint belongs to another node"
                 assert id(node.checkpoint) in marked, "a checkpoint is not in its queue"
@@ -320,7 +403,7 @@ class PrefixTree:
                 assert child.key == key, "a child is kept under another's name"
                 self._check_key(child)
         assert not standing, "an entry that is held is not in the tree"
-        assert not leaves, "the eviction queue holds nodes that are gone"
+        assert not leaves | far, "an eviction queue holds nodes that are gone"
         assert not marked, "the queue of checkpoints holds some that are gone"
         evictable = sum(len(node.slabs) for node in nodes if node.locks == 0)
         assert evictable == self._num_evictable, f"{self._num_evictable} blocks counted, {evictable} are evictable"

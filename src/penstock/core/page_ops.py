@@ -1,0 +1,59 @@
+"""What a rank does with pages before a step: one list of operations of several kinds, carried out strictly in order."""
+
+from __future__ import annotations
+
+import msgspec
+
+HOST = 1
+"""Number of the tier in host memory; 0 would be the device."""
+
+
+class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
+    """Within the device. `src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count`
+    pages src -> dst."""
+
+    group: int
+    src: int
+    dst: int
+    count: int
+
+
+class StoreOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=1):
+    """Copy `count` pages of the device from `src` on into a tier from `dst` on, as they are at this place of the list:
+    right behind it they may be somebody else's."""
+
+    group: int
+    src: int
+    dst: int
+    count: int
+    tier: int = HOST
+
+
+class LoadOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
+    """Copy `count` pages of a tier from `src` on into the device from `dst` on, as a part of load number `move`.
+
+    All operations of one load come in one step, whose rows may read its pages. A `late` load may be finished by any
+    later step; until one reports it (`StepOutput.moves`) nobody reads its pages, and neither they nor what is copied
+    into them are given to anybody else.
+    """
+
+    group: int
+    src: int
+    dst: int
+    count: int
+    move: int
+    late: bool = False
+    tier: int = HOST
+
+
+class PackOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
+    """What the selection of sequence `seq_id` keeps moves, line by line, from the pages `sources` (one line: slabs, of
+    all lines) into the pages `lines`."""
+
+    group: int
+    seq_id: int
+    lines: tuple[tuple[int, ...], ...]
+    sources: tuple[tuple[int, ...], ...]
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp

@@ -1,0 +1,46 @@
+"""The hierarchical prefix cache: blocks that it gives up on the device wait in a tier until somebody asks for them.
+
+Only where every cache group is a full one. Source: SGLang's hierarchical cache (HiCache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.core.protocols import BlockTier
+
+Block = tuple[int, ...]
+"""One slab, or one id of the tier, per cache group."""
+
+
+class Offload:
+    """Between a prefix tree, which says what moves and what goes, and a tier.
+
+    Attributes:
+        num_stored, num_loaded: blocks that went to the tier, and that came back for somebody, since start.
+    """
+
+    def __init__(self, tier: BlockTier, num_groups: int) -> None:
+        self.num_stored = self.num_loaded = 0
+        self._tier = tier
+        self._groups = range(num_groups)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks for which the tier has room."""
+        return min(map(self._tier.num_free, self._groups))
+
+    def keep(self, blocks: Sequence[Block]) -> list[Block] | None:
+        """Plan to copy blocks of the device to the tier: their ids, or None, and nothing planned, without room."""
+        ids = self._tier.reserve([len(blocks) for _ in self._groups])
+        if ids is None:
+            return None
+        for group, slabs in enumerate(zip(*blocks, strict=True)):
+            self._tier.store(group, slabs, ids[group])
+        self.num_stored += len(blocks)
+        return list(zip(*ids, strict=True))
+
+    def drop(self, copies: Sequence[Block]) -> None:
+        """What the tree had in the tier is given up; whoever is loading it has its own hold on it."""
+        if copies:
+            self._tier.free(list(zip(*copies, strict=True)))

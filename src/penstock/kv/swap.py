@@ -1,0 +1,176 @@
+"""Sequences that had to give up their device memory wait in a tier: swapped out whole, swapped in whole.
+
+So do blocks that the prefix cache gave up, if it offloads: who is admitted and could go on with them has a copy there,
+as if it had been swapped out. Sources: vLLM, arXiv 2309.06180, section 4.5 (swapping); FastServe, arXiv 2305.05920,
+section 4.3 (proactive swapping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.protocols import BlockTier, PrefixCache
+from penstock.core.sequence import LOST_LOAD
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.cursor import Cursor
+from penstock.kv.offload import Offload
+from penstock.kv.prefix.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from penstock.core.sequence import Sequence as Seq
+
+
+class Swapped(NamedTuple):
+    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on."""
+
+    num_tokens: int
+    ids: list[list[int]]
+    first: int = 0
+
+
+class Load(NamedTuple):
+    """On its way back: `copy` is being read, and the device's `slabs` of each group are being written."""
+
+    copy: Swapped
+    slabs: list[list[int]]
+
+
+class Swaps:
+    """Attributes:
+    tier: where sequences wait.
+    loads: late loads that no step has reported yet, by number. Each has a reference on the slabs that it writes, so
+        that nobody gets them if the sequence that waits for it goes.
+    """
+
+    def __init__(
+        self, tier: BlockTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int
+    ) -> None:
+        self.tier = tier
+        self.loads: dict[int, Load] = {}
+        self._tree: PrefixTree | None = None
+        self._offload: Offload | None = None
+        self._next_move = 0
+        self._groups = tuple(groups)
+        self._pools = pools
+        self._block_size = block_size
+
+    def offload_from(self, cache: PrefixCache) -> None:
+        """From now on blocks that a tree-shaped cache evicts wait in the tier, too, unless sequences need the room."""
+        assert isinstance(cache, PrefixTree), f"prefix cache {cache.name} has nothing to offload"
+        assert all(group.spec.kind == "paged" for group in self._groups), "only full groups can be offloaded"
+        self._tree = cache
+        self._offload = cache.offload = Offload(self.tier, len(self._groups))
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        """Blocks of the prefix cache that went to the tier, and that came back for somebody, since start."""
+        return (0, 0) if self._offload is None else (self._offload.num_stored, self._offload.num_loaded)
+
+    def need(self, group: CacheGroup, num_tokens: int) -> int:
+        """Slabs of a group that a sequence of so many tokens takes; of a window group, those that it still sees."""
+        if not group.spec.per_token:
+            return 1
+        return -(-num_tokens // self._block_size) - group.spec.first_block(num_tokens, self._block_size)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        """Bytes that one way of the swap moves."""
+        return sum(self.need(g, num_tokens) * g.slab_bytes(self._block_size) for g in self._groups)
+
+    def out(self, seq: Seq) -> bool:
+        """Plan the copies of everything `seq` has computed. Mutates: seq.swapped.
+
+        False, and nothing changed, if the tier lacks room, some of it was dropped, or some of it is still being loaded.
+        """
+        assert seq.swapped is None, f"{seq} waits in tier {self.tier.name} already"
+        if seq.load in self.loads or any(table.layers is not None or table.dropped for table in seq.tables):
+            return False
+        needs = [self.need(g, seq.num_computed) for g in self._groups]
+        if self._tree is not None and self._offload is not None:
+            self._tree.drop_copies(max(needs) - self._offload.num_free)
+        ids = self.tier.reserve(needs)
+        if ids is None:
+            return False
+        for g, taken in enumerate(ids):
+            self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
+        seq.swapped = Swapped(seq.num_computed, ids)
+        return True
+
+    def find(self, seq: Seq, most_blocks: Callable[[Seq], int]) -> None:
+        """What the prefix cache has in the tier behind the blocks that `seq` was admitted with is a copy of `seq`, too.
+
+        At most `most_blocks(seq)` blocks, those it was admitted with included; not after a load that failed. Mutates:
+        seq.swapped, num_cached.
+        """
+        if self._offload is None or self._tree is None or seq.swapped is not None or seq.load == LOST_LOAD:
+            return
+        cursor: Cursor = seq.node
+        copies = self._tree.stored(cursor.entry, seq.token_ids, most_blocks(seq))
+        if copies:
+            ids = [list(column) for column in zip(*copies, strict=True)]
+            self.tier.share(ids)
+            num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
+            seq.swapped = Swapped(num_tokens, ids, cursor.num_blocks)
+            self._tree.num_hit_tokens += num_tokens - seq.num_cached
+            seq.num_cached = num_tokens
+            self._offload.num_loaded += len(copies)
+
+    def back(self, seq: Seq) -> bool:
+        """Plan the copies back into the tables of `seq`, which have room, but for blocks that it has computed.
+
+        True: it goes on as if it had computed them. False: it waits for load `seq.load`. Mutates: seq.num_computed,
+        writable, swapped, load.
+        """
+        copy: Swapped = seq.swapped
+        move, self._next_move = self._next_move, self._next_move + 1
+        slabs: list[list[int]] = []
+        for g, group in enumerate(self._groups):
+            base = max(copy.first, group.spec.first_block(copy.num_tokens, self._block_size))
+            first = max(base, seq.num_computed // self._block_size) if group.spec.per_token else 0
+            ids = copy.ids[g][first - base :]
+            slabs.append(seq.tables[g].ids[first : first + len(ids)])
+            self.tier.load(g, ids, slabs[g], move)
+        seq.swapped, seq.load = None, move
+        if not self.tier.late:
+            self.tier.free(copy.ids)
+            seq.num_computed = copy.num_tokens
+            return True
+        for pool, targets in zip(self._pools, slabs, strict=True):
+            pool.ref_slabs(targets)
+        self.loads[move] = Load(copy, slabs)
+        seq.writable = 0
+        return False
+
+    def ended(self, move: int) -> int:
+        """A step has reported load `move`: nothing reads or writes for it any more.
+
+        Returns the tokens that whoever waited for it has now; 0 if nobody had to wait.
+        """
+        load = self.loads.pop(move, None)
+        if load is None:
+            return 0
+        self.tier.free(load.copy.ids)
+        for pool, slabs in zip(self._pools, load.slabs, strict=True):
+            pool.unref_slabs(slabs)
+        return load.copy.num_tokens
+
+    def drop(self, seq: Seq) -> None:
+        """Give up a sequence's copy, if it has one (it is not needed, or the sequence has ended)."""
+        if seq.swapped is not None:
+            self.tier.free(seq.swapped.ids)
+            seq.swapped = None
+
+    def check_invariants(self, live: Iterable[Seq]) -> None:
+        """AssertionError unless exactly what waits, and what is on its way, is held in the tier."""
+        blocks = self._tree.copies() if self._tree is not None else []
+        held: list[list[int]] = [[block[g] for block in blocks] for g, _ in enumerate(self._groups)]
+        copies = [load.copy for load in self.loads.values()]
+        for seq in live:
+            if seq.swapped is not None:
+                assert not seq.tables, f"{seq} owns device memory and a copy in tier {self.tier.name}"
+                copies.append(seq.swapped)
+        for copy in copies:
+            for g, ids in enumerate(copy.ids):
+                held[g] += ids
+        self.tier.check_invariants(held)

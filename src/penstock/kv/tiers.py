@@ -1,0 +1,11 @@
+"""Where blocks may wait outside the device: who has which id there. A rank has the bytes (`runner.tiers`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.base.registry import Registry
+from penstock.core.protocols import BlockTier
+
+BLOCK_TIERS: Registry[Callable[..., BlockTier], None] = Registry("block tier")
+BLOCK_TIERS.add("host", "penstock.kv.host:HostTier")

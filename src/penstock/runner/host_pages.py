@@ -1,0 +1,51 @@
+"""Host memory as a tier: a second array for each plane, and on request a checksum for each page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.core.page_ops import LoadOp, StoreOp
+from penstock.ops.plan import Planes
+from penstock.runner.storage import filled, planes_of
+
+
+class HostPages:
+    """A `PageStore`. Shapes: `planes[g][name]` as in `Storage`, for `num_pages[g]` pages.
+
+    `checked`: a page that is not what was stored is not brought back. It costs a look at every byte, both ways.
+    """
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *, checked: bool = False
+    ) -> None:
+        self.num_pages = tuple(n * group.pages_per_slab for group, n in zip(groups, num_slabs, strict=True))
+        self.planes: tuple[Planes, ...] = tuple(
+            planes_of(group, n, block_size, checked, filled) for group, n in zip(groups, self.num_pages, strict=True)
+        )
+        self._sums: dict[tuple[int, int], int] | None = {} if checked else None
+
+    def store(self, op: StoreOp, planes: Planes) -> None:
+        assert 0 <= op.dst <= self.num_pages[op.group] - op.count, f"{op}: destination outside the tier"
+        for name, array in self.planes[op.group].items():
+            array[op.dst : op.dst + op.count] = planes[name][op.src : op.src + op.count]
+        if self._sums is not None:
+            for page in range(op.dst, op.dst + op.count):
+                self._sums[op.group, page] = self._sum(op.group, page)
+
+    def load(self, op: LoadOp, planes: Planes) -> bool:
+        assert 0 <= op.src <= self.num_pages[op.group] - op.count, f"{op}: source outside the tier"
+        if self._sums is not None:
+            for page in range(op.src, op.src + op.count):
+                if self._sums.get((op.group, page)) != self._sum(op.group, page):
+                    return False
+        for name, array in self.planes[op.group].items():
+            planes[name][op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
+        return True
+
+    def _sum(self, group: int, page: int) -> int:
+        total = 0
+        for array in self.planes[group].values():
+            total = crc32(array[page].tobytes(), total)
+        return total
