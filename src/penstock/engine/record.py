@@ -101,7 +101,7 @@ class _ReplayClock:
         """A recorded run has its own times."""
 
 
-class _ReplayExecutor:
+class _ReplayExecutor(Executor):
     """Answers what was answered before; what came in while a step ran comes in again at the same place."""
 
     def __init__(self, depth: int) -> None:
