@@ -2,7 +2,8 @@
 
 "recorder": notes what it is given and answers with everything that a step can hold, and with a digest of all that it
 has been given so far. "breaks": a recorder whose step 1 raises. "flat": a rank over a model that prefers the next
-token. "fake", "tiny:NAME": ranks over the models of `tests.engine`. "fails": cannot be built.
+token. "fake", "tiny:NAME": ranks over the models of `tests.engine`. "fails": cannot be built. "busy",
+"lazy": a second of work, or of sleep, until it is built.
 """
 
 from __future__ import annotations
@@ -85,7 +86,11 @@ def build(spec: RankSpec, loading: Progress | None) -> Rank:
         loading(3, 4)
     if kind == "fails":
         raise CapacityError("it is too small", field="block_size")
-    if kind in ("recorder", "breaks"):
+    while kind == "busy" and time.process_time() < 1.2:
+        pass
+    if kind == "lazy":
+        time.sleep(1.0)
+    if kind in ("recorder", "breaks", "busy", "lazy"):
         return Recorder(breaks_at=1 if kind == "breaks" else -1)
     return _runner(spec, kind, name)
 

@@ -243,7 +243,7 @@ def test_grammars_are_prepared_beside_the_steps(name: str, depth: int, wire: boo
             thread.join()
         assert executor.collect().step == 0
         assert not executor.holds("g0")
-        assert executor.holds("held") == (name == "inproc"), "elsewhere only the rank knows"
+        assert executor.holds("held") == (not executor.processes), "elsewhere only the rank knows"
 
 
 @every
@@ -273,11 +273,15 @@ def test_the_step_submitted_next_is_spoilt(name: str, depth: int, wire: bool) ->
 
 @every
 def test_a_rank_counts_where_it_is_told_to(name: str, depth: int, wire: bool) -> None:
-    box = BlackBox.create()
-    with make(name, "recorder", depth, wire, box=box):
-        # While it is built, a process of its own shows that it moves.
+    with closing(BlackBox.create()) as box, make(name, "recorder", depth, wire, box=box):
         assert box.signs[1] >= 41
-    box.close()
+
+
+def test_a_rank_elsewhere_shows_that_it_is_being_built() -> None:
+    with closing(BlackBox.create()) as box, make("multiproc", "busy", 1, True, box=box):
+        assert box.signs[1] > 41, "a second of a processor's time is no sign of life"
+    with closing(BlackBox.create()) as box, make("multiproc", "lazy", 1, True, box=box):
+        assert box.signs[1] in (41, 42), "it slept, after it had been imported"
 
 
 @every

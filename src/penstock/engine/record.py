@@ -16,6 +16,7 @@ import msgspec
 from penstock.base.errors import EngineError
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.events import PoolGrowth
+from penstock.core.protocols import Executor
 from penstock.core.request import Abort, Control, Request
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from penstock.base.clock import Clock
     from penstock.core.output import EngineOutput
-    from penstock.core.protocols import Executor
     from penstock.engine.core import EngineCore
 
 _ENCODER = msgspec.msgpack.Encoder()
