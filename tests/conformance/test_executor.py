@@ -412,6 +412,18 @@ def test_a_rank_ends_with_its_engine(last: str) -> None:
             time.sleep(0.01)
 
 
+def test_a_rank_outlives_the_thread_that_made_it() -> None:
+    """Only the main thread is known to live as long as the engine."""
+    made: list[MultiprocExecutor] = []
+    thread = threading.Thread(target=lambda: made.append(MultiprocExecutor(spec_of("recorder"), command=ranks.COMMAND)))
+    thread.start()
+    thread.join()
+    with closing(made[0]) as executor:
+        time.sleep(0.1)
+        executor.check()
+        assert [r.step for r in run(executor, [full_step(0)])] == [0]
+
+
 def test_weights_in_memory_are_refused() -> None:
     spec = RankSpec(config={"model": "(test)"}, plan=PLAN)
     with pytest.raises(ConfigError, match="use executor inproc, or a model on disk") as caught:
