@@ -131,12 +131,12 @@ BY_BLOCKS = {"selector streaming", "selector quest", "KV kivi4", "KV kivi2", "KV
 """What they lose goes by whole blocks, and so depends on the size of one."""
 PLAIN: dict[str, set[str]] = {
     "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"}, "scheduling_policy": {"fcfs"},
-    "attention_backend": {"ref"}, "executor": {"inproc"}, "verifier": {"match"}, "rope_type": {"default"},
+    "attention_backend": {"ref"}, "executor": {"inproc", "multiproc"}, "verifier": {"match"}, "rope_type": {"default"},
     "quantization": {"none"}, "dtype": {"auto", "bfloat16"}, "method": {"draft_model"},
     "kv_cache_dtype": {"auto", "float32", "float16", "bfloat16"},
 }  # fmt: skip
-"""What the plain engine has (and, of drafters, the other spelling of one): no switches. KV in one of the model's types
-goes with dtype."""
+"""What the plain engine has (and, of drafters, the other spelling of one; of executors, the same rank elsewhere): no
+switches. KV in one of the model's types goes with dtype."""
 
 
 def again(tokens: list[int], room: int) -> list[int]:

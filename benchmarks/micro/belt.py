@@ -25,6 +25,7 @@ from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
 from penstock.core.batch import Sampled, SchedulerOutput, StepOutput
 from penstock.core.machine import Machine
+from penstock.core.protocols import Executor
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.engine.core import EngineCore
@@ -43,7 +44,7 @@ STEPS = 60
 ROOM = Machine(num_cores=2, memory_bytes=1 << 43, available_bytes=1 << 43)
 
 
-class Echo:
+class Echo(Executor):
     """Answers every sample with the same token, at once."""
 
     depth = 1

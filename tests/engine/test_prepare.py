@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.base.errors import InputError
+from penstock.base.errors import InputError, RankGoneError
 from penstock.core.request import Abort, Intake, Request
 from penstock.engine.prepare import Preparation
 from tests.engine.harness import request
@@ -87,3 +87,24 @@ def test_a_slow_one_does_not_hold_up_the_next() -> None:
     for _ in made:
         assert slow.arrived.acquire(timeout=5)
     assert sorted(r.request_id for r in slow.later if isinstance(r, Request)) == sorted(r.request_id for r in made)
+
+
+def test_whoever_the_rank_died_of_stays_written_down() -> None:
+    """The engine ends in a moment; until then nobody may wipe out whose grammar it was, or blame others."""
+    told: list[Request | None] = []
+    tried = threading.Event()
+
+    def work(request: Request) -> None:
+        tried.set()
+        raise RankGoneError("the rank is gone")
+
+    preparation = Preparation(lambda _: True, work, lambda _, request: told.append(request))
+    guilty = request([4])
+    later: list[Intake] = []
+    preparation.sift([guilty], later.extend)
+    assert tried.wait(5)
+    for thread in threading.enumerate():
+        if thread.name == "penstock-prepare" and told == [guilty]:
+            thread.join(0.2)
+    assert told == [guilty]
+    assert later == []

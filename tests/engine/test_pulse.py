@@ -98,6 +98,22 @@ def test_time_spent_waiting_for_a_processor_does_not_count(
     assert pulse.silent_s == pytest.approx(5.0)
 
 
+def test_while_it_loads_its_rank_may_count_for_it(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, box = At(monkeypatch), BlackBox()
+    pulse = Pulse(box, sleeper.pid, 1.0)
+    for second in range(6):
+        pulse.look()
+        at.s += 1
+        if second % 2:
+            box.progress()
+            assert pulse.look() == 0
+    at.s += 1
+    pulse.look()
+    assert pulse.silent_s > 0.5
+
+
 def test_while_it_loads_processor_time_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     at, box = At(monkeypatch), BlackBox()
     with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:

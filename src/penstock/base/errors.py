@@ -44,6 +44,14 @@ class EngineError(PenstockError):
     """The engine could not finish a request for a reason that is not the client's fault (HTTP: 500)."""
 
 
+class RankGoneError(EngineError):
+    """The process that a rank lived in has ended, and the engine with it. `killed`: perhaps by somebody outside."""
+
+    def __init__(self, message: str, *, killed: bool = False) -> None:
+        super().__init__(message)
+        self.killed = killed
+
+
 class EngineGoneError(EngineError):
     """The engine is gone, and not through the request: the same one may succeed later, or elsewhere (HTTP: 503)."""
 

@@ -183,7 +183,11 @@ class ExecutionConfig(Section):
         maximum=1024,
     )
     attention_backend: str = setting("ref", "Which implementation of attention.")
-    executor: str = setting("inproc", "Where the model runs.")
+    executor: str = setting(
+        "inproc",
+        "Where the model runs. inproc: in the engine's own thread. multiproc: in a process of its own, so that with "
+        "depth 2 the engine schedules while it runs.",
+    )
     depth: int = setting(1, "Steps that may be in flight.", minimum=1)
     speculative_config: str | None = setting(
         None,

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from penstock.base.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from array import array
 
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs steps in order. `submit` never blocks on the result; `collect` returns the oldest one's.
+    """All that the engine wants of its ranks. Steps run in order; what ranks do beside them is asked for here, too.
+
+    An executor is derived from this class: what it leaves out, its ranks have nothing of. `prepare` and `holds` may be
+    called from any thread, all else from the one that steps.
 
     A step without rows asks for news of late loads: its `collect` should wait for some, but not for long.
     """
@@ -34,11 +39,46 @@ class Executor(Protocol):
     depth: int
     """Steps that may be in flight."""
 
-    def submit(self, output: SchedulerOutput) -> None: ...
+    def submit(self, output: SchedulerOutput) -> None:
+        """Take a step. Never blocks on its result."""
+        ...
 
-    def collect(self) -> StepOutput: ...
+    def collect(self) -> StepOutput:
+        """The oldest step's result. Raises what broke the rank, or an EngineError that says it."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the ranks, whatever is in flight. May be called twice."""
+        ...
+
+    def check(self) -> None:
+        """Raises RankGoneError if a rank is gone: an idle engine asks, or it would hear of it with the next step."""
+        return
+
+    def back(self, num_slabs: Seq[int]) -> None:
+        """Take memory for the first `num_slabs` of each cache group, and give that behind them back.
+
+        What is given back is behind every step in flight.
+        """
+        return
+
+    def holds(self, grammar: str) -> bool:
+        """Whether a step with this grammar would not wait for it to be compiled; False where only the rank knows."""
+        return True
+
+    def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
+        """Returns when the rank has compiled it. Raises InputError, of the parameter `param`, if that cannot be done,
+        and RankGoneError."""
+        return
+
+    def spoil(self) -> None:
+        """A fault for tests: the logits of the step submitted next get a row of NaN."""
+        raise UnsupportedError("this executor has no logits to spoil")
+
+    @property
+    def processes(self) -> Seq[int]:
+        """Ids of the processes that ranks live in, if it is not this one."""
+        return ()
 
 
 class SchedulingPolicy(Protocol):

@@ -44,7 +44,7 @@ class Adapted:
         self._part, self._adapter = part, adapter
 
     def run(self, plan: StepPlan, planes: Sequence[Planes]) -> F32:
-        """As `runner.forward.Forward`."""
+        """As `model.forward.Forward`."""
         wanted = replace(plan, logits_indices=plan.logits_indices[:0], hidden_indices=plan.logits_indices)
         _, hidden = self._part.run_pooling(wanted, planes)
         return self._part.run_head(self._adapter(hidden)[:, 0], planes)

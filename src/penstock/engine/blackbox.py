@@ -31,8 +31,8 @@ class BlackBox:
     """Words of 64 bits: time of the last sign of life (monotonic, ns), busy, steps, number of handles, operations of
     the model so far, handles of requests that are worked on beside the steps (0: none), handles of the step.
 
-    One side writes, the other only reads. `fd` is the memory's file descriptor, to be inherited by a child; None for a
-    box within one process.
+    An engine writes (its rank counts the operations), a supervisor only reads. `fd` is the memory's file descriptor, to
+    be inherited by a child; None for a box within one process.
     """
 
     def __init__(self, memory: bytearray | mmap.mmap | None = None, fd: int | None = None) -> None:
@@ -53,10 +53,9 @@ class BlackBox:
 
     @classmethod
     def attach(cls, fd: int) -> BlackBox:
-        """The box behind an inherited descriptor, which is closed: the mapping stays."""
-        memory = mmap.mmap(fd, SIZE)
-        os.close(fd)
-        return cls(memory)
+        """The box behind an inherited descriptor. Whoever attaches it closes it, too."""
+        os.set_inheritable(fd, False)
+        return cls(mmap.mmap(fd, SIZE), fd)
 
     # -- the engine's side ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.core.request import Request
@@ -52,16 +51,16 @@ def parse(text: str) -> Fault:
 
 @dataclass
 class Faults:
-    """The faults of one engine process; `epoch` is its number, from 0. `spoil` is given to the rank.
+    """The faults of one engine process; `epoch` is its number, from 0.
 
-    `move` shows that the engine moves.
+    `move` shows that the engine moves; `spoil` spoils the logits of the next step.
     """
 
     faults: list[Fault]
     epoch: int = 0
     move: Callable[[], None] = lambda: None
+    spoil: Callable[[], None] = lambda: None
     _counts: Counter[str] = field(default_factory=Counter)
-    _nan: bool = False
 
     @classmethod
     def of(cls, texts: Iterable[str], epoch: int = 0) -> Faults:
@@ -91,20 +90,10 @@ class Faults:
         if kind == "exception":
             raise RuntimeError(f"injected fault {fault.site}:{fault.kind}:{fault.nth}")
         if kind == "nan":
-            self._nan = True
+            self.spoil()
         if kind == "slow":
             for _ in range(int(SLOW_S / 0.05)):
                 time.sleep(0.05)
                 self.move()
         while kind in ("hang", "kill", "poison"):  # a signal to oneself may take a moment
             time.sleep(0.05)
-
-    @property
-    def spoil(self) -> Callable[[Any], None] | None:
-        """What `Runner.spoil` needs; None if no fault touches logits."""
-        return self._spoil if any(fault.kind == "nan" for fault in self.faults) else None
-
-    def _spoil(self, logits: Any) -> None:
-        if self._nan and len(logits):
-            logits[0] = float("nan")
-            self._nan = False

@@ -81,7 +81,7 @@ class EngineLoop:
         core.watch = self._watch
 
     def send(self, items: Sequence[Intake]) -> None:
-        self._enqueue(items if self._preparation is None else self._preparation.sift(items, self._enqueue))
+        self._enqueue(self._preparation.sift(items, self._enqueue))
 
     def _enqueue(self, items: Sequence[Intake]) -> None:
         with self._wake:
@@ -113,6 +113,7 @@ class EngineLoop:
             items = self._next()
             if not items and not core.has_work:
                 self._box.beat(False)
+                core.executor.check()
                 core.rest()
                 self._tell([], 0.0, IDLE_SNAPSHOT_S)
                 continue

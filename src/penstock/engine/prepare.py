@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.base.errors import RankGoneError
 from penstock.core.request import Abort, Intake, Request
 
 if TYPE_CHECKING:
@@ -44,19 +44,21 @@ class Preparation:
         self._started = False
 
     @classmethod
-    def of(cls, core: EngineCore, watch: Watch) -> Preparation | None:
-        """Compiling grammars for the rank of `core`, if it is in this process and takes any.
+    def of(cls, core: EngineCore, watch: Watch) -> Preparation:
+        """Compiling grammars on the ranks of `core`.
 
         `watch` is told in a thread of this what that thread, by number, begins to work on, and with None that it has.
         """
-        grammars = getattr(getattr(core.executor, "runner", None), "grammars", None)
-        if grammars is None:
-            return None
+        executor = core.executor
 
         def needed(request: Request) -> bool:
-            return request.rules.grammar is not None and not grammars.holds(request.rules.grammar)
+            return request.rules.grammar is not None and not executor.holds(request.rules.grammar)
 
-        return cls(needed, lambda request: grammars.check(request.rules.grammar), watch)
+        def work(request: Request) -> None:
+            assert request.rules.grammar is not None, "needed has looked"
+            executor.prepare(request.rules.grammar)
+
+        return cls(needed, work, watch)
 
     def sift(self, items: Sequence[Intake], later: Callable[[Sequence[Intake]], None]) -> list[Intake]:
         """The items that can go in now; the others go to `later` when they are prepared, aborted ones never."""
@@ -95,8 +97,12 @@ class Preparation:
             if self._waiting.get(name) is not waiting:
                 continue
             self._watch(place, waiting.request)
-            with contextlib.suppress(BaseException):  # the rank meets it again, and it must not end this thread
+            try:
                 self._work(waiting.request)
+            except RankGoneError:
+                return  # and so is the engine, in a moment; whose grammar this was must stay written down until then
+            except BaseException:
+                pass
             self._watch(place, None)
             with self._lock:
                 # Handed on under the lock, so that an abort comes either before it or behind it.

@@ -19,8 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.base import errors
-from penstock.base.errors import ConfigError, EngineError, PenstockError
+from penstock.base.errors import EngineError, PenstockError
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Outputs, Ready, Send
 from penstock.core.request import Intake
 from penstock.engine import wire
@@ -277,20 +276,7 @@ class Child(asyncio.Protocol):
                     self.ready.set_result(message.info)
             case Failed():
                 if not self.ready.done():
-                    self.ready.set_exception(_error(message))
-
-
-def _error(failed: Failed) -> PenstockError:
-    """What kept the engine from starting, as the class that it was."""
-    kind = getattr(errors, failed.kind, EngineError)
-    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
-        kind = EngineError
-    if issubclass(kind, ConfigError):
-        return kind(failed.message, field=failed.field)
-    try:
-        return kind(failed.message)
-    except TypeError:
-        return EngineError(failed.message)
+                    self.ready.set_exception(wire.error_of(message))
 
 
 def _obituary(status: int) -> str:

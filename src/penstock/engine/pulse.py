@@ -59,7 +59,8 @@ class Pulse:
             return signs
         # It is being loaded: reading files and packing weights take processor time, whatever part of us they are in.
         stat = self._stat()
-        return (0, int(stat[11]) + int(stat[12])) if len(stat) > 12 else signs
+        # A rank in a process of its own counts for itself.
+        return (*signs, int(stat[11]) + int(stat[12])) if len(stat) > 12 else signs
 
     def _stat(self) -> list[str]:
         """From the state on; [] where there is no such file."""

@@ -16,6 +16,7 @@ import msgspec
 from penstock.base.errors import EngineError
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.events import PoolGrowth
+from penstock.core.protocols import Executor
 from penstock.core.request import Abort, Control, Request
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class _ReplayClock:
         """A recorded run has its own times."""
 
 
-class _ReplayExecutor:
+class _ReplayExecutor(Executor):
     """Answers what was answered before; what came in while a step ran comes in again at the same place."""
 
     def __init__(self, depth: int) -> None:

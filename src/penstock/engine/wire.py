@@ -1,8 +1,9 @@
-"""Frames between a front end and an engine process: four bytes of length, then msgpack. No pickle, ever."""
+"""Frames between processes (front end, engine, ranks): four bytes of length, then msgpack. No pickle, ever."""
 
 from __future__ import annotations
 
 import socket
+import traceback
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -10,9 +11,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.base.errors import EngineError
+from penstock.base import errors
+from penstock.base.errors import ConfigError, EngineError, PenstockError
 from penstock.base.hashing import digest
-from penstock.core.messages import FromEngine, ToEngine
+from penstock.core.messages import Failed, FromEngine, ToEngine
 
 MAX_FRAME = 1 << 30
 _HEAD = 4
@@ -24,12 +26,39 @@ from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromE
 
 @cache
 def schema() -> str:
-    """Identity of everything that crosses the wire: version and structs. Equal if both sides are of the same build."""
+    """Identity of all that a front end and an engine tell each other (`identity`)."""
+    return identity(ToEngine, FromEngine)
+
+
+def identity(*messages: Any) -> str:
+    """Version and structs. Equal if both sides are of the same build."""
     version = "0"
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version("penstock")
-    types = msgspec.inspect.multi_type_info([ToEngine, FromEngine])
+    types = msgspec.inspect.multi_type_info(messages)
     return version + "-" + digest(repr(types).encode()).hex()
+
+
+def failed_of(error: Exception, what: str) -> Failed:
+    """What is said of an error that keeps `what` from going on. One that nobody raised on purpose is also printed."""
+    if isinstance(error, PenstockError):
+        name = error.field if isinstance(error, ConfigError) else None
+        return Failed(type(error).__name__, str(error), name)
+    traceback.print_exception(error)
+    return Failed("EngineError", f"{what} ({type(error).__name__}: {error})")
+
+
+def error_of(failed: Failed) -> PenstockError:
+    """What kept the other side from going on, as the class that it was."""
+    kind = getattr(errors, failed.kind, EngineError)
+    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+        kind = EngineError
+    if issubclass(kind, ConfigError):
+        return kind(failed.message, field=failed.field)
+    try:
+        return kind(failed.message)
+    except TypeError:
+        return EngineError(failed.message)
 
 
 def frame(message: Any) -> bytes:

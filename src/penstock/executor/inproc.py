@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.core.protocols import Executor
+from penstock.engine.blackbox import BlackBox
+from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
 
 
-class Rank(Protocol):
-    """What an executor drives; `runner.runner.Runner` is one."""
-
-    def execute(self, output: SchedulerOutput) -> StepOutput: ...
-
-
-class InprocExecutor:
+class InprocExecutor(Executor):
     """Queues steps and runs the oldest one when its result is asked for.
 
     With `depth` 2 a step therefore runs after the next one was scheduled, as on a real device, and tests see whatever
-    the engine does wrong about that. `wire` sends steps and results through msgpack, as other executors must.
+    the engine does wrong about that. `spec.wire` sends steps and results through msgpack, as other executors must.
     """
 
-    def __init__(self, runner: Rank, depth: int = 1, *, wire: bool = False) -> None:
+    def __init__(
+        self, spec: RankSpec, build: RankFactory, *, depth: int = 1, loading: Progress | None = None,
+        box: BlackBox | None = None,
+    ) -> None:  # fmt: skip
         assert depth >= 1, f"depth {depth}"
         self.depth = depth
-        self._runner = runner
+        self._runner = build(spec, loading)
+        if box is not None:
+            self._runner.watch(box.progress_address)
         self._queue: deque[SchedulerOutput | bytes] = deque()
         self._closed = False
-        self._wire = wire
+        self._spoils = False
+        self._wire = spec.wire
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode_step = msgspec.msgpack.Decoder(SchedulerOutput).decode
         self._decode_result = msgspec.msgpack.Decoder(StepOutput).decode
@@ -42,6 +45,9 @@ class InprocExecutor:
         """Queue a step. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
         assert not self._closed, "submit after close"
         assert len(self._queue) < self.depth, f"more than {self.depth} steps in flight"
+        if self._spoils:
+            self._runner.spoil(output.step)
+            self._spoils = False
         # Encoded now, not at collect: the receiver must see the step as it was when it was sent.
         self._queue.append(self._encode(output) if self._wire else output)
 
@@ -57,3 +63,15 @@ class InprocExecutor:
         """Forget what is in flight. May be called twice."""
         self._closed = True
         self._queue.clear()
+
+    def back(self, num_slabs: Sequence[int]) -> None:
+        self._runner.back(num_slabs)
+
+    def holds(self, grammar: str) -> bool:
+        return self._runner.holds(grammar)
+
+    def prepare(self, grammar: str, param: str = "structured_outputs") -> None:
+        self._runner.prepare(grammar, param)
+
+    def spoil(self) -> None:
+        self._spoils = True

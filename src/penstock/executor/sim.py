@@ -15,7 +15,7 @@ import msgspec
 from penstock.base.clock import VirtualClock
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
 from penstock.core.page_ops import LoadOp, StoreOp
-from penstock.core.protocols import StepTimer
+from penstock.core.protocols import Executor, StepTimer
 from penstock.core.step_shape import shape_of
 
 
@@ -31,14 +31,15 @@ class GuessModel(Protocol):
         ...
 
 
-class SimExecutor:
+class SimExecutor(Executor):
     """Steps run one after the other on one simulated device; `collect` moves the clock to the oldest one's end.
 
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
     on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
     of cache group g, to charge copies between device and tiers. A step waits for its own, but for late loads: these go
     one after the other beside the steps, and the first step that ends behind one reports it. `guesses`: who fills the
-    room for guesses; without it nobody does. The step then takes as long as one of the guesses that were made.
+    room for guesses; without it nobody does. The step then takes as long as one of the guesses that were made. There
+    are no grammars to compile, no logits and no memory.
     """
 
     def __init__(

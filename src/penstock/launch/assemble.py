@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.backends.backend import Backend, PackedStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import DraftController, Drafter, Executor, StepTimer
-from penstock.core.selection import KVSelector
 from penstock.drafters.bench import Target
+from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.engine.grower import Grower
 from penstock.executor import EXECUTORS
+from penstock.executor.rank import Progress, RankFactory, RankSpec
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
-from penstock.kv.virtual import virtual_slabs
 from penstock.launch.backend import backend_of
 from penstock.launch.drafts import LoadedDraft, draft_models
-from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of, watch_rows
-from penstock.launch.speculation import DraftMeans, make_controller, make_drafter, make_verifier
+from penstock.launch.parts import Parts, make_rank
+from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
+from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
 from penstock.model.weights import embedding_rows, fingerprint
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
-from penstock.runner.assemble import Model, make_sampler
-from penstock.runner.lazy import LazyStorage
+from penstock.runner.assemble import Model
 from penstock.runner.runner import Runner
-from penstock.runner.storage import Storage
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
 
@@ -47,71 +46,115 @@ def assemble(
     weights: Mapping[str, npt.NDArray[np.generic]],
     plan: Plan,
     *,
-    clock: Clock | None = None,
-    check_invariants: bool = False,
-    poison: bool = False,
-    wire: bool = False,
-    timer: StepTimer | None = None,
-    seconds_budget: bool = True,
+    drafter: Drafter | None = None,
+    guessers: Sequence[LoadedDraft] = (),
+    **engine: Any,
+) -> EngineCore:
+    """The engine over a model whose weights are in memory (tests, tools); `build.start` takes one from disk.
+
+    `guessers`: the draft models of `plan.drafts`, in that order. Else as `connect`.
+    """
+    parts = model_parts(config, spec, weights, plan, guessers=guessers, drafter=drafter)
+    return _engine_of(config, plan, parts, **engine)
+
+
+def connect(
+    config: EngineConfig, plan: Plan, forward: Forward, vocab_size: int, *, backend: Backend | None = None,
+    drafter: Drafter | None = None, **engine: Any,
+) -> EngineCore:  # fmt: skip
+    """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
+
+    `backend`: whose sampler is used; `drafter`: another than the settings name. `poison`, `wire`: see `RankSpec`; all
+    else: see `engine_over`.
+    """
+    parts = Parts(forward=forward, vocab_size=vocab_size, backend=backend, drafter=drafter)
+    return _engine_of(config, plan, parts, **engine)
+
+
+def _engine_of(
+    config: EngineConfig, plan: Plan, parts: Parts, *, clock: Clock | None = None, poison: bool = False,
+    wire: bool = False, **engine: Any,
+) -> EngineCore:  # fmt: skip
+    clock = clock or MonotonicClock()
+    spec = RankSpec(config=config.as_kwargs(), plan=plan, poison=poison, wire=wire)
+
+    def build(spec: RankSpec, loading: Progress | None) -> Runner:
+        return make_rank(config, plan, parts, clock, poison=spec.poison)
+
+    return engine_over(config, plan, spec, build, clock, **engine)
+
+
+def engine_over(
+    config: EngineConfig,
+    plan: Plan,
+    spec: RankSpec,
+    build: RankFactory,
+    clock: Clock,
+    *,
+    loading: Progress | None = None,
+    box: BlackBox | None = None,
+    ask: Callable[[], Free] = free_memory,
+    **engine: Any,
+) -> EngineCore:
+    """The engine over the rank that `spec` describes, on the executor that `config` names.
+
+    `build` makes the rank if it lives in this process; `loading` hears of bytes of weights, `box` is where the rank
+    counts its operations. `ask`: what of the machine's memory is free now. Else as `engine_core`.
+    """
+    made = EXECUTORS.get(config.execution.executor)
+    executor: Executor = made(spec, build, depth=config.execution.depth, loading=loading, box=box)
+    core = engine_core(config, plan, executor, clock, **engine)
+    # Baselines reserve, and poisoned memory was written to: neither grows.
+    if config.cache.kv_allocator == "paged" and not spec.poison:
+        core.grower = Grower(ask, executor.back, takes_all=config.sizes_kv)
+        core.grower.begin(core.kv.backing)
+    return core
+
+
+def model_parts(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weights: Mapping[str, npt.NDArray[np.generic]],
+    plan: Plan,
+    *,
     grammars: GrammarCache | None = None,
     packed: PackedStore | None = None,
     backend: Backend | None = None,
-    drafter: Drafter | None = None,
-    drafts: DraftController | None = None,
     guessers: Sequence[LoadedDraft] = (),
     encode: Callable[[str], list[int]] | None = None,
     kinds: TokenKinds = NO_KINDS,
-    ask: Callable[[], Free] = free_memory,
-) -> EngineCore:
-    """The engine of one rank in this process (`timer`, `seconds_budget`: see `engine_core`).
+    drafter: Drafter | None = None,
+) -> Parts:
+    """The parts of a rank that runs a model.
 
     `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
     kernels find their weights at the second start. `guessers`: the draft models of `plan.drafts`, in that order.
     `encode`: text -> ids, for drafters that read text; `kinds`: what tokens look like, for KV selectors.
-
-    For tests: `check_invariants` asserts the laws of memory after every step, `poison` starts the KV storage as NaN,
-    `wire` sends every message through its encoded form, `ask` says what of the machine's memory is free.
     """
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
     backend = backend or backend_of(config)
     model = model_of(config, spec, weights, plan)
-    matrices = None if packed is None else packed.matrices
     forward = model.on(
         backend, max_tokens=plan.max_num_batched_tokens, quantization=config.model.quantization,
-        rank_groups=plan.groups, matrices=matrices,
+        rank_groups=plan.groups, matrices=None if packed is None else packed.matrices,
     )  # fmt: skip
     if packed is not None:
         packed.keep(backend.matrices(forward))
-    return connect(
-        config,
-        plan,
-        forward,
-        spec.vocab_size,
+    target = Target(
+        spec=spec,
+        forward=forward,
+        part=lambda layers: model.part(backend, forward, layers, max_tokens=plan.max_num_seqs, rank_groups=plan.groups),
+        embeddings=partial(embedding_rows, weights["embed"]),
+        fingerprint=partial(fingerprint, weights),
+    )
+    return Parts(
+        forward=forward,
+        vocab_size=spec.vocab_size,
         backend=backend,
-        clock=clock,
-        check_invariants=check_invariants,
-        poison=poison,
-        wire=wire,
-        timer=timer,
-        seconds_budget=seconds_budget,
         grammars=grammars,
+        means=DraftMeans(draft_models(config, plan, guessers, backend), target, encode),
         drafter=drafter,
-        drafts=drafts,
-        means=DraftMeans(
-            models=draft_models(config, plan, guessers, backend),
-            target=Target(
-                spec=spec,
-                forward=forward,
-                part=lambda layers: model.part(
-                    backend, forward, layers, max_tokens=plan.max_num_seqs, rank_groups=plan.groups
-                ),
-                embeddings=partial(embedding_rows, weights["embed"]),
-                fingerprint=partial(fingerprint, weights),
-            ),
-            encode=encode,
-        ),
         select=None if selector is None else (selector, spec),
-        ask=ask,
     )
 
 
@@ -122,69 +165,6 @@ def model_of(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
         rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config)),
     )  # fmt: skip
-
-
-def connect(
-    config: EngineConfig,
-    plan: Plan,
-    forward: Forward,
-    vocab_size: int,
-    *,
-    backend: Backend | None = None,
-    clock: Clock | None = None,
-    check_invariants: bool = False,
-    poison: bool = False,
-    wire: bool = False,
-    timer: StepTimer | None = None,
-    seconds_budget: bool = True,
-    grammars: GrammarCache | None = None,
-    drafter: Drafter | None = None,
-    drafts: DraftController | None = None,
-    means: DraftMeans | None = None,
-    select: tuple[KVSelector, ModelSpec] | None = None,
-    ask: Callable[[], Free] = free_memory,
-) -> EngineCore:
-    """`assemble` for any `forward`: what turns a StepPlan into logits need not be a model (tests, simulators).
-
-    `ask`: what of the machine's memory is free now.
-    """
-    clock = clock or MonotonicClock()
-    keeping = keeping_of(config)
-    virtual = config.cache.kv_allocator == "virtual"
-    num_slabs = plan.num_slabs
-    if virtual:  # the plan counts memory; the rank needs addresses
-        num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
-    num_own = len(plan.own_groups)
-    assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
-    runner = Runner(
-        forward,
-        plan.groups,
-        num_slabs,
-        plan.block_size,
-        vocab_size,
-        clock=clock,
-        host_slabs=plan.num_host_slabs or None,
-        poison=poison,
-        storage=LazyStorage if virtual else Storage,
-        grammars=grammars,
-        sampler=None if backend is None else make_sampler(backend, vocab_size, grammars),
-        keeping=keeping,
-        num_own_groups=num_own,
-    )
-    if select is not None and keeping is not None:
-        watch_rows(runner, *select, keeping)
-    runner.drafter = drafter or make_drafter(config, runner, means or DraftMeans())
-    runner.verifier = make_verifier(config, runner)
-    executor = EXECUTORS.get(config.execution.executor)(runner, depth=config.execution.depth, wire=wire)
-    core = engine_core(
-        config, plan, executor, clock, timer=timer, seconds_budget=seconds_budget, check_invariants=check_invariants,
-        drafts=drafts,
-    )  # fmt: skip
-    # Baselines reserve, and poisoned memory was written to: neither grows.
-    if config.cache.kv_allocator == "paged" and not poison:
-        core.grower = Grower(ask, runner.storage.back, takes_all=config.sizes_kv)
-        core.grower.begin(core.kv.backing)
-    return core
 
 
 def engine_core(

@@ -5,7 +5,6 @@ Started by `engine.process_link`, never by people. It lives exactly as long as t
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -21,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.errors import RankGoneError
 from penstock.base.memory import trim
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
-from penstock.engine import wire
+from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.engine.faults import Faults
@@ -35,7 +34,6 @@ from penstock.launch.build import Engine, start
 from penstock.launch.front import info_of
 
 EXIT_OTHER_BUILD, EXIT_NOT_STARTED = 71, 72
-_PR_SET_PDEATHSIG = 1
 _STUCK = 5
 """A step that takes this many times `stall_s` is stuck; being stopped shows much sooner."""
 _NODE_BYTES = 600
@@ -43,11 +41,7 @@ _NODE_BYTES = 600
 
 
 def main(argv: list[str]) -> int:
-    # Signals to the whole group (Ctrl-C, a service manager) are the server's affair: it drains through this process.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-    faulthandler.enable()
+    child.begin()  # Ctrl-C and service managers mean the server: it drains through this process
     sock = socket.socket(fileno=int(argv[0]))
     sock.set_inheritable(False)
     box = BlackBox.attach(int(argv[1]))
@@ -62,16 +56,12 @@ def main(argv: list[str]) -> int:
         faults = Faults.of(hello.faults, hello.epoch)
         faults.move = box.progress
         faults.at("load")
-        loaded = load(hello, speaker)
+        loaded = load(hello, speaker, box)
     except Exception as error:
-        speaker.say(_failed(error))
+        speaker.say(wire.failed_of(error, "the engine could not be started"))
         return EXIT_NOT_STARTED
     core = loaded.core
-    runner = getattr(core.executor, "runner", None)
-    if faults.spoil is not None and runner is not None:
-        runner.spoil = faults.spoil
-    if runner is not None:
-        runner.watch(box.progress_address)
+    faults.spoil = core.executor.spoil
     loop = EngineLoop(core, speaker.say, box, epoch=hello.epoch, memory=loaded.memory, faults=faults)
     inbox.deliver(loop)
     trim()
@@ -83,16 +73,14 @@ def main(argv: list[str]) -> int:
             loop.try_out()
         speaker.say(Ready(hello.epoch, loaded.info))
         loop.run()
-    except BaseException:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic of a library in Rust is no Exception
         traceback.print_exc()
+        core.executor.close()
+        if isinstance(error, RankGoneError) and error.killed:  # as if it had been this process: nobody's fault, perhaps
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
         return EXIT_BROKEN
     return 0
-
-
-def die_with_parent() -> None:
-    """On Linux the kernel kills this process when its parent's thread ends, whatever it is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def greet(sock: socket.socket) -> Hello | None:
@@ -197,10 +185,11 @@ class Loaded:
         plan, stats = self.engine.plan, self.core.kv.stats()
         cached = sum(group.evictable for group in stats.groups)
         tree = cached * (_NODE_BYTES + 4 * plan.block_size)
-        return {"weights": plan.weight_bytes, "kv_limit": plan.kv_bytes, "prefix_tree": tree, "rss": _rss()}
+        rss = sum(_rss(pid) for pid in (os.getpid(), *self.core.executor.processes))
+        return {"weights": plan.weight_bytes, "kv_limit": plan.kv_bytes, "prefix_tree": tree, "rss": rss}
 
 
-def load(hello: Hello, speaker: Speaker) -> Loaded:
+def load(hello: Hello, speaker: Speaker, box: BlackBox) -> Loaded:
     """Raises what keeps the engine from starting."""
     began = time.monotonic()
     said_s = 0.0
@@ -213,21 +202,13 @@ def load(hello: Hello, speaker: Speaker) -> Loaded:
             speaker.say(Loading(done, total))
 
     config = from_kwargs(**hello.config)
-    engine = start(config, progress=progress, serving=True)
+    engine = start(config, progress=progress, serving=True, box=box)
     return Loaded(engine.core, info_of(engine, config, time.monotonic() - began, os.getpid()), engine)
 
 
-def _failed(error: Exception) -> Failed:
-    if isinstance(error, PenstockError):
-        name = error.field if isinstance(error, ConfigError) else None
-        return Failed(type(error).__name__, str(error), name)
-    traceback.print_exception(error)
-    return Failed("EngineError", f"the engine could not be started ({type(error).__name__}: {error})")
-
-
-def _rss() -> int:
+def _rss(pid: int) -> int:
     try:
-        with open("/proc/self/statm", "rb") as file:
+        with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0

@@ -10,8 +10,9 @@ from pathlib import Path
 from penstock.config import EngineConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.core import EngineCore
+from penstock.executor.rank import Progress
 from penstock.families.registry import open_model
-from penstock.launch.build import Engine, Progress, check_names, start
+from penstock.launch.build import Engine, check_names, start
 from penstock.launch.hub import local_path
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer

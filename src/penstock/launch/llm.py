@@ -339,9 +339,9 @@ class LLM:
             arrival_s=arrival_s,
             param=prompt.param,
         )
-        if request.rules.grammar is not None and self._engine.grammars is not None:
+        if request.rules.grammar is not None:
             kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""
-            self._engine.grammars.check(request.rules.grammar, f"structured_outputs.{kind}")
+            self._engine.core.executor.prepare(request.rules.grammar, f"structured_outputs.{kind}")
         self._counter += 1
         return request, text
 

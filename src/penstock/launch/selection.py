@@ -10,8 +10,9 @@ from penstock.config.selection import Keeping
 from penstock.core.model_spec import ModelSpec
 from penstock.core.selection import KVSelector
 from penstock.model.emitter import Reading
-from penstock.runner.runner import Runner
+from penstock.runner.rows import RowStore
 from penstock.runner.selecting import Selections
+from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from penstock.select.quest import page_reads
@@ -69,8 +70,10 @@ def make_selector(
     return made
 
 
-def watch_rows(runner: Runner, selector: KVSelector, spec: ModelSpec, keeping: Keeping) -> None:
-    """Let `selector` choose what the rows of `runner` keep. Mutates: runner."""
-    if selector.drops == "tokens":
-        observe = keeping.config.options.observe
-        runner.selections = Selections(selector, spec, runner.rows, runner.storage, observe=observe)
+def make_selections(
+    selector: KVSelector, spec: ModelSpec, keeping: Keeping, rows: RowStore, storage: Storage
+) -> Selections | None:
+    """`selector` chooses what these rows keep; None if it does not drop tokens."""
+    if selector.drops != "tokens":
+        return None
+    return Selections(selector, spec, rows, storage, observe=keeping.config.options.observe)

@@ -13,7 +13,9 @@ from penstock.core.protocols import DraftController, Drafter, StepTimer
 from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftBench, DraftModel, Target
 from penstock.launch.bundled import bundled_heads
-from penstock.runner.runner import Runner
+from penstock.runner.rows import RowStore
+from penstock.runner.sampler import Sampler
+from penstock.runner.storage import Storage
 from penstock.runner.verifiers import VERIFIERS
 from penstock.runner.verify import Verifying
 from penstock.sched.drafts import DRAFT_CONTROLLERS
@@ -27,7 +29,9 @@ class DraftMeans(NamedTuple):
     encode: Callable[[str], list[int]] | None = None
 
 
-def make_drafter(config: EngineConfig, runner: Runner, means: DraftMeans) -> Drafter | None:
+def make_drafter(
+    config: EngineConfig, rows: RowStore, storage: Storage, sampler: Sampler, means: DraftMeans
+) -> Drafter | None:
     """None without `speculative_config`. Raises: ConfigError."""
     wanted = config.speculation
     if wanted is None:
@@ -35,25 +39,25 @@ def make_drafter(config: EngineConfig, runner: Runner, means: DraftMeans) -> Dra
     if wanted.heads is not None and not Path(wanted.heads).exists():
         wanted = replace(wanted, heads=str(bundled_heads(wanted.heads) or wanted.heads))
     bench = DraftBench(
-        config=wanted, vocab_size=runner.vocab_size, rows=runner.rows, storage=runner.storage, sampler=runner.sampler,
+        config=wanted, vocab_size=rows.vocab_size, rows=rows, storage=storage, sampler=sampler,
         models=means.models, target=means.target, encode=means.encode,
     )  # fmt: skip
     made: Drafter = DRAFTERS.get(wanted.method)(bench)
     return made
 
 
-def make_verifier(config: EngineConfig, runner: Runner) -> Verifying:
-    """The rank's own, or the one that `speculative_config` names. Raises: ConfigError."""
+def make_verifier(config: EngineConfig, sampler: Sampler) -> Verifying | None:
+    """The one that `speculative_config` names; None: the rank's own. Raises: ConfigError."""
     wanted = config.speculation
     if wanted is None or wanted.verifier == "match":
-        return runner.verifier
+        return None
     if wanted.verifier == "speculative-sampling" and wanted.tree != "chain":
         raise ConfigError(
             f"speculative_config: verifier speculative-sampling follows one path, and tree is {wanted.tree}; "
             "choose tree chain, or verifier multi-step",
             field="speculative_config",
         )
-    made: Verifying = VERIFIERS.get(wanted.verifier)(runner.sampler, wanted)
+    made: Verifying = VERIFIERS.get(wanted.verifier)(sampler, wanted)
     return made
 
 

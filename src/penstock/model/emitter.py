@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
     Attributes:
         raw_keys: keys are kept as they are and turn when they are read (positions inside the cache).
-        observe: the program shows its queries (`runner.forward.ObservedForward`).
+        observe: the program shows its queries (`model.forward.ObservedForward`).
         pages: tokens behind their prompt read some pages only; pages have bounds (`core.model_spec.cache_spec`).
     """
 

@@ -65,8 +65,8 @@ class Model:
         return backend.compile(self.graph.copy(layers), groups, max_tokens=max_tokens, like=whole)
 
 
-def make_sampler(backend: Backend, vocab_size: int, grammars: GrammarCache | None = None) -> Sampler:
-    """The sampler that goes with a backend."""
-    if backend.draws is None:
+def make_sampler(backend: Backend | None, vocab_size: int, grammars: GrammarCache | None = None) -> Sampler:
+    """The sampler that goes with a backend; the reference where there is none."""
+    if backend is None or backend.draws is None:
         return Sampler(vocab_size, grammars)
     return NativeSampler(backend.draws, vocab_size, grammars)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -14,10 +15,10 @@ from penstock.base.bf16 import F32
 from penstock.base.clock import Clock
 from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
-from penstock.core.cache_spec import CacheGroup
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
 from penstock.model.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
+from penstock.ops.plan import I32, StepPlan
 from penstock.runner.guess import Guess
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler
@@ -25,7 +26,7 @@ from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.selecting import Selections
 from penstock.runner.storage import Storage
-from penstock.runner.undo import Undo
+from penstock.runner.undo import States, Undo
 from penstock.runner.verify import Verifier, Verifying
 
 if TYPE_CHECKING:
@@ -35,56 +36,105 @@ _LOG = logging.getLogger("penstock")
 _NO_STATES = np.zeros((0, 0), np.float32)
 
 
-class Runner:
-    """Executes steps, one after the other, in one thread.
+class Planned(msgspec.Struct, gc=False):
+    """A step that has been planned: what runs, and what its results are for. Valid until the next one is planned.
 
-    `poison` is for tests: fresh memory is NaN, and each step checks that no row writes a page of another.
+    Attributes:
+        step: of the model, with the guesses of `guesses` behind the newest tokens of their rows.
+        picks, guesses: what the rows without and with guesses are owed.
+        hidden: tokens [P] whose hidden states are wanted; the first `num_pooled` are to be pooled, then come those of
+            `guesses`, for the drafter.
+        before: recurrent states of the rows that guess, to be put back if a guess is wrong.
+        draft_s: seconds that the guesses took.
+    """
+
+    step: StepPlan
+    picks: list[Pick]
+    guesses: list[Guess]
+    hidden: I32
+    num_pooled: int
+    before: States
+    draft_s: float
+
+
+class Runner:
+    """Executes steps, one after the other, in one thread. `launch.rank.make_rank` puts it together.
+
+    A step is planned (its rows change, pages move, rows are given guesses), runs, and is settled (tokens are chosen,
+    guesses judged, what was wrong undone). All that is decided by looking at logits happens between `forward` and the
+    end of `settle`.
     """
 
     def __init__(
         self,
         forward: Forward,
-        groups: tuple[CacheGroup, ...],
-        num_slabs: Sequence[int],
-        block_size: int,
-        vocab_size: int,
+        rows: RowStore,
+        storage: Storage,
+        sampler: Sampler,
         *,
         clock: Clock,
-        host_slabs: Sequence[int] | None = None,
-        poison: bool = False,
-        storage: type[Storage] = Storage,
         grammars: GrammarCache | None = None,
-        sampler: Sampler | None = None,
+        drafter: Drafter | None = None,
+        verifier: Verifying | None = None,
+        selections: Selections | None = None,
         keeping: Keeping | None = None,
         num_own_groups: int | None = None,
+        strict: bool = False,
     ) -> None:
-        """`sampler`: another than the reference, with these `grammars`. `keeping`: rows may drop tokens.
-        `num_own_groups`: leading groups that `forward` looks at, if not all; the others belong to draft models.
         """
-        self.vocab_size = vocab_size
-        self.storage = storage(groups, num_slabs, block_size, host_slabs=host_slabs, poison=poison)
-        self.rows = RowStore(groups, num_slabs, block_size, vocab_size)
-        self.sampler = Sampler(vocab_size, grammars) if sampler is None else sampler
+        Args:
+            rows, storage, sampler: as those of `drafter`, `verifier` and `selections`; `sampler` with these `grammars`.
+            drafter: guesses for rows with room for guesses; None: they run without.
+            verifier: another than the one that changes no token.
+            selections: who chooses what rows keep; None: they keep everything, or drop by position alone.
+            keeping: rows may drop tokens.
+            num_own_groups: leading groups that `forward` looks at, if not all; the others belong to draft models.
+            strict: each step checks that no row writes a page of another (tests).
+        """
+        self.vocab_size = rows.vocab_size
+        self.rows = rows
+        self.storage = storage
+        self.sampler = sampler
         self.grammars = grammars
-        self.pooler = Pooler(self.rows)
-        self.drafter: Drafter | None = None
-        """Guesses for rows with room for guesses; None: they run without."""
-        self.verifier: Verifying = Verifier(self.sampler)
-        self._undo = Undo(self.storage, self.rows)
-        self._batch = InputBatch(self.rows, keeping, num_own_groups)
-        self.selections: Selections | None = None
-        """Who chooses what rows keep; None: they keep everything, or drop by position alone."""
+        self.pooler = Pooler(rows)
+        self.drafter = drafter
+        self.verifier: Verifying = Verifier(sampler) if verifier is None else verifier
+        self.selections = selections
+        self._undo = Undo(storage, rows)
+        self._batch = InputBatch(rows, keeping, num_own_groups)
         self._forward = forward
         self._greedy = forward if isinstance(forward, GreedyForward) else None
         self._clock = clock
-        self._strict = poison
-        self.spoil: Callable[[npt.NDArray[np.float32]], None] | None = None
-        """Changes the logits of every step before anything looks at them: faults for tests."""
+        self._strict = strict
+        self._spoil_from: int | None = None
+        self._moves: dict[int, bool] = {}
+        """Loads that the step which was planned last has brought to an end (`StepOutput.moves`)."""
+
+    # -- beside the steps (`executor.rank.Rank`) -----------------------------------------------------------------
 
     def watch(self, progress: int) -> None:
         """Let the model count its operations at this address, if it can (`WatchedForward`)."""
         if isinstance(self._forward, WatchedForward):
             self._forward.watch(progress)
+
+    def back(self, num_slabs: Sequence[int]) -> None:
+        """See `Storage.back`."""
+        self.storage.back(num_slabs)
+
+    def holds(self, grammar: str) -> bool:
+        """Whether no step waits for this grammar to be compiled: it has been, or nobody here compiles any."""
+        return self.grammars is None or self.grammars.holds(grammar)
+
+    def prepare(self, grammar: str, param: str) -> None:
+        """Compile it, in any thread. Raises: InputError for the parameter `param` if that cannot be done."""
+        if self.grammars is not None:
+            self.grammars.check(grammar, param)
+
+    def spoil(self, step: int) -> None:
+        """A fault for tests: the first row of logits of step number `step`, or the next that has any, becomes NaN."""
+        self._spoil_from = step
+
+    # -- the step ------------------------------------------------------------------------------------------------
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """Run one step. Units: `duration_s` is seconds on the runner's clock, from row changes to the last token.
@@ -93,6 +143,17 @@ class Runner:
         that the rank is broken.
         """
         start_s = self._clock.now()
+        planned = self.plan(output)
+        if planned is None:
+            return StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=self._moves)
+        found, hidden = self.forward(planned)
+        return self.settle(output, planned, found, hidden, start_s)
+
+    def plan(self, output: SchedulerOutput) -> Planned | None:
+        """Change the rows, move pages, and plan what runs with which guesses; None if nothing does.
+
+        Mutates: rows, processors, storage, drafter.
+        """
         heard = self.drafter is not None and concerns_drafter(output)
         if heard:
             self._track(output)
@@ -100,67 +161,84 @@ class Runner:
         self.sampler.chain.track(output)
         self.pooler.forget(output.removed)
         if self.selections is None:
-            moves = self.storage.apply(output.page_ops)
+            self._moves = self.storage.apply(output.page_ops)
         else:
             self.selections.track(output)
-            moves = self.storage.apply(output.page_ops, self.selections.pack)
+            self._moves = self.storage.apply(output.page_ops, self.selections.pack)
         if not output.scheduled:
-            return StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=moves)
+            return None
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
-        plan, picks, guesses = self._batch.build(output.scheduled, trees)
+        step, picks, guesses = self._batch.build(output.scheduled, trees)
         before = self._undo.remember(guesses)
-        wanted = self.pooler.wanted(output.scheduled, plan.query_start_loc)
-        num_pooled = len(wanted)
+        hidden = self.pooler.wanted(output.scheduled, step.query_start_loc)
+        num_pooled = len(hidden)
         if guesses and self.drafter is not None and self.drafter.wants_hidden:
-            wanted = np.concatenate([wanted, *(plan.logits_indices[_rows(guess)] for guess in guesses)])
-        found: list[int] | F32
-        if wanted.size:
+            hidden = np.concatenate([hidden, *(step.logits_indices[_rows(guess)] for guess in guesses)])
+        return Planned(step, picks, guesses, hidden, num_pooled, before, draft_s)
+
+    def forward(self, planned: Planned) -> tuple[list[int] | F32, F32]:
+        """Run the model. Mutates: storage.
+
+        Shapes: logits [R, V], or the largest of each row where nothing else is wanted; hidden states [P, E].
+        """
+        if planned.hidden.size:
             assert isinstance(self._forward, PoolingForward), "this model gives no hidden states"
-            found, hidden = self._forward.run_pooling(replace(plan, hidden_indices=wanted), self.storage.planes)
+            plan = replace(planned.step, hidden_indices=planned.hidden)
+            logits, hidden = self._forward.run_pooling(plan, self.storage.planes)
             assert hidden.dtype == np.float32, f"hidden states are {hidden.dtype}"
-        elif self._greedy is not None and self._wants_largest(picks):  # nearly every step of greedy rows
-            found, hidden = self._greedy.run_greedy(plan, self.storage.planes), _NO_STATES
-        else:
-            found, hidden = self._forward.run(plan, self.storage.planes), _NO_STATES
+            return logits, hidden
+        if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
+            return self._greedy.run_greedy(planned.step, self.storage.planes), _NO_STATES
+        return self._forward.run(planned.step, self.storage.planes), _NO_STATES
+
+    def settle(
+        self, output: SchedulerOutput, planned: Planned, found: list[int] | F32, hidden: F32, start_s: float
+    ) -> StepOutput:
+        """Choose tokens, judge guesses and undo what was wrong; `found` and `hidden` are what `forward` gave.
+
+        Mutates: storage, processors, drafter. Units: `start_s` is when the step began.
+        """
+        picks, guesses, num_pooled, draft_s = planned.picks, planned.guesses, planned.num_pooled, planned.draft_s
         pooled, failed = self.pooler.fold(hidden[:num_pooled])
         selected: list[Selected] = []
         if self.selections is not None:
             queries: Sequence[F32] = ()
             if self.selections.watching:
                 assert isinstance(self._forward, ObservedForward), "this model gives no queries"
-                queries = self._forward.queries(len(plan.token_ids))
-            selected = self.selections.after(output.scheduled, plan.query_start_loc, queries)
+                queries = self._forward.queries(len(planned.step.token_ids))
+            selected = self.selections.after(output.scheduled, planned.step.query_start_loc, queries)
         if isinstance(found, list):
             sampled = [Sampled(p.seq_id, [found[p.row]] * p.num_samples) for p in picks]
             return StepOutput(
                 output.step, sampled, [], failed, self._clock.now() - start_s, pooled, draft_s=draft_s,
-                grammars=None if self.grammars is None else self.grammars.counts(), selected=selected, moves=moves,
+                grammars=None if self.grammars is None else self.grammars.counts(), selected=selected,
+                moves=self._moves,
             )  # fmt: skip
         logits = found
-        if self.spoil is not None:
-            self.spoil(logits)
+        if self._spoil_from is not None and self._spoil_from <= output.step and len(logits):
+            logits[0], self._spoil_from = float("nan"), None
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
-        assert logits.shape == (len(plan.logits_indices), self.vocab_size), f"logits are {logits.shape}"
+        assert logits.shape == (len(planned.step.logits_indices), self.vocab_size), f"logits are {logits.shape}"
         nodes = self.verifier.nodes(guesses) if guesses else ()
         sampled, prompt_logprobs, errors, ended, choices = self.sampler.sample(logits, picks, nodes)
         verified: list[Verified] = []
         if guesses:
             result = self.verifier.verify(logits, guesses, choices)
-            verified = self._undo.settle(guesses, result, before)
+            verified = self._undo.settle(guesses, result, planned.before)
             errors, ended = errors + result.errors, [*ended, *result.ended]
             draft_s += self._tell(result.outcomes, hidden[num_pooled:])
         duration_s = self._clock.now() - start_s
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
             output.step, sampled, prompt_logprobs, errors + failed, duration_s, pooled, list(ended), counts,
-            verified, draft_s, selected, moves,
+            verified, draft_s, selected, self._moves,
         )  # fmt: skip
 
     def _wants_largest(self, picks: Sequence[Pick]) -> bool:
         """Whether nothing but the first largest of each row's logits is wanted."""
-        if not self._batch.greedy or self.spoil is not None:
+        if not self._batch.greedy or self._spoil_from is not None:
             return False
         return not self.sampler.chain.follows_any([pick.seq_id for pick in picks])
 

@@ -22,7 +22,10 @@ from penstock.core.cache_spec import CacheSpec, Plane, group_layers
 from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import Planes, StepPlan
+from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
+from penstock.runner.sampler import Sampler
+from penstock.runner.storage import Storage
 
 V, S = 23, 4
 PAGED = CacheSpec("paged", (Plane("k", 1, 1, "float32"), Plane("v", 1, 2, "float32")))
@@ -112,7 +115,9 @@ class Ticks:
 
 def make(groups: Any = GROUPS, num_slabs: Sequence[int] = (40, 8), sick: int = -1) -> Runner:
     model = PageReader(groups, sick)
-    return Runner(model, groups, num_slabs[: len(groups)], S, V, clock=Ticks(), poison=True)
+    storage = Storage(groups, num_slabs[: len(groups)], S, poison=True)
+    rows = RowStore(groups, num_slabs[: len(groups)], S, V)
+    return Runner(model, rows, storage, Sampler(V), clock=Ticks(), strict=True)
 
 
 def zero_slabs(group: int, slabs: Sequence[int], per_slab: int) -> list[PageOp]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from penstock.runner.sampler import Sampler
 from penstock.runner.verifiers import VERIFIERS
 from penstock.runner.verifiers.typical import least
 from penstock.runner.verifiers.walk import probabilities
-from penstock.runner.verify import Verifier
 from tests.engine.harness import Collected, Knobs, fake_engine, request, run
 from tests.engine.naive import fake_logits, generate
 from tests.engine.test_speculation import RULES
@@ -192,18 +190,13 @@ def test_lossy_verifiers_never_accept_what_must_not_be_drawn(name: str, threshol
 
 
 def spec(**given: Any) -> Any:
-    sampler = Sampler(VOCAB)
-    runner = SimpleNamespace(sampler=sampler, verifier=Verifier(sampler))
-    config = from_kwargs(model="(test)", speculative_config=given or None)
-    return make_verifier(config, runner), runner.verifier  # type: ignore[arg-type]
+    return make_verifier(from_kwargs(model="(test)", speculative_config=given or None), Sampler(VOCAB))
 
 
 def test_the_verifier_is_chosen_by_its_name() -> None:
     for given in ({}, {"method": "ngram"}, {"method": "ngram", "verifier": "match"}):
-        made, default = spec(**given)
-        assert made is default
+        assert spec(**given) is None, "the rank's own"
     for name in OTHERS:
-        made, default = spec(method="ngram", verifier=name)
-        assert made is not default
+        assert spec(method="ngram", verifier=name) is not None
     with pytest.raises(ConfigError, match="choose tree chain, or verifier multi-step"):
         spec(method="ngram", verifier="speculative-sampling", tree="k-ary")

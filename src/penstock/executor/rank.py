@@ -1,0 +1,60 @@
+"""What a rank is made of, as data that can be sent, and what an executor may ask of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.core.batch import SchedulerOutput, StepOutput
+from penstock.plan.resolve import Plan
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank, whole. Whoever has it and the files it names can build the rank, in any process of this machine.
+
+    Attributes:
+        config: `EngineConfig.as_kwargs()`, with `ops` decided: quantization, threads, drafter, selector and what else
+            the rank does by it. Packed weights are found under a key that follows from it and the files.
+        plan: with dtypes and cache groups; its decisions are left out, for they were the engine's.
+        model: folder or file of the model's weights; None: they are arrays in the memory of this process.
+        drafts: folder or file of each draft model of `plan.drafts`.
+        rank, world_size: which of how many ranks. There is one in this version.
+        warm_grammars: make the tables for structured outputs at once.
+        poison: KV memory starts as NaN and rows are watched (tests).
+        wire: messages go through their encoded form, also where both sides are one process (tests).
+    """
+
+    config: dict[str, Any]
+    plan: Plan
+    model: str | None = None
+    drafts: tuple[str, ...] = ()
+    rank: int = 0
+    world_size: int = 1
+    warm_grammars: bool = False
+    poison: bool = False
+    wire: bool = False
+
+
+class Rank(Protocol):
+    """What an executor drives; `runner.runner.Runner` is one. `holds` and `prepare` may be called beside the steps."""
+
+    def execute(self, output: SchedulerOutput) -> StepOutput: ...
+
+    def back(self, num_slabs: Sequence[int]) -> None: ...
+
+    def holds(self, grammar: str) -> bool: ...
+
+    def prepare(self, grammar: str, param: str) -> None: ...
+
+    def spoil(self, step: int) -> None: ...
+
+    def watch(self, progress: int) -> None: ...
+
+
+RankFactory = Callable[[RankSpec, Progress | None], Rank]
+"""Raises what keeps a rank from being built: ModelError, ConfigError."""

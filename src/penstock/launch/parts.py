@@ -1,0 +1,78 @@
+"""A rank put together, whole, from a model that is in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.backends.backend import Backend
+from penstock.base.clock import Clock
+from penstock.config import EngineConfig
+from penstock.core.model_spec import ModelSpec
+from penstock.core.protocols import Drafter
+from penstock.core.selection import KVSelector
+from penstock.kv.virtual import virtual_slabs
+from penstock.launch.selection import keeping_of, make_selections
+from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
+from penstock.model.forward import Forward
+from penstock.plan.resolve import Plan
+from penstock.runner.assemble import make_sampler
+from penstock.runner.lazy import LazyStorage
+from penstock.runner.rows import RowStore
+from penstock.runner.runner import Runner
+from penstock.runner.storage import Storage
+
+if TYPE_CHECKING:
+    from penstock.runner.logits.grammar_cache import GrammarCache
+
+
+class Parts(NamedTuple):
+    """What a rank has besides its settings: all that is no data.
+
+    Attributes:
+        forward: the model, or what stands in for one (tests).
+        backend: what runs it; its sampler is used.
+        grammars: what structured outputs need; without it no request may ask for them.
+        means: what a drafter may be made of; `drafter`: another than the settings name (tests).
+        select: the KV selector, and the model that it was made for.
+    """
+
+    forward: Forward
+    vocab_size: int
+    backend: Backend | None = None
+    grammars: GrammarCache | None = None
+    means: DraftMeans = DraftMeans()
+    drafter: Drafter | None = None
+    select: tuple[KVSelector, ModelSpec] | None = None
+
+
+def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False) -> Runner:
+    """Raises: ConfigError for settings that do not fit each other."""
+    num_own = len(plan.own_groups)
+    assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
+    keeping = keeping_of(config)
+    make_storage, num_slabs = Storage, plan.num_slabs
+    if config.cache.kv_allocator == "virtual":  # the plan counts memory; the rank needs addresses
+        make_storage = LazyStorage
+        num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
+    storage = make_storage(
+        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison
+    )
+    rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
+    sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
+    selections = None
+    if parts.select is not None and keeping is not None:
+        selections = make_selections(*parts.select, keeping, rows, storage)
+    return Runner(
+        parts.forward,
+        rows,
+        storage,
+        sampler,
+        clock=clock,
+        grammars=parts.grammars,
+        drafter=parts.drafter or make_drafter(config, rows, storage, sampler, parts.means),
+        verifier=make_verifier(config, sampler),
+        selections=selections,
+        keeping=keeping,
+        num_own_groups=num_own,
+        strict=poison,
+    )

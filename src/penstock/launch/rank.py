@@ -1,0 +1,131 @@
+"""A rank built from its description: the files that it names are read, and it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+from penstock.base.clock import Clock, MonotonicClock
+from penstock.base.errors import InputError
+from penstock.config import EngineConfig, from_kwargs
+from penstock.core.model_spec import ModelSpec
+from penstock.executor.rank import Progress, RankSpec
+from penstock.families.checkpoint import Checkpoint, TokenizerFiles
+from penstock.families.registry import open_model
+from penstock.families.stretch import stretched
+from penstock.launch.assemble import model_parts
+from penstock.launch.backend import backend_of, packed_weights
+from penstock.launch.drafts import OpenDraft
+from penstock.launch.parts import make_rank
+from penstock.launch.selection import kinds_of
+from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.model.weights import load_weights, release_pages
+from penstock.plan.resolve import Plan
+from penstock.runner.logits.grammar_cache import GrammarCache
+from penstock.runner.runner import Runner
+from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
+from penstock.text.tokenizer import Tokenizer
+from penstock.text.validate import Limits
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found, its headers read.
+
+    `checkpoint` is what the settings make of it (its spec may be stretched), `stored` what the files say. `read` reads
+    the tokenizer, once; None if there is none.
+    """
+
+    checkpoint: Checkpoint
+    stored: ModelSpec
+    tokenizer: TokenizerFiles
+    read: Callable[[], Tokenizer | None]
+    guessers: Sequence[OpenDraft] = ()
+
+
+def open_files(config: EngineConfig, path: str | Path, guessers: Sequence[OpenDraft] = ()) -> ModelFiles:
+    """The model at `path` as `config` wants it. Raises: ModelError, UnsupportedError, ConfigError."""
+    found = open_model(path)
+    checkpoint = replace(found, spec=stretched(found.spec, config.model))
+    files = checkpoint.tokenizer
+    if config.model.tokenizer is not None:
+        files = named_tokenizer(config.model.tokenizer, checkpoint)
+    return ModelFiles(checkpoint, found.spec, files, cache(partial(load_tokenizer, files, checkpoint.spec)), guessers)
+
+
+def build_rank(
+    spec: RankSpec, loading: Progress | None = None, *, files: ModelFiles | None = None, clock: Clock | None = None
+) -> Runner:
+    """`files`: what `spec` names, if this process has opened it already.
+
+    Raises: ModelError for weights that cannot be read, ConfigError for settings that do not fit them.
+    """
+    config, plan = from_kwargs(**spec.config), spec.plan
+    if files is None:
+        assert spec.model is not None, "weights in memory do not come by themselves"
+        named = zip(plan.drafts, spec.drafts, strict=True)
+        files = open_files(config, spec.model, [OpenDraft(draft.name, open_model(path)) for draft, path in named])
+    checkpoint = files.checkpoint
+    needed = config.speculation is not None or config.selection is not None
+    tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
+    grammars = None
+    if not config.model.skip_tokenizer_init and files.tokenizer.kind != "none":
+        grammars = grammar_cache(files.read, limits_of(checkpoint, plan), config.cache.grammar_cache_bytes)
+        if spec.warm_grammars:
+            with suppress(InputError):  # tokens that are not bytes; the validator refuses
+                grammars.compiler()
+    backend = backend_of(config)
+    packed = packed_weights(config, checkpoint, plan, backend)
+    skip = packed.names() if packed is not None else ()
+    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, loading, skip)
+    parts = model_parts(
+        config,
+        checkpoint.spec,
+        weights,
+        plan,
+        grammars=grammars,
+        packed=packed,
+        backend=backend,
+        guessers=[guesser.load(draft.dtype) for guesser, draft in zip(files.guessers, plan.drafts, strict=True)],
+        encode=None if tokenizer is None else tokenizer.encode_inner,
+        kinds=kinds_of(tokenizer),
+    )
+    rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
+    release_pages(weights)
+    return rank
+
+
+def grammar_cache(read: Callable[[], Tokenizer | None], limits: Limits, max_bytes: int) -> GrammarCache:
+    """Compiled grammars for this model's tokens, which `read` when the first grammar comes.
+
+    The validator refuses grammars for a model without a tokenizer, or whose tokens are not bytes.
+    """
+
+    def tokenizer() -> Tokenizer:
+        found = read()
+        if found is None:
+            raise InputError("structured_outputs need a tokenizer", param="structured_outputs")
+        return found
+
+    def make() -> Compiler:
+        vocabulary = vocabulary_of(tokenizer(), limits.vocab_size, limits.eos_token_ids)
+        return Compiler(vocabulary, encoder_of(tokenizer()))
+
+    return GrammarCache(make, max_bytes, end_ids=lambda: frozenset({*tokenizer().special_ids, *limits.eos_token_ids}))
+
+
+def limits_of(checkpoint: Checkpoint, plan: Plan) -> Limits:
+    """What a request may ask of this model; its end tokens are those of config.json and generation_config.json."""
+    spec = checkpoint.spec
+    given = checkpoint.generation_config.get("eos_token_id")
+    more = given if isinstance(given, list) else [given]
+    ends = [t for t in more if isinstance(t, int) and not isinstance(t, bool) and 0 <= t < spec.vocab_size]
+    return Limits(
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        kv_capacity_tokens=plan.kv_capacity_tokens,
+        eos_token_ids=tuple(dict.fromkeys([*spec.eos_token_ids, *ends])),
+    )
