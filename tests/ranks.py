@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 from penstock.base.errors import CapacityError
 from penstock.core.batch import (
-    PageOp,
     PromptLogprobs,
     RowError,
     Sampled,
@@ -27,6 +26,7 @@ from penstock.core.batch import (
     StepOutput,
     TokenLogprobs,
 )
+from penstock.core.page_ops import PageOp
 from penstock.executor.rank import Progress, Rank, RankSpec
 
 COMMAND = (sys.executable, str(Path(__file__)))
