@@ -13,6 +13,7 @@ from benchmarks.common import Clock
 
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
@@ -23,7 +24,6 @@ from penstock.model.native.forward import NativeForward
 from penstock.ops import OP_TABLES
 from penstock.ops.native.program import Pool
 from penstock.plan.resolve import Plan, resolve
-from penstock.quant.reference import parse_scheme
 
 HUGE = Machine(num_cores=2, memory_bytes=1 << 36, available_bytes=1 << 36)
 """Engines get the blocks that a benchmark says, not those that this machine has room for."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from benchmarks.peers.make_models import DEVIATION, SHAPES
 
 from penstock.base.bf16 import F32, narrow
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec, cache_groups, weight_shapes
 from penstock.families.registry import find_family
 from penstock.model.builder import build
@@ -18,7 +19,6 @@ from penstock.model.native.fuse import PASSES
 from penstock.ops import OP_TABLES
 from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.quant.reference import parse_scheme
 from penstock.runner.storage import Storage
 
 Weights = dict[str, npt.NDArray[Any]]

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 
 from penstock.base.errors import PenstockError
 from penstock.families.registry import ARCHITECTURES, open_model, read_spec
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.ggml import gguf_bytes
 from tests.models.test_ternary import write_ternary
 from tests.shared import shared

@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.base.errors import CapacityError, ConfigError
     from penstock.config.load import from_args
     from penstock.core.machine import Machine
-    from penstock.families.registry import read_spec
+    from penstock.families.registry import read_model
     from penstock.families.stretch import stretched
     from penstock.launch.build import check_names
     from penstock.launch.drafts import draft_specs
@@ -63,7 +63,8 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    spec = stretched(read_spec(local_path(config.model.model, config.model.revision, weights=False)), config.model)
+    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    spec = stretched(own, config.model)
     machine = probe()
     chosen: tuple[Decision, ...] = ()
     if args.device is None:
@@ -74,7 +75,7 @@ def plan(args: argparse.Namespace) -> int:
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
-    result = report(config, spec, machine, device, args.context, draft_specs(config), keeping_of(config))
+    result = report(config, spec, machine, device, args.context, draft_specs(config), keeping_of(config), stored)
     result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:
         _print_json(config.model.model, result)

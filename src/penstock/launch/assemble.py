@@ -25,8 +25,8 @@ from penstock.launch.speculation import DraftMeans, make_controller, make_drafte
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
 from penstock.model.program import Program
-from penstock.model.weights import embedding_rows, fingerprint
 from penstock.ops import OP_TABLES
+from penstock.ops.stored import Weight
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.forward import Forward
@@ -36,18 +36,16 @@ from penstock.runner.runner import Runner
 from penstock.runner.storage import Storage
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
+from penstock.weights.load import embedding_rows, fingerprint
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 
 def assemble(
     config: EngineConfig,
     spec: ModelSpec,
-    weights: Mapping[str, npt.NDArray[np.generic]],
+    weights: Mapping[str, Weight],
     plan: Plan,
     *,
     clock: Clock | None = None,
@@ -107,9 +105,7 @@ def assemble(
     )
 
 
-def program_of(
-    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
-) -> Program:
+def program_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> Program:
     """The model as a program. `ops="auto"` is the reference here: `launch.native` decides before."""
     ops = config.execution.ops
     return build(

@@ -14,12 +14,13 @@ from penstock.base.errors import InputError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.drafters import DRAFTERS
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.families.checkpoint import Checkpoint
-from penstock.families.registry import open_model, read_spec
+from penstock.families.registry import open_model, read_model
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
@@ -31,18 +32,18 @@ from penstock.launch.native import choose_ops, device_of, packed_weights
 from penstock.launch.progress import loading
 from penstock.launch.selection import keeping_of, kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-from penstock.model.weights import load_weights, release_pages
 from penstock.ops import OP_TABLES
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
+from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
-from penstock.quant.reference import parse_scheme
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.sched.policy import make_policy
 from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits
+from penstock.weights.load import load_weights, release_pages
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -93,8 +94,8 @@ def start(
     checkpoint = replace(checkpoint, spec=stretched(own, config.model))
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
-    named = [(d.name, d.checkpoint.spec) for d in guessers]
-    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config))
+    named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in guessers]
+    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored)
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
@@ -115,8 +116,8 @@ def start(
                 grammars.compiler()
     packed = packed_weights(config, checkpoint, plan)
     skip = packed.names() if packed is not None else ()
-    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress, skip)
-    loaded = [guesser.load(draft.dtype) for guesser, draft in zip(guessers, plan.drafts, strict=True)]
+    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, progress, skip)
+    loaded = [guesser.load(draft.held) for guesser, draft in zip(guessers, plan.drafts, strict=True)]
     clock = MonotonicClock()
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
@@ -172,10 +173,10 @@ def grammar_cache(read: Callable[[], Tokenizer | None], limits: Limits, max_byte
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    own = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config))
+    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config), stored)
     changed = stretch_decision(own, spec)
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 

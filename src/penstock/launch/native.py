@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.model.native.forward import NativeForward
@@ -98,20 +99,24 @@ def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> 
     """None where packing anew is quicker than looking for it."""
     if config.execution.ops != "native" or plan.weight_bytes < SMALL_BYTES:
         return None
-    tensors = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales) if t is not None]
     store, scheme = PackedStore(), parse_scheme(config.model.quantization)
-    files = sorted({t.path for t in tensors})
-    return PackedWeights(store, weights_key(files, scheme, plan.dtype, checkpoint.spec, store.folder))
+    files = sorted({t.path for w in checkpoint.weights.values() for t in w.tensors})
+    return PackedWeights(store, weights_key(files, scheme, plan.held, checkpoint.spec, store.folder))
 
 
-def weights_key(files: Sequence[Path], scheme: Scheme, dtype: str, spec: ModelSpec, folder: Path | None = None) -> str:
+def weights_key(
+    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, folder: Path | None = None
+) -> str:
     """What packed weights are kept under: the files they come from and what else decides their bytes.
 
     Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
     """
     library = best_library()
     assert library is not None, "choose_ops has looked"
-    identity = f"{dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
+    identity = f"{held.dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
+    beside = {n: f for n, f in held.matrices.items() if not scheme.weight_bits or f != scheme.format}
+    if beside:  # what becomes of codes
+        identity += f" {sorted(beside.items())}"
     return content_key(files, scheme.name, identity, folder=folder)
 
 

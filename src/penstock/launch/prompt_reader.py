@@ -11,6 +11,7 @@ import numpy.typing as npt
 from penstock.base.errors import ConfigError, EngineError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.cache_spec import group_layers
+from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import cache_spec
 from penstock.families.registry import open_model
 from penstock.launch.hub import local_path
@@ -18,17 +19,16 @@ from penstock.launch.native import choose_ops
 from penstock.launch.tokenizer import load_tokenizer
 from penstock.model.builder import build
 from penstock.model.native.forward import NativeForward
-from penstock.model.weights import load_weights
 from penstock.ops.blas import BLAS
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
-from penstock.quant.reference import NONE
 from penstock.runner.forward import Forward
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.load import load_weights
 
 F64 = npt.NDArray[np.float64]
 _BLOCK = 32
@@ -55,9 +55,9 @@ class PromptReader:
         try:
             checkpoint = open_model(local_path(name))
             config, _ = choose_ops(_config(name, ops), checkpoint.spec)
-            plan = resolve(config, checkpoint.spec, probe())
+            plan = resolve(config, checkpoint.spec, probe(), stored=checkpoint.stored)
             self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.tokenizer, checkpoint.spec)
-            weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype)
+            weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held)
         except (ModelError, UnsupportedError, ConfigError) as error:
             raise ConfigError(
                 f"prompt_compressor: {name!r} cannot be used: {error}", field="prompt_compressor"

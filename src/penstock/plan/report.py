@@ -24,6 +24,7 @@ from penstock.plan.fit import Fit
 from penstock.plan.flops import num_active_params
 from penstock.plan.memory import asking_for_all
 from penstock.plan.resolve import Plan, resolve
+from penstock.plan.weights import NO_CODES, StoredFormats
 
 BATCHES = (1, 4, 16, 64, 256)
 DECODE_BATCHES = (1, 8, 64)
@@ -107,13 +108,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(
     config: EngineConfig, spec: ModelSpec, machine: Machine, device: Device, context: int = DEFAULT_CONTEXT,
-    drafts: Sequence[NamedSpec] = (), keeping: Keeping | None = None,
+    drafts: Sequence[NamedSpec] = (), keeping: Keeping | None = None, stored: StoredFormats = NO_CODES,
 ) -> Report:  # fmt: skip
     """Plan for a machine whose memory is `machine`'s and whose rates are `device`'s.
 
-    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`: as `resolve`
-    takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict the model,
-    the device or each other; what only lacks memory is reported, not raised.
+    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`, `stored`: as
+    `resolve` takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict
+    the model, the device or each other; what only lacks memory is reported, not raised.
     """
     config, extra = _with_dtype(config, spec, device)
     if device.is_accelerator and not config.sizes_kv:
@@ -123,11 +124,11 @@ def report(
     refusal: CapacityError | None = None
     plan = fit = None
     try:
-        plan = resolve(config, spec, machine, drafts, keeping)
+        plan = resolve(config, spec, machine, drafts, keeping, stored)
     except CapacityError as error:
         refusal = error
     with suppress(CapacityError):
-        fit = Fit(config, spec, machine, drafts, keeping)
+        fit = Fit(config, spec, machine, drafts, keeping, stored)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
     groups = known.groups if known else cache_groups(spec, kv_dtype)

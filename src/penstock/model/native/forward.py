@@ -142,7 +142,7 @@ class NativeForward:
 
 def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:
     parts, pair = node.more["parts"], node.more["pair"]
-    format, act, group = packing(scheme, parts[0].weight.dtype, isa)
+    format, act, group = packing(scheme, parts[0].weight, isa)
     biases = [part.bias for part in parts]
     weights = [part.weight for part in parts]
     return pack(pool.library, weights, format, act, group=group, pair=pair, biases=biases, num_threads=pool.num_threads)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from penstock.model.native.trace import Node, Trace, Value
 from penstock.ops.native.abi import SELECTED
+from penstock.ops.stored import alike
 
 
 class Part(NamedTuple):
@@ -157,7 +158,7 @@ def _gates(trace: Trace) -> None:
 
 
 def _alike(a: Node, b: Node) -> bool:
-    return bool(a.more["parts"][0].weight.dtype == b.more["parts"][0].weight.dtype)
+    return alike(a.more["parts"][0].weight, b.more["parts"][0].weight)
 
 
 def _activations(trace: Trace) -> None:
