@@ -150,10 +150,12 @@ def _memory_table(r: Report) -> Table:
     for dtype, num_bytes in r.weight_bytes.items():
         by_size.setdefault(num_bytes, []).append(dtype)
     for num_bytes, dtypes in by_size.items():
-        remark = f"as planned ({r.dtype})" if r.dtype in dtypes else ""
+        remark = f"as planned ({r.dtype})" if r.dtype in dtypes and r.held_bytes is None else ""
         if num_bytes > r.available_bytes:
             remark = (remark + "; " if remark else "") + "[red]more than is available[/red]"
         table.add_row(f"weights, {' or '.join(dtypes)}", _size(num_bytes), remark)
+    if r.held_bytes is not None:
+        table.add_row("weights, as held", _size(r.held_bytes), f"as planned: {r.held}")
     for group in r.groups:
         what = "state per sequence" if group.kind == "slot" else "KV per token"
         kept = "" if group.window is None else f", the last {group.window:,} tokens of a sequence"

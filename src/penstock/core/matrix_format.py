@@ -7,6 +7,7 @@ neighbours and may be codes with scales of their own. Shape letters: N outputs (
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Literal
@@ -197,6 +198,11 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
     def of(self, name: str) -> MatrixFormat:
         return self.matrices.get(name) or plain(self.dtype)
+
+    def __str__(self) -> str:
+        """For people: `14 matrices of 4-bit codes, a float16 scale per 32 inputs; the rest float16`."""
+        counts = Counter(map(str, self.matrices.values()))
+        return "; ".join([*(f"{n} matrices of {name}" for name, n in sorted(counts.items())), f"the rest {self.dtype}"])
 
     def bytes_each(self, spec: ModelSpec) -> float | None:
         """Bytes of a number in the matrices that rows are multiplied with, on the mean; None if all are plain."""

@@ -18,6 +18,7 @@ from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 from penstock.select import KV_SELECTORS
+from penstock.weights.stored import STORED_FORMATS
 
 REGISTRIES: tuple[Registry, ...] = (
     FAMILIES,
@@ -33,6 +34,7 @@ REGISTRIES: tuple[Registry, ...] = (
     DRAFT_CONTROLLERS,
     CONTEXT_TRANSFORMS,
     KV_SELECTORS,
+    STORED_FORMATS,
 )
 
 

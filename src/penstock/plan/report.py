@@ -79,7 +79,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     `longest_context`: of one sequence alone; 0, and nothing in `contexts` and `speeds`, if the weights do not fit.
     `max_model_len`: as `resolve` decided; of a refused plan, what was asked for. `kv_bytes_per_token`: of a token that
-    every layer still sees.
+    every layer still sees. `weight_bytes`: if all weights were of a type; `held`: how they are, where some are not of
+    `dtype`, and `held_bytes`, what that takes.
     """
 
     family: str
@@ -92,6 +93,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     weight_bytes: dict[str, int]
+    held: str
+    held_bytes: int | None
     groups: tuple[GroupLine, ...]
     kv_bytes_per_token: int
     state_bytes_per_sequence: int
@@ -149,6 +152,8 @@ def report(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weight_bytes={name: spec.num_params * size for name, size in DTYPE_BYTES.items()},
+        held=str(known.held) if known and known.held.matrices else "",
+        held_bytes=known.weight_bytes if known and known.held.matrices else None,
         groups=tuple(_group_line(group, guessers.get(group.index, ""), size) for group in groups),
         kv_bytes_per_token=sum(g.token_bytes(size) for g in groups if g.spec.per_token),
         state_bytes_per_sequence=sum(g.slab_bytes(1) for g in groups if not g.spec.per_token),
@@ -166,7 +171,8 @@ def report(
 
 def _with_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """`resolve` decides "auto" for operations that widen 16-bit weights; other devices use the checkpoint's own."""
-    if config.model.dtype != "auto" or device.widens_halves:
+    own = config.execution.ops == "native" and spec.dtype in device.flops_per_s  # what `resolve` decides, too
+    if config.model.dtype != "auto" or device.widens_halves or own:
         return config, ()
     if spec.dtype in device.flops_per_s:
         dtype, why = spec.dtype, f"the checkpoint's own type; {device.name} computes with it"

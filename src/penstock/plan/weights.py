@@ -61,6 +61,8 @@ def held_by(config: EngineConfig, spec: ModelSpec, dtype: str, stored: StoredFor
 
 def weight_decisions(spec: ModelSpec, held: HeldWeights, stored: StoredFormats) -> list[Decision]:
     """What is held how, and what that costs; nothing for a model of plain weights."""
+    if not held.matrices and not stored:
+        return []
     shapes = row_matrices(spec)
     formats = Counter(held.of(name) for name in {*held.matrices, *(n for n in stored if n in shapes)})
     out = []
