@@ -16,7 +16,7 @@ from penstock.config import from_kwargs
 from penstock.core.matrix_format import NONE, parse_scheme, row_matrices
 from penstock.core.model_spec import Experts, ModelSpec, cache_groups, weight_shapes
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, weight_sizes
-from penstock.families.registry import find_family, open_model
+from penstock.families.registry import find_family, open_model, read_model
 from penstock.launch import native as native_launch
 from penstock.launch.native import NOT_BUILT
 from penstock.model.builder import build
@@ -121,9 +121,32 @@ def test_what_is_of_different_codes_is_not_fused_and_starts_again_from_the_disk(
         assert len(list((tmp_path / "cache").rglob("*.pst"))) == 1
     assert tokens(folder, ops="native", quantization="int4-w4a8:32")
     assert len(list((tmp_path / "cache").rglob("*.pst"))) == 2
-    # The rows of a 16-bit model are rounded otherwise: another file.
-    assert tokens(folder, ops="native", dtype="float16")
-    assert len(list((tmp_path / "cache").rglob("*.pst"))) == 3
+    # v rounded to 16 bits, or exact beside tables of 16 bits: other bytes, so other files.
+    for count, dtype in ((3, "float16"), (4, "auto")):
+        assert tokens(folder, ops="native", dtype=dtype)
+        assert len(list((tmp_path / "cache").rglob("*.pst"))) == count
+
+
+@pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
+def test_what_a_checkpoint_spared_starts_again_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q and k are values in float32, v has always been 16 bits: they share no matrix, at no start."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_launch, "SMALL_BYTES", 0)
+    spared: dict[str, Any] = {}
+    for i in range(2):
+        name = f"model.layers.{i}.self_attn.v_proj."
+        values = np.random.default_rng(i).standard_normal((32, 64)).astype(np.float16)
+        spared |= {name + part: None for part in ("qweight", "qzeros", "scales")} | {name + "weight": values}
+    folder = write(tmp_path / "m", Kind("awq"), **spared)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["v_proj", "lm_head"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model(tmp_path).stored == open_model(folder).stored
+    assert len(open_model(folder).stored) == 12
+    first = tokens(folder, ops="native")
+    assert len(list((tmp_path / "cache").rglob("*.pst"))) == 1
+    assert tokens(folder, ops="native") == first
 
 
 def coded_matrix(n: int, k: int, kind: Kind) -> Any:
