@@ -16,16 +16,22 @@ from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE, HeldWeights, MatrixFormat, Shared, panel_group, parse_scheme, plain
 from penstock.core.model_spec import weight_shapes
 from penstock.core.weight_map import Cut
-from penstock.families.codes import is_rows
+from penstock.families.codes import is_rows, read_codes_config
 from penstock.families.registry import find_family, open_model, read_model
 from penstock.launch.build import plan_of
+from penstock.launch.native import NOT_BUILT
+from penstock.ops.native.abi import Act, Format
+from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import order, pack
 from penstock.ops.ref.product import linear
 from penstock.ops.stored import StoredMatrix, alike
 from penstock.plan.resolve import resolve
 from penstock.plan.weights import hold_weights
+from penstock.quant.reference import QuantisedLinear
 from penstock.weights import load as loading
 from penstock.weights.load import apply_cut, load_weights, rows_of
 from penstock.weights.stored import STORED_FORMATS
+from penstock.weights.stored.words import Tensors
 from tests.codes import MODEL, Kind, coded, write
 from tests.unit.test_formats import refusal
 
@@ -143,6 +149,45 @@ def test_formats_of_other_publishers_have_a_description_of_the_right_size() -> N
 def test_which_codes_the_panels_of_four_bits_hold(change: dict[str, Any], group: int | None) -> None:
     fields: dict[str, Any] = {"code": "uint", "bits": 4, "scales": (Shared("float16", 1, 64),), "offset": 8}
     assert panel_group(MatrixFormat(**(fields | change)), 768) == group
+    if change == {"scales": (Shared("float16", 1, 0),)}:
+        assert [panel_group(MatrixFormat(**(fields | change)), k) for k in (4096, 96, 88)] == [128, 32, 32]
+
+
+def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
+    """A matrix over arrays in memory, and its values."""
+    parts, values = coded(np.random.default_rng(n), n, k, kind)
+    config = read_codes_config(kind.config)
+    assert config is not None
+    made = STORED_FORMATS.get(kind.method)
+    words = made.laid_out(parts["qweight"].view("<u4").reshape(-1), n, k)
+    tensors = Tensors(words, parts["scales"], parts["qzeros"].view("<u4"), parts.get("g_idx"), config.first_zero)
+    group = 0 if kind.group in (-1, k) else kind.group
+    return made(config.format(kind.bits, group), (n, k), np.dtype(np.float32), tensors), values
+
+
+@pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
+@pytest.mark.parametrize(("group", "k", "panels"), [
+    (32, 64, 32), (64, 192, 64), (96, 192, 32), (256, 512, 128), (128, 256, 128), (-1, 88, 32),
+    (-1, 192, 64), (-1, 256, 128),
+])  # fmt: skip
+@pytest.mark.parametrize("sizes", [(40, 16), (64, 64), (8,), (200, 72, 8)])
+def test_panels_are_the_codes_of_matrices_of_any_size(group: int, k: int, panels: int, sizes: tuple[int, ...]) -> None:
+    library, kind = best_library(), Kind(group=group)
+    made = [matrix(n, k, kind) for n in sizes]
+    stored, values = [m for m, _ in made], np.concatenate([v for _, v in made])
+    assert panel_group(stored[0].format, k) == panels
+    for pair in (False, True) if len(set(sizes)) == 1 and len(sizes) == 2 else (False,):
+        found = pack(library, stored, Format.I4, Act.F32, group=panels, pair=pair)
+        where = order(sizes, pair)
+        np.testing.assert_array_equal(found.values(library), np.where(where[:, None] < 0, 0, values[where]))
+
+
+def test_a_scheme_of_the_same_groups_multiplies_with_the_codes_themselves() -> None:
+    w, values = matrix(40, 64, Kind())
+    x = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
+    want = x @ values.T
+    np.testing.assert_allclose(QuantisedLinear(parse_scheme("int4-wo:32"))(x, w), want, rtol=1e-5, atol=1e-5)
+    assert np.abs(QuantisedLinear(parse_scheme("int4-wo:64"))(x, w) - want).max() > 1e-3
 
 
 def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict[str, Path]) -> None:

@@ -240,6 +240,6 @@ def panel_group(format: MatrixFormat, columns: int) -> int | None:
     (scale,) = format.scales
     if scale.dtype != "float16" or scale.rows != 1:
         return None
-    per = scale.columns or columns
-    whole = scale.columns == 0
-    return next((g for g in reversed(GROUPS) if whole or per % g == 0), None)
+    # A scale of a whole row is repeated in whatever groups pad the row least.
+    per, least = (scale.columns, None) if scale.columns else (columns, GROUPS[0])
+    return next((g for g in reversed(GROUPS) if per % g == 0), least)
