@@ -11,13 +11,13 @@ from benchmarks.peers.make_models import DEVIATION, SHAPES
 
 from penstock.backends.native.forward import NativeForward
 from penstock.base.bf16 import F32, narrow
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec, cache_groups, weight_shapes
 from penstock.families.registry import find_family
 from penstock.model.builder import build
 from penstock.model.fuse import PASSES
 from penstock.ops.native.program import Pool
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.quant.reference import parse_scheme
 from penstock.runner.storage import Storage
 
 Weights = dict[str, npt.NDArray[Any]]

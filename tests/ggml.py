@@ -1,7 +1,7 @@
 """GGUF files made in tests: a writer, quantisers, and a decoder that looks up one element at a time.
 
-The decoder is the oracle of `quant.ggml`: it was written from the layout (which byte, which bits hold element i), with
-Python integers, and rounds like a program in float32 would.
+The decoder is the oracle of `weights.stored.ggml`: it was written from the layout (which byte, which bits hold element
+i), with Python integers, and rounds like a program in float32 would.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from penstock.core.selection import KVSelector, Line, Selecting
 from penstock.eval.maps import LayerMap, MapReader
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import LoadedModel, load
-from penstock.model.weights import fingerprint
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
+from penstock.weights.load import fingerprint
 
 F32 = npt.NDArray[np.float32]
 LAYERS, HEADS, GROUP = 6, 3, 2

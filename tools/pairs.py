@@ -168,8 +168,8 @@ def make_files(folder: Path, llm: Any) -> None:
     from penstock.families.registry import open_model
     from penstock.formats.safetensors import read_safetensors
     from penstock.launch.hub import local_path
-    from penstock.model.weights import fingerprint as mark
-    from penstock.model.weights import load_weights
+    from penstock.weights.load import fingerprint as mark
+    from penstock.weights.load import load_weights
 
     encode = llm.get_tokenizer().encode_inner
     write(folder / "texts", [encode(SAMPLE)], llm.engine.spec.vocab_size, fingerprint(encode))

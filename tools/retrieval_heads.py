@@ -19,7 +19,7 @@ from penstock.eval.heads import head_scores, needle_texts
 from penstock.eval.maps import MapReader
 from penstock.eval.scorer import load
 from penstock.eval.tasks.prose import noise_of, prose
-from penstock.model.weights import fingerprint
+from penstock.weights.load import fingerprint
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -170,13 +170,13 @@ def registered() -> dict[str, tuple[str, ...]]:
     from penstock.config.positions import KEYS
     from penstock.core.kv_format import ALIASES
     from penstock.core.kv_format import PLAIN as CODECS
+    from penstock.core.matrix_format import SCHEMES
     from penstock.drafters import DRAFTERS
     from penstock.executor import EXECUTORS
     from penstock.kv import KV_MANAGERS
     from penstock.kv.eviction import EVICTION_POLICIES
     from penstock.kv.prefix import PREFIX_CACHES
     from penstock.ops.ref.attention import ATTENTION_BACKENDS
-    from penstock.quant.reference import SCHEMES
     from penstock.runner.verifiers import VERIFIERS
     from penstock.sched.drafts import DRAFT_CONTROLLERS
     from penstock.sched.policy import POLICIES

@@ -48,8 +48,8 @@ from penstock.base.errors import PenstockError
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Norm, Rope, weight_shapes
 from penstock.families.llama import Llama
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
 from penstock.ops.ref.rotary import rope_frequencies
+from penstock.weights.load import load_weights
 
 F32 = npt.NDArray[np.float32]
 Weights = dict[str, npt.NDArray[Any]]

@@ -39,9 +39,9 @@ from penstock.engine.core import EngineCore
 from penstock.families.registry import open_model
 from penstock.kv.waste import Waste, waste
 from penstock.launch.bundled import bundled_model
-from penstock.model.weights import load_weights
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
+from penstock.weights.load import load_weights
 
 Side = Callable[[], dict[str, Any]]
 MAX_LEN = 2048

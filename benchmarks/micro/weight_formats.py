@@ -31,13 +31,13 @@ from rich.progress import track
 from penstock.base.bf16 import F32
 from penstock.bench.bandwidth import ReadProbe
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import parse_scheme
 from penstock.eval.perplexity import passage, score
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import load, make_scorer
 from penstock.launch.bundled import bundled_model
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
-from penstock.quant.reference import parse_scheme
 
 FORMATS = {
     "float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "int8-wo": ("bfloat16", "int8-wo"),

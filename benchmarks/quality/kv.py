@@ -14,11 +14,11 @@ from pathlib import Path
 
 from penstock import LLM, SamplingParams
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import NONE
 from penstock.eval.compare import compare
 from penstock.eval.perplexity import Passage, passage
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import load, make_scorer
-from penstock.quant.reference import NONE
 
 PROMPT = 24
 KINDS = ("float32", "bfloat16", "int8")

@@ -29,11 +29,11 @@ from rich.console import Console
 
 from penstock import LLM
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import NONE
 from penstock.eval.perplexity import Passage, Score, Window, token_nats
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load
 from penstock.launch.bundled import bundled_model
 from penstock.ops.blas import BLAS
-from penstock.quant.reference import NONE
 from train.evaluate import Reader, lookup_grid, needle_grid
 from train.text import books, held_out_prose
 

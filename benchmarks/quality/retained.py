@@ -28,9 +28,9 @@ from penstock.eval.maps import LayerMap, MapReader
 from penstock.eval.retained import Played, play
 from penstock.eval.scorer import LoadedModel, load
 from penstock.eval.tasks.prose import noise_of
-from penstock.model.weights import fingerprint
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
+from penstock.weights.load import fingerprint
 from train.text import held_out_prose
 
 ROWS: list[tuple[str, str, dict[str, Any]]] = [

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Request
@@ -19,7 +20,7 @@ from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
 from penstock.launch.selection import keeping_of
-from penstock.plan.drafts import plan_drafts
+from penstock.plan.drafts import NamedSpec, plan_drafts
 from penstock.plan.keeping import groups_of
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
@@ -63,12 +64,12 @@ class Knobs:
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
-def plan_for(spec: ModelSpec, k: Knobs, can_draft: Sequence[ModelSpec] = ()) -> Plan:
+def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> Plan:
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
-        [(f"draft{i}", guesser) for i, guesser in enumerate(can_draft)],
+        [NamedSpec(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
         groups_of(spec, k.kv_dtype, keeping_of(config_for(k))),
-        dtypes=["float32"] * len(can_draft),
+        held=[HeldWeights("float32")] * len(guessers),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
     )
@@ -141,7 +142,7 @@ def fake_engine(
 
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
-    speculation: dict[str, Any] | None = None, can_draft: Sequence[tuple[ModelSpec, Any]] = (),
+    speculation: dict[str, Any] | None = None, guessers: Sequence[tuple[ModelSpec, Any]] = (),
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
@@ -151,14 +152,14 @@ def real_engine(
         config_for(k, speculation),
         spec,
         weights,
-        plan_for(spec, k, [guesser for guesser, _ in can_draft]),
+        plan_for(spec, k, [guesser for guesser, _ in guessers]),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,
         wire=k.wire,
         drafter=drafter,
         drafts=drafts,
-        can_draft=can_draft,
+        guessers=guessers,
     )
 
 

@@ -14,6 +14,7 @@ from penstock import LLM
 from penstock.base.errors import EngineError, InputError
 from penstock.cli.main import main
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import NONE
 from penstock.eval import gate as gates
 from penstock.eval.paired import check_aligned, differences, speeds
 from penstock.eval.perplexity import passage, score
@@ -23,7 +24,6 @@ from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import load as load_model
 from penstock.eval.scorer import make_scorer
 from penstock.eval.tasks import make_tasks
-from penstock.quant.reference import NONE
 
 SMALL = {"num_gpu_blocks_override": 128, "max_num_seqs": 16}
 FLAGS = ["--num-gpu-blocks-override", "128", "--max-num-seqs", "16"]

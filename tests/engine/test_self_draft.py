@@ -25,9 +25,9 @@ from penstock.engine.core import EngineCore
 from penstock.families.registry import open_model
 from penstock.launch.assemble import assemble
 from penstock.launch.bundled import bundled_model
-from penstock.model.weights import fingerprint, load_weights
 from penstock.ops.native.library import best_library
 from penstock.runner.runner import Runner
+from penstock.weights.load import fingerprint, load_weights
 from tests.engine.harness import Knobs, config_for, plan_for, request, run, tiny
 from tests.engine.naive import generate
 from tests.engine.test_laws_models import oracle

@@ -17,7 +17,7 @@ import torch
 
 from penstock.core.model_spec import Attention, Latent, ModelSpec
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.paged import Paged
 
 VOCAB = 97

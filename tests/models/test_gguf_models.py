@@ -20,8 +20,8 @@ from penstock.families.checkpoint import WeightRef
 from penstock.families.registry import open_model
 from penstock.formats.gguf import read_gguf
 from penstock.formats.llama2c import read_tokenizer
-from penstock.model import weights as weights_module
-from penstock.model.weights import load_weights
+from penstock.weights import load as weights_module
+from penstock.weights.load import load_weights
 from tests.ggml import F32, stored_values, write_gguf
 from tests.paged import Paged
 from tests.shared import shared

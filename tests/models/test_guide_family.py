@@ -18,7 +18,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.families import registry
 from penstock.families.registry import open_model
 from penstock.launch.llm import LLM
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.oracle import NaiveModel
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "add-a-family.md"

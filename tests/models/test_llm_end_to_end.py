@@ -102,7 +102,7 @@ def test_C82_stories260K_equals_the_same_weights_in_hugging_face(stories: LLM) -
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from penstock.families.registry import open_model
-    from penstock.model.weights import load_weights
+    from penstock.weights.load import load_weights
 
     checkpoint = open_model(shared("models", "stories260K"))
     weights = load_weights(checkpoint.weights, checkpoint.spec, "float32", None)

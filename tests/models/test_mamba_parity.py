@@ -16,7 +16,7 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 

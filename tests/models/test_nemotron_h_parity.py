@@ -16,7 +16,7 @@ from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Mamba2
 from penstock.families.nemotron_h import NemotronH
 from penstock.families.registry import open_model, read_spec
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 from tests.shared import shared

@@ -24,7 +24,7 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import ConfigError, InputError, ModelError, UnsupportedError
 from penstock.core.model_spec import Alibi, Norm
 from penstock.families.registry import find_family, open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.models.gpt_like import attention_of, make
 from tests.models.parity import VOCAB, check, oracle, save
 from tests.oracle import NaiveModel

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.models.llama_like_cases import CASES, MAX_MODEL_LEN, make, restored
 from tests.models.parity import VOCAB, check, oracle, save
 from tests.paged import Paged

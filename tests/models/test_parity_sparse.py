@@ -13,11 +13,11 @@ import transformers
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, cache_spec, weight_shapes
 from penstock.families.registry import find_family, open_model
-from penstock.model.weights import load_weights
 from penstock.ops.ref.experts import ExpertWeights, route
 from penstock.ops.ref.experts import experts as run_experts
 from penstock.ops.ref.product import linear
 from penstock.plan.flops import model_work
+from penstock.weights.load import load_weights
 from tests import specs
 from tests.models.parity import VOCAB, check, random_model, save
 from tests.oracle import chosen_experts

@@ -18,12 +18,12 @@ from penstock.backends.reference import BlasBackend
 from penstock.base.errors import ConfigError
 from penstock.cli.main import main
 from penstock.config import from_kwargs, from_toml
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec, Rope
 from penstock.eval.perplexity import Window, token_nats
 from penstock.eval.scorer import ProgramScorer, load
 from penstock.launch.build import plan_of
 from penstock.launch.bundled import bundled_model
-from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, pool, pytestmark_native
 from tests.paged import Paged

@@ -19,8 +19,8 @@ from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo
 from penstock.families.registry import open_model
 from penstock.launch.build import plan_of
-from penstock.model.weights import load_weights
 from penstock.server.main import _positions
+from penstock.weights.load import load_weights
 from tests.models.parity import oracle, random_model
 from tests.paged import Paged
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.engine.harness import Collector, request
 from tests.models.rwkv_exact import Exact, read
 from tests.paged import Paged

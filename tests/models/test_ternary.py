@@ -21,9 +21,9 @@ from penstock.formats.tensor_ref import TensorRef
 from penstock.formats.ternary import read_pair_tokenizer, read_ternary
 from penstock.launch.llm import LLM
 from penstock.launch.tokenizer import load_tokenizer
-from penstock.model.weights import load_weights
-from penstock.quant.scaled import int8
-from penstock.quant.ternary import ternary
+from penstock.weights.load import load_weights
+from penstock.weights.stored.scaled import int8
+from penstock.weights.stored.ternary import ternary
 from tests.paged import Paged
 from tests.shared import shared
 from tests.unit.formats.test_formats import refusal, stored_bytes

@@ -23,8 +23,8 @@ from penstock.families.llama import Llama
 from penstock.families.registry import open_model
 from penstock.formats.llama2c import read_tokenizer
 from penstock.formats.safetensors import read_safetensors
-from penstock.model import weights as weights_module
-from penstock.model.weights import load_weights, release_pages
+from penstock.weights import load as weights_module
+from penstock.weights.load import load_weights, release_pages
 from tests.shared import shared
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 from tests.unit.formats.test_formats import refusal

@@ -15,7 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.base.bf16 import narrow, widen
 from penstock.core.model_spec import Attention, Rope
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.oracle import NaiveModel
 from tests.shared import shared
 

@@ -14,11 +14,11 @@ import pytest
 from penstock.backends.native.forward import NativeForward
 from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.bf16 import F32, narrow
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.fuse import fuse
 from penstock.ops.native.abi import SELECTED
 from penstock.ops.native.program import Layout, NativeProgram
-from penstock.quant.reference import parse_scheme
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.paged import Paged, nan_of

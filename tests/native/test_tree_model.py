@@ -16,14 +16,14 @@ import pytest
 from penstock.backends.native.forward import NativeForward
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.families.registry import open_model
 from penstock.launch.bundled import bundled_model
-from penstock.model.weights import load_weights
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.ops.tree import path, tree_mask
-from penstock.quant.reference import parse_scheme
 from penstock.runner.storage import Storage
+from penstock.weights.load import load_weights
 from tests import specs
 from tests.native.running import ISAS, each_isa, pool, pytestmark_native
 from tests.native.test_model import NATIVE, text

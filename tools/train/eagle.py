@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.drafters.eagle_head import EPS
-from penstock.model.weights import fingerprint
+from penstock.weights.load import fingerprint
 from train.corpus import Mixture
 from train.export import read_weights
 from train.heads import hidden_states, logits_of, own_texts, rows_of

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from penstock.core.model_spec import Attention, FeedForward, ModelSpec
 from penstock.families.registry import open_model
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from train.interpreter import SpecModule
 
 

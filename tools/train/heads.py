@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock import LLM, SamplingParams
-from penstock.model.weights import fingerprint
+from penstock.weights.load import fingerprint
 from train.corpus import Mixture
 from train.export import read_weights
 from train.interpreter import SpecModule

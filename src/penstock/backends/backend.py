@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -78,7 +79,7 @@ class Backend(Protocol):
         ...
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, dtype: str, quantization: str, num_bytes: int
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
     ) -> PackedStore | None:
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward
@@ -61,7 +62,9 @@ class ReferenceBackend:
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}
 
-    def store(self, files: Sequence[Path], spec: ModelSpec, *, dtype: str, quantization: str, num_bytes: int) -> None:
+    def store(
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
+    ) -> None:
         return None
 
 

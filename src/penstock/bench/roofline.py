@@ -19,14 +19,13 @@ from penstock.base.errors import ConfigError
 from penstock.bench.bandwidth import ReadProbe
 from penstock.bench.offline import local_maker
 from penstock.bench.peak import Peak, blas_peak, register_peak
+from penstock.core.matrix_format import NONE, parse_scheme
 from penstock.core.sampling import SamplingParams
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.launch.llm import LLM
 from penstock.ops.native.library import best_library
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
-from penstock.plan.memory import matrix_size
-from penstock.quant.reference import NONE, parse_scheme
 
 TOLERATED_GAP = 0.15
 """From here on a point is flagged: it takes that much longer than the model says."""
@@ -91,7 +90,7 @@ def peaks(ops: str, dtype: str, quantization: str) -> tuple[Peak, Peak]:
         isa = library.pst_isa_name().decode() if library is not None else "base"
         stored = np.dtype(_STORED.get(dtype, np.float32))
         for scheme in (parse_scheme(quantization), NONE):
-            format, act, _ = packing(scheme, stored, isa)
+            format, act, _ = packing(scheme, np.zeros((), stored), isa)
             peak = register_peak(format, act)
             if peak is not None:
                 found.append(peak)
@@ -186,7 +185,7 @@ class _Bench:
         )  # fmt: skip
         return RooflineTimer(
             self.spec, device, dtype=self.plan.dtype, kv_dtype=self.plan.kv_dtype, products=_PRODUCTS,
-            matrix_size=matrix_size(self.scheme),
+            matrix_size=self.plan.held.bytes_each(self.spec),
         )  # fmt: skip
 
     def _run(self, kind: str, x: int) -> tuple[float, StepShape]:

@@ -47,9 +47,9 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.base.errors import CapacityError, ConfigError
     from penstock.config.load import from_args
     from penstock.core.machine import Machine
-    from penstock.families.registry import read_spec
+    from penstock.families.registry import read_model
     from penstock.families.stretch import stretched
-    from penstock.launch.backend import choose_ops, device_of
+    from penstock.launch.backend import choose_ops, device_of, traits_of
     from penstock.launch.build import check_names
     from penstock.launch.drafts import draft_specs
     from penstock.launch.hub import local_path
@@ -63,18 +63,22 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    spec = stretched(read_spec(local_path(config.model.model, config.model.revision, weights=False)), config.model)
+    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    spec = stretched(own, config.model)
     machine = probe()
     chosen: tuple[Decision, ...] = ()
+    traits = None
     if args.device is None:
         config, chosen = choose_ops(config, spec)
-        device = device_of(config, machine.num_cores)
+        device, traits = device_of(config, machine.num_cores), traits_of(config)
     else:
         device = find_device(args.device)
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
-    result = report(config, spec, machine, device, args.context, draft_specs(config), keeping_of(config))
+    result = report(
+        config, spec, machine, device, args.context, draft_specs(config), keeping_of(config), stored, traits
+    )
     result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:
         _print_json(config.model.model, result)
@@ -149,10 +153,12 @@ def _memory_table(r: Report) -> Table:
     for dtype, num_bytes in r.weight_bytes.items():
         by_size.setdefault(num_bytes, []).append(dtype)
     for num_bytes, dtypes in by_size.items():
-        remark = f"as planned ({r.dtype})" if r.dtype in dtypes else ""
+        remark = f"as planned ({r.dtype})" if r.dtype in dtypes and r.held_bytes is None else ""
         if num_bytes > r.available_bytes:
             remark = (remark + "; " if remark else "") + "[red]more than is available[/red]"
         table.add_row(f"weights, {' or '.join(dtypes)}", _size(num_bytes), remark)
+    if r.held_bytes is not None:
+        table.add_row("weights, as held", _size(r.held_bytes), f"as planned: {r.held}")
     for group in r.groups:
         what = "state per sequence" if group.kind == "slot" else "KV per token"
         kept = "" if group.window is None else f", the last {group.window:,} tokens of a sequence"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.core.matrix_format import Scheme
     from penstock.eval.perplexity import Interval, Passage
     from penstock.eval.schemes import Measured
     from penstock.eval.scorer import LoadedModel
-    from penstock.quant.reference import Scheme
 
 EXIT_OK, EXIT_FAILED = 0, 1
 DEFAULT = "int8-w8a8,int8-wo,int4-w4a8,int4-wo"
@@ -56,7 +56,7 @@ def quantize(args: argparse.Namespace) -> int:
 def _schemes(listed: str) -> list[Scheme]:
     """As named, each once. Raises PenstockError."""
     from penstock.base.errors import ConfigError
-    from penstock.quant.reference import SCHEMES, parse_scheme
+    from penstock.core.matrix_format import SCHEMES, parse_scheme
 
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if not names:
@@ -80,10 +80,10 @@ def _text(file: str | None) -> tuple[str, str]:
 
 def _measure(args: argparse.Namespace, model: LoadedModel, schemes: Sequence[Scheme], name: str, text: str) -> int:
     from penstock.base.errors import InputError
+    from penstock.core.matrix_format import NONE
     from penstock.eval.perplexity import passage
     from penstock.eval.schemes import measure
     from penstock.eval.scorer import make_scorer
-    from penstock.quant.reference import NONE
     from penstock.report.files import progress
 
     if model.tokenizer is None:

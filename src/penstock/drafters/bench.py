@@ -37,7 +37,7 @@ class Target:
         forward: what verifies. Its results live in its own arena: a drafter may run it between steps only.
         part: layers -> the model without all others, over the same weights and the same cache groups.
         embeddings: token ids [P] -> their rows of its embedding table, float32 [P, E], without any scale.
-        fingerprint: of its weights (`model.weights.fingerprint`): what was trained on another model does not fit.
+        fingerprint: of its weights (`weights.load.fingerprint`): what was trained on another model does not fit.
     """
 
     spec: ModelSpec

@@ -8,10 +8,10 @@ from pathlib import Path
 from penstock.backends import BACKENDS
 from penstock.backends.native.packed import weights_key
 from penstock.base.errors import UnsupportedError
+from penstock.core.matrix_format import Scheme
 from penstock.eval.scorer import LoadedModel, ProgramScorer
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
-from penstock.quant.reference import Scheme
 
 Packer = Callable[[LoadedModel, Scheme], Mapping[str, Packed]]
 """The matrices of a model as its native program takes them."""
@@ -31,7 +31,7 @@ def packed(model: LoadedModel, scheme: Scheme) -> Mapping[str, Packed]:
 
 def key_of(model: LoadedModel, scheme: Scheme, folder: Path | None = None) -> str:
     """What the packed weights of a model are kept under."""
-    return weights_key(model.files, scheme.name, model.dtype, model.spec, folder)
+    return weights_key(model.files, scheme, model.held(scheme), model.spec, folder)
 
 
 def prepare(model: LoadedModel, scheme: Scheme, store: PackedStore, pack: Packer) -> tuple[str, bool]:

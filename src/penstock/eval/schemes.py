@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.base.errors import EngineError
+from penstock.core.matrix_format import Scheme
 from penstock.eval.compare import Comparison, Remembered, compare
 from penstock.eval.perplexity import Interval, Passage
 from penstock.eval.scorer import LoadedModel, ProgramScorer, WeightSizes, make_scorer, weight_sizes
-from penstock.quant.reference import Scheme
 
 
 @dataclass(frozen=True)

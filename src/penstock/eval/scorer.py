@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from penstock.backends.backend import Backend
 from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
 from penstock.config import EngineConfig
+from penstock.core.matrix_format import HeldWeights, Scheme, rounded_matrices
 from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
@@ -30,17 +31,19 @@ from penstock.launch.hub import local_path
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.forward import Forward
-from penstock.model.weights import load_weights
 from penstock.ops.blas import BLAS
 from penstock.ops.plan import GroupPlan, StepPlan
+from penstock.ops.stored import Weight
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
-from penstock.quant.reference import KEPT, QuantisedLinear, Scheme, packed_bytes
+from penstock.plan.weights import StoredFormats, hold_weights
+from penstock.quant.reference import QuantisedLinear, panels_bytes
 from penstock.runner.assemble import Model
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.load import load_weights
 
-Weights = Mapping[str, npt.NDArray[Any]]
+Weights = Mapping[str, Weight]
 _BLOCK = 32
 _STEP_TOKENS = 512
 
@@ -73,6 +76,15 @@ class LoadedModel:
     """Of its weights."""
     rotation: str = "none"
     """Of keys and values."""
+    stored: StoredFormats = field(default_factory=dict)
+    """As `plan.resolve` takes it."""
+    exact: bool = True
+    """Codes that no panels hold are values in float32, not in `dtype`."""
+
+    def held(self, scheme: Scheme) -> HeldWeights:
+        """How the engine would hold its weights under a scheme."""
+        traits = BACKENDS.traits(self.backend.name)
+        return hold_weights(self.spec, self.dtype, scheme, self.stored, traits=traits, exact=self.exact)
 
 
 @dataclass(frozen=True)
@@ -139,12 +151,12 @@ def load(config: EngineConfig) -> LoadedModel:
     checkpoint = open_model(path)
     checkpoint = replace(checkpoint, spec=stretched(checkpoint.spec, config.model))
     config, _ = choose_ops(config, checkpoint.spec)
-    plan = resolve(config, checkpoint.spec, probe(), traits=traits_of(config))
+    plan = resolve(config, checkpoint.spec, probe(), stored=checkpoint.stored, traits=traits_of(config))
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
     with loading() as progress:
-        weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, progress)
+        weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, progress)
     return LoadedModel(
         name=config.model.model,
         spec=checkpoint.spec,
@@ -157,12 +169,13 @@ def load(config: EngineConfig) -> LoadedModel:
         attention=config.execution.attention_backend,
         rotation=config.cache.kv_rotation,
         files=tuple(sorted(_files(checkpoint))),
+        stored=checkpoint.stored,
+        exact=config.model.dtype == "auto",
     )
 
 
 def _files(checkpoint: Checkpoint) -> set[Path]:
-    refs = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales)]
-    return {ref.path for ref in refs if ref is not None}
+    return {tensor.path for ref in checkpoint.weights.values() for tensor in ref.tensors}
 
 
 def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
@@ -171,31 +184,16 @@ def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
         return ProgramScorer(model, model.backend)
     if BACKENDS.traits(model.backend.name).quantizes:
         return ProgramScorer(model, model.backend, scheme.name)
-    linear = QuantisedLinear(scheme, [w for name, w in model.weights.items() if name.endswith(KEPT)])
+    rounded = model.held(scheme).matrices
+    linear = QuantisedLinear(scheme, [w for name, w in model.weights.items() if name not in rounded])
     table = BLAS.replaced(scheme.name, {"linear": linear}, batch_invariant=False)
     return ProgramScorer(model, BlasBackend(model.attention, table))
 
 
 def weight_sizes(model: LoadedModel, scheme: Scheme) -> WeightSizes:
     """What the weights take. A table of embeddings that is the output matrix, too, is kept in both forms."""
-    names = _packed_names(model)
-    matrices = [model.weights[name] for name in names]
-    matrix_bytes = sum(packed_bytes(w.shape, scheme, model.dtype) for w in matrices)
-    only_packed = set(names) - {"embed"}
+    held, matrices = model.held(scheme), rounded_matrices(model.spec)
+    matrix_bytes = sum(panels_bytes(shape, held.of(name)) for name, shape in matrices.items())
+    only_packed = matrices.keys() - {"embed"}
     other = sum(w.nbytes for name, w in model.weights.items() if name not in only_packed)
-    return WeightSizes(matrix_bytes, sum(w.size for w in matrices), matrix_bytes + other)
-
-
-def _packed_names(model: LoadedModel) -> list[str]:
-    """Names of the matrices that `linear` multiplies by, or that a token may come to as an expert's."""
-    weights = model.weights
-    met: dict[int, npt.NDArray[Any]] = {}
-
-    def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
-        met[id(weight)] = weight
-        return np.zeros((len(x), len(weight)), np.float32)
-
-    table = BLAS.replaced("names", {"linear": linear}, batch_invariant=False)
-    ProgramScorer(model, BlasBackend(model.attention, table)).logits([0])
-    matrices = [name for name, w in weights.items() if w.ndim == 2 and not name.endswith(KEPT)]
-    return [name for name in matrices if id(weights[name]) in met or ".experts." in name]
+    return WeightSizes(matrix_bytes, sum(rows * columns for rows, columns in matrices.values()), matrix_bytes + other)

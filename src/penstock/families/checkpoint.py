@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.base.errors import ModelError, UnsupportedError
+from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import Experts, ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.formats.files import quoted
@@ -17,9 +18,11 @@ from penstock.formats.tensor_ref import TensorRef
 LOADABLE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Stored element types that weights may have as they are -> their names in a ModelSpec."""
 BLOCK_DTYPES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
-"""Types that are decoded (`quant.ggml`) and hold their scales themselves."""
+"""Types that are decoded (`weights.stored.ggml`) and hold their scales themselves."""
 SCALED_DTYPES = frozenset({"F8_E4M3", "F4", "I8", "T2"})
 """Types that are decoded and have their scales in a tensor of their own."""
+WORD_DTYPES = {4: "W4", 8: "W8"}
+"""Bits -> type of codes that can be kept as they are; see `Codes`."""
 MAX_EXPERTS = 1 << 17
 """In all layers together; Kimi K2, large as it is, has 23,040."""
 
@@ -44,16 +47,40 @@ class TokenizerFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Codes:
+    """What belongs to a matrix [N, K] that can stay the codes that it is stored as.
+
+    `layout`: who reads it, a name of `weights.stored.STORED_FORMATS`. `scales` [G, N]; `zeros`, zero points in words,
+    and `order` int32 [K], the group of every input, as far as there are any. `first_zero` is added to stored zeros.
+    """
+
+    layout: str
+    format: MatrixFormat
+    scales: TensorRef
+    zeros: TensorRef | None = None
+    order: TensorRef | None = None
+    first_zero: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WeightRef:
     """Where a weight is: a stored tensor, whole or cut as `cut` says.
 
     `scales`: the tensor with the scales of a type of SCALED_DTYPES. Shapes: F8_E4M3 [R, C] has [R/128, C/128], rounded
     up; F4 [..., C] has U8 exponents [..., C/32]; I8 has N scales for as many equal runs of elements; T2 has one, ().
+    `codes`: of a tensor of a type of WORD_DTYPES, whose shape is that of the matrix it stands for.
     """
 
     tensor: TensorRef
     cut: Cut | None = None
     scales: TensorRef | None = None
+    codes: Codes | None = None
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All that is read for it."""
+        codes = () if self.codes is None else (self.codes.scales, self.codes.zeros, self.codes.order)
+        return tuple(t for t in (self.tensor, self.scales, *codes) if t is not None)
 
 
 @dataclass(frozen=True)
@@ -65,6 +92,11 @@ class Checkpoint:
     weights: dict[str, WeightRef]
     tokenizer: TokenizerFiles
     generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, MatrixFormat]:
+        """Logical name -> how a matrix is stored, for those that can stay as they are."""
+        return {name: ref.codes.format for name, ref in self.weights.items() if ref.codes is not None}
 
 
 def check_count(spec: ModelSpec) -> None:
@@ -86,7 +118,8 @@ def check_weights(weights: Mapping[str, WeightRef], spec: ModelSpec) -> None:
         wanted = shape if cut is None else cut.shape
         if tensor.shape != wanted:
             raise ModelError(f"{where} has the shape {quoted(tensor.shape)}, but the model needs {quoted(wanted)}")
-        _check_type(where, tensor, weights[name].scales)
+        if weights[name].codes is None:
+            _check_type(where, tensor, weights[name].scales)
 
 
 def _check_type(where: str, tensor: TensorRef, scales: TensorRef | None) -> None:

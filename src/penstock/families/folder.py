@@ -18,11 +18,13 @@ from penstock.families.chat_templates import chat_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
     Checkpoint,
+    Codes,
     TokenizerFiles,
     WeightRef,
     check_count,
     check_weights,
 )
+from penstock.families.codes import CodesConfig, codes_ref, drop_empty_biases, gather_codes, read_codes_config
 from penstock.families.fields import Fields
 from penstock.families.quantized import is_readable, pair_scales, weight_ref
 from penstock.formats.files import quoted
@@ -40,11 +42,11 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     Raises ModelError if anything in it is broken, UnsupportedError if it needs what Penstock does not have.
     """
     config = dict(config)
-    refuse_quantized(folder, names, config.pop("quantization_config", None))
+    codes = read_quantization(folder, names, config.pop("quantization_config", None))
     spec = family.spec(config)
     check_count(spec)
     tensors = _tensors(folder, names)
-    weights = _match(folder, tensors, spec, family)
+    weights = _match(folder, tensors, spec, family, codes)
     check_weights(weights, spec)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))
@@ -66,9 +68,14 @@ def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
     )
 
 
-def refuse_quantized(folder: Path, names: list[str], quantization: object) -> None:
-    """Raises UnsupportedError if config.json (its `quantization_config` is given) or its companion names a method whose
-    weights cannot be decoded."""
+def read_quantization(folder: Path, names: list[str], quantization: object) -> CodesConfig | None:
+    """What config.json (its `quantization_config` is given) says of matrices of codes; None if there are none.
+
+    Raises UnsupportedError if it, or its companion, names a method whose weights cannot be read.
+    """
+    codes = read_codes_config(quantization)
+    if codes is not None:
+        return codes
     where = "config.json"
     if not quantization and "hf_quant_config.json" in names:
         where = "hf_quant_config.json"
@@ -79,6 +86,7 @@ def refuse_quantized(folder: Path, names: list[str], quantization: object) -> No
         raise UnsupportedError(
             f"{quoted(folder)} is quantised with the method {quoted(method)} ({where}), which Penstock cannot read"
         )
+    return None
 
 
 def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
@@ -92,12 +100,18 @@ def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
     raise pickle_refusal(folder, names) or ModelError(f"{quoted(folder)} has a config.json but no {_SINGLE_NAME}")
 
 
-def _match(folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily) -> dict[str, WeightRef]:
+def _match(
+    folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, config: CodesConfig | None
+) -> dict[str, WeightRef]:
     places = family.weight_map(spec)
     cuts = {name: place for name, place in places.items() if isinstance(place, Cut)}
     names = {name: place.name if isinstance(place, Cut) else place for name, place in places.items()}
     tensors = _with_outer_name(tensors, names, lambda name: family.ignores(name, spec))
     tensors, scales = pair_scales(tensors)
+    codes: dict[str, Codes] = {}
+    if config is not None:
+        tensors, codes = gather_codes(tensors, config)
+        tensors = drop_empty_biases(tensors, codes, set(names.values()))
     missing = [name for name in names.values() if name not in tensors]
     if missing:
         raise ModelError(
@@ -111,7 +125,12 @@ def _match(folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family:
             f"{quoted(folder)} holds {len(unexpected)} tensors that the {family.name} family does not use with this "
             f"config.json, first {quoted(unexpected[0])}"
         )
-    return {logical: weight_ref(tensors[name], cuts.get(logical), scales.get(name)) for logical, name in names.items()}
+    return {
+        logical: codes_ref(tensors[name], cuts.get(logical), codes[name])
+        if name in codes
+        else weight_ref(tensors[name], cuts.get(logical), scales.get(name))
+        for logical, name in names.items()
+    }
 
 
 def _with_outer_name(

@@ -6,14 +6,16 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.base.registry import Registry
+from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.families.checkpoint import Checkpoint, check_count
-from penstock.families.folder import open_folder, pickle_refusal, refuse_quantized
+from penstock.families.codes import expected_codes
+from penstock.families.folder import open_folder, pickle_refusal, read_quantization
 from penstock.families.gguf import open_gguf_file, open_gguf_folder
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
@@ -137,8 +139,20 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
     return open_llama2c_folder(model, names)
 
 
+class Described(NamedTuple):
+    """What a model computes, and its matrices that are stored as codes, by logical name."""
+
+    spec: ModelSpec
+    stored: Mapping[str, MatrixFormat]
+
+
 def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
-    """What a model computes, for planning: also of a config.json alone, or a folder without its weights.
+    """`read_model` without what is stored how."""
+    return read_model(path).spec
+
+
+def read_model(path: str | os.PathLike[str]) -> Described:
+    """For planning: also of a config.json alone, or a folder without its weights.
 
     Where weights are, they are checked as `open_model` does. Raises as `open_model`.
     """
@@ -147,18 +161,22 @@ def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
     if model.is_dir():
         names = _listing(model)
         if "config.json" not in names or any(name.endswith((".safetensors", ".gguf")) for name in names):
-            return open_model(path).spec
+            return _described(open_model(path))
         model = model / "config.json"
     elif model.suffix != ".json" or not model.exists():
-        return open_model(path).spec
+        return _described(open_model(path))
     else:
         names = _listing(folder) if model.name == "config.json" else []
     config = read_json_object(model)
     family = find_family(config)
-    refuse_quantized(folder, names, config.pop("quantization_config", None))
+    codes = read_quantization(folder, names, config.pop("quantization_config", None))
     spec = family.spec(config)
     check_count(spec)
-    return spec
+    return Described(spec, {} if codes is None else expected_codes(codes, spec, family.weight_map(spec)))
+
+
+def _described(checkpoint: Checkpoint) -> Described:
+    return Described(checkpoint.spec, checkpoint.stored)
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:

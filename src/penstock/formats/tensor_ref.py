@@ -11,17 +11,18 @@ DTYPE_BITS = {
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-"""Element types by their safetensors name -> bits each. Known is not the same as loadable: `model.weights` decides."""
+"""Element types by their safetensors name -> bits each. Known is not the same as loadable: `weights.load` decides."""
 
 BLOCKS = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q8_1": (32, 36),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "Q8_K": (256, 292), "IQ1_S": (256, 50), "IQ1_M": (256, 56), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74),
     "IQ2_S": (256, 82), "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
-    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17), "T2": (4, 1),
+    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17), "T2": (4, 1), "W4": (8, 4), "W8": (4, 4),
 }  # fmt: skip
 """Types whose elements are coded together -> (elements, bytes) of a block; blocks lie along the last axis. T2: ternary,
-four to a byte; the others by their ggml name. Source: ggml-common.h of github.com/ggml-org/llama.cpp."""
+four to a byte; W4, W8: codes of 4 and 8 bits in 32-bit words, in an order of their own; the others by their ggml name.
+Source: ggml-common.h of github.com/ggml-org/llama.cpp."""
 
 
 def stored_bytes(dtype: str, count: int) -> int:

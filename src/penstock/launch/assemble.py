@@ -25,25 +25,23 @@ from penstock.launch.parts import Parts, make_rank
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
 from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
-from penstock.model.weights import embedding_rows, fingerprint
+from penstock.ops.stored import Weight
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import Model
 from penstock.runner.runner import Runner
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
+from penstock.weights.load import embedding_rows, fingerprint
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 
 def assemble(
     config: EngineConfig,
     spec: ModelSpec,
-    weights: Mapping[str, npt.NDArray[np.generic]],
+    weights: Mapping[str, Weight],
     plan: Plan,
     *,
     drafter: Drafter | None = None,
@@ -114,7 +112,7 @@ def engine_over(
 def model_parts(
     config: EngineConfig,
     spec: ModelSpec,
-    weights: Mapping[str, npt.NDArray[np.generic]],
+    weights: Mapping[str, Weight],
     plan: Plan,
     *,
     grammars: GrammarCache | None = None,
@@ -158,9 +156,7 @@ def model_parts(
     )
 
 
-def model_of(
-    config: EngineConfig, spec: ModelSpec, weights: Mapping[str, npt.NDArray[np.generic]], plan: Plan
-) -> Model:
+def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> Model:
     return Model(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
         rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config)),

@@ -66,11 +66,10 @@ def backend_of(config: EngineConfig) -> Backend:
 
 def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> PackedStore | None:
     """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker."""
-    tensors = [t for w in checkpoint.weights.values() for t in (w.tensor, w.scales) if t is not None]
+    files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
     return backend.store(
-        sorted({t.path for t in tensors}), checkpoint.spec, dtype=plan.dtype, quantization=config.model.quantization,
-        num_bytes=plan.weight_bytes,
-    )  # fmt: skip
+        files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes
+    )
 
 
 def _name(config: EngineConfig) -> str:

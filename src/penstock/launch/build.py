@@ -12,13 +12,14 @@ from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.drafters import DRAFTERS
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.executor import EXECUTORS
 from penstock.executor.rank import Progress, RankSpec
-from penstock.families.registry import read_spec
+from penstock.families.registry import read_model
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
@@ -32,9 +33,9 @@ from penstock.launch.rank import build_rank, limits_of, open_files
 from penstock.launch.selection import keeping_of
 from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
+from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
-from penstock.quant.reference import parse_scheme
 from penstock.sched.policy import make_policy
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits
@@ -85,8 +86,10 @@ def start(
     checkpoint = files.checkpoint
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
-    named = [(d.name, d.checkpoint.spec) for d in guessers]
-    plan = resolve(config, checkpoint.spec, machine, named, keeping_of(config), traits_of(config))
+    named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in guessers]
+    plan = resolve(
+        config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
+    )  # fmt: skip
     # A server's front reads text itself: its engine reads a tokenizer only if a part of it needs one. A large
     # vocabulary is 40 MB and half a second.
     needed = not serving or config.speculation is not None or config.selection is not None
@@ -131,10 +134,12 @@ def start(
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    own = read_spec(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    plan = resolve(config, spec, machine or probe(), draft_specs(config), keeping_of(config), traits_of(config))
+    plan = resolve(
+        config, spec, machine or probe(), draft_specs(config), keeping_of(config), stored, traits_of(config)
+    )  # fmt: skip
     changed = stretch_decision(own, spec)
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 

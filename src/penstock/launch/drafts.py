@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy.typing as npt
+from typing import TypeVar
 
 from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
 from penstock.base.errors import ConfigError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftModel
 from penstock.families.checkpoint import Checkpoint
-from penstock.families.registry import open_model, read_spec
+from penstock.families.registry import Described, open_model, read_model
 from penstock.launch.hub import local_path
 from penstock.launch.tokenizer import load_tokenizer
-from penstock.model.weights import load_weights
+from penstock.ops.stored import Weight
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import Model
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.load import load_weights
 
 T = TypeVar("T")
-LoadedDraft = tuple[ModelSpec, Mapping[str, npt.NDArray[Any]]]
+LoadedDraft = tuple[ModelSpec, Mapping[str, Weight]]
 """A draft model and its weights by logical name."""
 
 
@@ -37,8 +37,8 @@ class OpenDraft:
     name: str
     checkpoint: Checkpoint
 
-    def load(self, dtype: str) -> LoadedDraft:
-        return self.checkpoint.spec, load_weights(self.checkpoint, self.checkpoint.spec, dtype)
+    def load(self, held: HeldWeights) -> LoadedDraft:
+        return self.checkpoint.spec, load_weights(self.checkpoint, self.checkpoint.spec, held)
 
 
 def check_method(config: SpeculativeConfig) -> None:
@@ -71,10 +71,10 @@ def model_names(config: EngineConfig) -> list[str]:
 def draft_specs(config: EngineConfig) -> list[NamedSpec]:
     """What the draft models compute; no weight is read. Raises ConfigError for one that cannot be had or run."""
 
-    def read(name: str) -> ModelSpec:
-        return read_spec(local_path(name, weights=False))
+    def read(name: str) -> Described:
+        return read_model(local_path(name, weights=False))
 
-    return [(name, _had(name, read)) for name in model_names(config)]
+    return [NamedSpec(name, *_had(name, read)) for name in model_names(config)]
 
 
 def open_drafts(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> list[OpenDraft]:

@@ -21,6 +21,7 @@ from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.drafts import DRAFT_CONTROLLERS
 from penstock.sched.policy import POLICIES
 from penstock.select import KV_SELECTORS
+from penstock.weights.stored import STORED_FORMATS
 
 REGISTRIES: tuple[Registry[Any, Any], ...] = (
     FAMILIES,
@@ -38,6 +39,7 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     DRAFT_CONTROLLERS,
     CONTEXT_TRANSFORMS,
     KV_SELECTORS,
+    STORED_FORMATS,
 )
 
 

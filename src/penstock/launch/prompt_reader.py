@@ -17,13 +17,13 @@ from penstock.launch.backend import choose_ops, measuring_backend, traits_of
 from penstock.launch.hub import local_path
 from penstock.launch.tokenizer import load_tokenizer
 from penstock.model.forward import Forward
-from penstock.model.weights import load_weights
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
 from penstock.runner.assemble import Model
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.load import load_weights
 
 F64 = npt.NDArray[np.float64]
 _BLOCK = 32
@@ -50,9 +50,9 @@ class PromptReader:
         try:
             checkpoint = open_model(local_path(name))
             config, _ = choose_ops(_config(name, ops), checkpoint.spec)
-            plan = resolve(config, checkpoint.spec, probe(), traits=traits_of(config))
+            plan = resolve(config, checkpoint.spec, probe(), stored=checkpoint.stored, traits=traits_of(config))
             self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.tokenizer, checkpoint.spec)
-            weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype)
+            weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held)
         except (ModelError, UnsupportedError, ConfigError) as error:
             raise ConfigError(
                 f"prompt_compressor: {name!r} cannot be used: {error}", field="prompt_compressor"

@@ -22,13 +22,13 @@ from penstock.launch.drafts import OpenDraft
 from penstock.launch.parts import make_rank
 from penstock.launch.selection import kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
-from penstock.model.weights import load_weights, release_pages
 from penstock.plan.resolve import Plan
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.runner.runner import Runner
 from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.validate import Limits
+from penstock.weights.load import load_weights, release_pages
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def build_rank(
     backend = backend_of(config)
     packed = packed_weights(config, checkpoint, plan, backend)
     skip = packed.names() if packed is not None else ()
-    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.dtype, loading, skip)
+    weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
     parts = model_parts(
         config,
         checkpoint.spec,
@@ -89,7 +89,7 @@ def build_rank(
         grammars=grammars,
         packed=packed,
         backend=backend,
-        guessers=[guesser.load(draft.dtype) for guesser, draft in zip(files.guessers, plan.drafts, strict=True)],
+        guessers=[guesser.load(draft.held) for guesser, draft in zip(files.guessers, plan.drafts, strict=True)],
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
     )

@@ -9,7 +9,6 @@ import numpy as np
 from penstock.core.model_spec import Attention, Latent, QkNorm
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
-from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
 
 
@@ -65,7 +64,7 @@ def _qk_norm(b: Emitter, p: str, name: str, norm: QkNorm) -> None:
     weights = f"{p}{name}_norm"
     if norm.over == "split":
         num_heads = sum(key.startswith(weights + ".") for key in b.weights)
-        weight = np.stack([b.weight(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
+        weight = np.stack([b.array(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
         if norm.kind == "layer":
             b.emit("layer_norm", (name,), name, bound=(weight, None, norm.eps))
         else:
@@ -92,7 +91,7 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.emit("heads", ("k_rope",), "k_rope", bound=(1,))
     b.rope("k_rope", m.rope)
     b.emit("write_kv", ("step", "latent", "k_rope"), "", bound=(*place, ("latent", "k_rope")))
-    kv_b = as_float32(b.weights[p + "kv_b"]).reshape(m.num_heads, m.nope_dim + m.v_dim, m.kv_rank)
+    kv_b = b.array(p + "kv_b").reshape(m.num_heads, m.nope_dim + m.v_dim, m.kv_rank)
     b.emit("latent_query", ("q",), "q", bound=(kv_b[:, : m.nope_dim],))
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("latent", "k_rope"), value="latent",

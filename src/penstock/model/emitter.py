@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
@@ -15,8 +14,9 @@ from penstock.model.graph import NO_LAYER, STEP_INPUTS, Node, Value, result_of, 
 from penstock.ops.kept import Kept
 from penstock.ops.ref.product import as_float32
 from penstock.ops.ref.rotary import rope_table
+from penstock.ops.stored import Weight
 
-Weights = dict[str, npt.NDArray[Any]]
+Weights = Mapping[str, Weight]
 
 
 class Reading(NamedTuple):
@@ -87,14 +87,19 @@ class Emitter:
         label += [f"{key}={value}" for key, value in named.items() if not isinstance(value, np.ndarray)]
         return ", ".join(label)
 
-    def weight(self, name: str) -> npt.NDArray[Any]:
+    def weight(self, name: str) -> Weight:
         """Matrices stay in their own format, because the op widens them as it goes; vectors are small."""
+        return self.array(name) if len(self.weights[name].shape) == 1 else self.weights[name]
+
+    def array(self, name: str) -> F32:
+        """A weight that rows are not multiplied with, so that it is no codes, as float32."""
         w = self.weights[name]
-        return as_float32(w) if w.ndim == 1 else w
+        assert isinstance(w, np.ndarray), "only `core.matrix_format.row_matrices` are held as codes"
+        return as_float32(w)
 
     def vector(self, name: str) -> F32 | None:
         """A small weight as float32, of any shape; None if the model has none of this name."""
-        return as_float32(self.weights[name]) if name in self.weights else None
+        return self.array(name) if name in self.weights else None
 
     def linear(self, x: str, output: str, name: str) -> None:
         bias = (name + ".bias",) if name + ".bias" in self.weights else ()

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from penstock.model.graph import SELECTED, Graph, Node, Value
+from penstock.ops.stored import alike
 
 
 class Part(NamedTuple):
@@ -156,7 +157,7 @@ def _gates(graph: Graph) -> None:
 
 
 def _alike(a: Node, b: Node) -> bool:
-    return bool(a.more["parts"][0].weight.dtype == b.more["parts"][0].weight.dtype)
+    return alike(a.more["parts"][0].weight, b.more["parts"][0].weight)
 
 
 def _activations(graph: Graph) -> None:

@@ -7,7 +7,6 @@ import numpy as np
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import Mamba, Mamba2
 from penstock.model.emitter import Emitter, Place
-from penstock.ops.ref.product import as_float32
 
 
 def mamba(b: Emitter, p: str, m: Mamba, place: Place, x: str, y: str) -> None:
@@ -19,7 +18,7 @@ def mamba(b: Emitter, p: str, m: Mamba, place: Place, x: str, y: str) -> None:
     b.linear("u", "a", p + "x")
     _split(b, "a", {"dt": m.dt_rank, "b": m.state, "c": m.state})
     b.linear("dt", "dt", p + "dt")
-    skip = as_float32(b.weights[p + "d"])
+    skip = b.array(p + "d")
     b.emit("mamba_scan", ("u", "dt", "b", "c", "step"), "a", bound=(*place, _decay(b, p), skip))
     b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
     b.linear("a", y, p + "o")
@@ -34,14 +33,14 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     _split(b, "u", {"a": m.inner, "b": shared, "c": shared})
     for name, heads in (("a", m.num_heads), ("b", m.groups), ("c", m.groups)):
         b.emit("heads", (name,), name, bound=(heads,))
-    skip, dt_bias = (as_float32(b.weights[p + name]) for name in ("d", "dt.bias"))
+    skip, dt_bias = (b.array(p + name) for name in ("d", "dt.bias"))
     fixed = (_decay(b, p), skip, dt_bias, m.dt_min, m.dt_max)
     b.emit("mamba2_scan", ("a", "dt", "b", "c", "step"), "a", bound=(*place, *fixed))
     b.emit("flat", ("a",), "a")
     b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
     # The norm runs over the channels of each group by itself.
     b.emit("heads", ("a",), "a", bound=(m.groups,))
-    weight = as_float32(b.weights[p + "gate_norm"]).reshape(m.groups, m.inner // m.groups)
+    weight = b.array(p + "gate_norm").reshape(m.groups, m.inner // m.groups)
     b.emit("rms_norm", ("a",), "a", bound=(weight, m.eps))
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")
@@ -56,12 +55,12 @@ def _split(b: Emitter, x: str, widths: dict[str, int]) -> None:
 
 
 def _convolve(b: Emitter, p: str, place: Place, x: str) -> None:
-    taps = np.ascontiguousarray(as_float32(b.weights[p + "conv"]).T)
+    taps = np.ascontiguousarray(b.array(p + "conv").T)
     b.emit("causal_conv", (x, "step"), x, bound=(*place, taps, b.vector(p + "conv.bias")))
     b.emit("activate", (x,), x, bound=("silu",))
 
 
 def _decay(b: Emitter, p: str) -> F32:
     """A, always negative: stored is the logarithm of its size."""
-    out: F32 = -np.exp(as_float32(b.weights[p + "a_log"]))
+    out: F32 = -np.exp(b.array(p + "a_log"))
     return out

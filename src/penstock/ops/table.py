@@ -36,8 +36,7 @@ class OpContract(NamedTuple):
 CONTRACTS: tuple[OpContract, ...] = (
     OpContract("embed", "rows of a table", "token_ids int32 [T]", "weight [V, E]", "[T, E]"),
     OpContract("select", "the rows whose logits are wanted", "x [T, E]; rows int32 [R]", "", "[R, E]"),
-    OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N] float32, float16 or bfloat16 bits; bias [M]",
-               "[T, M]"),
+    OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
                "weight, broadcast over x, or None; eps",
                "[..., N]"),

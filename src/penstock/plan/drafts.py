@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,11 +11,18 @@ from penstock.base.errors import CapacityError, ConfigError
 from penstock.core.cache_spec import CacheGroup, group_layers, without_windows
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec, cache_spec
-from penstock.plan.memory import gib, weights_as_held
+from penstock.plan.memory import gib
+from penstock.plan.weights import NO_CODES, StoredFormats
 
-NamedSpec = tuple[str, ModelSpec]
-"""A draft model as the user calls it, and what it computes."""
+
+class NamedSpec(NamedTuple):
+    """A draft model as the user calls it, what it computes, and what its checkpoint stores as codes."""
+
+    name: str
+    spec: ModelSpec
+    stored: StoredFormats = NO_CODES
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,13 +31,18 @@ class DraftPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     groups: tuple[int, ...]
-    dtype: str
+    held: HeldWeights
     weight_bytes: int
     max_len: int
 
+    @property
+    def dtype(self) -> str:
+        """Of its weights that are no codes."""
+        return self.held.dtype
+
 
 def plan_drafts(
-    drafts: Sequence[NamedSpec], groups: tuple[CacheGroup, ...], *, dtypes: Sequence[str], kv_dtype: str,
+    drafts: Sequence[NamedSpec], groups: tuple[CacheGroup, ...], *, held: Sequence[HeldWeights], kv_dtype: str,
     max_model_len: int,
 ) -> tuple[tuple[CacheGroup, ...], tuple[DraftPlan, ...], list[Decision]]:  # fmt: skip
     """`groups` of the target model with those of its draft models behind them, and why.
@@ -39,7 +52,7 @@ def plan_drafts(
     """
     plans: list[DraftPlan] = []
     decisions: list[Decision] = []
-    for i, ((name, spec), dtype) in enumerate(zip(drafts, dtypes, strict=True)):
+    for i, ((name, spec, _), weights) in enumerate(zip(drafts, held, strict=True)):
         specs = [cache_spec(layer, kv_dtype) for layer in spec.layers]
         if any(s is not None and not s.per_token for s in specs):
             raise ConfigError(
@@ -50,9 +63,9 @@ def plan_drafts(
         first = len(groups)
         own = [CacheGroup(first + g.index, g.spec, g.layers) for g in without_windows(group_layers(specs))]
         groups = (*groups, *own)
-        weight_bytes = weights_as_held(spec, dtype)
+        weight_bytes = weights.num_bytes(spec)
         indices, max_len = tuple(g.index for g in own), min(max_model_len, spec.max_position)
-        plans.append(DraftPlan(name=name, groups=indices, dtype=dtype, weight_bytes=weight_bytes, max_len=max_len))
+        plans.append(DraftPlan(name=name, groups=indices, held=weights, weight_bytes=weight_bytes, max_len=max_len))
         decisions += _decisions(plans[-1], own, max_model_len, "" if len(drafts) == 1 else f"[{i}]")
     return groups, tuple(plans), decisions
 

@@ -14,6 +14,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.memory import asking_for_all, largest
 from penstock.plan.resolve import Plan, resolve, sizes_of, tokens_in_flight
+from penstock.plan.weights import NO_CODES, StoredFormats
 
 
 class Fit:
@@ -27,13 +28,13 @@ class Fit:
 
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, machine: Machine, drafts: Sequence[NamedSpec] = (),
-        keeping: Keeping | None = None, traits: BackendTraits = REFERENCE,
+        keeping: Keeping | None = None, stored: StoredFormats = NO_CODES, traits: BackendTraits = REFERENCE,
     ) -> None:  # fmt: skip
         self._config = asking_for_all(config)
         self._spec = spec
         self._machine = machine
         self._drafts = tuple(drafts)
-        self._keeping, self._traits = keeping, traits
+        self._keeping, self._stored, self._traits = keeping, stored, traits
         self.base = self.resolved(1, 1)
 
     def resolved(self, num_seqs: int | None, context: int) -> Plan:
@@ -43,7 +44,7 @@ class Fit:
             model=replace(self._config.model, max_model_len=context),
             scheduler=replace(self._config.scheduler, max_num_seqs=num_seqs),
         )
-        return resolve(config, self._spec, self._machine, self._drafts, self._keeping, self._traits)
+        return resolve(config, self._spec, self._machine, self._drafts, self._keeping, self._stored, self._traits)
 
     def kv_bytes(self, num_seqs: int, context: int) -> int:
         """Blocks and states of so many full-length sequences."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.core.cache_spec import DTYPE_BYTES
+from penstock.core.matrix_format import is_product
 from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, cache_specs, weight_shapes
 from penstock.core.step_shape import StepShape
 
@@ -138,7 +139,7 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
         ExpertWork(f.num_experts, f.top_k, int(_expert_params(f, spec.hidden_size) * held)) for f in _sparse(spec)
     ]
     dense = {name: shape for name, shape in shapes.items() if ".experts." not in name}
-    matrices = sum(prod(shape) for name, shape in dense.items() if _is_product(name, shape))
+    matrices = sum(prod(shape) for name, shape in dense.items() if is_product(name, shape))
     chosen = sum(f.top_k * _expert_params(f, spec.hidden_size) for f in _sparse(spec))
     activations = sum(_layer_elements(spec, i, dense) for i in range(len(spec.layers)))
     vocab_size, hidden_size = head
@@ -177,14 +178,6 @@ def _expert_params(ffn: Experts, e: int) -> int:
     return (3 if ffn.expert.gated else 2) * e * ffn.expert.width
 
 
-_NOT_PRODUCTS = ("conv", "a_log", "q_norm", "k_norm")
-
-
-def _is_product(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a weight is the matrix of a product, and not one that is applied elementwise."""
-    return len(shape) == 2 and name.rsplit(".", 1)[-1] not in _NOT_PRODUCTS
-
-
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     sums: dict[int | None, tuple[int, int]] = {}
     for layer, kept in zip(spec.layers, cache_specs(spec, kv_dtype), strict=True):
@@ -204,7 +197,7 @@ def _layer_elements(spec: ModelSpec, i: int, shapes: dict[str, tuple[int, ...]])
     A chosen expert's products count like a dense feed-forward's.
     """
     prefix = f"layers.{i}."
-    products = sum(sum(s) for name, s in shapes.items() if name.startswith(prefix) and _is_product(name, s))
+    products = sum(sum(s) for name, s in shapes.items() if name.startswith(prefix) and is_product(name, s))
     layer = spec.layers[i]
     if isinstance(layer.ffn, Experts):
         f = layer.ffn

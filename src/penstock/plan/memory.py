@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import prod
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import CacheConfig, EngineConfig
@@ -20,7 +19,7 @@ from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec, weight_shapes
+from penstock.core.model_spec import ModelSpec
 
 MIB = 1024**2
 MIN_RESERVE_BYTES = 512 * MIB
@@ -146,31 +145,6 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def matrix_size(quantization: str) -> float | None:
-    """Bytes of a number in a quantised matrix, with the scales of its groups. None: as the model has them."""
-    if not quantization.startswith(("int8", "int4")):
-        return None
-    name, _, group = quantization.partition(":")
-    return 1.0 if name.startswith("int8") else 0.5 + 2 / int(group or 64)
-
-
-def weights_as_held(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
-    """Bytes of all weights in memory. Quantised are the matrices that rows are multiplied with."""
-    size = matrix_size(quantization)
-    if size is None:
-        return spec.num_params * DTYPE_BYTES[dtype]
-    tied = {"embed"} if spec.tie_embeddings else set()
-    total = 0.0
-    for name, shape in weight_shapes(spec).items():
-        is_table = name in ("embed", "positions")
-        count = prod(shape)
-        if len(shape) == 2 and (not is_table or name in tied):
-            total += count * size + 4 * shape[0]
-        if len(shape) != 2 or is_table:  # rows of a table are looked up in its own type
-            total += count * DTYPE_BYTES[dtype]
-    return int(total)
 
 
 def check_weights(weight_bytes: int, dtype: str, spec: ModelSpec, machine: Machine) -> None:

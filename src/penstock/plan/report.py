@@ -25,6 +25,7 @@ from penstock.plan.fit import Fit
 from penstock.plan.flops import num_active_params
 from penstock.plan.memory import asking_for_all
 from penstock.plan.resolve import Plan, resolve
+from penstock.plan.weights import NO_CODES, StoredFormats
 
 BATCHES = (1, 4, 16, 64, 256)
 DECODE_BATCHES = (1, 8, 64)
@@ -79,7 +80,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     `longest_context`: of one sequence alone; 0, and nothing in `contexts` and `speeds`, if the weights do not fit.
     `max_model_len`: as `resolve` decided; of a refused plan, what was asked for. `kv_bytes_per_token`: of a token that
-    every layer still sees.
+    every layer still sees. `weight_bytes`: if all weights were of a type; `held`: how they are, where some are not of
+    `dtype`, and `held_bytes`, what that takes.
     """
 
     family: str
@@ -92,6 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     weight_bytes: dict[str, int]
+    held: str
+    held_bytes: int | None
     groups: tuple[GroupLine, ...]
     kv_bytes_per_token: int
     state_bytes_per_sequence: int
@@ -108,28 +112,29 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def report(
     config: EngineConfig, spec: ModelSpec, machine: Machine, device: Device, context: int = DEFAULT_CONTEXT,
-    drafts: Sequence[NamedSpec] = (), keeping: Keeping | None = None,
+    drafts: Sequence[NamedSpec] = (), keeping: Keeping | None = None, stored: StoredFormats = NO_CODES,
+    traits: BackendTraits | None = None,
 ) -> Report:  # fmt: skip
     """Plan for a machine whose memory is `machine`'s and whose rates are `device`'s.
 
-    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`: as `resolve`
-    takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict the model,
-    the device or each other; what only lacks memory is reported, not raised.
+    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`, `stored`, `traits`: as
+    `resolve` takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict
+    the model, the device or each other; what only lacks memory is reported, not raised.
     """
-    config, extra = _with_dtype(config, spec, device)
+    config, extra = _with_dtype(config, spec, device, traits)
     if device.is_accelerator and not config.sizes_kv:
         config = asking_for_all(config)
         why = "nobody else uses an accelerator's memory; on a CPU, which others use too, the default is less"
         extra = (*extra, Decision("gpu_memory_utilization", config.cache.gpu_memory_utilization, why))
-    traits = BackendTraits(widens=device.widens_halves)
+    traits = traits or BackendTraits(widens=device.widens_halves)
     refusal: CapacityError | None = None
     plan = fit = None
     try:
-        plan = resolve(config, spec, machine, drafts, keeping, traits)
+        plan = resolve(config, spec, machine, drafts, keeping, stored, traits)
     except CapacityError as error:
         refusal = error
     with suppress(CapacityError):
-        fit = Fit(config, spec, machine, drafts, keeping, traits)
+        fit = Fit(config, spec, machine, drafts, keeping, stored, traits)
     known = plan or (fit.base if fit is not None else None)
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
     groups = known.groups if known else cache_groups(spec, kv_dtype)
@@ -150,6 +155,8 @@ def report(
         dtype=dtype,
         kv_dtype=kv_dtype,
         weight_bytes={name: spec.num_params * size for name, size in DTYPE_BYTES.items()},
+        held=str(known.held) if known and known.held.matrices else "",
+        held_bytes=known.weight_bytes if known and known.held.matrices else None,
         groups=tuple(_group_line(group, guessers.get(group.index, ""), size) for group in groups),
         kv_bytes_per_token=sum(g.token_bytes(size) for g in groups if g.spec.per_token),
         state_bytes_per_sequence=sum(g.slab_bytes(1) for g in groups if not g.spec.per_token),
@@ -165,9 +172,12 @@ def report(
     )
 
 
-def _with_dtype(config: EngineConfig, spec: ModelSpec, device: Device) -> tuple[EngineConfig, tuple[Decision, ...]]:
+def _with_dtype(
+    config: EngineConfig, spec: ModelSpec, device: Device, traits: BackendTraits | None
+) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """`resolve` decides "auto" for operations that widen 16-bit weights; other devices use the checkpoint's own."""
-    if config.model.dtype != "auto" or device.widens_halves:
+    own = traits is not None and not traits.widens and spec.dtype in device.flops_per_s  # what `resolve` decides, too
+    if config.model.dtype != "auto" or device.widens_halves or own:
         return config, ()
     if spec.dtype in device.flops_per_s:
         dtype, why = spec.dtype, f"the checkpoint's own type; {device.name} computes with it"

@@ -11,16 +11,18 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
-from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, without_windows
+from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.events import Decision
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import NONE, HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
-from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory, weights_as_held
+from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory
 from penstock.plan.positions import rope_decision
+from penstock.plan.weights import NO_CODES, StoredFormats, held_by, hold_weights, weight_decisions
 
 DEFAULT_NUM_SEQS = 64
 DEFAULT_BATCHED_TOKENS = 512
@@ -32,8 +34,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `num_slabs[g]` is the number of slabs of `groups[g]`: blocks of `block_size` tokens for paged and window groups,
     states of one sequence for slot groups. `kv_capacity_tokens`: tokens all sequences together can have (those that
     left every window included). `kv_bytes`: the sum over groups of slabs x slab bytes. `step_tokens`: tokens of one
-    sequence that steps in flight, and the one being planned, may have between them. `weight_bytes`: of the model
-    itself; `drafts` have theirs, and say which of `groups` are theirs. Units: tokens and bytes as named.
+    sequence that steps in flight, and the one being planned, may have between them. `held`, `weight_bytes`: of the
+    model itself; `drafts` have theirs, and say which of `groups` are theirs. Units: tokens and bytes as named.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_host_slabs: tuple[int, ...] = ()
     decisions: tuple[Decision, ...] = ()
     drafts: tuple[DraftPlan, ...] = ()
+    held: HeldWeights = HeldWeights()
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
@@ -69,14 +72,16 @@ def resolve(
     config: EngineConfig,
     spec: ModelSpec,
     machine: Machine,
-    drafts: Sequence[NamedSpec] = (),
+    drafts: Sequence[tuple[str, ModelSpec] | NamedSpec] = (),
     keeping: Keeping | None = None,
+    stored: StoredFormats = NO_CODES,
     traits: BackendTraits = REFERENCE,
 ) -> Plan:
     """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
 
     `drafts`: models that guess for it; their weights and caches are planned beside its own. `keeping`: the traits of
-    `config`'s kv_selector. `traits`: those of the backend that runs it.
+    `config`'s kv_selector. `stored`: the matrices that the checkpoint stores as codes. `traits`: those of the backend
+    that runs it.
 
     Raises ConfigError for settings that contradict the model or each other, CapacityError (a ConfigError) for what
     does not fit into the machine's available memory; its message gives both sizes and the smallest change that fits.
@@ -84,20 +89,23 @@ def resolve(
     decisions = _Decisions()
     if keeping is not None:
         check_keeping(config, spec, keeping)
-    dtype = _dtype(config, spec, machine, traits, decisions)
+    dtype = _dtype(config, spec, machine, stored, traits, decisions)
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
-    weight_bytes = weights_as_held(spec, dtype, config.model.quantization)
+    held = held_by(config, spec, dtype, stored, traits)
+    weight_bytes = held.num_bytes(spec)
     check_weights(weight_bytes, dtype, spec, machine)
+    decisions.extend(weight_decisions(spec, held, stored))
     max_model_len = _max_model_len(config, spec, keeping, decisions)
     regime = rope_decision(spec, max_model_len)
     if regime is not None:
         decisions.append(regime)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, traits, decisions)
 
+    guessers = [NamedSpec(*draft) for draft in drafts]
     groups, planned, why_drafts = plan_drafts(
-        drafts,
+        guessers,
         groups_of(spec, kv_dtype, keeping),
-        dtypes=[_draft_dtype(config, draft, dtype, traits) for _, draft in drafts],
+        held=[_draft_weights(config, draft, dtype, traits) for draft in guessers],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
     )
@@ -144,6 +152,7 @@ def resolve(
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         kv_capacity_tokens=capacity,
         weight_bytes=weight_bytes,
+        held=held,
         kv_bytes=kv_bytes,
         num_host_slabs=_host_slabs(config, groups, memory.max_num_seqs, max_model_len, decisions),
         step_tokens=step_tokens,
@@ -213,7 +222,12 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None
 
 
 def _dtype(
-    config: EngineConfig, spec: ModelSpec, machine: Machine, traits: BackendTraits, decisions: _Decisions
+    config: EngineConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    stored: StoredFormats,
+    traits: BackendTraits,
+    decisions: _Decisions,
 ) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
@@ -223,7 +237,8 @@ def _dtype(
     if spec.dtype == "float32":
         decisions.add("dtype", "float32", "the checkpoint's own type")
         return "float32"
-    widened, available = spec.num_params * DTYPE_BYTES["float32"], machine.available_bytes
+    widened = hold_weights(spec, "float32", NONE, stored, traits=REFERENCE, exact=True).num_bytes(spec)
+    available = machine.available_bytes
     if 2 * widened <= available:
         decisions.add(
             "dtype", "float32",
@@ -239,11 +254,12 @@ def _dtype(
     return spec.dtype
 
 
-def _draft_dtype(config: EngineConfig, draft: ModelSpec, dtype: str, traits: BackendTraits) -> str:
-    """As the target's was decided: given for both, the checkpoint's own, or widened where the target is."""
-    if config.model.dtype != "auto" or (traits.widens and dtype == "float32"):
-        return dtype
-    return draft.dtype
+def _draft_weights(config: EngineConfig, draft: NamedSpec, dtype: str, traits: BackendTraits) -> HeldWeights:
+    """Its dtype as the target's was decided: given for both, the checkpoint's own, or widened where the target is.
+    No scheme rounds a draft model."""
+    exact = config.model.dtype == "auto"
+    own = draft.spec.dtype if exact and not (traits.widens and dtype == "float32") else dtype
+    return hold_weights(draft.spec, own, NONE, draft.stored, traits=traits, exact=exact)
 
 
 def _kv_dtype(config: EngineConfig, spec: ModelSpec, dtype: str, decisions: _Decisions) -> str:

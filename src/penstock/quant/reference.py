@@ -11,7 +11,6 @@ even, cut to -127 ... 127. int4, one half scale per `group` inputs: see `int4_gr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,57 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
-from penstock.base.errors import ConfigError
+from penstock.core.matrix_format import NONE as NONE
+from penstock.core.matrix_format import MatrixFormat, panel_group, plain
+from penstock.core.matrix_format import Scheme as Scheme
+from penstock.core.matrix_format import parse_scheme as parse_scheme
 from penstock.ops.native.abi import Format
 from penstock.ops.native.packed_format import array_sizes
-from penstock.ops.ref.product import as_float32
+from penstock.ops.ref.product import product, rows_as_float32
+from penstock.ops.stored import StoredMatrix, Weight
 
 I8 = npt.NDArray[np.int8]
-GROUPS = (32, 64, 128)
-_GROUP = 64
-_NAMES = ("none", "int8-w8a8", "int4-w4a8", "int8-wo", "int4-wo")
-SCHEMES = ", ".join(_NAMES)
-KEPT = ("router", "shared_gate")
-"""Ends of the names of matrices that stay as they are: tiny, and a wrong choice of expert costs more than bits."""
 _CHUNK_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """How matrices, and the rows they meet, are held.
-
-    `weight_bits` 0: as the model has them. `group`: inputs that share a scale, 0 for one scale per output.
-    `row_bits` 0: rows stay float32.
-    """
-
-    name: str
-    weight_bits: int = 0
-    group: int = 0
-    row_bits: int = 0
-
-
-NONE = Scheme("none")
-
-
-def parse_scheme(text: str) -> Scheme:
-    """`none`, `int8-w8a8`, `int8-wo`, `int4-w4a8`, `int4-wo`; the last two may say a group: `int4-wo:32`.
-
-    Raises ConfigError naming the choices.
-    """
-    match = re.fullmatch(r"([a-z0-9-]+)(?::([0-9]{1,4}))?", text)
-    base, group = (match[1], match[2]) if match is not None else ("", None)
-    if base not in _NAMES:
-        raise ConfigError(f"quantization: {text!r} is none of {SCHEMES}", field="quantization")
-    if group is not None and (not base.startswith("int4") or int(group) not in GROUPS):
-        sizes = "|".join(map(str, GROUPS))
-        raise ConfigError(f"quantization: {text!r} does not exist; groups: int4-w4a8:{sizes}", field="quantization")
-    if base == "none":
-        return NONE
-    row_bits = 8 if base.endswith("a8") else 0
-    if base.startswith("int8"):
-        return Scheme(base, 8, 0, row_bits)
-    size = int(group or _GROUP)
-    return Scheme(base if size == _GROUP else f"{base}:{size}", 4, size, row_bits)
 
 
 def int8_outputs(w: F32) -> tuple[I8, F32]:
@@ -117,6 +76,10 @@ class Codes:
     scales: npt.NDArray[Any]
     group: int
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
     def values(self, first: int = 0, last: int | None = None) -> F32:
         """What rows `first` to `last` stand for, float32."""
         codes = self.codes[first:last].astype(np.float32)
@@ -126,14 +89,14 @@ class Codes:
         return out
 
 
-def quantised(weight: npt.NDArray[Any], scheme: Scheme) -> Codes:
-    """A matrix [N, K] of float32, float16 or bfloat16 bits in the codes of a scheme other than `none`."""
+def quantised(weight: Weight, scheme: Scheme) -> Codes:
+    """A matrix [N, K] in the codes of a scheme other than `none`."""
     n, k = weight.shape
     codes = np.empty((n, k), np.int8)
     scales = np.empty((n, -(-k // scheme.group)), np.float16) if scheme.group else np.empty(n, np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, k))
     for lo in range(0, n, step):
-        part = as_float32(weight[lo : lo + step])
+        part = rows_as_float32(weight, lo, lo + step)
         found = int4_groups(part, scheme.group) if scheme.group else int8_outputs(part)
         codes[lo : lo + step], scales[lo : lo + step] = found
     return Codes(codes, scales, scheme.group)
@@ -154,37 +117,39 @@ class QuantisedLinear:
     met, and kept as codes (one byte each).
 
     Args:
-        kept: matrices that stay as they are (`KEPT` says by which names).
+        kept: matrices that stay as they are.
     """
 
-    def __init__(self, scheme: Scheme, kept: Collection[npt.NDArray[Any]] = ()) -> None:
+    def __init__(self, scheme: Scheme, kept: Collection[Weight] = ()) -> None:
         assert scheme.weight_bits, "none is no quantisation"
         self.scheme = scheme
         # The arrays are kept beside their ids: an id alone may be another array's by now.
         self._kept = {id(w): w for w in kept}
-        self._codes: dict[int, tuple[npt.NDArray[Any], Codes]] = {}
+        self._codes: dict[int, tuple[Weight, Codes]] = {}
 
-    def met(self, weight: npt.NDArray[Any]) -> bool:
-        """Whether this very array has been rounded."""
+    def met(self, weight: Weight) -> bool:
+        """Whether this very matrix has been rounded."""
         return id(weight) in self._codes
 
-    def __call__(self, x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+    def __call__(self, x: F32, weight: Weight, bias: F32 | None = None) -> F32:
         """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
         if id(weight) in self._kept:
-            out: F32 = x @ as_float32(weight).T
+            out = product(x, weight)
         else:
             rows = rounded_rows(x) if self.scheme.row_bits else x
             out = self._product(rows, self._of(weight))
         return out if bias is None else out + bias
 
-    def _of(self, weight: npt.NDArray[Any]) -> Codes:
+    def _of(self, weight: Weight) -> Codes | StoredMatrix:
+        if isinstance(weight, StoredMatrix) and self.scheme.takes(weight.format, weight.shape[1]):
+            return weight
         if id(weight) not in self._codes:
             self._codes[id(weight)] = weight, quantised(weight, self.scheme)
         return self._codes[id(weight)][1]
 
     @staticmethod
-    def _product(x: F32, weight: Codes) -> F32:
-        n, k = weight.codes.shape
+    def _product(x: F32, weight: Codes | StoredMatrix) -> F32:
+        n, k = weight.shape
         out = np.empty((len(x), n), np.float32)
         step = max(1, _CHUNK_ELEMENTS // max(1, k))
         for lo in range(0, n, step):
@@ -192,11 +157,20 @@ class QuantisedLinear:
         return out
 
 
-_AS_STORED = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
+_INT8 = parse_scheme("int8-wo").format
+_PLAIN = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
 
 
 def packed_bytes(shape: tuple[int, int], scheme: Scheme, dtype: str) -> int:
     """Bytes of a matrix in panels, scales included; `dtype` is the model's, for the scheme `none`."""
-    format = {0: _AS_STORED[dtype], 8: Format.I8, 4: Format.I4}[scheme.weight_bits]
-    data, scales, _ = array_sizes(format, *shape, scheme.group, False)
+    return panels_bytes(shape, scheme.format if scheme.weight_bits else plain(dtype))
+
+
+def panels_bytes(shape: tuple[int, int], held: MatrixFormat) -> int:
+    """Bytes of a matrix in the panels that hold it exactly, padding included; its own bytes where there are none."""
+    group = panel_group(held, shape[1])
+    if not held.is_plain and group is None and held != _INT8:
+        return held.num_bytes(shape)
+    format = _PLAIN[held.code] if held.is_plain else Format.I8 if group is None else Format.I4
+    data, scales, _ = array_sizes(format, *shape, group or 0, False)
     return data + scales

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
 from penstock.backends.backend import Backend
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ModelSpec
@@ -16,6 +14,7 @@ from penstock.model.builder import build
 from penstock.model.emitter import PLAIN, Reading
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.ops.stored import Weight
 from penstock.runner.native_sampler import NativeSampler
 from penstock.runner.sampler import Sampler
 
@@ -33,7 +32,7 @@ class Model:
     """
 
     spec: ModelSpec
-    weights: Mapping[str, npt.NDArray[Any]]
+    weights: Mapping[str, Weight]
     groups: tuple[CacheGroup, ...]
     max_model_len: int
     rotation: str = "none"
@@ -42,7 +41,7 @@ class Model:
     @cached_property
     def graph(self) -> Graph:
         return build(
-            self.spec, dict(self.weights), self.groups, max_model_len=self.max_model_len, rotation=self.rotation,
+            self.spec, self.weights, self.groups, max_model_len=self.max_model_len, rotation=self.rotation,
             reading=self.reading,
         )  # fmt: skip
 

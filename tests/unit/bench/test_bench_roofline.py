@@ -14,6 +14,7 @@ from penstock.bench.bandwidth import ReadProbe
 from penstock.bench.peak import blas_peak, register_peak
 from penstock.cli.main import main
 from penstock.cli.roofline import html_page
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.step_shape import EMPTY
 from penstock.launch.bundled import bundled_model
 from penstock.launch.llm import LLM
@@ -21,7 +22,7 @@ from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import libraries
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import Device
-from penstock.plan.memory import matrix_size
+from penstock.plan.weights import hold_weights
 from penstock.sim.specs import find_spec
 
 MODEL = [str(bundled_model("nano")), "--ops", "blas", "--max-model-len", "128", "--num-gpu-blocks-override", "32"]
@@ -120,20 +121,23 @@ def test_the_peak_is_that_of_the_products_that_run(monkeypatch: pytest.MonkeyPat
 
 def test_quantised_weights_are_fewer_bytes_and_have_a_rate_of_their_own() -> None:
     spec = find_spec("llama-3.2-1b")
+
+    def bytes_each(quantization: str) -> float | None:
+        scheme = parse_scheme(quantization)
+        return hold_weights(spec, "bfloat16", scheme, {}, native=True, exact=True).bytes_each(spec)
+
     rates = {"bfloat16": 1e11, "products": 4e11}
     device = Device(name="d", flops_per_s=rates, read_bytes_per_s=1e10, host_copy_bytes_per_s=1e10, step_overhead_s=0)
     plain = RooflineTimer(spec, device, dtype="bfloat16")
-    packed = RooflineTimer(
-        spec, device, dtype="bfloat16", products="products", matrix_size=matrix_size("int4-w4a8:128")
-    )
+    packed = RooflineTimer(spec, device, dtype="bfloat16", products="products", matrix_size=bytes_each("int4-w4a8:128"))
     one, many = EMPTY.plus(10, 1, 1), EMPTY.plus(0, 4096, 1)
     assert plain.step_s(one) / packed.step_s(one) == pytest.approx(2 / (0.5 + 2 / 128), rel=0.02)
     layers, _, attention = plain.phases(many)
     fast_layers, _, same = packed.phases(many)
     assert layers.seconds == pytest.approx(4 * fast_layers.seconds)
     assert attention == same
-    assert matrix_size("none") is None
-    assert (matrix_size("int8-wo"), matrix_size("int4-wo:32")) == (1.0, 0.5625)
+    assert bytes_each("none") is None
+    assert (bytes_each("int8-wo"), bytes_each("int4-wo:32")) == (1.0, 0.5625)
 
 
 def test_gaps_are_flagged_from_fifteen_per_cent_on() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.cli.main import main
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import Scheme, parse_scheme
 from penstock.eval import prepare as preparing
 from penstock.eval.prepare import key_of, prepare
 from penstock.eval.scorer import LoadedModel, load
@@ -18,7 +19,6 @@ from penstock.launch.bundled import bundled_model
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
-from penstock.quant.reference import Scheme, parse_scheme
 
 NANO = str(bundled_model("nano"))
 FEW = ["--max-tokens", "150", "--window", "64", "--num-gpu-blocks-override", "64"]

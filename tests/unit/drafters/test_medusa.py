@@ -18,7 +18,7 @@ from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.core.sampling import TokenRules
 from penstock.drafters.heads import Heads, read_heads
 from penstock.drafters.medusa import MedusaDrafter, best_paths, best_tokens
-from penstock.model.weights import fingerprint
+from penstock.weights.load import fingerprint
 
 E, V = 6, 40
 

@@ -16,13 +16,13 @@ from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError, InputError
 from penstock.config import from_kwargs
+from penstock.core.matrix_format import NONE, parse_scheme
 from penstock.eval.compare import Remembered, compare, divergence
 from penstock.eval.perplexity import Passage, Window, beginning, cut, passage, score, token_nats
 from penstock.eval.sample import SAMPLE
 from penstock.eval.schemes import as_json, measure
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, weight_sizes
 from penstock.launch.bundled import bundled_model
-from penstock.quant.reference import NONE, parse_scheme
 from tests import specs
 from tests.oracle import NaiveModel
 

@@ -524,7 +524,7 @@ def test_paths_that_hold_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_opening_a_model_needs_no_torch(tmp_path: Path) -> None:
     write_folder(tmp_path / "m")
     code = (
-        "import sys; from penstock.families.registry import open_model as om; from penstock.model.weights import *;"
+        "import sys; from penstock.families.registry import open_model as om; from penstock.weights.load import *;"
         "c = om(sys.argv[1]); load_weights(c, c.spec, 'float32'); print('torch' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path / "m")], capture_output=True, text=True, timeout=60)

@@ -16,7 +16,7 @@ from penstock.core.model_spec import Attention, Experts, Rope, weight_shapes
 from penstock.families.gguf import ARCHITECTURES
 from penstock.families.registry import open_model, read_spec
 from penstock.formats.gguf import read_gguf
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.ggml import F32, entry, gguf_bytes, stored_values, tensor_entry, text, typed, write_gguf
 from tests.unit.families.test_families import TINY
 from tests.unit.formats.test_formats import refusal, stored_bytes

@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from penstock.base.errors import PenstockError
+from penstock.core.matrix_format import HeldWeights
 from penstock.families.registry import ARCHITECTURES, open_model, read_spec
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
+from tests.codes import Kind, write
 from tests.ggml import gguf_bytes
 from tests.models.test_ternary import write_ternary
 from tests.shared import shared
@@ -102,6 +104,12 @@ def fp8_folder() -> Folder:
     return {"config.json": told, "model.safetensors": struct.pack("<Q", len(text)) + text + data}
 
 
+def codes_folder(folder: Path, kind: Kind) -> Folder:
+    """Every linear layer as codes of 4 or 8 bits."""
+    write(folder, kind)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def int8_llama(path: Path) -> None:
     """A version 2 file of llama2.c: dim 8, hidden 16, one layer, 2 heads, 1 kv head, 8 tokens, groups of 4."""
     e, f, kv, v, group = 8, 16, 4, 8, 4
@@ -133,6 +141,11 @@ MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     "generation config": ("generation_config.json", lambda _: dressed_folder()),
     "tokenizer config": ("tokenizer_config.json", lambda _: dressed_folder()),
     "fp8": ("model.safetensors", lambda _: fp8_folder()),
+    "gptq": ("model.safetensors", lambda folder: codes_folder(folder, Kind(symmetric=False, ordered=True))),
+    "gptq symmetric": ("model.safetensors", lambda folder: codes_folder(folder, Kind())),
+    "awq": ("model.safetensors", lambda folder: codes_folder(folder, Kind("awq"))),
+    "gptq config": ("config.json", lambda folder: codes_folder(folder, Kind())),
+    "awq config": ("config.json", lambda folder: codes_folder(folder, Kind("awq"))),
     "gguf": ("m.gguf", lambda _: gguf("F32", METADATA | model_metadata() | VOCABULARY, model_tensors())),
     "gguf coded": ("m.gguf", lambda _: gguf("Q4_0", model_metadata("qwen2"), model_tensors())),
     "gguf experts": ("m.gguf", lambda _: gguf("Q8_0", *mixture("qwen2moe", shared=True))),
@@ -141,7 +154,7 @@ MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     "llama2c int8": ("m.bin", from_files(lambda folder: int8_llama(folder / "m.bin"))),
     "ternary": ("m.bin", from_files(lambda folder: write_ternary(folder / "m.bin"))),
 }
-TEXTS = {"index", "config", "generation config", "tokenizer config"}
+TEXTS = {"index", "config", "generation config", "tokenizer config", "gptq config", "awq config"}
 """Hardly any change of a byte leaves these whole; their values are changed by `test_fuzz_json`. (That a tokenizer of
 llama2.c is broken only shows when it is loaded: a model without one can be opened.)"""
 
@@ -200,7 +213,8 @@ ROPE = st.dictionaries(
 CHANGES = st.lists(st.tuples(st.integers(0, 2**16), st.sampled_from(["set", "set", "drop", "new"]), LEAF | ROPE),
                    min_size=1, max_size=3)  # fmt: skip
 NEW_KEYS = ("rope_scaling", "rope_parameters", "head_dim", "sliding_window", "layer_types", "quantization_config", "x",
-            "num_local_experts", "partial_rotary_factor", "auto_map", "dtype")  # fmt: skip
+            "num_local_experts", "partial_rotary_factor", "auto_map", "dtype", "dynamic", "sym", "group_size",
+            "version")  # fmt: skip
 
 
 def changed(value: dict[str, Any], changes: list[tuple[int, str, Any]]) -> dict[str, Any]:
@@ -250,6 +264,9 @@ def load(folder: Path) -> None:
     checkpoint = open_model(folder)
     for dtype in ("float32", "float16"):
         load_weights(checkpoint, checkpoint.spec, dtype)
+    if checkpoint.stored:
+        held = load_weights(checkpoint, checkpoint.spec, HeldWeights("float32", checkpoint.stored))
+        assert all(np.isfinite(held[name].values()).all() for name in checkpoint.stored)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -304,7 +321,7 @@ def test_fuzz_bytes(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> 
     assert outcomes - {"read"} or loader == "llama2c tokenizer", "and not every change is harmless"
 
 
-@pytest.mark.parametrize("loader", ["config", "index", "generation config", "tokenizer config"])
+@pytest.mark.parametrize("loader", sorted(TEXTS))
 def test_fuzz_json(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> None:
     folder, file, data = valid[loader]
     value = json.loads(data)
@@ -319,7 +336,7 @@ def test_fuzz_json(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> N
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("loader", ["safetensors", "fp8"])
+@pytest.mark.parametrize("loader", ["safetensors", "fp8", "gptq", "awq"])
 def test_fuzz_safetensors_headers(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> None:
     """The header stays JSON, and its length is right: what it says is wrong."""
     folder, file, data = valid[loader]

@@ -17,7 +17,7 @@ from penstock.core.model_spec import ModelSpec, Rwkv4, Rwkv7
 from penstock.families.registry import open_model
 from penstock.formats.rwkv_cpp import MAGIC, is_rwkv_cpp, read_rwkv_cpp
 from penstock.launch.tokenizer import load_tokenizer
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.unit.formats.test_formats import refusal
 
 Tensors = dict[str, np.ndarray]

@@ -23,7 +23,7 @@ from penstock.base.errors import ConfigError, UnsupportedError
 from penstock.families.registry import open_model
 from penstock.launch import hub
 from penstock.launch.hub import HubModel, local_path, parse_id
-from penstock.model.weights import load_weights
+from penstock.weights.load import load_weights
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 from tests.unit.families.test_gguf import model_metadata, split, write_model
 from tests.unit.formats.test_formats import refusal

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.families.checkpoint import BLOCK_DTYPES
 from penstock.formats.tensor_ref import BLOCKS, stored_bytes
-from penstock.quant.ggml import DECODERS
+from penstock.weights.stored.ggml import DECODERS
 from tests.ggml import CODED, half_at, quantised, scalar_decode, scale_and_minimum
 
 

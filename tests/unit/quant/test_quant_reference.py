@@ -7,19 +7,9 @@ import pytest
 
 from penstock.base.bf16 import F32, narrow, widen
 from penstock.base.errors import ConfigError
+from penstock.core.matrix_format import GROUPS, NONE, Scheme, parse_scheme
 from penstock.ops.blas import linear
-from penstock.quant.reference import (
-    GROUPS,
-    NONE,
-    QuantisedLinear,
-    Scheme,
-    int4_groups,
-    int8_outputs,
-    packed_bytes,
-    parse_scheme,
-    quantised,
-    rounded_rows,
-)
+from penstock.quant.reference import QuantisedLinear, int4_groups, int8_outputs, packed_bytes, quantised, rounded_rows
 
 
 def noise(*shape: int, seed: int = 0) -> F32:

@@ -17,9 +17,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from penstock.base.errors import UnsupportedError
 from penstock.families.quantized import is_readable
 from penstock.families.registry import open_model
-from penstock.model import weights as weights_module
-from penstock.model.weights import load_weights
-from penstock.quant.scaled import E2M1, E4M3, fp8, mxfp4
+from penstock.weights import load as weights_module
+from penstock.weights.load import load_weights
+from penstock.weights.stored.scaled import E2M1, E4M3, fp8, mxfp4
 from tests.paged import Paged
 from tests.unit.families.test_families import TINY, tiny_tensors
 from tests.unit.formats.test_formats import refusal

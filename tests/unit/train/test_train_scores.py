@@ -177,7 +177,7 @@ def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 
 def naive(llm: LLM) -> NaiveModel:
     from penstock.families.registry import open_model
-    from penstock.model.weights import load_weights
+    from penstock.weights.load import load_weights
 
     checkpoint = open_model(Path(llm.config.model.model))
     return NaiveModel(checkpoint.spec, load_weights(checkpoint, checkpoint.spec, "float32"))

@@ -11,6 +11,7 @@ from penstock.backends.native.obstacle import native_obstacle
 from penstock.backends.native.packed import PackedWeights, weights_key
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.matrix_format import HeldWeights, parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -20,7 +21,6 @@ from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
 from penstock.plan.devices import Device
 from penstock.plan.native_device import native_device
-from penstock.quant.reference import parse_scheme
 
 SMALL_BYTES = 64 << 20
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
@@ -79,12 +79,12 @@ class NativeBackend:
         return forward.matrices
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, dtype: str, quantization: str, num_bytes: int
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
     ) -> PackedWeights | None:
         if num_bytes < SMALL_BYTES:
             return None
         store, scheme = PackedStore(), parse_scheme(quantization)
-        return PackedWeights(store, weights_key(files, scheme.name, dtype, spec, store.folder))
+        return PackedWeights(store, weights_key(files, scheme, held, spec, store.folder))
 
 
 def _library() -> Any:

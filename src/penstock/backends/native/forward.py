@@ -11,13 +11,13 @@ from penstock.backends.native.emit import Emitted, emit, matrix_name
 from penstock.backends.native.schemes import packing
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.matrix_format import Scheme
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph, Node
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
-from penstock.quant.reference import Scheme
 
 
 class NativeForward:
@@ -137,7 +137,7 @@ class NativeForward:
 
 def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:
     parts, pair = node.more["parts"], node.more["pair"]
-    format, act, group = packing(scheme, parts[0].weight.dtype, isa)
+    format, act, group = packing(scheme, parts[0].weight, isa)
     biases = [part.bias for part in parts]
     weights = [part.weight for part in parts]
     return pack(pool.library, weights, format, act, group=group, pair=pair, biases=biases, num_threads=pool.num_threads)

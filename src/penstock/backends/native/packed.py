@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.backends.native.obstacle import native_matrices
+from penstock.core.matrix_format import HeldWeights, Scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
@@ -31,12 +32,17 @@ class PackedWeights:
             self._store.save(self._key, matrices)
 
 
-def weights_key(files: Sequence[Path], scheme: str, dtype: str, spec: ModelSpec, folder: Path | None = None) -> str:
+def weights_key(
+    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, folder: Path | None = None
+) -> str:
     """What packed weights are kept under: the files they come from and what else decides their bytes.
 
     Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
     """
     library = best_library()
     assert library is not None, "why_not has looked"
-    identity = f"{dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
-    return content_key(files, scheme, identity, folder=folder)
+    identity = f"{held.dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
+    beside = {n: f for n, f in held.matrices.items() if not scheme.weight_bits or f != scheme.format}
+    if beside:  # what becomes of codes
+        identity += f" {sorted(beside.items())}"
+    return content_key(files, scheme.name, identity, folder=folder)

@@ -8,16 +8,13 @@ logits nearly tie, and it is off by default (`--ops blas`).
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
 from penstock.base.bf16 import F32
 from penstock.ops.ref import REF
 from penstock.ops.ref.product import product
+from penstock.ops.stored import Weight
 
 
-def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+def linear(x: F32, weight: Weight, bias: F32 | None = None) -> F32:
     """x [T, N] times weight [M, N] transposed, plus bias [M] -> [T, M], as one product."""
     out = product(x, weight)
     return out if bias is None else out + bias

@@ -7,15 +7,15 @@ choice by corrected scores: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import Router
 from penstock.ops.plan import I32
 from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid
+from penstock.ops.stored import Weight
 
 
 class Routes(NamedTuple):
@@ -31,9 +31,9 @@ class Routes(NamedTuple):
 class ExpertWeights(NamedTuple):
     """One expert: `gate` is None if it has none; each bias may be None. Matrices as `linear` takes them."""
 
-    gate: npt.NDArray[Any] | None
-    up: npt.NDArray[Any]
-    down: npt.NDArray[Any]
+    gate: Weight | None
+    up: Weight
+    down: Weight
     gate_bias: F32 | None = None
     up_bias: F32 | None = None
     down_bias: F32 | None = None

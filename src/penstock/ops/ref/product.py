@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.ops.plan import I32
+from penstock.ops.stored import StoredMatrix, Weight
 
 _CHUNK_ELEMENTS = 1 << 20
-"""16-bit weights are widened at most this many elements at a time (4 MB of float32)."""
+"""16-bit weights are widened, and codes decoded, at most this many elements at a time (4 MB of float32)."""
 
 
 def as_float32(x: npt.NDArray[Any]) -> F32:
@@ -19,6 +20,11 @@ def as_float32(x: npt.NDArray[Any]) -> F32:
     if x.dtype == np.uint16:
         return widen(x)
     return x.astype(np.float32, copy=False)
+
+
+def rows_as_float32(weight: Weight, first: int, last: int) -> F32:
+    """Rows first ... last - 1 of a matrix [M, N], as far as it has them."""
+    return weight.values(first, last) if isinstance(weight, StoredMatrix) else as_float32(weight[first:last])
 
 
 def embed(token_ids: I32, weight: npt.NDArray[Any]) -> F32:
@@ -31,7 +37,7 @@ def select(x: F32, rows: I32) -> F32:
     return x[rows]
 
 
-def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
+def linear(x: F32, weight: Weight, bias: F32 | None = None) -> F32:
     """x [T, N] times weight [M, N] transposed, plus bias [M] -> [T, M].
 
     A single `x @ weight.T` would be quicker, but BLAS picks its blocking, and with it the order of the sums, by the
@@ -43,17 +49,18 @@ def linear(x: F32, weight: npt.NDArray[Any], bias: F32 | None = None) -> F32:
     return out if bias is None else out + bias
 
 
-def product(x: F32, weight: npt.NDArray[Any]) -> F32:
+def product(x: F32, weight: Weight) -> F32:
     """x [..., N] times weight [M, N] transposed -> [..., M], as numpy does it for the shape of x.
 
-    16-bit weights are widened a part at a time; the cuts depend on the weight's shape alone, never on the batch.
+    16-bit weights are widened, and codes decoded, a part at a time; the cuts depend on the weight's shape alone, never
+    on the batch.
     """
-    if weight.dtype == np.float32:
+    if weight.dtype == np.float32 and not isinstance(weight, StoredMatrix):
         whole: F32 = np.matmul(x, weight.T)
         return whole
     m, n = weight.shape
     out = np.empty((*x.shape[:-1], m), np.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, n))
     for lo in range(0, m, step):
-        out[..., lo : lo + step] = np.matmul(x, as_float32(weight[lo : lo + step]).T)
+        out[..., lo : lo + step] = np.matmul(x, rows_as_float32(weight, lo, lo + step).T)
     return out

@@ -1,5 +1,5 @@
-"""The only place that reads weights: mapped, decoded if they are coded, checked for NaN and infinity, converted if
-another dtype is wanted."""
+"""The only place that reads weights: mapped, kept as codes or decoded if they are coded, checked for NaN and infinity,
+converted if another dtype is wanted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ import numpy.typing as npt
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.formats.tensor_ref import TensorRef, stored_bytes
-from penstock.quant.decode import decoded
+from penstock.ops.stored import StoredMatrix, Weight
+from penstock.weights.decode import decoded
+from penstock.weights.stored import STORED_FORMATS
+from penstock.weights.stored.words import Tensors, WordMatrix
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -39,25 +43,31 @@ _BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
 def load_weights(
     source: Checkpoint | Mapping[str, WeightRef],
     spec: ModelSpec,
-    dtype: str,
+    held: HeldWeights | str,
     progress: Callable[[int, int], None] | None = None,
     skip: Collection[str] = (),
-) -> dict[str, Array]:
-    """Logical name -> read-only array of the shape `weight_shapes(spec)` says, in `dtype` (bfloat16: bits as uint16).
+) -> dict[str, Weight]:
+    """Logical name -> weight of the shape `weight_shapes(spec)` says.
 
-    A weight stored in `dtype` is a view of the mapped file, so the files must stay as they are while it is in use.
+    `held`: how the plan holds weights, or the one type that all have. A matrix that is held as it is stored is a
+    `StoredMatrix`; everything else is a read-only array of its type (bfloat16: bits as uint16), of the plan's dtype
+    where a scheme is going to round it. What is stored in that type is a view of the mapped file, and so are codes, so
+    the files must stay as they are while weights are in use.
     `progress` is called with (bytes of files done, bytes in all). Weights named in `skip` are zeros of the right shape
-    that take no memory: their numbers are somewhere else already.
+    that take no memory, or codes that nobody has looked at: their numbers are somewhere else already.
     Raises ModelError, before a byte is read, if weights are missing, misshapen or of a dtype that cannot be read;
-    while reading, if one holds NaN or infinity, or a value too large for `dtype`. ValueError for an unknown `dtype`.
+    while reading, if one holds NaN or infinity, or a value too large for its type. ValueError for an unknown type.
     """
+    held = HeldWeights(held) if isinstance(held, str) else held
+    dtype = held.dtype
     if dtype not in _NUMPY:
         raise ValueError(f"weights can be loaded as {', '.join(_NUMPY)}, not as {dtype!r}")
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
     shapes = weight_shapes(spec)
+    kept = {name for name, ref in refs.items() if ref.codes is not None and held.of(name) == ref.codes.format}
     wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
-    paths = {tensor.path for ref in wanted.values() for tensor in (ref.tensor, ref.scales) if tensor is not None}
+    paths = {tensor.path for ref in [*wanted.values(), *(refs[n] for n in kept)] for tensor in ref.tensors}
     files = {path: _map(path) for path in sorted(paths)}
     total = sum(_num_bytes(ref, shapes[name]) for name, ref in wanted.items())
     done = 0
@@ -68,12 +78,23 @@ def load_weights(
         if progress is not None:
             progress(done, total)
 
-    loaded = {n: _load(files, ref, shapes[n], dtype, advance) for n, ref in wanted.items()}
-    nothing = np.zeros((), _NUMPY[dtype])
-    return {n: loaded[n] if n in loaded else np.broadcast_to(nothing, shape) for n, shape in shapes.items()}
+    out: dict[str, Weight] = {}
+    for name, shape in shapes.items():
+        format = held.of(name)
+        own = format.code if format.is_plain else dtype
+        if name in kept:
+            out[name] = codes = _codes(files, refs[name], shape, dtype)
+            if name in wanted:
+                _check_codes(codes, refs[name].tensor)
+                advance(refs[name].tensor.nbytes)
+        elif name in wanted:
+            out[name] = _load(files, wanted[name], shape, own, advance)
+        else:
+            out[name] = np.broadcast_to(np.zeros((), _NUMPY[own]), shape)
+    return out
 
 
-def release_pages(weights: Mapping[str, Array]) -> None:
+def release_pages(weights: Mapping[str, Weight]) -> None:
     """Give back the pages of mapped weights that were only looked at: checked, or packed into something else.
 
     Whoever reads them again finds them in the system's cache. A table of embeddings that is looked up row by row would
@@ -81,7 +102,8 @@ def release_pages(weights: Mapping[str, Array]) -> None:
     """
     if not hasattr(mmap, "MADV_DONTNEED"):
         return
-    mapped = {id(found): found for found in map(_mapping_of, weights.values()) if found is not None}
+    arrays = [a for w in weights.values() for a in (w.arrays if isinstance(w, StoredMatrix) else (w,))]
+    mapped = {id(found): found for found in map(_mapping_of, arrays) if found is not None}
     for mapping in mapped.values():
         mapping.madvise(mmap.MADV_DONTNEED)
 
@@ -95,20 +117,25 @@ def _mapping_of(array: Array) -> mmap.mmap | None:
     return base if isinstance(base, mmap.mmap) else None
 
 
-def fingerprint(weights: Mapping[str, Array]) -> str:
+def fingerprint(weights: Mapping[str, Weight]) -> str:
     """What tells a model from others of its shape: 16 hex digits, of some rows of the embedding and the final norm.
 
     The same for weights loaded as bfloat16 and as float32.
     """
-    table = weights["embed"]
+    table = _plain_array(weights["embed"])
     parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
-    parts += [weights[name] for name in ("final_norm", "final_norm.bias") if name in weights]
+    parts += [_plain_array(weights[name]) for name in ("final_norm", "final_norm.bias") if name in weights]
     return digest(*(narrow(_wide(part)).astype("<u2").tobytes() for part in parts), size=8).hex()
 
 
-def embedding_rows(table: Array, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def embedding_rows(table: Weight, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Rows of an embedding table as it was loaded. Shapes: table [V, E], token_ids [P] -> [P, E]."""
-    return _wide(table[token_ids])
+    return _wide(_plain_array(table)[token_ids])
+
+
+def _plain_array(weight: Weight) -> Array:
+    assert isinstance(weight, np.ndarray), "tables and vectors are never codes"
+    return weight
 
 
 def _wide(part: Array) -> npt.NDArray[np.float32]:
@@ -118,7 +145,7 @@ def _wide(part: Array) -> npt.NDArray[np.float32]:
 def _narrowed(ref: WeightRef) -> WeightRef:
     """The same weight cut from fewer stored rows: one expert of a stack is read, and decoded, without the others."""
     cut, tensor, scales = ref.cut, ref.tensor, ref.scales
-    if cut is None or cut.view or not cut.take or not isinstance(cut.take[0], int):
+    if ref.codes is not None or cut is None or cut.view or not cut.take or not isinstance(cut.take[0], int):
         return ref
     if scales is not None and scales.shape[:1] != tensor.shape[:1]:  # rows do not have their scales to themselves
         return ref
@@ -149,13 +176,53 @@ def _map(path: Path) -> U8:
 def _load(
     files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str, advance: Callable[[int], None]
 ) -> Array:
-    if _is_coded(ref):
+    if ref.codes is not None:
+        codes = _codes(files, ref, shape, dtype)
+        _check_codes(codes, ref.tensor)
+        out = _values(codes, ref.tensor, dtype)
+        advance(ref.tensor.nbytes)
+    elif _is_coded(ref):
         whole = _decoded(files, ref, dtype, advance)
         out = whole if ref.cut is None else np.ascontiguousarray(apply_cut(whole, ref.cut))
     else:
         out = _plain(files, ref, dtype, advance)
     out = out.reshape(shape)
     out.flags.writeable = False
+    return out
+
+
+def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> WordMatrix:
+    """A matrix over its mapped tensors. Nothing of them is looked at."""
+    codes = ref.codes
+    assert codes is not None
+
+    def words(tensor: TensorRef) -> Array:
+        return _bytes(files, tensor).view("<u4")
+
+    scales = _bytes(files, codes.scales).view(_NUMPY[codes.format.scales[0].dtype]).reshape(codes.scales.shape)
+    zeros = None if codes.zeros is None else words(codes.zeros).reshape(codes.zeros.shape)
+    order = None if codes.order is None else words(codes.order).view("<i4")
+    made: type[WordMatrix] = STORED_FORMATS.get(codes.layout)
+    (n, k), (rows, columns) = ref.tensor.shape, shape
+    tensors = Tensors(made.laid_out(words(ref.tensor), n, k), scales, zeros, order, codes.first_zero)
+    chosen = None if ref.cut is None else rows_of(ref.cut)
+    return made(codes.format, (rows, columns), np.dtype(_NUMPY[dtype]), tensors, chosen)
+
+
+def _check_codes(codes: WordMatrix, tensor: TensorRef) -> None:
+    fault = codes.fault()
+    if fault is not None:
+        raise ModelError(f"tensor {quoted(tensor.name)} of {quoted(tensor.path)} {fault}")
+
+
+def _values(codes: WordMatrix, tensor: TensorRef, dtype: str) -> Array:
+    """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements."""
+    n, k = codes.shape
+    out = np.empty((n, k), _NUMPY[dtype])
+    step = max(1, _CHUNK // k)
+    for first in range(0, n, step):
+        part = codes.values(first, first + step)
+        out[first : first + step] = _converted(part, "float32", dtype, tensor)
     return out
 
 
@@ -221,6 +288,13 @@ def apply_cut(stored: Array, cut: Cut) -> Array:
     view = stored.reshape(cut.view) if cut.view else stored
     part: Array = view[tuple(take if isinstance(take, int) else slice(*take) for take in cut.take)]
     return part.transpose(cut.axes) if cut.axes else part
+
+
+def rows_of(cut: Cut) -> npt.NDArray[np.int64]:
+    """Which rows of a stored matrix a part is (`families.codes.is_rows`), in its order."""
+    view = (cut.view or cut.shape)[:-1]
+    inner = Cut(cut.name, view, cut.take[: len(view)], axes=cut.axes[:-1])
+    return apply_cut(np.arange(prod(view)).reshape(view), inner).reshape(-1)
 
 
 def _all_finite(part: Array, dtype: str) -> bool:

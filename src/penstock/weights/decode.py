@@ -1,4 +1,4 @@
-"""The way into this room: stored bytes of any coded type -> float32 values, part by part."""
+"""Stored bytes of any coded type -> float32 values, part by part."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
-from penstock.quant.ggml import DECODERS
-from penstock.quant.scaled import fp8, int8, mxfp4
-from penstock.quant.ternary import ternary
+from penstock.weights.stored.ggml import DECODERS
+from penstock.weights.stored.scaled import fp8, int8, mxfp4
+from penstock.weights.stored.ternary import ternary
 
 U8 = npt.NDArray[np.uint8]
 

@@ -1,0 +1,489 @@
+"""GPTQ and AWQ: what is read is what the published definitions say, codes stay codes, the broken is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from penstock.base.errors import UnsupportedError
+from penstock.config import from_kwargs
+from penstock.core.machine import Machine
+from penstock.core.matrix_format import NONE, HeldWeights, MatrixFormat, Shared, panel_group, parse_scheme, plain
+from penstock.core.model_spec import weight_shapes
+from penstock.core.weight_map import Cut
+from penstock.families.codes import is_rows, read_codes_config
+from penstock.families.registry import find_family, open_model, read_model
+from penstock.launch.build import plan_of
+from penstock.launch.native import NOT_BUILT
+from penstock.ops.native.abi import Act, Format
+from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import order, pack
+from penstock.ops.ref.product import linear
+from penstock.ops.stored import StoredMatrix, alike
+from penstock.plan.resolve import resolve
+from penstock.plan.weights import hold_weights
+from penstock.quant.reference import QuantisedLinear
+from penstock.weights import load as loading
+from penstock.weights.load import apply_cut, load_weights, rows_of
+from penstock.weights.stored import STORED_FORMATS
+from penstock.weights.stored.words import Tensors
+from tests.codes import MODEL, Kind, coded, write
+from tests.unit.formats.test_formats import refusal
+
+KINDS = {
+    "symmetric": Kind(),
+    "asymmetric": Kind(symmetric=False),
+    "version 2": Kind(symmetric=False, version=2),
+    "act-order": Kind(ordered=True),
+    "asymmetric act-order": Kind(symmetric=False, ordered=True),
+    "whole rows": Kind(group=-1),
+    "whole rows, act-order": Kind(group=-1, ordered=True, symmetric=False),
+    "8 bits": Kind(bits=8),
+    "8 bits asymmetric act-order": Kind(bits=8, symmetric=False, ordered=True),
+    "8 bits version 2": Kind(bits=8, version=2),
+    "lm_head": Kind(lm_head=True),
+    "awq": Kind("awq"),
+    "awq whole rows": Kind("awq", group=-1),
+}
+MACHINE = Machine(num_cores=2, memory_bytes=1 << 34, available_bytes=1 << 33)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("codes")
+    return {name: write(root / name.replace(",", ""), kind) for name, kind in KINDS.items()}
+
+
+def kept(folder: Path, dtype: str = "float32") -> dict[str, Any]:
+    """All weights, codes as they are."""
+    checkpoint = open_model(folder)
+    held = hold_weights(checkpoint.spec, dtype, NONE, checkpoint.stored, native=False, exact=True)
+    return load_weights(checkpoint, checkpoint.spec, held)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_values_are_those_of_the_published_definition(
+    folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_CHUNK", 300)
+    folder = folders[name]
+    checkpoint, dense = open_model(folder), open_model(folder.with_name(folder.name + "-dense"))
+    want = load_weights(dense, dense.spec, "float32")
+    done: list[tuple[int, int]] = []
+    decoded = load_weights(checkpoint, checkpoint.spec, "float32", lambda *at: done.append(at))
+    stored = kept(folder)
+    for weight in want:
+        np.testing.assert_array_equal(decoded[weight], want[weight], err_msg=weight)
+    assert done[-1][0] == done[-1][1]
+    matrices = [n for n in want if isinstance(stored[n], StoredMatrix)]
+    assert len(matrices) == 14 + KINDS[name].lm_head
+    for n in matrices:
+        np.testing.assert_array_equal(stored[n].values(), want[n], err_msg=n)
+        np.testing.assert_array_equal(stored[n].values(3, 10), want[n][3:10], err_msg=n)
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_codes_stay_mapped_and_take_the_bytes_that_the_plan_counts(folders: dict[str, Path], name: str) -> None:
+    checkpoint = open_model(folders[name])
+    plan = resolve(from_kwargs(model="m", ops="ref"), checkpoint.spec, MACHINE, stored=checkpoint.stored)
+    weights = load_weights(checkpoint, checkpoint.spec, plan.held)
+    assert plan.weight_bytes == sum(w.nbytes for w in weights.values())
+    for n, w in weights.items():
+        if isinstance(w, StoredMatrix):
+            words, scales, *others = w.arrays
+            assert all(a.base is not None for a in w.arrays), "a view of the file"
+            of_use = [zeros for zeros in others[:1] if w.format.zeros] + [o for o in others[1:] if w.format.ordered]
+            assert w.nbytes == words.nbytes + scales.nbytes + sum(a.nbytes for a in of_use), n
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_product_of_a_row_is_that_of_the_values_whatever_its_company(folders: dict[str, Path], name: str) -> None:
+    rng = np.random.default_rng(0)
+    for n, w in kept(folders[name]).items():
+        if isinstance(w, StoredMatrix) and n.startswith("layers.0"):
+            x = rng.standard_normal((5, w.shape[1]), dtype=np.float32)
+            together = linear(x, w)
+            np.testing.assert_array_equal(together, linear(x, w.values()))
+            for t in range(5):
+                np.testing.assert_array_equal(linear(x[t : t + 1], w)[0], together[t])
+
+
+# --- what is one description
+
+
+def test_formats_of_other_publishers_have_a_description_of_the_right_size() -> None:
+    """Bytes of a block or matrix as the formats' own definitions say."""
+    k_quant = (Shared("uint6", 1, 32), Shared("float16", 1, 256))
+    q4_k = MatrixFormat("uint", 4, k_quant, k_quant, zeros_are="values")
+    assert q4_k.num_bytes((10, 512)) == 10 * 2 * 144
+    q6_k = MatrixFormat("int", 6, (Shared("int8", 1, 16), Shared("float16", 1, 256)))
+    assert q6_k.num_bytes((10, 256)) == 10 * 210
+    nvfp4 = MatrixFormat("e2m1", 4, (Shared("e4m3", 1, 16), Shared("float32", 0, 0)))
+    assert nvfp4.num_bytes((8, 64)) == 8 * 32 + 8 * 4 + 4
+    fp8 = MatrixFormat("e4m3", 8, (Shared("float32", 128, 128),))
+    assert fp8.num_bytes((200, 300)) == 200 * 300 + 2 * 3 * 4
+    per_tensor = MatrixFormat("e4m3", 8, (Shared("float32", 0, 0),))
+    assert per_tensor.num_bytes((200, 300)) == 200 * 300 + 4
+    packed = MatrixFormat("int", 4, (Shared("float16", 1, 128),), (Shared("uint4", 1, 128),))
+    assert packed.num_bytes((16, 256)) == 16 * 128 + 16 * 2 * 2 + 16
+    nested = MatrixFormat("table", 4, (Shared("uint8", 1, 64), Shared("float32", 4, 64)))
+    assert nested.num_bytes((64, 64)) == 64 * 32 + 64 + 16 * 4
+    assert [str(f) for f in (nvfp4, fp8, plain("bfloat16"))] == [
+        "4-bit codes (e2m1), a e4m3 scale per 16 inputs, a float32 scale per matrix",
+        "8-bit codes (e4m3), a float32 scale per 128 x 128", "bfloat16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "group"), [
+    ({}, 64), ({"offset": 0}, None), ({"ordered": True}, None), ({"bits": 8}, None),
+    ({"zeros": (Shared("uint4", 1, 64),)}, None), ({"scales": (Shared("bfloat16", 1, 64),)}, None),
+    ({"scales": (Shared("float16", 1, 16),)}, None), ({"scales": (Shared("float16", 1, 0),)}, 128),
+    ({"scales": (Shared("float16", 1, 256),)}, 128), ({"scales": (Shared("float16", 1, 96),)}, 32),
+    ({"scales": (Shared("float16", 2, 64),)}, None), ({"scales": ()}, None),
+])  # fmt: skip
+def test_which_codes_the_panels_of_four_bits_hold(change: dict[str, Any], group: int | None) -> None:
+    fields: dict[str, Any] = {"code": "uint", "bits": 4, "scales": (Shared("float16", 1, 64),), "offset": 8}
+    assert panel_group(MatrixFormat(**(fields | change)), 768) == group
+    if change == {"scales": (Shared("float16", 1, 0),)}:
+        assert [panel_group(MatrixFormat(**(fields | change)), k) for k in (4096, 96, 88)] == [128, 32, 32]
+
+
+def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
+    """A matrix over arrays in memory, and its values."""
+    parts, values = coded(np.random.default_rng(n), n, k, kind)
+    config = read_codes_config(kind.config)
+    assert config is not None
+    made = STORED_FORMATS.get(kind.method)
+    words = made.laid_out(parts["qweight"].view("<u4").reshape(-1), n, k)
+    tensors = Tensors(words, parts["scales"], parts["qzeros"].view("<u4"), parts.get("g_idx"), config.first_zero)
+    group = 0 if kind.group in (-1, k) else kind.group
+    return made(config.format(kind.bits, group), (n, k), np.dtype(np.float32), tensors), values
+
+
+@pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
+@pytest.mark.parametrize(("group", "k", "panels"), [
+    (32, 64, 32), (64, 192, 64), (96, 192, 32), (256, 512, 128), (128, 256, 128), (-1, 88, 32),
+    (-1, 192, 64), (-1, 256, 128),
+])  # fmt: skip
+@pytest.mark.parametrize("sizes", [(40, 16), (64, 64), (8,), (200, 72, 8)])
+def test_panels_are_the_codes_of_matrices_of_any_size(group: int, k: int, panels: int, sizes: tuple[int, ...]) -> None:
+    library, kind = best_library(), Kind(group=group)
+    made = [matrix(n, k, kind) for n in sizes]
+    stored, values = [m for m, _ in made], np.concatenate([v for _, v in made])
+    assert panel_group(stored[0].format, k) == panels
+    for pair in (False, True) if len(set(sizes)) == 1 and len(sizes) == 2 else (False,):
+        found = pack(library, stored, Format.I4, Act.F32, group=panels, pair=pair)
+        where = order(sizes, pair)
+        np.testing.assert_array_equal(found.values(library), np.where(where[:, None] < 0, 0, values[where]))
+
+
+def test_a_scheme_of_the_same_groups_multiplies_with_the_codes_themselves() -> None:
+    w, values = matrix(40, 64, Kind())
+    x = np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32)
+    want = x @ values.T
+    np.testing.assert_allclose(QuantisedLinear(parse_scheme("int4-wo:32"))(x, w), want, rtol=1e-5, atol=1e-5)
+    assert np.abs(QuantisedLinear(parse_scheme("int4-wo:64"))(x, w) - want).max() > 1e-3
+
+
+def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict[str, Path]) -> None:
+    def held(name: str, dtype: str = "bfloat16", scheme: str = "none", native: bool = True, exact: bool = True) -> Any:
+        c = open_model(folders[name])
+        found = hold_weights(c.spec, dtype, parse_scheme(scheme), c.stored, native=native, exact=exact)
+        return found.of("layers.1.down"), found.of("lm_head")
+
+    symmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8)
+    asymmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), (Shared("uint4", 1, 32),))
+    assert held("symmetric") == (symmetric, plain("bfloat16"))
+    assert held("awq", native=False) == (asymmetric, plain("bfloat16"))
+    assert held("awq") == (plain("float32"), plain("bfloat16")), "no panel has zero points: exact values"
+    assert held("awq", exact=False) == (plain("bfloat16"), plain("bfloat16")), "somebody gave a dtype"
+    assert held("act-order")[0] == plain("float32")
+    assert held("8 bits")[0] == plain("float32")
+    assert held("whole rows, act-order", native=False)[0].ordered is False, "one group has no order"
+    rounded = parse_scheme("int4-wo").format
+    assert held("symmetric", scheme="int4-wo") == (rounded, rounded), "groups of 64, not the checkpoint's"
+    assert held("symmetric", scheme="int4-w4a8:32") == (symmetric, parse_scheme("int4-w4a8:32").format)
+    assert held("awq", scheme="int8-wo") == (parse_scheme("int8-wo").format,) * 2
+
+
+def test_a_plan_of_config_json_alone_is_that_of_the_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name, folder in folders.items():
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        spec, stored = read_model(tmp_path)
+        checkpoint = open_model(folder)
+        assert (spec, dict(stored)) == (checkpoint.spec, checkpoint.stored), name
+
+
+def test_the_plan_says_what_is_held_how_and_what_it_costs(folders: dict[str, Path]) -> None:
+    def said(name: str, **more: Any) -> list[tuple[Any, str]]:
+        plan = plan_of(from_kwargs(model=str(folders[name]), **more), MACHINE)
+        return [(d.value, d.why) for d in plan.decisions if d.name == "weights"]
+
+    ((value, why),) = said("symmetric", ops="ref")
+    assert value == "4-bit codes, a float16 scale per 32 inputs"
+    assert "14 matrices" in why
+    assert "neither decoded nor rounded" in why
+    ((value, why),) = said("awq", ops="native")
+    assert value == "float32"
+    assert "zero points" in why
+    assert "a dtype of 16 bits" in why
+    ((value, why),) = said("awq", ops="native", dtype="bfloat16")
+    assert value == "bfloat16"
+    assert "rounded" in why
+    assert len(said("symmetric", quantization="int8-wo", ops="native")) == 1
+    dense = folders["awq"].with_name("awq-dense")
+    assert not [d for d in plan_of(from_kwargs(model=str(dense)), MACHINE).decisions if d.name == "weights"]
+
+
+def test_matrices_of_different_codes_are_not_one(folders: dict[str, Path]) -> None:
+    symmetric, ordered = kept(folders["symmetric"]), kept(folders["act-order"])
+    q, k, v = (symmetric[f"layers.0.{n}"] for n in "qkv")
+    assert alike(q, k)
+    assert not alike(q, symmetric["lm_head"])
+    assert not alike(q, ordered["layers.0.q"])
+    assert not alike(ordered["layers.0.q"], ordered["layers.0.k"]), "each has an order of its own"
+    assert alike(ordered["layers.0.q"], ordered["layers.0.q"])
+    assert not alike(v, kept(folders["awq"])["layers.0.v"])
+
+
+# --- parts of stored matrices
+
+
+@pytest.mark.parametrize("cut", [
+    Cut("x", (12, 6), ((4, 9),)), Cut("x", (12, 6), ((0, 12, 2), (0, 6))), Cut("x", (12, 6)),
+    Cut("x", (12, 6), ((0, 2), 1), view=(2, 3, 2, 6)),
+    Cut("x", (12, 6), (1, (0, 3)), view=(2, 3, 2, 6), axes=(1, 0, 2)),
+    Cut("x", (12, 6), view=(3, 4, 6), axes=(1, 0, 2)),
+])  # fmt: skip
+def test_a_part_of_a_matrix_of_codes_is_a_choice_of_its_rows(cut: Cut) -> None:
+    assert is_rows(cut)
+    table = np.arange(12)[:, None] * np.ones(6, int)
+    want = apply_cut(table, cut).reshape(-1, 6)[:, 0]
+    np.testing.assert_array_equal(rows_of(cut), want)
+
+
+@pytest.mark.parametrize("cut", [
+    Cut("x", (12, 6), ((0, 12), (0, 3))), Cut("x", (12, 6), axes=(1, 0)), Cut("x", (12, 6), view=(24, 3)),
+    Cut("x", (2, 6, 6), (1,)), Cut("x", (12, 6), ((0, 12), 2)), Cut("x", (12, 6), view=(3, 4, 6), axes=(2, 0, 1)),
+])  # fmt: skip
+def test_no_other_part_is(cut: Cut) -> None:
+    assert not is_rows(cut)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "rows of q, k and v": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48,
+        "max_position_embeddings": 64, "original_max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "pad_token_id": 0, "dtype": "float32",
+    },
+    "stored [in, out]": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4,
+        "n_positions": 64, "vocab_size": 48, "dtype": "float32",
+    },
+    "heads take turns": {
+        "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 48, "max_position_embeddings": 64,
+        "rotary_pct": 0.25, "dtype": "float32",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Kind(), Kind(symmetric=False, ordered=True), Kind("awq")])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_one_rule_finds_the_codes_of_every_family(tmp_path: Path, name: str, kind: Kind) -> None:
+    config = FAMILIES[name]
+    family = find_family(config)
+    spec = family.spec(config)
+    rng = np.random.default_rng(5)
+    shapes = weight_shapes(spec)
+    dense: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
+    for logical, place in family.weight_map(spec).items():
+        at, shape = (place.name, place.shape) if isinstance(place, Cut) else (place, shapes[logical])
+        if at in dense:
+            continue
+        turned = isinstance(place, Cut) and place.axes == (1, 0)
+        if len(shape) == 2 and logical.startswith("layers."):
+            parts, values = coded(rng, *(shape[::-1] if turned else shape), kind)
+            stored |= {f"{at.removesuffix('weight')}{part}": array for part, array in parts.items()}
+            dense[at] = np.ascontiguousarray(values.T if turned else values)
+        else:
+            stored[at] = dense[at] = rng.standard_normal(shape, dtype=np.float32)
+    found = []
+    for folder, tensors, more in (("a", dense, {}), ("b", stored, {"quantization_config": kind.config})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        checkpoint = open_model(tmp_path / folder)
+        found.append(load_weights(checkpoint, checkpoint.spec, "float32"))
+    assert len(checkpoint.stored) >= 4
+    for logical, want in found[0].items():
+        np.testing.assert_array_equal(found[1][logical], want, err_msg=logical)
+    for logical, w in kept(tmp_path / "b").items():
+        if isinstance(w, StoredMatrix):
+            np.testing.assert_array_equal(w.values(1, 7), found[0][logical][1:7], err_msg=logical)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(("kind", "change", "says"), [
+    (Kind(), {"bits": 3}, "bits 3"), (Kind(), {"bits": 2}, "bits 2"), (Kind(), {"bits": True}, "bits True"),
+    (Kind(), {"bits": "4"}, "bits 4"), (Kind(), {"bits": None}, "bits None"),
+    (Kind(), {"group_size": 0}, "group_size 0"),
+    (Kind(), {"group_size": -2}, "group_size -2"), (Kind(), {"group_size": 10**30}, "group_size 1000"),
+    (Kind(), {"group_size": [32]}, "group_size [32]"), (Kind(), {"checkpoint_format": "marlin"}, "marlin"),
+    (Kind(), {"is_marlin_format": True}, "is_marlin_format"), (Kind(), {"checkpoint_format": "bitblas"}, "bitblas"),
+    (Kind(), {"desc_act": "no"}, "desc_act"), (Kind(), {"sym": 1}, "sym 1"),
+    (Kind(), {"rotation": "hadamard"}, "rotation"),
+    (Kind(), {"adapter": {"path": "x"}}, "adapter"), (Kind(), {"pack_dtype": "int64"}, "int64"),
+    (Kind(), {"dynamic": {"+:.*": {"bits": 8, "sym": False}}}, "sym"), (Kind(), {"dynamic": [1]}, "dynamic"),
+    (Kind(), {"dynamic": {"+:(a+)+$": 3}}, "no object"), (Kind(), {"new\nfield": 1}, "not known"),
+    (Kind("awq"), {"version": "gemv"}, "gemv"), (Kind("awq"), {"version": "marlin"}, "marlin"),
+    (Kind("awq"), {"zero_point": False}, "zero_point"), (Kind("awq"), {"bits": 8}, "bits 8"),
+    (Kind("awq"), {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+    (Kind("awq"), {"desc_act": True}, "desc_act"),
+])  # fmt: skip
+def test_settings_that_are_not_read_are_named(tmp_path: Path, kind: Kind, change: dict[str, Any], says: str) -> None:
+    config = MODEL | {"quantization_config": kind.config | change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    refusal(lambda: open_model(tmp_path), repr(kind.method), says, kind=UnsupportedError)
+    (tmp_path / "model.safetensors").unlink()
+    refusal(lambda: read_model(tmp_path), repr(kind.method), says, kind=UnsupportedError)
+
+
+def test_fields_by_which_nothing_changes_are_read_over(tmp_path: Path) -> None:
+    for kind, change in (
+        (Kind(), {"dynamic": {"-:.*lm_head": {}}, "meta": {"x": 1}, "static_groups": False, "desc_act": None}),
+        (Kind("awq"), {"modules_to_not_convert": None, "w_bit": 4, "version": "GEMM", "do_fuse": False}),
+    ):
+        folder = write(tmp_path / kind.method, kind)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= change
+        (folder / "config.json").write_text(json.dumps(config))
+        assert len(open_model(folder).stored) == 14
+
+
+DOWN = "model.layers.1.mlp.down_proj."
+"""64 outputs and 96 inputs: 3 groups of 32."""
+
+
+def i32(*shape: int) -> np.ndarray[Any, Any]:
+    return np.zeros(shape, np.int32)
+
+
+@pytest.mark.parametrize(("kind", "part", "value", "says"), [
+    (Kind(), "qweight", i32(11, 64), ("down_proj.qweight", "88", "no multiple")),
+    (Kind(), "qweight", i32(8, 64), ("down_proj.qweight", "its scales", "(2, 64)")),
+    (Kind(), "qweight", i32(12, 64, 1), ("down_proj.qweight", "int32 words")),
+    (Kind(), "qweight", np.zeros((12, 64), np.float32), ("down_proj.qweight", "F32", "int32 words")),
+    (Kind(), "qweight", i32(0, 64), ("down_proj.qweight", "int32 words")),
+    (Kind(), "scales", np.ones((4, 64), np.float16), ("down_proj.qweight", "its scales", "(4, 64)")),
+    (Kind(), "scales", np.ones((0, 64), np.float16), ("down_proj.qweight", "its scales")),
+    (Kind(), "scales", np.ones((1 << 16, 64), np.float16), ("down_proj.qweight", "its scales", "65536")),
+    (Kind(), "scales", np.ones((3, 64), np.int8), ("down_proj.qweight", "scales of type I8")),
+    (Kind(), "scales", None, ("down_proj.qweight", "has no scales")),
+    (Kind(), "qzeros", None, ("down_proj.qweight", "has no qzeros")),
+    (Kind(), "qzeros", i32(3, 7), ("down_proj.qweight", "its qzeros", "(3, 8)")),
+    (Kind(), "qzeros", np.zeros((3, 8), np.int64), ("down_proj.qweight", "its qzeros", "I64")),
+    (Kind(), "g_idx", i32(95), ("down_proj.qweight", "its g_idx", "(96,)")),
+    (Kind(ordered=True), "g_idx", None, ("down_proj.qweight", "no g_idx", "desc_act")),
+    (Kind("awq"), "qweight", i32(96, 9), ("down_proj.qweight", "its scales")),
+    (Kind("awq"), "qzeros", i32(2, 8), ("down_proj.qweight", "its qzeros")),
+    (Kind("awq"), "g_idx", i32(90), ("down_proj.qweight", "its g_idx")),
+])  # fmt: skip
+def test_tensors_that_do_not_go_together_are_refused_before_they_are_read(
+    tmp_path: Path, kind: Kind, part: str, value: Any, says: tuple[str, ...]
+) -> None:
+    folder = write(tmp_path / "m", kind, **{DOWN + part: value})
+    refusal(lambda: open_model(folder), *says)
+
+
+@pytest.mark.parametrize(("kind", "part", "at", "value", "says"), [
+    (Kind(), "scales", (1, 5), np.nan, "NaN or infinity"), (Kind(), "scales", (2, 63), -np.inf, "NaN or infinity"),
+    (Kind("awq"), "scales", (0, 0), np.inf, "NaN or infinity"),
+    (Kind(ordered=True), "g_idx", 7, 3, "groups 0 to 3 (g_idx), but scales for 3"),
+    (Kind(ordered=True), "g_idx", 7, -1, "groups -1 to 2"), (Kind(), "g_idx", 7, 2**31 - 1, "g_idx"),
+    (Kind(), "g_idx", 7, 2, "set desc_act"), (Kind(), "qzeros", (1, 1), 0, "set sym false"),
+    (Kind(group=-1, symmetric=False), "g_idx", 7, 1, "scales for 1 groups"),
+])  # fmt: skip
+@pytest.mark.parametrize("stays", [True, False])
+def test_numbers_that_make_no_weights_are_refused_when_they_are_read(
+    tmp_path: Path, kind: Kind, part: str, at: Any, value: float, says: str, stays: bool
+) -> None:
+    folder = write(tmp_path / "m", kind)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[DOWN + part][at] = value
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = open_model(folder)
+    held = HeldWeights("float32", checkpoint.stored if stays else {})
+    refusal(lambda: load_weights(checkpoint, checkpoint.spec, held), "down_proj.qweight", says)
+
+
+def test_scales_of_zero_are_weights_of_zero(tmp_path: Path) -> None:
+    """Units that a model never uses have scales too small for a half: such files are sound."""
+    folder = write(tmp_path / "m", Kind(), **{DOWN + "scales": np.zeros((3, 64), np.float16)})
+    assert not kept(folder)["layers.1.down"].values().any()
+
+
+def test_scales_whose_product_overflows_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", Kind(), **{DOWN + "scales": np.full((3, 64), 1e38, np.float32)})
+    checkpoint = open_model(folder)
+    assert checkpoint.stored["layers.1.down"].scales[0].dtype == "float32"
+    refusal(lambda: load_weights(checkpoint, checkpoint.spec, "float32"), "down_proj.qweight", "infinity")
+
+
+def test_inputs_that_fall_into_no_whole_groups_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", Kind())
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 128
+    (folder / "config.json").write_text(json.dumps(config))
+    refusal(lambda: open_model(folder), "down_proj.qweight", "96 inputs", "group_size 128")
+    (folder / "model.safetensors").unlink()
+    refusal(lambda: read_model(folder), "64 inputs", "group_size 128")
+
+
+def test_a_matrix_of_another_shape_than_the_model_needs_is_refused(tmp_path: Path) -> None:
+    parts, _ = coded(np.random.default_rng(0), 64, 64, Kind())
+    changes = {DOWN + part: value for part, value in parts.items()}
+    refusal(lambda: open_model(write(tmp_path / "m", Kind(), **changes)), "down_proj.qweight", "96")
+
+
+def test_empty_biases_of_early_tools_are_read_over_and_others_are_not(tmp_path: Path) -> None:
+    name = DOWN + "bias"
+    assert open_model(write(tmp_path / "a", Kind(), **{name: np.zeros(64, np.float16)})).stored
+    with_one = np.eye(1, 64, 3, dtype=np.float16)[0]
+    refusal(lambda: open_model(write(tmp_path / "b", Kind(), **{name: with_one})), name, kind=UnsupportedError)
+
+
+def test_a_bias_that_the_model_has_is_loaded(tmp_path: Path) -> None:
+    config = MODEL | {"attention_bias": True}
+    folder = write(tmp_path / "m", Kind(), config)
+    checkpoint = open_model(folder)
+    weights = load_weights(checkpoint, checkpoint.spec, "float32")
+    assert weights["layers.0.q.bias"].any()
+
+
+def test_other_bits_and_groups_of_some_matrices_are_told_by_their_tensors(tmp_path: Path) -> None:
+    parts, values = coded(np.random.default_rng(0), 64, 96, Kind(bits=8, group=48))
+    folder = write(tmp_path / "m", Kind(), **{DOWN + part: value for part, value in parts.items()})
+    refusal(lambda: open_model(folder), "down_proj")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {"+:.*down_proj": {"bits": 8, "group_size": 48}, "-:.*x": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = kept(folder)["layers.1.down"]
+    assert (found.format.bits, found.format.group) == (8, 48)
+    np.testing.assert_array_equal(found.values(), values)
+    assert open_model(folder).stored["layers.0.down"].bits == 4
+
+
+def test_every_stored_format_can_be_imported() -> None:
+    for name in STORED_FORMATS:
+        assert issubclass(STORED_FORMATS.get(name), StoredMatrix)
