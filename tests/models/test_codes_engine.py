@@ -12,15 +12,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock import LLM, SamplingParams
+from penstock.backends import BACKENDS
+from penstock.backends.native import backend as native_backend
+from penstock.backends.native.backend import NOT_BUILT
+from penstock.backends.native.forward import NativeForward
 from penstock.config import from_kwargs
 from penstock.core.matrix_format import NONE, parse_scheme, row_matrices
 from penstock.core.model_spec import Experts, ModelSpec, cache_groups, weight_shapes
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, weight_sizes
 from penstock.families.registry import find_family, open_model, read_model
-from penstock.launch import native as native_launch
-from penstock.launch.native import NOT_BUILT
 from penstock.model.builder import build
-from penstock.model.native.forward import NativeForward
 from penstock.ops.blas import BLAS
 from penstock.ops.native.library import best_library, libraries, open_library
 from penstock.ops.native.matrix import order
@@ -68,12 +69,14 @@ def test_codes_and_their_values_say_the_same(folders: dict[str, Path], name: str
 
 def native_of(folder: Path, isa: str) -> tuple[NativeForward, dict[str, Any]]:
     checkpoint = open_model(folder)
-    held = hold_weights(checkpoint.spec, "float32", NONE, checkpoint.stored, native=True, exact=True)
+    held = hold_weights(
+        checkpoint.spec, "float32", NONE, checkpoint.stored, traits=BACKENDS.traits("native"), exact=True
+    )
     weights = load_weights(checkpoint, checkpoint.spec, held)
     groups = cache_groups(checkpoint.spec, "float32")
-    program = build(checkpoint.spec, weights, groups, max_model_len=32)
+    graph = build(checkpoint.spec, weights, groups, max_model_len=32)
     pool = Pool(open_library(libraries()[isa]), 1)
-    return NativeForward(program, groups, pool, NONE, max_tokens=8), weights
+    return NativeForward(graph, groups, pool, NONE, max_tokens=8), weights
 
 
 @each_isa
@@ -101,7 +104,7 @@ def test_what_is_of_different_codes_is_not_fused_and_starts_again_from_the_disk(
 ) -> None:
     """v is 8 bits, so it is values; q and k are codes. The second start finds the same matrices packed."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(native_launch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
     name = "model.layers.1.self_attn.v_proj."
     parts, values = coded_matrix(32, 64, Kind(bits=8, group=32))
     folder = write(tmp_path / "m", Kind(), **{name + part: value for part, value in parts.items()})
@@ -131,7 +134,7 @@ def test_what_is_of_different_codes_is_not_fused_and_starts_again_from_the_disk(
 def test_what_a_checkpoint_spared_starts_again_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """q and k are values in float32, v has always been 16 bits: they share no matrix, at no start."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(native_launch, "SMALL_BYTES", 0)
+    monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
     spared: dict[str, Any] = {}
     for i in range(2):
         name = f"model.layers.{i}.self_attn.v_proj."

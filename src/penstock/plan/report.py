@@ -117,9 +117,9 @@ def report(
 ) -> Report:  # fmt: skip
     """Plan for a machine whose memory is `machine`'s and whose rates are `device`'s.
 
-    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`, `stored`, `traits`: as
-    `resolve` takes them; predicted is the model's speed without them. Raises ConfigError for settings that contradict
-    the model, the device or each other; what only lacks memory is reported, not raised.
+    `context`: tokens a sequence has when its speed is predicted (cut to what fits). `drafts`, `keeping`, `stored`,
+    `traits`: as `resolve` takes them; predicted is the model's speed without them. Raises ConfigError for settings that
+    contradict the model, the device or each other; what only lacks memory is reported, not raised.
     """
     config, extra = _with_dtype(config, spec, device, traits)
     if device.is_accelerator and not config.sizes_kv:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.backends import BACKENDS
 from penstock.bench import bandwidth, roofline
 from penstock.bench import peak as peak_module
 from penstock.bench.bandwidth import ReadProbe
@@ -124,7 +125,7 @@ def test_quantised_weights_are_fewer_bytes_and_have_a_rate_of_their_own() -> Non
 
     def bytes_each(quantization: str) -> float | None:
         scheme = parse_scheme(quantization)
-        return hold_weights(spec, "bfloat16", scheme, {}, native=True, exact=True).bytes_each(spec)
+        return hold_weights(spec, "bfloat16", scheme, {}, traits=BACKENDS.traits("native"), exact=True).bytes_each(spec)
 
     rates = {"bfloat16": 1e11, "products": 4e11}
     device = Device(name="d", flops_per_s=rates, read_bytes_per_s=1e10, host_copy_bytes_per_s=1e10, step_overhead_s=0)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from penstock.backends import BACKENDS
+from penstock.backends.native.backend import NOT_BUILT
 from penstock.base.errors import UnsupportedError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
@@ -19,7 +21,6 @@ from penstock.core.weight_map import Cut
 from penstock.families.codes import is_rows, read_codes_config
 from penstock.families.registry import find_family, open_model, read_model
 from penstock.launch.build import plan_of
-from penstock.launch.native import NOT_BUILT
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import order, pack
@@ -62,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def kept(folder: Path, dtype: str = "float32") -> dict[str, Any]:
     """All weights, codes as they are."""
     checkpoint = open_model(folder)
-    held = hold_weights(checkpoint.spec, dtype, NONE, checkpoint.stored, native=False, exact=True)
+    held = hold_weights(checkpoint.spec, dtype, NONE, checkpoint.stored, traits=BACKENDS.traits("ref"), exact=True)
     return load_weights(checkpoint, checkpoint.spec, held)
 
 
@@ -193,7 +194,14 @@ def test_a_scheme_of_the_same_groups_multiplies_with_the_codes_themselves() -> N
 def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict[str, Path]) -> None:
     def held(name: str, dtype: str = "bfloat16", scheme: str = "none", native: bool = True, exact: bool = True) -> Any:
         c = open_model(folders[name])
-        found = hold_weights(c.spec, dtype, parse_scheme(scheme), c.stored, native=native, exact=exact)
+        found = hold_weights(
+            c.spec,
+            dtype,
+            parse_scheme(scheme),
+            c.stored,
+            traits=BACKENDS.traits("native" if native else "ref"),
+            exact=exact,
+        )
         return found.of("layers.1.down"), found.of("lm_head")
 
     symmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8)
