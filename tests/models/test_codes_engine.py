@@ -58,7 +58,7 @@ def dense_of(folder: Path) -> Path:
     return folder.with_name(folder.name + "-dense")
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", [*OPS, "blas"])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_codes_and_their_values_say_the_same(folders: dict[str, Path], name: str, ops: str) -> None:
     want = tokens(dense_of(folders[name]), ops="ref", dtype="float32")
