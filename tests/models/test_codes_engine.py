@@ -153,6 +153,21 @@ def coded_matrix(n: int, k: int, kind: Kind) -> Any:
     return coded(np.random.default_rng(2), n, k, kind)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_of_codes_is_looked_up_in_its_values(tmp_path: Path, tied: bool, ops: str) -> None:
+    name = "model.embed_tokens."
+    parts, values = coded_matrix(48, 64, Kind())
+    changes: dict[str, Any] = {name + part: value for part, value in parts.items()} | {name + "weight": None}
+    folder = write(tmp_path / "m", Kind(), MODEL | {"tie_word_embeddings": tied}, **changes)
+    dense = load_file(dense_of(folder) / "model.safetensors")
+    save_file(dense | {name + "weight": values}, dense_of(folder) / "model.safetensors")
+    want = tokens(dense_of(folder), ops="ref", dtype="float32")
+    assert tokens(folder, ops=ops, dtype="float32") == want
+    if ops == "native":
+        assert tokens(folder, ops=ops, dtype="float32", quantization="int4-wo:32")
+
+
 def test_experts_are_codes_too(tmp_path: Path) -> None:
     """Qwen3's mixture: codes of every expert, a router that is none."""
     config = MODEL | {

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.matrix_format import (
+    TABLES,
     HeldWeights,
     MatrixFormat,
     Scheme,
@@ -39,12 +40,13 @@ def hold_weights(
     if scheme.weight_bits:
         rounded = dict.fromkeys(rounded_matrices(spec), scheme.format)
         shapes = rounded_matrices(spec) if stored else {}
-        kept = {n: stored[n] for n, shape in shapes.items() if n in stored and scheme.takes(stored[n], shape[1])}
+        mine = [name for name in shapes if name in stored and name not in TABLES]
+        kept = {name: stored[name] for name in mine if scheme.takes(stored[name], shapes[name][1])}
         return HeldWeights(dtype, rounded | kept)
     matrices: dict[str, MatrixFormat] = {}
     for name, shape in row_matrices(spec).items() if stored else ():
         format = stored.get(name)
-        if format is None:
+        if format is None or name in TABLES:
             continue
         if not native or panel_group(format, shape[1]) is not None:
             matrices[name] = format
