@@ -114,6 +114,19 @@ def test_the_product_of_a_row_is_that_of_the_values_whatever_its_company(folders
                 np.testing.assert_array_equal(linear(x[t : t + 1], w)[0], together[t])
 
 
+@pytest.mark.parametrize("more", [1, 2, 3])
+@pytest.mark.parametrize("name", ["asymmetric act-order", "awq"])
+def test_words_may_begin_at_any_byte_of_a_file(folders: dict[str, Path], tmp_path: Path, name: str, more: int) -> None:
+    whole = (folders[name] / "model.safetensors").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    moved = (length + more).to_bytes(8, "little") + whole[8 : 8 + length] + b" " * more + whole[8 + length :]
+    (tmp_path / "model.safetensors").write_bytes(moved)
+    (tmp_path / "config.json").write_bytes((folders[name] / "config.json").read_bytes())
+    for n, w in kept(folders[name]).items():
+        if isinstance(w, StoredMatrix):
+            np.testing.assert_array_equal(kept(tmp_path)[n].values(), w.values())
+
+
 # --- what is one description
 
 

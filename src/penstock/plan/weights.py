@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -66,14 +65,14 @@ def weight_decisions(spec: ModelSpec, held: HeldWeights, stored: StoredFormats) 
     if not held.matrices and not stored:
         return []
     shapes = row_matrices(spec)
-    formats = Counter(held.of(name) for name in {*held.matrices, *(n for n in stored if n in shapes)})
+    told = [name for name in shapes if name in held.matrices or name in stored]
     out = []
-    for format, count in sorted(formats.items(), key=str):
-        names = [name for name in shapes if (name in held.matrices or name in stored) and held.of(name) == format]
+    for format in sorted({held.of(name) for name in told}, key=str):
+        names = [name for name in told if held.of(name) == format]
         num_bytes = sum(format.num_bytes(shapes[name]) for name in names)
         kept = sum(stored[name].num_bytes(shapes[name]) for name in names if name in stored)
         as_stored = all(stored.get(name) == format for name in names)
-        why = f"{gib(num_bytes)} for {count} matrices, "
+        why = f"{gib(num_bytes)} for {len(names)} matrices, "
         if as_stored:
             why += "the codes of the checkpoint, which are neither decoded nor rounded again"
         elif not format.is_plain:
