@@ -59,7 +59,7 @@ def dense_of(folder: Path) -> Path:
     return folder.with_name(folder.name + "-dense")
 
 
-@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("ops", [*OPS, "blas"])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_codes_and_their_values_say_the_same(folders: dict[str, Path], name: str, ops: str) -> None:
     want = tokens(dense_of(folders[name]), ops="ref", dtype="float32")
@@ -154,6 +154,21 @@ def test_what_a_checkpoint_spared_starts_again_from_the_disk(tmp_path: Path, mon
 
 def coded_matrix(n: int, k: int, kind: Kind) -> Any:
     return coded(np.random.default_rng(2), n, k, kind)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_of_codes_is_looked_up_in_its_values(tmp_path: Path, tied: bool, ops: str) -> None:
+    name = "model.embed_tokens."
+    parts, values = coded_matrix(48, 64, Kind())
+    changes: dict[str, Any] = {name + part: value for part, value in parts.items()} | {name + "weight": None}
+    folder = write(tmp_path / "m", Kind(), MODEL | {"tie_word_embeddings": tied}, **changes)
+    dense = load_file(dense_of(folder) / "model.safetensors")
+    save_file(dense | {name + "weight": values}, dense_of(folder) / "model.safetensors")
+    want = tokens(dense_of(folder), ops="ref", dtype="float32")
+    assert tokens(folder, ops=ops, dtype="float32") == want
+    if ops == "native":
+        assert tokens(folder, ops=ops, dtype="float32", quantization="int4-wo:32")
 
 
 def test_experts_are_codes_too(tmp_path: Path) -> None:

@@ -165,13 +165,14 @@ def parse_scheme(text: str) -> Scheme:
 _KEPT = ("router", "shared_gate")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
 _ELEMENTWISE = ("conv", "a_log", "q_norm", "k_norm", "bias")
-_TABLES = ("embed", "positions")
+TABLES = ("embed", "positions")
+"""Weights that are looked up in, so that they are never codes, though a tied one is multiplied with, too."""
 
 
 def is_product(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a weight, by its logical name, is the matrix of a product, and not one that is applied elementwise or
     looked up in. The halves of `kv_b` are multiplied by, but not with rows (`model.attention.latent`)."""
-    return len(shape) == 2 and name not in _TABLES and name.rsplit(".", 1)[-1] not in _ELEMENTWISE
+    return len(shape) == 2 and name not in TABLES and name.rsplit(".", 1)[-1] not in _ELEMENTWISE
 
 
 def row_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -224,7 +225,7 @@ class HeldWeights(msgspec.Struct, frozen=True):
                 total += held.num_bytes((shape[0], shape[1]))
                 if held.code == "int" and held.group:  # about what panels of a scheme pad
                     total += 4 * shape[0]
-            if held is None or name in _TABLES:  # rows of a table are looked up in its own type
+            if held is None or name in TABLES:  # rows of a table are looked up in its own type
                 total += prod(shape) * size
         return total
 

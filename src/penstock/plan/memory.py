@@ -19,6 +19,7 @@ from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
+from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 
 MIB = 1024**2
@@ -147,7 +148,7 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def check_weights(weight_bytes: int, dtype: str, spec: ModelSpec, machine: Machine) -> None:
+def check_weights(weight_bytes: int, held: HeldWeights, spec: ModelSpec, machine: Machine) -> None:
     """Raises CapacityError if the weights alone exceed the available memory."""
     available = machine.available_bytes
     if weight_bytes <= available:
@@ -156,8 +157,9 @@ def check_weights(weight_bytes: int, dtype: str, spec: ModelSpec, machine: Machi
     advice = f"free {gib(weight_bytes - available)} or use a smaller model"
     if own < weight_bytes and own <= available:
         advice = f"use dtype {spec.dtype}, the checkpoint's own: {gib(own)}"
+    how = f"({held})" if held.matrices else f"as {held.dtype}"
     raise CapacityError(
-        f"the weights take {gib(weight_bytes)} as {dtype}, but only {gib(available)} of memory are available; {advice}",
+        f"the weights take {gib(weight_bytes)} {how}, but only {gib(available)} of memory are available; {advice}",
         field="dtype" if own < weight_bytes else "model",
     )
 

@@ -93,7 +93,7 @@ def resolve(
     kv_dtype = _kv_dtype(config, spec, dtype, decisions)
     held = held_by(config, spec, dtype, stored, traits)
     weight_bytes = held.num_bytes(spec)
-    check_weights(weight_bytes, dtype, spec, machine)
+    check_weights(weight_bytes, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))
     max_model_len = _max_model_len(config, spec, keeping, decisions)
     regime = rope_decision(spec, max_model_len)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -10,6 +9,7 @@ from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
 from penstock.core.matrix_format import (
+    TABLES,
     HeldWeights,
     MatrixFormat,
     Scheme,
@@ -40,12 +40,13 @@ def hold_weights(
     if scheme.weight_bits:
         rounded = dict.fromkeys(rounded_matrices(spec), scheme.format)
         shapes = rounded_matrices(spec) if stored else {}
-        kept = {n: stored[n] for n, shape in shapes.items() if n in stored and scheme.takes(stored[n], shape[1])}
+        mine = [name for name in shapes if name in stored and name not in TABLES]
+        kept = {name: stored[name] for name in mine if scheme.takes(stored[name], shapes[name][1])}
         return HeldWeights(dtype, rounded | kept)
     matrices: dict[str, MatrixFormat] = {}
     for name, shape in row_matrices(spec).items() if stored else ():
         format = stored.get(name)
-        if format is None:
+        if format is None or name in TABLES:
             continue
         if not traits.quantizes or panel_group(format, shape[1]) is not None:
             matrices[name] = format
@@ -67,14 +68,14 @@ def weight_decisions(spec: ModelSpec, held: HeldWeights, stored: StoredFormats) 
     if not held.matrices and not stored:
         return []
     shapes = row_matrices(spec)
-    formats = Counter(held.of(name) for name in {*held.matrices, *(n for n in stored if n in shapes)})
+    told = [name for name in shapes if name in held.matrices or name in stored]
     out = []
-    for format, count in sorted(formats.items(), key=str):
-        names = [name for name in shapes if (name in held.matrices or name in stored) and held.of(name) == format]
+    for format in sorted({held.of(name) for name in told}, key=str):
+        names = [name for name in told if held.of(name) == format]
         num_bytes = sum(format.num_bytes(shapes[name]) for name in names)
         kept = sum(stored[name].num_bytes(shapes[name]) for name in names if name in stored)
         as_stored = all(stored.get(name) == format for name in names)
-        why = f"{gib(num_bytes)} for {count} matrices, "
+        why = f"{gib(num_bytes)} for {len(names)} matrices, "
         if as_stored:
             why += "the codes of the checkpoint, which are neither decoded nor rounded again"
         elif not format.is_plain:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock.backends import BACKENDS
 from penstock.backends.native.backend import NOT_BUILT
-from penstock.base.errors import UnsupportedError
+from penstock.base.errors import CapacityError, UnsupportedError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE, HeldWeights, MatrixFormat, Shared, panel_group, parse_scheme, plain
@@ -112,6 +113,19 @@ def test_the_product_of_a_row_is_that_of_the_values_whatever_its_company(folders
             np.testing.assert_array_equal(together, linear(x, w.values()))
             for t in range(5):
                 np.testing.assert_array_equal(linear(x[t : t + 1], w)[0], together[t])
+
+
+@pytest.mark.parametrize("more", [1, 2, 3])
+@pytest.mark.parametrize("name", ["asymmetric act-order", "awq"])
+def test_words_may_begin_at_any_byte_of_a_file(folders: dict[str, Path], tmp_path: Path, name: str, more: int) -> None:
+    whole = (folders[name] / "model.safetensors").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    moved = (length + more).to_bytes(8, "little") + whole[8 : 8 + length] + b" " * more + whole[8 + length :]
+    (tmp_path / "model.safetensors").write_bytes(moved)
+    (tmp_path / "config.json").write_bytes((folders[name] / "config.json").read_bytes())
+    for n, w in kept(folders[name]).items():
+        if isinstance(w, StoredMatrix):
+            np.testing.assert_array_equal(kept(tmp_path)[n].values(), w.values())
 
 
 # --- what is one description
@@ -219,6 +233,13 @@ def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict
     assert held("awq", scheme="int8-wo") == (parse_scheme("int8-wo").format,) * 2
 
 
+def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
+    checkpoint = open_model(folders["asymmetric act-order"])
+    held = hold_weights(checkpoint.spec, "float16", NONE, checkpoint.stored, native=False, exact=True)
+    assert msgspec.json.decode(msgspec.json.encode(held), type=HeldWeights) == held
+    assert len(held.matrices) == 14
+
+
 def test_a_plan_of_config_json_alone_is_that_of_the_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     for name, folder in folders.items():
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -246,6 +267,18 @@ def test_the_plan_says_what_is_held_how_and_what_it_costs(folders: dict[str, Pat
     assert len(said("symmetric", quantization="int8-wo", ops="native")) == 1
     dense = folders["awq"].with_name("awq-dense")
     assert not [d for d in plan_of(from_kwargs(model=str(dense)), MACHINE).decisions if d.name == "weights"]
+
+
+def test_values_that_do_not_fit_are_refused_with_the_dtype_that_does(folders: dict[str, Path]) -> None:
+    small = Machine(num_cores=1, memory_bytes=180_000, available_bytes=180_000)
+    with pytest.raises(
+        CapacityError, match=r"\(14 matrices of float32; the rest float16\).*use dtype float16"
+    ) as refused:
+        plan_of(from_kwargs(model=str(folders["awq"]), ops="native"), small)
+    assert refused.value.field == "dtype"
+    wide = Machine(num_cores=1, memory_bytes=1 << 34, available_bytes=1 << 34)
+    plan = plan_of(from_kwargs(model=str(folders["awq"]), ops="native", dtype="float16"), wide)
+    assert plan.weight_bytes < 180_000
 
 
 def test_matrices_of_different_codes_are_not_one(folders: dict[str, Path]) -> None:
@@ -492,6 +525,7 @@ def test_other_bits_and_groups_of_some_matrices_are_told_by_their_tensors(tmp_pa
     assert open_model(folder).stored["layers.0.down"].bits == 4
 
 
-def test_every_stored_format_can_be_imported() -> None:
+def test_every_stored_format_is_tested_here() -> None:
+    assert set(STORED_FORMATS) == {kind.method for kind in KINDS.values()}
     for name in STORED_FORMATS:
         assert issubclass(STORED_FORMATS.get(name), StoredMatrix)
