@@ -315,6 +315,13 @@ def test_what_keeps_a_rank_from_being_built_keeps_its_class(name: str, depth: in
     assert num_fds() == before
 
 
+def test_a_rank_that_dies_while_it_is_built_is_reported() -> None:
+    before = num_fds()
+    with pytest.raises(RankGoneError, match="SIGKILL"):
+        make("multiproc", "dies", 1, True)
+    assert num_fds() == before
+
+
 @every
 def test_an_exception_in_a_step_is_said(name: str, depth: int, wire: bool) -> None:
     with make(name, "breaks", depth, wire) as executor, pytest.raises((ValueError, EngineError), match="out of order"):

@@ -130,6 +130,23 @@ async def test_nan_in_one_row_ends_that_request_alone() -> None:
 
 
 @within(60)
+async def test_a_stuck_rank_writes_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running(apart(), stall_s=0.1, hang_s=30) as engine:
+        stream = engine.submit("a", "The sea", params(1))
+        await engine.until(lambda: bool(stream.output.outputs[0].token_ids))
+        rank = rank_of(engine)
+        os.kill(rank, signal.SIGSTOP)
+        await asyncio.sleep(1.5)  # five times the stall, and the watchdog's turn
+        os.kill(rank, signal.SIGCONT)
+        assert (await stream.result()).error is None
+        written = capfd.readouterr().err
+        assert "has been in one step" in written
+        assert "multiproc.py" in written
+        assert "worker.py" in written, "only the engine's"
+        assert engine.client.num_restarts == 0
+
+
+@within(60)
 async def test_the_rank_counts_as_a_part_of_the_engine() -> None:
     """Its operations are progress, its memory is the engine's, its grammars are counted."""
     async with running(apart()) as engine:
