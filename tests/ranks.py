@@ -2,12 +2,14 @@
 
 "recorder": notes what it is given and answers with everything that a step can hold, and with a digest of all that it
 has been given so far. "breaks": a recorder whose step 1 raises. "flat": a rank over a model that prefers the next
-token. "fake", "tiny:NAME": ranks over the models of `tests.engine`. "fails": cannot be built. "busy",
-"lazy": a second of work, or of sleep, until it is built.
+token. "fake", "tiny:NAME": ranks over the models of `tests.engine`. "fails": cannot be built. "dies":
+while it is. "busy", "lazy": a second of work, or of sleep, until it is.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -84,6 +86,8 @@ def build(spec: RankSpec, loading: Progress | None) -> Rank:
     kind, _, name = spec.model.partition(":")
     if loading is not None:
         loading(3, 4)
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
     if kind == "fails":
         raise CapacityError("it is too small", field="block_size")
     while kind == "busy" and time.process_time() < 1.2:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -105,6 +106,32 @@ def test_poison_is_an_error_without_insides_and_the_server_lives(server: LiveSer
     assert "process" not in error["message"]
     until_ready(server)
     assert stream(server, 1)
+
+
+def test_streams_do_not_notice_that_a_rank_or_its_engine_is_killed() -> None:
+    config = serve_from_kwargs(
+        model=bundled(), port=0, ops="ref", max_model_len=256, num_gpu_blocks_override=256, request_log=False,
+        max_restarts_per_minute=20, executor="multiproc", depth=2,
+    )  # fmt: skip
+    with LiveServer(config) as live, ThreadPoolExecutor(4) as pool:
+        link = link_of(live)
+        calm = list(pool.map(lambda i: stream(live, i), range(4)))
+        wild = [pool.submit(stream, live, i) for i in range(4)]
+        assert live.server is not None
+        while live.server.client.num_live < 4:
+            assert not any(future.done() for future in wild), "some ended before all had begun: make them longer"
+            time.sleep(0.005)
+        for whom in ("rank", "engine"):
+            pid = link.pid
+            assert pid is not None
+            rank = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+            os.kill(rank if whom == "rank" else pid, signal.SIGKILL)
+            began = time.monotonic()
+            while httpx.get(live.url + "/ready").status_code == 200:
+                assert time.monotonic() - began < 5, "ready without an engine"
+            until_ready(live)
+        assert [future.result() for future in wild] == calm
+    assert all(len(text) > 20 for text in calm)
 
 
 def test_which_link_a_configuration_makes() -> None:

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
+from penstock import LLM, SamplingParams
 from penstock.base.clock import MonotonicClock
 from penstock.engine.core import EngineCore
 from penstock.executor.multiproc import MultiprocExecutor
 from penstock.executor.rank import RankSpec
 from penstock.launch.assemble import engine_core
-from tests import ranks
+from tests import ranks, specs
 from tests.engine.fake_model import spec as fake_spec
 from tests.engine.harness import Knobs, config_for, disturbed, plan_for, request, run, tiny
 from tests.engine.naive import fake_logits, generate
@@ -82,3 +84,35 @@ def test_a_suspicious_model_finds_nothing(depth: int) -> None:
         assert [(got.tokens[i], got.reasons[i]) for i in range(r.n)] == [
             generate(fake_logits, r, i) for i in range(r.n)
         ]
+
+
+@pytest.mark.parametrize("name", specs.ALL)
+def test_a_description_survives_the_wire(name: str) -> None:
+    """Pages, windows, slots, planes of every kind, rounded or not; draft models."""
+    spec = tiny(name)[0]
+    for knobs in (Knobs(), Knobs(kv_dtype="int8", host_blocks=4, depth=2)):
+        plan = plan_for(spec, knobs, [tiny("llama_gqa")[0]])
+        described = RankSpec(config=config_for(knobs, NGRAM).as_kwargs(), plan=plan, model="a/b", drafts=("c",))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=RankSpec) == described
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": '{"method": "draft-model", "model": "pico", "num_speculative_tokens": 3}'},
+        {"kv_selector": "fastgen", "kv_budget": "24", "ops": "native"},
+        {"quantization": "int4-w4a8:64", "ops": "native", "rope_scaling": '{"rope_type": "linear", "factor": 2.0}'},
+    ],
+)
+def test_a_model_on_disk_is_the_same_in_either_process(settings: dict[str, Any]) -> None:
+    """With all that comes from files: a draft model, what tokens look like, packed weights, a stretched context."""
+    prompts = ["Once upon a time, there was a small, old dog. It", "The sea"]
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
+    usual = {"num_gpu_blocks_override": 64, "threads": 1, "max_model_len": 256}
+    told = []
+    for executor in ("inproc", "multiproc"):
+        llm = LLM("nano", executor=executor, **(usual | settings))
+        told.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
+        stats = llm.engine.core.stats
+        assert bool(stats.num_draft_tokens) == ("speculative_config" in settings)
+    assert told[0] == told[1]

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from penstock.base.clock import MonotonicClock
 from penstock.base.errors import EngineError
 from penstock.config import EngineConfig
 from penstock.core.sampling import SamplingParams, StructuredOutputs
-from penstock.engine.link import Down
+from penstock.engine.frontend import EngineClient
+from penstock.engine.link import Down, ThreadLink
+from penstock.launch.front import local_engine, open_front
 from tests.engine.processes import Running, assert_num_fds, is_gone, nano, num_fds, running, within
 from tests.engine.test_process_link import params
 
@@ -130,6 +133,23 @@ async def test_nan_in_one_row_ends_that_request_alone() -> None:
 
 
 @within(60)
+async def test_a_stuck_rank_writes_its_stacks(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running(apart(), stall_s=0.1, hang_s=30) as engine:
+        stream = engine.submit("a", "The sea", params(1))
+        await engine.until(lambda: bool(stream.output.outputs[0].token_ids))
+        rank = rank_of(engine)
+        os.kill(rank, signal.SIGSTOP)
+        await asyncio.sleep(1.5)  # five times the stall, and the watchdog's turn
+        os.kill(rank, signal.SIGCONT)
+        assert (await stream.result()).error is None
+        written = capfd.readouterr().err
+        assert "has been in one step" in written
+        assert "multiproc.py" in written
+        assert "worker.py" in written, "only the engine's"
+        assert engine.client.num_restarts == 0
+
+
+@within(60)
 async def test_the_rank_counts_as_a_part_of_the_engine() -> None:
     """Its operations are progress, its memory is the engine's, its grammars are counted."""
     async with running(apart()) as engine:
@@ -145,3 +165,20 @@ async def test_the_rank_counts_as_a_part_of_the_engine() -> None:
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (engine.link.pid, rank_of(engine))]
         told = engine.client.snapshot.memory_bytes["rss"] / os.sysconf("SC_PAGE_SIZE")
         assert told > 0.9 * sum(pages), (told, pages)
+
+
+@within(60)
+async def test_an_engine_in_this_process_ends_its_rank_when_it_is_closed() -> None:
+    config, made = apart(), []
+
+    def make() -> Any:
+        made.append(local_engine(config)())
+        return made[0]
+
+    front = open_front(config)
+    client = EngineClient(ThreadLink(make), front.tokenizer, MonotonicClock())
+    await client.start()
+    (pid,) = made[0][0].executor.processes
+    assert not is_gone(pid)
+    await client.stop()
+    assert is_gone(pid)

@@ -77,7 +77,7 @@ class Executor(Protocol):
 
     @property
     def processes(self) -> Seq[int]:
-        """Ids of the processes that ranks live in, if it is not this one."""
+        """Ids of the processes that ranks live in, if it is not this one. They write their stacks at SIGUSR1."""
         return ()
 
 

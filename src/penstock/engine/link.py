@@ -119,3 +119,5 @@ class ThreadLink:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
+        if self._loop is not None:
+            self._loop.core.executor.close()

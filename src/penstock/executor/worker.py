@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 import socket
 import threading
 import time
@@ -31,6 +33,7 @@ _SIGN_S = 0.25
 def main(argv: list[str], build: RankFactory) -> int:
     """`argv`: descriptors of two sockets and a box (-1: none); whether to end with the thread that started us."""
     child.begin(with_thread=argv[3] == "1")
+    faulthandler.register(signal.SIGUSR1)
     sock, aside = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for inherited in (sock, aside):
         inherited.set_inheritable(False)

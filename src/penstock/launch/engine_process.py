@@ -15,7 +15,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ from penstock.base.errors import RankGoneError
 from penstock.base.memory import trim
 from penstock.config import from_kwargs
 from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Send, Shutdown
+from penstock.core.protocols import Executor
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
@@ -67,7 +70,7 @@ def main(argv: list[str]) -> int:
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
-    Watchdog(box, hello.stall_s).start()
+    Watchdog(box, hello.stall_s, partial(write_stacks, core.executor)).start()
     try:
         if hello.epoch:
             loop.try_out()
@@ -147,12 +150,18 @@ class Inbox(threading.Thread):
         os._exit(0)
 
 
+def write_stacks(executor: Executor) -> None:
+    """Of all threads of this process, and of those that its ranks live in."""
+    faulthandler.dump_traceback(sys.stderr)
+    for pid in executor.processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+
+
 class Watchdog(threading.Thread):
     """Writes the stacks of all threads to stderr, once per stall: the process was stopped, or a step is stuck."""
 
-    def __init__(
-        self, box: BlackBox, stall_s: float, dump: Callable[[], None] = lambda: faulthandler.dump_traceback(sys.stderr)
-    ) -> None:
+    def __init__(self, box: BlackBox, stall_s: float, dump: Callable[[], None]) -> None:
         super().__init__(name="penstock-watchdog", daemon=True)
         self._box = box
         self._stall_s = stall_s

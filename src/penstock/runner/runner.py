@@ -58,7 +58,7 @@ class Planned(msgspec.Struct, gc=False):
 
 
 class Runner:
-    """Executes steps, one after the other, in one thread. `launch.rank.make_rank` puts it together.
+    """Executes steps, one after the other, in one thread. `launch.parts.make_rank` puts it together.
 
     A step is planned (its rows change, pages move, rows are given guesses), runs, and is settled (tokens are chosen,
     guesses judged, what was wrong undone). All that is decided by looking at logits happens between `forward` and the
