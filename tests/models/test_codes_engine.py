@@ -16,6 +16,7 @@ from penstock.backends import BACKENDS
 from penstock.backends.native import backend as native_backend
 from penstock.backends.native.backend import NOT_BUILT
 from penstock.backends.native.forward import NativeForward
+from penstock.backends.reference import BlasBackend
 from penstock.config import from_kwargs
 from penstock.core.matrix_format import NONE, parse_scheme, row_matrices
 from penstock.core.model_spec import Experts, ModelSpec, cache_groups, weight_shapes
@@ -236,7 +237,7 @@ def test_the_matrices_that_a_plan_counts_are_those_that_the_program_multiplies(n
 
 def run_one_token(spec: ModelSpec, weights: Any, ops: Any) -> None:
     model = LoadedModel("m", spec, weights, "float32", "float32", 32)
-    ProgramScorer(model, ops).logits([0])
+    ProgramScorer(model, BlasBackend(table=ops)).logits([0])
 
 
 @pytest.mark.parametrize("ops", OPS)
