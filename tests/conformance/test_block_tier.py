@@ -146,31 +146,30 @@ def test_freed_ids_are_used_again_within_a_step(name: str) -> None:
     bench = Bench(name)
     rng = random.Random(3)
     held: list[tuple[list[list[int]], list[bytes]]] = []
-    value = 0
-    for _ in range(60):
+    num_used_again = 0
+    for i in range(60):
         expected: list[tuple[int, list[bytes]]] = []
-        targets = [6, 7, 8, 9, 10, 11]
-        for _ in range(rng.randrange(1, 5)):
+        sources, targets, freed = [0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], set[int]()
+        for slab in sources:
+            bench.fill(0, slab, 6 * i + slab)
+        for _ in range(8):
             if held and targets and rng.random() < 0.5:
                 ids, bytes_ = held.pop(rng.randrange(len(held)))
                 slab = targets.pop()
                 bench.load(0, ids[0], [slab])
                 bench.tier.free(ids)
+                freed.update(ids[0])
                 expected.append((slab, bytes_))
-            else:
-                taken = bench.tier.reserve([1, 0])
-                if taken is None:
-                    assert len(held) == TIER_SLABS[0]
-                    continue
-                slab, value = value % 6, value + 1
-                bench.run()  # what is planned so far must not see the bytes that come now
-                bench.fill(0, slab, value)
+            elif sources and (taken := bench.tier.reserve([1, 0])) is not None:
+                slab = sources.pop()
                 bench.tier.store(0, [slab], taken[0])
                 held.append((taken, bench.read(0, slab)))
+                num_used_again += taken[0][0] in freed
         assert all(bench.run().values())
         for slab, bytes_ in expected:
             assert bench.read(0, slab) == bytes_
         bench.tier.check_invariants([[i for ids, _ in held for i in ids[0]], []])
+    assert num_used_again > 20
 
 
 @every
@@ -185,6 +184,8 @@ def test_what_was_never_stored_is_not_brought_back(name: str) -> None:
     move = bench.load(0, ids[0], [3, 5])
     assert bench.run() == {move: False}, "one block of two is missing: all of the load failed"
     assert bench.read(0, 5) == before
+    move = bench.load(0, ids[0][::-1], [3, 5])
+    assert bench.run() == {move: False}, "whichever of them it is"
 
 
 def test_a_byte_that_changed_in_host_memory_is_a_failed_load() -> None:
@@ -345,6 +346,33 @@ def test_memory_that_is_being_written_is_nobodys_until_the_load_is_reported(name
     for each in [*others, *([r] if end == "preempt" else [])]:
         assert collector.requests[each.request_id].tokens[0] == generate(fake_logits, each)[0]
     assert core.stats.num_failed_loads == 0
+
+
+@every
+def test_while_a_load_is_on_its_way_nobody_is_preempted_for_memory_that_will_come(name: str) -> None:
+    """Two grow into each other's room. The youngest waits for its blocks: what it holds cannot be had before they are
+    there, so the one in need waits for that rather than preempt it and then the other as well."""
+    core, _ = engine(name, True, Knobs(block_size=4, num_blocks=14, budget=64, host_blocks=64, prefix_cache="none"),
+                     delay=lambda: 12)  # fmt: skip
+    load = [request([3 + i] * n, max_tokens=16) for i, n in enumerate((14, 14, 14))]
+    collector = Collector()
+    for r in load:
+        core.add(r)
+    collector.take(core.step())
+    first, second, third = core.scheduler.running
+    core.add(Control(kind="preempt", request_id=load[2].request_id))
+    collector.take(core.step())
+    assert third.status is Status.LOADING
+    num_waits = 0
+    while core.kv.swaps.loads:
+        collector.take(core.step())
+        num_waits += not (first.num_inflight or second.num_inflight) and core.kv.pools[0].num_free == 0
+    assert num_waits > 2
+    assert [s.num_preemptions for s in (first, second, third)] == [0, 0, 1]
+    drain(core, collector)
+    assert_idle(core)
+    for r in load:
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
 
 
 @every

@@ -439,6 +439,30 @@ def test_the_host_keeps_what_windows_show() -> None:
     assert p.num_host_slabs == ((int(0.001 * GIB) - 2 * waiting * window) // full, 2 * waiting)
 
 
+@pytest.mark.parametrize(
+    ("layers", "settings", "change"),
+    [
+        ([FULL], {"swap_space": 0.0}, "give swap_space"),
+        ([FULL], {"prefix_cache": "none"}, "radix or hash"),
+        ([FULL], {"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ([FULL], {"kv_allocator": "contiguous"}, "use paged"),
+        ([FULL], {"kv_selector": "streaming"}, "use one of them"),
+        ([FULL, SLIDING], {}, "leave it off"),
+        ([FULL, SLOT], {}, "leave it off"),
+    ],
+)
+def test_a_hierarchical_cache_is_refused_where_it_cannot_be(layers: Any, settings: Any, change: str) -> None:
+    asked = {"enable_hierarchical_cache": True, "swap_space": 0.001} | settings
+    with pytest.raises(ConfigError, match=f"enable_hierarchical_cache: .*{change}"):
+        plan(model(*layers), **asked)
+
+
+def test_a_hierarchical_cache_has_the_memory_of_swap_space() -> None:
+    spec = model(FULL, LATENT)
+    alone = plan(spec, swap_space=0.001)
+    assert plan(spec, swap_space=0.001, enable_hierarchical_cache=True).num_host_slabs == alone.num_host_slabs
+
+
 # --- properties
 
 MIXERS = st.lists(st.sampled_from([FULL, LATENT, SLOT, SLIDING, WIDER]), min_size=1, max_size=5)
