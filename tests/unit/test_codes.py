@@ -14,7 +14,17 @@ from safetensors.numpy import load_file, save_file
 from penstock.base.errors import CapacityError, UnsupportedError
 from penstock.config import from_kwargs
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import NONE, HeldWeights, MatrixFormat, Shared, panel_group, parse_scheme, plain
+from penstock.core.matrix_format import (
+    NONE,
+    HeldWeights,
+    MatrixFormat,
+    Shared,
+    panel_group,
+    parse_scheme,
+    plain,
+    rounded_matrices,
+    row_matrices,
+)
 from penstock.core.model_spec import weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.codes import is_rows, read_codes_config
@@ -33,6 +43,7 @@ from penstock.weights import load as loading
 from penstock.weights.load import apply_cut, load_weights, rows_of
 from penstock.weights.stored import STORED_FORMATS
 from penstock.weights.stored.words import Tensors
+from tests import specs
 from tests.codes import MODEL, Kind, coded, write
 from tests.unit.test_formats import refusal
 
@@ -223,6 +234,19 @@ def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict
     assert held("symmetric", scheme="int4-wo") == (rounded, rounded), "groups of 64, not the checkpoint's"
     assert held("symmetric", scheme="int4-w4a8:32") == (symmetric, parse_scheme("int4-w4a8:32").format)
     assert held("awq", scheme="int8-wo") == (parse_scheme("int8-wo").format,) * 2
+
+
+@pytest.mark.parametrize("name", specs.ALL)
+@pytest.mark.parametrize("scheme", ["none", "int4-wo:32"])
+def test_only_what_rows_are_multiplied_with_stays_codes(name: str, scheme: str) -> None:
+    """Whatever a checkpoint stores as codes: a table, the halves of a latent projection, a convolution are values."""
+    spec = specs.make(name)[0]
+    symmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8)
+    stored = {n: symmetric for n, shape in weight_shapes(spec).items() if len(shape) == 2}
+    held = hold_weights(spec, "bfloat16", parse_scheme(scheme), stored, native=False, exact=True)
+    codes = {n for n, format in held.matrices.items() if format == symmetric}
+    wanted = rounded_matrices(spec) if scheme != "none" else row_matrices(spec)
+    assert codes == wanted.keys() - {"embed"}
 
 
 def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
