@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from penstock.backends import BACKENDS
+from penstock.core.matrix_format import NONE
+from penstock.families.registry import open_model
+from penstock.plan.weights import hold_weights
+from penstock.weights.load import load_weights
 from tests.unit.families.test_families import TINY, tiny_tensors
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -107,3 +112,10 @@ def write(folder: Path, kind: Kind, config: dict[str, Any] = MODEL, **changes: A
         (at / "config.json").write_text(json.dumps(told))
         save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, at / "model.safetensors")
     return folder
+
+
+def kept(folder: Path, dtype: str = "float32") -> dict[str, Any]:
+    """All weights, codes as they are."""
+    checkpoint = open_model(folder)
+    held = hold_weights(checkpoint.spec, dtype, NONE, checkpoint.stored, traits=BACKENDS.traits("ref"), exact=True)
+    return load_weights(checkpoint, checkpoint.spec, held)

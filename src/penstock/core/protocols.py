@@ -368,7 +368,7 @@ class DraftController(Protocol):
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
         """Sequence id -> (guesses, depth) for some of those that run and may guess; the scheduler may give less.
 
-        `running`: everybody who runs, also those who may not guess (`sched.drafts.state.guessers`); `now_s`: when the
+        `running`: everybody who runs, also those who may not guess (`sched.drafts.state.can_draft`); `now_s`: when the
         step begins, a recorded time.
         """
         ...

@@ -24,7 +24,7 @@ _FIELDS = {
     "gptq": {"bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "lm_head", "dynamic",
              "is_marlin_format", "adapter", "rotation", "activation", "pack_dtype"},
     "awq": {"bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "checkpoint_format", "format",
-            "modules_to_not_convert", "lm_head", "pack_dtype"},
+            "modules_to_not_convert", "lm_head", "pack_dtype", "sym"},
 }  # fmt: skip
 """Fields that say what is stored, and how."""
 _NOTES = {
@@ -71,7 +71,8 @@ def read_codes_config(quantization: object) -> CodesConfig | None:
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in ("gptq", "awq"):
         return None
     method = str(quantization["quant_method"])
-    unknown = [name for name in quantization if name not in _FIELDS[method] | _NOTES]
+    known = _FIELDS[method] | _NOTES
+    unknown = [name for name, value in quantization.items() if value and name not in known]
     if unknown:
         raise _refused(method, f"{unknown[0]!s:.40}, a field that is not known")
     return _gptq(quantization) if method == "gptq" else _awq(quantization)
