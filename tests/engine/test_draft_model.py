@@ -22,7 +22,7 @@ from penstock.engine.core import EngineCore
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.state import can_draft
 from tests import specs
-from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, run, tiny
+from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, run, tiny
 from tests.engine.naive import generate
 from tests.engine.test_laws_models import check, draw_knobs, expected, oracle, workload
 from tests.native.running import pytestmark_native
@@ -42,12 +42,12 @@ def noisy(name: str, share: float, seed: int = 0) -> tuple[ModelSpec, dict[str, 
     }
 
 
-def drafted(name: str, can_draft: Guessers, k: Knobs, num_drafts: int = 4, **more: Any) -> EngineCore:
+def drafted(name: str, guessers: Guessers, k: Knobs, num_drafts: int = 4, **more: Any) -> EngineCore:
     spec, weights = tiny(name)
-    method = "draft-model" if len(can_draft) == 1 else "specinfer"
-    model = ",".join(f"draft{i}" for i in range(len(can_draft)))
+    method = "draft-model" if len(guessers) == 1 else "specinfer"
+    model = ",".join(f"draft{i}" for i in range(len(guessers)))
     return real_engine(
-        spec, weights, k, drafts=FixedDrafts(num_drafts, 63), can_draft=can_draft,
+        spec, weights, k, drafts=FixedDrafts(num_drafts, 63), guessers=guessers,
         speculation={"method": method, "model": model, **more},
     )  # fmt: skip
 
@@ -109,6 +109,22 @@ def test_D10_a_draft_model_changes_no_token(name: str, draft: str, tree: str) ->
         check(name, turmoil(core, workload(tiny(name)[0].vocab_size), rng))
         assert core.stats.num_draft_tokens > 0
         drafter_of(core)
+
+
+@pytest.mark.parametrize("prefix", ["radix", "hash"])
+def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> None:
+    knobs = Knobs(block_size=4, num_blocks=24, budget=64, host_blocks=200, offload=True, prefix_cache=prefix)
+    core = drafted("llama_gqa", (tiny("llama_mha"),), knobs, 3)
+    for _ in range(2):
+        collector = Collector()
+        for each in workload(tiny("llama_gqa")[0].vocab_size):
+            core.add(each)
+        drain(core, collector)
+        check("llama_gqa", collector)
+    assert_idle(core)
+    assert core.kv.stats().num_loaded_blocks > 0
+    assert core.stats.num_draft_tokens > 0
+    drafter_of(core)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores"])
@@ -215,7 +231,7 @@ def test_D10_a_prefix_that_the_draft_has_not_seen_is_caught_up_with() -> None:
     prompt = [3 + (7 * i) % 50 for i in range(40)]
     spec, weights = tiny("llama_gqa")
     core = real_engine(
-        spec, weights, Knobs(budget=64), drafts=(later := Later(4, 4)), can_draft=(tiny("llama_gqa"),),
+        spec, weights, Knobs(budget=64), drafts=(later := Later(4, 4)), guessers=(tiny("llama_gqa"),),
         speculation={"method": "draft-model", "model": "same"},
     )  # fmt: skip
     run(core, [request(prompt, max_tokens=5)])
@@ -262,8 +278,8 @@ def test_a_draft_model_made_for_fewer_positions_stops_there() -> None:
     assert 12 <= core.stats.num_accepted_tokens <= 20
 
 
-def mean_accepted(name: str, can_draft: Guessers, num_drafts: int, **more: Any) -> float:
-    core = drafted(name, can_draft, Knobs(budget=256, num_blocks=256, block_size=4), num_drafts, **more)
+def mean_accepted(name: str, guessers: Guessers, num_drafts: int, **more: Any) -> float:
+    core = drafted(name, guessers, Knobs(budget=256, num_blocks=256, block_size=4), num_drafts, **more)
     rng = random.Random(5)
     asked = [request([rng.randrange(3, 60) for _ in range(6)], max_tokens=60) for _ in range(8)]
     got = run(core, asked)
@@ -285,8 +301,8 @@ def test_D11_a_merged_tree_accepts_no_less_than_the_best_chain() -> None:
 def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
     rng = random.Random(f"merged-{name}-{num_drafts}")
     for more in ({}, {"tree": "k-ary"}, {"tree": "opt"}):
-        can_draft = (tiny("llama_gqa"), tiny("llama_mha"))
-        core = drafted(name, can_draft, knobs_for(rng), num_drafts, **more)
+        guessers = (tiny("llama_gqa"), tiny("llama_mha"))
+        core = drafted(name, guessers, knobs_for(rng), num_drafts, **more)
         check(name, turmoil(core, workload(tiny(name)[0].vocab_size), rng))
         assert core.stats.num_draft_tokens > 0
         assert core.executor.runner.drafter is not None  # type: ignore[attr-defined]
@@ -320,7 +336,7 @@ def test_D11_a_drafter_of_another_kind_takes_part() -> None:
     """A model and prompt lookup: the model itself among them is always right, as far as its guesses are kept."""
     spec, weights = tiny("llama_gqa")
     core = real_engine(
-        spec, weights, Knobs(budget=64), drafts=FixedDrafts(6, 63), can_draft=(tiny("llama_gqa"),),
+        spec, weights, Knobs(budget=64), drafts=FixedDrafts(6, 63), guessers=(tiny("llama_gqa"),),
         speculation={"method": "specinfer", "model": "ngram, same"},
     )  # fmt: skip
     r = request([5, 9, 4, 5, 9, 4, 5], max_tokens=40)

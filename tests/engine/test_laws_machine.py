@@ -42,6 +42,7 @@ knobs = st.builds(
     checkpoint_tokens=st.sampled_from([4, 8, 64]),
     host_blocks=st.sampled_from([0, 6, 40]),
     preemption=st.sampled_from(["swap", "swap", "recompute"]),
+    offload=st.booleans(),
     num_drafts=st.sampled_from([0, 1, 3, 8]),
     draft_depth=st.sampled_from([1, 3, 63]),
     draft_share=st.sampled_from([0.3, 0.9]),
@@ -80,6 +81,8 @@ class EngineMachine(RuleBasedStateMachine):
             step = knobs.budget if knobs.threshold == 0 else min(knobs.budget, knobs.threshold)
             least = -(-(max(w or 0 for w in self.windows) - 1 + step * knobs.depth) // knobs.block_size) + 1
             knobs.window_blocks = min(knobs.num_blocks, least + seed % 3 * 4)
+        only_full = not (self.slots or self.windows)
+        knobs.offload = knobs.offload and only_full and knobs.host_blocks > 0 and knobs.prefix_cache != "none"
         self.core, _ = fake_engine(knobs, slots=self.slots, windows=self.windows)
         self.knobs = knobs
         self.collector = Collector()

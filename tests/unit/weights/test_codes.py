@@ -243,7 +243,7 @@ def test_only_what_rows_are_multiplied_with_stays_codes(name: str, scheme: str) 
     spec = specs.make(name)[0]
     symmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8)
     stored = {n: symmetric for n, shape in weight_shapes(spec).items() if len(shape) == 2}
-    held = hold_weights(spec, "bfloat16", parse_scheme(scheme), stored, native=False, exact=True)
+    held = hold_weights(spec, "bfloat16", parse_scheme(scheme), stored, traits=BACKENDS.traits("ref"), exact=True)
     codes = {n for n, format in held.matrices.items() if format == symmetric}
     wanted = rounded_matrices(spec) if scheme != "none" else row_matrices(spec)
     assert codes == wanted.keys() - {"embed"}
@@ -251,7 +251,7 @@ def test_only_what_rows_are_multiplied_with_stays_codes(name: str, scheme: str) 
 
 def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
     checkpoint = open_model(folders["asymmetric act-order"])
-    held = hold_weights(checkpoint.spec, "float16", NONE, checkpoint.stored, native=False, exact=True)
+    held = hold_weights(checkpoint.spec, "float16", NONE, checkpoint.stored, traits=BACKENDS.traits("ref"), exact=True)
     assert msgspec.json.decode(msgspec.json.encode(held), type=HeldWeights) == held
     assert len(held.matrices) == 14
 
