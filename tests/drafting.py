@@ -35,11 +35,11 @@ def removed(*seq_ids: int) -> SchedulerOutput:
 
 
 class Answer(NamedTuple):
-    """`num_steps`: forward passes; `num_guesses`: guesses that were verified in them."""
+    """`num_steps`: forward passes; `num_drafts`: drafts that were verified in them."""
 
     token_ids: list[list[int]]
     num_steps: int
-    num_guesses: int
+    num_drafts: int
     num_accepted: int
 
     @property
@@ -61,7 +61,7 @@ def ids(text: str) -> list[int]:
 def answer(
     prompts: str | list[int] | Sequence[str], drafter: Drafter | None, num_drafts: int = 16, **sampling: Any
 ) -> Answer:
-    """What nano says with a drafter; None: plainly. `num_drafts`: guesses of a sequence in a step, at most."""
+    """What nano says with a drafter; None: plainly. `num_drafts`: drafts of a sequence in a step, at most."""
     llm = nano()
     core = llm._engine.core
     runner = core.executor.runner  # type: ignore[attr-defined]

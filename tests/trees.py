@@ -1,7 +1,7 @@
 """The oracle of `drafters.expanders`: whole trees out of a draft's probabilities, written plainly and all at once.
 
 Trees that are filled into a fixed shape (`fill`; shapes: `drafters.tree_shapes`) and trees that grow by the draft's own
-probabilities (`opt_tree`, `grown_tree`). Guesses are chosen, the likeliest first, or drawn (`draw_distinct`,
+probabilities (`opt_tree`, `grown_tree`). Drafts are chosen, the likeliest first, or drawn (`draw_distinct`,
 `draw_independent`) for the verifiers that are exact in distribution only (`runner.verifiers`).
 """
 
@@ -20,7 +20,7 @@ from penstock.runner.truncate import best_ids
 F64 = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.floating]
 Path = tuple[int, ...]
-"""Guessed tokens from the newest known token (which is not in it) on."""
+"""Draft tokens from the newest known token (which is not in it) on."""
 Expand = Callable[[Sequence[Path]], Rows]
 """Paths [N] -> what the draft expects behind each: probabilities [N, V], temperature and truncation applied. All paths
 of a call are of one length, and each is one of an earlier call with a token more."""
@@ -94,7 +94,7 @@ def fill(shape: Shape, expand: Expand, pick: Pick = likeliest) -> DraftTree:
                 probs.append(float(row[token]))
         level = below
     drawn_from = np.concatenate(rows).astype(np.float32, copy=False) if rows else None
-    assert drawn_from is None or len(drawn_from) == len(tokens), "some guesses are drawn and some are not"
+    assert drawn_from is None or len(drawn_from) == len(tokens), "some drafts are drawn and some are not"
     return DraftTree(tokens, parents, probs, drawn_from) if tokens else NO_DRAFT
 
 
@@ -109,7 +109,7 @@ class _Node(NamedTuple):
 
 
 def opt_tree(expand: Expand, num_nodes: int, depth: int, *, min_gain: float = 0.0) -> DraftTree:
-    """The tree of `num_nodes` guesses with the largest expected acceptance by the draft's own probabilities.
+    """The tree of `num_nodes` drafts with the largest expected acceptance by the draft's own probabilities.
 
     The expectation is the sum over nodes of their paths' probabilities, so the best tree has the likeliest paths.
     Level by level, a path that is not among the `num_nodes` best so far is given up: nothing behind it can be. It stops
@@ -176,12 +176,12 @@ def _tree(nodes: list[_Node], kept: Sequence[int]) -> DraftTree:
 
 
 def merge(trees: Sequence[DraftTree], num_nodes: int) -> DraftTree:
-    """Several drafters' trees as one, common beginnings once; at most `num_nodes` guesses.
+    """Several drafters' trees as one, common beginnings once; at most `num_nodes` drafts.
 
     Too many: the likeliest paths stay, if all trees know their probabilities, else the trees take turns, shallow
-    guesses first. A guess made by two counts as likely as the surer one says.
+    drafts first. A draft made by two counts as likely as the surer one says.
 
-    If every tree was drawn, a guess that came twice stays twice (a verifier that is exact in distribution must know how
+    If every tree was drawn, a draft that came twice stays twice (a verifier that is exact in distribution must know how
     often it was drawn; what follows it hangs on the first of them), and no token decides what is left out.
     Source: Miao et al., SpecInfer, arXiv 2305.09781, section 3 (merging token trees).
     """
@@ -214,7 +214,7 @@ def merge(trees: Sequence[DraftTree], num_nodes: int) -> DraftTree:
 
 
 def _turns(trees: Sequence[DraftTree]) -> list[tuple[DraftTree, int, Path]]:
-    """All guesses with their paths: by depth, then by their place in their tree, then by tree."""
+    """All drafts with their paths: by depth, then by their place in their tree, then by tree."""
     order: list[tuple[int, int, int, DraftTree, Path]] = []
     for which, tree in enumerate(trees):
         paths: list[Path] = []

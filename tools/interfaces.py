@@ -1,7 +1,7 @@
 """The tables of registered parts in `docs/interfaces.md`: written from the registries, compared by a test.
 
-    python tools/interfaces.py            writes them between their marks
-    python tools/interfaces.py --check    exit status 1 if the page is not what the registries say
+python tools/interfaces.py            writes them between their marks
+python tools/interfaces.py --check    exit status 1 if the page is not what the registries say
 """
 
 from __future__ import annotations

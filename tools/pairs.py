@@ -61,7 +61,7 @@ class Bench:
         self.files = files
         llm = LLM(MODEL, **self.SMALL)
         ids = llm.get_tokenizer().encode(SAMPLE)
-        # Two begin alike, the third repeats itself, as guesses and prefix caches like it.
+        # Two begin alike, the third repeats itself, as drafts and prefix caches like it.
         self.prompts = [ids[:70], [*ids[:40], *ids[200:240]], [*ids[300:330], *ids[300:330]]]
         self.many = [ids[i : i + 96] for i in range(0, 800, 100)]
         self._alone: dict[str, Found] = {}

@@ -30,12 +30,12 @@ def selector(name: str, headline: bool = False, **options: Any) -> Switch:
     return Switch(f"selector {name}", "selection", settings, exact=False, headline=headline)
 
 
-def guesses(method: str, **more: Any) -> dict[str, Any]:
+def drafts(method: str, **more: Any) -> dict[str, Any]:
     return {"speculative_config": json.dumps({"method": method, "controller": "fixed", **more})}
 
 
 def verified(verifier: str, **more: Any) -> dict[str, Any]:
-    return guesses("draft-model", model=MODEL, verifier=verifier, **more)
+    return drafts("draft-model", model=MODEL, verifier=verifier, **more)
 
 
 def scaled(kind: str, **more: Any) -> dict[str, Any]:
@@ -78,22 +78,22 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("rope llama3", "positions", scaled("llama3", **LLAMA3), exact=False),
     Switch("rope yarn", "positions", scaled("yarn"), exact=False, headline=True),
     Switch("rope longrope", "positions", scaled("longrope", **LONG), exact=False),
-    Switch("guesses ngram", "speculation", guesses("ngram"), headline=True),
-    Switch("guesses suffix", "speculation", guesses("suffix")),
-    Switch("guesses rest", "speculation", guesses("rest", datastore="{files}/texts")),
-    Switch("guesses function", "speculation", guesses("function", function="tools.switches:again")),
-    Switch("guesses reference", "speculation", guesses("reference")),
-    Switch("guesses jacobi", "speculation", guesses("jacobi")),
-    Switch("guesses gauss-seidel", "speculation", guesses("gauss-seidel")),
-    Switch("guesses lookahead", "speculation", guesses("lookahead")),
-    Switch("guesses draft-model", "speculation", guesses("draft-model", model=MODEL), headline=True),
-    Switch("guesses specinfer", "speculation", guesses("specinfer", model=f"{MODEL},ngram")),
-    Switch("guesses early-exit", "speculation", guesses("early-exit", exit_layer=1)),
-    Switch("guesses self-draft", "speculation", guesses("self-draft", skip_layers="1")),
-    Switch("guesses medusa", "speculation", guesses("medusa", heads="{files}/medusa")),
-    Switch("guesses eagle", "speculation", guesses("eagle", heads="{files}/eagle")),
-    Switch("controller adaptive", "speculation", guesses("ngram", controller="adaptive")),
-    Switch("verifier speculative-sampling", "speculation", guesses("ngram", verifier="speculative-sampling")),
+    Switch("drafts ngram", "speculation", drafts("ngram"), headline=True),
+    Switch("drafts suffix", "speculation", drafts("suffix")),
+    Switch("drafts rest", "speculation", drafts("rest", datastore="{files}/texts")),
+    Switch("drafts function", "speculation", drafts("function", function="tools.switches:again")),
+    Switch("drafts reference", "speculation", drafts("reference")),
+    Switch("drafts jacobi", "speculation", drafts("jacobi")),
+    Switch("drafts gauss-seidel", "speculation", drafts("gauss-seidel")),
+    Switch("drafts lookahead", "speculation", drafts("lookahead")),
+    Switch("drafts draft-model", "speculation", drafts("draft-model", model=MODEL), headline=True),
+    Switch("drafts specinfer", "speculation", drafts("specinfer", model=f"{MODEL},ngram")),
+    Switch("drafts early-exit", "speculation", drafts("early-exit", exit_layer=1)),
+    Switch("drafts self-draft", "speculation", drafts("self-draft", skip_layers="1")),
+    Switch("drafts medusa", "speculation", drafts("medusa", heads="{files}/medusa")),
+    Switch("drafts eagle", "speculation", drafts("eagle", heads="{files}/eagle")),
+    Switch("controller adaptive", "speculation", drafts("ngram", controller="adaptive")),
+    Switch("verifier speculative-sampling", "speculation", drafts("ngram", verifier="speculative-sampling")),
     Switch("verifier multi-step", "speculation", verified("multi-step", tree="k-ary")),
     Switch("verifier spectr", "speculation", verified("spectr", tree="k-ary")),
     Switch("verifier typical", "speculation", verified("typical"), exact=False),

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--draft", default="pico")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--guesses", type=int, default=8)
+    parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--fallback", type=float, default=0.3)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -78,7 +78,7 @@ def main() -> None:
     for threshold in THRESHOLDS:
         config = {
             "method": "draft-model", "model": args.draft, "verifier": "bild", "threshold": threshold,
-            "fallback": args.fallback, "num_speculative_tokens": args.guesses, "controller": "fixed",
+            "fallback": args.fallback, "num_speculative_tokens": args.drafts, "controller": "fixed",
         }  # fmt: skip
         llm = LLM(args.model, speculative_config=config)
         got, passes = answers(llm)

@@ -3,12 +3,12 @@
     python -m benchmarks.speculation.breakeven --model nano --draft pico,random --out FILE.json --html FILE.html
 
 Quality is varied in two ways. Drafts are models (--draft pico,FOLDER,...; `random`: the first one's
-shape with weights at random). And for the curve, guesses of the first draft are exchanged for random tokens with a
+shape with weights at random). And for the curve, drafts of the first draft are exchanged for random tokens with a
 given probability (`Spoiled`): the same cost, any acceptance. Speculation on and off take turns in one engine, in pairs;
 their tokens must be equal, or the run fails.
 
-Symbols: K guesses a step; a share of first guesses that are accepted, so 1 - a is the share of steps that fall back to
-one token of the model's own; gain = tokens/s with guesses over tokens/s without, median of pairs. The break-even point
+Symbols: K drafts a step; a share of first drafts that are accepted, so 1 - a is the share of steps that fall back to
+one token of the model's own; gain = tokens/s with drafts over tokens/s without, median of pairs. The break-even point
 of a (K, batch, temperature) is the a at which gain is 1, between the two neighbouring measured points.
 """
 
@@ -58,7 +58,7 @@ Run = tuple[float, list[list[int]], dict[str, float]]
 
 
 class Spoiled:
-    """A drafter some of whose guesses are made at random: its cost, another quality. `share` of them are spoiled."""
+    """A drafter some of whose drafts are made at random: its cost, another quality. `share` of them are spoiled."""
 
     name = "spoiled"
 
@@ -102,7 +102,7 @@ def with_random_weights(model: str, folder: Path) -> str:
 
 
 class Engine:
-    """One model with one draft; guesses on and off, K and spoiling are switched between runs."""
+    """One model with one draft; drafts on and off, K and spoiling are switched between runs."""
 
     def __init__(self, model: str, draft: str, options: dict[str, Any], max_tokens: int) -> None:
         config: dict[str, Any] = {"method": "draft-model", "model": draft, "controller": "fixed"}
@@ -167,7 +167,7 @@ def measure(engine: Engine, draft: str, args: argparse.Namespace) -> list[dict[s
 
 
 def break_even(rows: list[dict[str, Any]], k: int, batch: int, temperature: float) -> float | None:
-    """The share of accepted first guesses at which nothing is won; None: it always or never pays."""
+    """The share of accepted first drafts at which nothing is won; None: it always or never pays."""
     points = sorted(
         (r["first_accepted"], r["gain"])
         for r in rows
@@ -189,7 +189,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     rows = [r for r in result["rows"] if r["draft"] == result["rows"][0]["draft"]]
     out = []
     for batch, temperature in sorted({(r["batch"], r["temperature"]) for r in rows}):
-        chart = Chart(f"batch {batch}, temperature {temperature:g}: gain over the share of accepted first guesses")
+        chart = Chart(f"batch {batch}, temperature {temperature:g}: gain over the share of accepted first drafts")
         own = [r for r in rows if (r["batch"], r["temperature"]) == (batch, temperature)]
         for style, k in enumerate(sorted({r["K"] for r in own})):
             points = sorted((r["first_accepted"], r["gain"]) for r in own if r["K"] == k)
@@ -271,7 +271,7 @@ def show(result: dict[str, Any]) -> None:
     Console().print(table)
     for p in result["break_even"]:
         at = "always or never" if p["first_accepted"] is None else f"{p['first_accepted']:.2f}"
-        print(f"K {p['K']}, batch {p['batch']}, temperature {p['temperature']}: pays from {at} accepted first guesses")
+        print(f"K {p['K']}, batch {p['batch']}, temperature {p['temperature']}: pays from {at} accepted first drafts")
 
 
 if __name__ == "__main__":

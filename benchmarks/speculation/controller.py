@@ -1,9 +1,9 @@
-"""The adaptive controller against 'off' and every fixed number of guesses, on the virtual clock: rows A22, D26.
+"""The adaptive controller against 'off' and every fixed number of drafts, on the virtual clock: rows A22, D26.
 
     python benchmarks/speculation/controller.py [--seeds 3] [--out results.json] [--device NAME ...] [--text NAME ...]
 
 The scheduler, the memory and the controller are the ones that serve; the device is a cost table and the text a rule
-that says which guesses are right (`penstock.sim.guesses`). A cell of the table is the lowest ratio over the seeds of
+that says which drafts are right (`penstock.sim.drafts`). A cell of the table is the lowest ratio over the seeds of
 adaptive tokens per second to the better of 'off' and the best fixed number, which is named (most often best).
 """
 
@@ -31,14 +31,14 @@ from penstock.plan.measured import MeasuredTimer, StepLaw
 from penstock.plan.resolve import resolve
 from penstock.sched.drafts.adaptive import AdaptiveDrafts
 from penstock.sched.drafts.fixed import FixedDrafts
-from penstock.sim.guesses import SPITEFUL, TEXTS, GuessRun, guess_engine, make_text, plain_requests, run_guesses
+from penstock.sim.drafts import SPITEFUL, TEXTS, DraftRun, draft_engine, make_text, plain_requests, run_drafts
 from penstock.sim.specs import find_spec
 
 FIXED = (1, 2, 4, 8, 16)
 BATCHES = (1, 8, 32)
 SWEEP = (1, 2, 4, 12, 24, 48)
 PROMISED = 0.8
-"""Of the mean time per output token without guesses: the pace whose attainment is reported."""
+"""Of the mean time per output token without drafts: the pace whose attainment is reported."""
 HUGE = Machine(num_cores=1, memory_bytes=1 << 40, available_bytes=1 << 40)
 
 
@@ -107,15 +107,15 @@ def cases() -> dict[str, Case]:
 
 def simulate(
     case: Case, text: str, seed: int, batch: int, make: Callable[[], DraftController | None], num_output: int = 256
-) -> GuessRun:
+) -> DraftRun:
     spec = half_billion()
     config = from_kwargs(
         model="(simulated)", max_num_seqs=batch, max_num_batched_tokens=1024, enable_prefix_caching=False,
         max_model_len=2048,
     )  # fmt: skip
     plan = resolve(config, spec, HUGE)
-    core = guess_engine(config, spec, plan, case.timer, make_text(text, seed, case.draft_s), make())
-    return run_guesses(core, plain_requests(4 * batch, 16, num_output))
+    core = draft_engine(config, spec, plan, case.timer, make_text(text, seed, case.draft_s), make())
+    return run_drafts(core, plain_requests(4 * batch, 16, num_output))
 
 
 def cell(case: Case, text: str, seed: int, batch: int, num_output: int = 256) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def main() -> None:
             table.add_row(name, text, *shown)
             console.print(name, text, *shown)
     console.print(table)
-    swept = Table(title=f"load sweep, steady text: requests within {PROMISED} of the time per token without guesses")
+    swept = Table(title=f"load sweep, steady text: requests within {PROMISED} of the time per token without drafts")
     for column in ("cost table", "sequences", "to the better", "off", "best fixed", "adaptive"):
         swept.add_column(column)
     for name in ("h100, 8B", "cpu-2core", "tiles of 8") if args.sweep else ():

@@ -6,7 +6,7 @@ Draft & Verify (Zhang et al., arXiv 2309.08168, section 3.2) searches by Bayesia
 default set and flips one or two layers of the best set so far, as long as evaluations are left.
 
 A set is worth: tokens per step over the cost of a step, against one token per step of cost 1. Tokens per step are
-measured: text through the engine with this draft, K guesses, no early stop by the controller. The cost is a
+measured: text through the engine with this draft, K drafts, no early stop by the controller. The cost is a
 model: a draft token costs the share of the model's weights that it reads (bound by memory, one sequence), verifying
 costs one step whatever K is. A value below 1 does not pay; the adaptive controller leaves such a draft alone.
 """
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--drafts", type=int, default=2, help="guesses in a step, at most")
+    parser.add_argument("--drafts", type=int, default=2, help="drafts in a step, at most")
     parser.add_argument("--evaluations", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -5,11 +5,11 @@
         [--temperatures 0,0.8] [--time-budget SECONDS] [--out results.json] [--markdown results.md]
 
 A drafter is a method, or a whole `speculative_config` as JSON. For each one two engines stand in one process, one that
-guesses (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
+drafts (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
 drafter meets an answer that it has seen (where a set has too few prompts they come again: `repeats`). The speed-up is
 the median over pairs of A's seconds over B's, from prompts to last token; its 95 % interval is that of a bootstrap
 over pairs. "decode" is the same from the first token on, "settled" compares tokens per second once every sequence has
-SETTLED of them: what guessing costs where it has turned itself off by then. All tokens of A and B are compared in the
+SETTLED of them: what drafting costs where it has turned itself off by then. All tokens of A and B are compared in the
 same run: one that differs is an error (exit status 1). Once --time-budget is over no further cell begins: those left
 are named. Acceptance is counted over B's measured runs; definitions:
 docs/concepts/speculation.md. MODEL may be a folder that `tools/widen.py` has made: nano's text in a larger shape.
@@ -41,7 +41,7 @@ from penstock.core.acceptance import Acceptance
 BLOCK = 32
 RESAMPLES = 4000
 SETTLED = 16
-"""Tokens within which guessing that does not pay is to turn itself off."""
+"""Tokens within which drafting that does not pay is to turn itself off."""
 COLUMNS = (
     "drafter", "text", "batch", "temperature", "speed-up", "95 %", "decode", "settled", "tokens/step", "accepted",
     "at 1, 2, 3, 4", "drafting", "tokens equal",
@@ -129,7 +129,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def measure(
-    plain: LLM, guessing: LLM, texts: TextSet, batch: int, args: argparse.Namespace, temperature: float
+    plain: LLM, drafting: LLM, texts: TextSet, batch: int, args: argparse.Namespace, temperature: float
 ) -> dict[str, Any]:
     """One cell of the table."""
     prompts = [texts.prompts[i % len(texts.prompts)] for i in range((args.pairs + 1) * batch)]
@@ -137,12 +137,12 @@ def measure(
     different, num_tokens, counted, num_steps = 0, 0, Acceptance(), 0
     for pair in range(-1, args.pairs):  # the first one warms up
         mine = prompts[(pair + 1) * batch : (pair + 2) * batch]
-        order = (plain, guessing) if pair % 2 == 0 else (guessing, plain)
+        order = (plain, drafting) if pair % 2 == 0 else (drafting, plain)
         runs = {id(llm): generate(llm, texts, mine, args, temperature) for llm in order}
-        a, b = runs[id(plain)], runs[id(guessing)]
+        a, b = runs[id(plain)], runs[id(drafting)]
         different += sum(x != y for x, y in zip(a.tokens, b.tokens, strict=True))
         if pair < 0:
-            counted, num_steps = acceptance_of(guessing), guessing.engine.core.stats.num_steps
+            counted, num_steps = acceptance_of(drafting), drafting.engine.core.stats.num_steps
             continue
         num_tokens += sum(map(len, b.tokens))
         ratios.append(a.seconds / b.seconds)
@@ -151,7 +151,7 @@ def measure(
         if a.settled and b.settled:
             settled.append(b.settled / a.settled)
         seconds.append((a.seconds, b.seconds))
-    acceptance = acceptance_of(guessing) - counted
+    acceptance = acceptance_of(drafting) - counted
     return {
         "batch": batch,
         "temperature": temperature,
@@ -165,7 +165,7 @@ def measure(
         "settled_interval": interval(settled) if settled else None,
         "seconds": seconds,
         "num_tokens": num_tokens,
-        "num_steps": guessing.engine.core.stats.num_steps - num_steps,
+        "num_steps": drafting.engine.core.stats.num_steps - num_steps,
         "different": different,
         **acceptance.figures(),
     }
@@ -230,7 +230,7 @@ def main() -> int:
     temperatures, began_s = [float(t) for t in args.temperatures.split(",")], time.perf_counter()
     for drafter in args.drafters:
         try:
-            guessing = engine(args, batches, drafter)
+            drafting = engine(args, batches, drafter)
         except PenstockError as error:
             skipped.append(f"{drafter}: {error}")
             continue
@@ -239,10 +239,10 @@ def main() -> int:
                 if args.time_budget is not None and time.perf_counter() - began_s > args.time_budget:
                     skipped.append(f"{drafter}, {name}, batch {batch}, temperature {temperature:g}: no time left")
                     continue
-                found = measure(plain, guessing, chosen, batch, args, temperature)
+                found = measure(plain, drafting, chosen, batch, args, temperature)
                 rows.append({"drafter": drafter, "text": name, "source": chosen.source, **found})
                 console.print("  ".join(cells(rows[-1])), highlight=False)
-        del guessing
+        del drafting
     show(console, f"Speculation: {args.model}, {args.max_tokens} tokens", COLUMNS, [cells(row) for row in rows], left=2)
     for text in skipped:
         console.print(f"not measured: {text}")

@@ -1,4 +1,4 @@
-"""Prompts of the speed-up table, by kind of text: how much of an answer can be guessed depends on it most of all."""
+"""Prompts of the speed-up table, by kind of text: how much of an answer can be drafted depends on it most of all."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def repetition(tokenizer: Any, room: int, rng: random.Random) -> TextSet:
 
 
 def random_tokens(tokenizer: Any, room: int, rng: random.Random) -> TextSet:
-    """No text at all: what a drafter costs when nothing can be guessed from the prompt."""
+    """No text at all: what a drafter costs when nothing can be drafted from the prompt."""
     size = min(room, OPENING)
     words = sorted({i for text in (_NAMES + _PLACES) for i in tokenizer.encode(text, False)})
     most = max(words) + 1

@@ -274,7 +274,7 @@ def scope(path: str, key: str | None = None) -> dict[str, Any]:
 
 
 def test_every_key_takes_part_in_every_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever key is right, as many digests are compared: the time of an answer does not say how near a guess was."""
+    """Whichever key is right, as many digests are compared: the time of an answer does not say how near a draft was."""
     compared: list[int] = []
     real: Any = hmac.compare_digest
 

@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "Tell me a story about a cat and a dog."}]
 
 
 @pytest.fixture(scope="module")
-def guessing() -> Iterator[LiveServer]:
+def drafting() -> Iterator[LiveServer]:
     with small(ops="native", speculative_config=CONFIG) as server:
         yield server
 
@@ -66,9 +66,9 @@ def events(live: LiveServer, path: str, **body: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_K12_usage_tells_of_guesses_and_the_answer_is_the_same(
-    guessing: LiveServer, plain: LiveServer, path: str
+    drafting: LiveServer, plain: LiveServer, path: str
 ) -> None:
-    with_it, without = post(guessing, path, n=2), post(plain, path, n=2)
+    with_it, without = post(drafting, path, n=2), post(plain, path, n=2)
     assert with_it["choices"] == without["choices"]
     details = with_it["usage"].pop("completion_tokens_details")
     assert with_it["usage"] == without["usage"]
@@ -80,18 +80,18 @@ def test_K12_usage_tells_of_guesses_and_the_answer_is_the_same(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_stream_ends_with_the_same_usage(guessing: LiveServer, path: str) -> None:
-    post(guessing, path)  # what is cached shows in the usage
+def test_a_stream_ends_with_the_same_usage(drafting: LiveServer, path: str) -> None:
+    post(drafting, path)  # what is cached shows in the usage
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(guessing, path, stream_options=options)
+    chunks = events(drafting, path, stream_options=options)
     usage = chunks[-1]["usage"]
-    assert usage == post(guessing, path)["usage"]
+    assert usage == post(drafting, path)["usage"]
     so_far = [c["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for c in chunks]
     assert so_far == sorted(so_far)
 
 
 def test_right_guesses_behind_the_end_are_not_accepted() -> None:
-    """Three tokens were wanted, five guesses of eight were right: no more can be accepted than the answer has."""
+    """Three tokens were wanted, five drafts of eight were right: no more can be accepted than the answer has."""
     metrics = RequestMetrics(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5)
     stream: Any = SimpleNamespace(
         request_id="a", request=SimpleNamespace(prompt_token_ids=[1, 2]), call=None, num_cached_tokens=0,
@@ -108,7 +108,7 @@ def test_right_guesses_behind_the_end_are_not_accepted() -> None:
     assert details == CompletionTokensDetails(accepted_prediction_tokens=6, rejected_prediction_tokens=4)
 
 
-def test_row23_penalties_structured_output_and_speculation_together(guessing: LiveServer, plain: LiveServer) -> None:
+def test_row23_penalties_structured_output_and_speculation_together(drafting: LiveServer, plain: LiveServer) -> None:
     """LoRA, the fourth of that row, is not in this version: it is refused when the server starts."""
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "maxItems": 6}},
               "required": ["a"], "additionalProperties": False}  # fmt: skip
@@ -116,20 +116,20 @@ def test_row23_penalties_structured_output_and_speculation_together(guessing: Li
         "structured_outputs": {"json": schema}, "temperature": 0.8, "seed": 5, "presence_penalty": 0.5,
         "frequency_penalty": 0.4, "repetition_penalty": 1.1, "logprobs": 2, "max_tokens": 60,
     }  # fmt: skip
-    before = scrape(guessing.url)
-    with_it, without = post(guessing, COMPLETIONS, **body), post(plain, COMPLETIONS, **body)
+    before = scrape(drafting.url)
+    with_it, without = post(drafting, COMPLETIONS, **body), post(plain, COMPLETIONS, **body)
     assert with_it["choices"] == without["choices"]
-    assert grown(before, scrape(guessing.url))["vllm:spec_decode_num_draft_tokens_total"] > 0
+    assert grown(before, scrape(drafting.url))["vllm:spec_decode_num_draft_tokens_total"] > 0
 
 
 # -- metrics, log, page ------------------------------------------------------------------------------------------
 
 
-def test_K12_metrics_add_up_to_the_requests(guessing: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_K12_metrics_add_up_to_the_requests(drafting: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.request")
-    before = scrape(guessing.url)
-    answers = [post(guessing, path, temperature=t, seed=3) for path in (COMPLETIONS, CHAT) for t in (0, 1)]
-    after = scrape(guessing.url)
+    before = scrape(drafting.url)
+    answers = [post(drafting, path, temperature=t, seed=3) for path in (COMPLETIONS, CHAT) for t in (0, 1)]
+    after = scrape(drafting.url)
     more = grown(before, after)
     details = [answer["usage"]["completion_tokens_details"] for answer in answers]
     accepted = sum(d["accepted_prediction_tokens"] for d in details)
@@ -152,7 +152,7 @@ def test_K12_metrics_add_up_to_the_requests(guessing: LiveServer, caplog: pytest
     assert after["penstock:spec_decode_mean_accepted_length"] == pytest.approx(length)
     assert 0 < after["penstock:spec_decode_draft_share"] < 1
     assert after["penstock:spec_decode_speedup"] > 0
-    state = httpx.get(guessing.url + "/internal/state").json()
+    state = httpx.get(drafting.url + "/internal/state").json()
     assert state["speculation"]["spec_decode_acceptance_length"] == pytest.approx(length)
 
 
@@ -198,15 +198,15 @@ def test_the_throughput_log_says_what_came_since_its_last_line(caplog: pytest.Lo
 
 
 def test_bench_serve_reads_the_figures(
-    guessing: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafting: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    post(guessing, COMPLETIONS)  # what was before does not count
+    post(drafting, COMPLETIONS)  # what was before does not count
     flags = ["--num-prompts", "3", "--random-input-len", "20", "--random-output-len", "30", "--ignore-eos"]
     where = ["--result-dir", str(tmp_path), "--result-filename", "r.json"]
-    before = scrape(guessing.url)
-    assert main(["bench", "serve", "--base-url", guessing.url, *where, *flags]) == 0
+    before = scrape(drafting.url)
+    assert main(["bench", "serve", "--base-url", drafting.url, *where, *flags]) == 0
     found = json.loads((tmp_path / "r.json").read_text())
-    more = grown(before, scrape(guessing.url))
+    more = grown(before, scrape(drafting.url))
     assert found["spec_decode_draft_tokens"] > 0
     assert found["spec_decode_draft_tokens"] <= more["vllm:spec_decode_num_draft_tokens_total"]
     assert found["spec_decode_acceptance_length"] >= 1
@@ -246,13 +246,13 @@ class References:
 
 
 @pytest.mark.parametrize("content", [TEXT, PARTS], ids=["text", "parts"])
-def test_D32_a_prediction_goes_to_the_rank_and_changes_no_answer(guessing: LiveServer, content: Any) -> None:
-    server = guessing.server
+def test_D32_a_prediction_goes_to_the_rank_and_changes_no_answer(drafting: LiveServer, content: Any) -> None:
+    server = drafting.server
     assert server is not None
-    want = post(guessing, CHAT)
-    with References(guessing) as references:
-        got = post(guessing, CHAT, prediction={"type": "content", "content": content})
-        post(guessing, CHAT)
+    want = post(drafting, CHAT)
+    with References(drafting) as references:
+        got = post(drafting, CHAT, prediction={"type": "content", "content": content})
+        post(drafting, CHAT)
     assert got["choices"] == want["choices"]
     assert references.seen == [server.service.need_tokenizer().encode(TEXT, False), []]
 
@@ -282,9 +282,9 @@ def test_a_prediction_is_taken_where_nobody_looks_at_it(plain: LiveServer) -> No
 )
 @pytest.mark.parametrize("speculates", [True, False])
 def test_a_bad_prediction_is_a_400_that_names_it(
-    guessing: LiveServer, plain: LiveServer, prediction: Any, param: str, said: str, speculates: bool
+    drafting: LiveServer, plain: LiveServer, prediction: Any, param: str, said: str, speculates: bool
 ) -> None:
-    live = guessing if speculates else plain
+    live = drafting if speculates else plain
     answer = httpx.post(live.url + CHAT, json={"messages": HELLO, "prediction": prediction}, timeout=30)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -292,16 +292,16 @@ def test_a_bad_prediction_is_a_400_that_names_it(
     assert said in error["message"]
 
 
-def test_completions_know_no_prediction(guessing: LiveServer) -> None:
+def test_completions_know_no_prediction(drafting: LiveServer) -> None:
     """As at OpenAI; it is named as ignored."""
     body = {"prompt": STORY, "max_tokens": 1, "prediction": {"type": "content", "content": TEXT}}
-    answer = httpx.post(guessing.url + COMPLETIONS, json=body, timeout=30)
+    answer = httpx.post(drafting.url + COMPLETIONS, json=body, timeout=30)
     assert answer.status_code == 200
     assert answer.headers["x-ignored-fields"] == "prediction"
 
 
-def test_openais_client_sends_and_reads_them(guessing: LiveServer) -> None:
-    client = openai.OpenAI(base_url=guessing.url + "/v1", api_key="none", max_retries=0)
+def test_openais_client_sends_and_reads_them(drafting: LiveServer) -> None:
+    client = openai.OpenAI(base_url=drafting.url + "/v1", api_key="none", max_retries=0)
     answer = client.chat.completions.create(
         model="nano",
         messages=HELLO,
@@ -318,22 +318,22 @@ def test_openais_client_sends_and_reads_them(guessing: LiveServer) -> None:
 # -- deadlines -----------------------------------------------------------------------------------------------------
 
 
-def test_D27_a_promised_pace_reaches_the_engine_and_is_counted(guessing: LiveServer) -> None:
-    before = scrape(guessing.url)
-    assert post(guessing, COMPLETIONS, tpot_slo_ms=60_000)["choices"][0]["text"]
-    assert post(guessing, CHAT, tpot_slo_ms=1e-6)["choices"][0]["message"]["content"]
-    after = grown(before, scrape(guessing.url))
+def test_D27_a_promised_pace_reaches_the_engine_and_is_counted(drafting: LiveServer) -> None:
+    before = scrape(drafting.url)
+    assert post(drafting, COMPLETIONS, tpot_slo_ms=60_000)["choices"][0]["text"]
+    assert post(drafting, CHAT, tpot_slo_ms=1e-6)["choices"][0]["message"]["content"]
+    after = grown(before, scrape(drafting.url))
     assert after["penstock:request_tpot_slo_total{met=yes}"] == 1, after
     assert after["penstock:request_tpot_slo_total{met=no}"] == 1, after
 
 
 @pytest.mark.parametrize("value", [0, -5, 60_001, float("inf")])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/v1/responses"])
-def test_a_pace_that_cannot_be_meant_is_refused(guessing: LiveServer, path: str, value: float) -> None:
+def test_a_pace_that_cannot_be_meant_is_refused(drafting: LiveServer, path: str, value: float) -> None:
     chat = path in (CHAT, "/v1/messages")
     given: dict[str, Any] = {"messages": HELLO, "max_tokens": 4} if chat else {"prompt": STORY}
     given = {"input": STORY} if path == "/v1/responses" else given
     body = json.dumps(given | {"tpot_slo_ms": value}).replace("Infinity", "1e999")
-    answer = httpx.post(guessing.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    answer = httpx.post(drafting.url + path, content=body, headers={"content-type": "application/json"}, timeout=60)
     assert answer.status_code == 400, answer.text
     assert "tpot_slo_ms" in answer.text or value == float("inf"), answer.text

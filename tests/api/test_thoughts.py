@@ -174,8 +174,8 @@ def test_with_guesses_and_with_preemption_the_answers_are_the_same(thinking: Liv
     body = {"response_format": FORMAT, "temperature": 0, "n": 2}
     expected = [post(thinking, CHAT, **body, prediction={"type": "content", "content": '{"a": "x"}'})["choices"]]
     expected += [post(thinking, CHAT, **body, seed=n)["choices"] for n in range(4)]
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "controller": "fixed"}
-    for settings in ({"speculative_config": guesses}, {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}):
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "controller": "fixed"}
+    for settings in ({"speculative_config": drafts}, {"num_gpu_blocks_override": 40, "enable_prefix_caching": False}):
         with serving(engine_in_process=True, **settings) as live, ThreadPoolExecutor(5) as pool:
             first = pool.submit(
                 post, live, CHAT, **body, prediction={"type": "content", "content": '{"a": "x"}'}

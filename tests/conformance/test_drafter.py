@@ -95,7 +95,7 @@ def make(name: str, folder: Path, runner: Any = None) -> Drafter:
 
 
 class Life:
-    """Rows that come, guess, are preempted, forked, rolled back and go: what a rank would tell a drafter."""
+    """Rows that come, draft, are preempted, forked, rolled back and go: what a rank would tell a drafter."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -204,7 +204,7 @@ def test_it_has_a_name_and_says_what_it_wants(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("seed", range(2))
 def test_proposals_keep_to_what_was_asked(name: str, tmp_path: Path, seed: int) -> None:
     trees = live(make(name, tmp_path), Life(seed), 100)
-    assert sum(bool(tree.token_ids) for tree in trees) > len(trees) / 20, "it hardly ever guesses"
+    assert sum(bool(tree.token_ids) for tree in trees) > len(trees) / 20, "it hardly ever drafts"
 
 
 def test_the_same_history_gives_the_same_guesses(name: str, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_same_history_gives_the_same_guesses(name: str, tmp_path: Path) -> N
 
 
 def test_a_row_s_company_changes_nothing_of_its_own(name: str, tmp_path: Path) -> None:
-    """What is guessed for a row without history depends on its tokens alone, among how many it may stand."""
+    """What is drafted for a row without history depends on its tokens alone, among how many it may stand."""
     rng = random.Random(6)
     rows = [[rng.choice([1, 2, 3, 4]) for _ in range(rng.randint(3, 30))] for _ in range(6)]
     jobs = [job(tokens, 2, seq_id=i, num_nodes=12) for i, tokens in enumerate(rows)]

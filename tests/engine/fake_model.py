@@ -118,7 +118,7 @@ class FakeForward:
         )
 
     def _tree(self, plan: StepPlan, planes: Sequence[Planes], b: int, lo: int, hi: int) -> list[int]:
-        """Guesses that branch: the i-th token of the step lies in slot start + i and sees its own path only."""
+        """Drafts that branch: the i-th token of the step lies in slot start + i and sees its own path only."""
         assert plan.mask is not None
         start = int(plan.positions[lo])
         tokens = plan.token_ids[lo:hi].tolist()

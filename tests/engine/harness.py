@@ -56,7 +56,7 @@ class Knobs:
     offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
     kv_allocator: str = "paged"
     max_model_len: int | None = None
-    num_drafts: int = 0  # guesses of a sequence in a step
+    num_drafts: int = 0  # drafts of a sequence in a step
     draft_depth: int = 63
     draft_share: float = 0.7
     selector: str = "none"
@@ -65,12 +65,12 @@ class Knobs:
     conservativeness: float = 0.0  # laws want preemptions; setting memory aside avoids them
 
 
-def plan_for(spec: ModelSpec, k: Knobs, guessers: Sequence[ModelSpec] = ()) -> Plan:
+def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) -> Plan:
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
-        [NamedSpec(f"draft{i}", guesser) for i, guesser in enumerate(guessers)],
+        [NamedSpec(f"draft{i}", draft_model) for i, draft_model in enumerate(draft_models)],
         groups_of(spec, k.kv_dtype, keeping_of(config_for(k))),
-        held=[HeldWeights("float32")] * len(guessers),
+        held=[HeldWeights("float32")] * len(draft_models),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
     )
@@ -144,24 +144,24 @@ def fake_engine(
 
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
-    speculation: dict[str, Any] | None = None, guessers: Sequence[tuple[ModelSpec, Any]] = (),
+    speculation: dict[str, Any] | None = None, draft_models: Sequence[tuple[ModelSpec, Any]] = (),
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
-    `speculation`: as `speculative_config`; `guessers`: the draft models it names, and their weights.
+    `speculation`: as `speculative_config`; `draft_models`: those it names, and their weights.
     """
     return assemble(
         config_for(k, speculation),
         spec,
         weights,
-        plan_for(spec, k, [guesser for guesser, _ in guessers]),
+        plan_for(spec, k, [draft_model for draft_model, _ in draft_models]),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,
         wire=k.wire,
         drafter=drafter,
         drafts=drafts,
-        guessers=guessers,
+        loaded_drafts=draft_models,
     )
 
 

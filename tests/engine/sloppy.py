@@ -11,7 +11,7 @@ from tests.engine.fake_model import VOCAB, hash_step, history_hash, logits_of
 
 
 class SloppyDrafter:
-    """Trees of random shape; `share` of the guesses are the mock's likeliest token, the others are made up.
+    """Trees of random shape; `share` of the drafts are the mock's likeliest token, the others are made up.
 
     Now and then it proposes nothing, or what breaks every rule of a proposal: the rank has to cope with it.
     """

@@ -1,4 +1,4 @@
-"""The adaptive controller of guesses: never slower than without, near the best fixed setting, on the virtual clock."""
+"""The adaptive controller of drafts: never slower than without, near the best fixed setting, on the virtual clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.sched.drafts.adaptive import FIRST_MEASURE, AdaptiveDrafts
 from penstock.sched.drafts.cost import DraftCosts, StepCosts
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.planner import Planner, share
-from penstock.sim.guesses import GuessRun, guess_engine, make_text, plain_requests, run_guesses
+from penstock.sim.drafts import DraftRun, draft_engine, make_text, plain_requests, run_drafts
 from tests.engine.harness import Collector, Knobs, assert_idle, fake_engine, request
 from tests.engine.naive import fake_logits, generate
 from tests.engine.sloppy import SloppyDrafter
@@ -39,15 +39,15 @@ LAW_SEEDS = int(os.environ.get("PENSTOCK_LAW_SEEDS", "1"))
 def sim(
     case: Case, text: str, seed: int, batch: int, drafts: DraftController | None, *, num_output: int = 256,
     recorder: Recorder | None = None, count: int = 0,
-) -> tuple[EngineCore, GuessRun]:  # fmt: skip
+) -> tuple[EngineCore, DraftRun]:  # fmt: skip
     spec = half_billion()
     config = from_kwargs(
         model="(simulated)", max_num_seqs=batch, max_num_batched_tokens=1024, enable_prefix_caching=False,
         max_model_len=2048,
     )  # fmt: skip
     plan = resolve(config, spec, HUGE)
-    core = guess_engine(config, spec, plan, case.timer, make_text(text, seed, case.draft_s), drafts)
-    return core, run_guesses(core, plain_requests(count or 4 * batch, 16, num_output), recorder)
+    core = draft_engine(config, spec, plan, case.timer, make_text(text, seed, case.draft_s), drafts)
+    return core, run_drafts(core, plain_requests(count or 4 * batch, 16, num_output), recorder)
 
 
 # -- the law ---------------------------------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ def test_text_without_one_right_guess_costs_one_percent(name: str, batch: int) -
     case = CASES[name]
     _, off = sim(case, "hopeless", 0, batch, None)
     core, run = sim(case, "hopeless", 0, batch, AdaptiveDrafts(16, 63, timer=case.known))
-    least = 0.98 if name in ("wrong table", "no table") else 0.99  # the first guesses find out what guesses cost
+    least = 0.98 if name in ("wrong table", "no table") else 0.99  # the first drafts find out what drafts cost
     assert run.tokens_per_s >= least * off.tokens_per_s
     assert core.stats.num_accepted_tokens == 0
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_without_a_right_guess_one_step_in_a_hundred_has_guesses(batch: int) -> None:
-    """By counters: steps with guesses, after the first 300, in a run of 2000 tokens each."""
+    """By counters: steps with drafts, after the first 300, in a run of 2000 tokens each."""
     steps: list[bool] = []
 
     class Counted(AdaptiveDrafts):
@@ -104,7 +104,7 @@ def test_D26_never_slower_than_the_better_of_off_and_fixed_k_by_five_percent_und
 
 
 def test_a_table_that_is_wrong_is_set_right_by_measurement() -> None:
-    """The controller is told that a guess is nearly free; in truth it costs 20 % of a step."""
+    """The controller is told that a draft is nearly free; in truth it costs 20 % of a step."""
     for text in ("steady", "ordinary"):
         for name in ("wrong table", "no table"):
             found = cell(CASES[name], text, 1, 8)
@@ -119,7 +119,7 @@ def test_text_that_becomes_predictable_is_found_out() -> None:
 
 
 def test_a_drafter_that_takes_long_is_paid_for() -> None:
-    """Each guess takes as long as half a step: nothing can pay."""
+    """Each draft takes as long as half a step: nothing can pay."""
     costs = law(base_s=0.04, token_s=0.009)
     case = Case(costs, costs, lambda room, num_rows: 0.03 * room)
     _, off = sim(case, "steady", 0, 1, None)
@@ -139,7 +139,7 @@ def test_D27_the_tight_class_keeps_its_deadline_more_often_without_loss_of_throu
     tight = {f"r{i}" for i in range(0, 64, 2)}
     slo_s = {name: (0.67 if name in tight else 3.0) * plain_s for name in off.tpot_s}
 
-    def attainment(run: GuessRun) -> float:
+    def attainment(run: DraftRun) -> float:
         return sum(run.tpot_s[name] <= slo_s[name] for name in tight) / len(tight)
 
     def slo_of(seq: Sequence) -> float | None:
@@ -166,7 +166,7 @@ def test_a_recorded_run_replays_to_the_same_schedule() -> None:
     case = CASES[LAW]
     recorder = Recorder()
     _, run = sim(case, "switching", 1, 8, AdaptiveDrafts(16, 63, timer=case.known), num_output=128, recorder=recorder)
-    assert 0 < run.num_guess_steps < run.num_steps
+    assert 0 < run.num_draft_steps < run.num_steps
     spec = half_billion()
     config = from_kwargs(
         model="(simulated)", max_num_seqs=8, max_num_batched_tokens=1024, enable_prefix_caching=False,
@@ -183,7 +183,7 @@ def test_a_recorded_run_replays_to_the_same_schedule() -> None:
 
 
 class Some(FixedDrafts):
-    """Requests with an odd length never guess, the others always."""
+    """Requests with an odd length never draft, the others always."""
 
     def __init__(self, num_drafts: int, depth: int, *, timer: Any) -> None:
         super().__init__(num_drafts, depth)
@@ -238,7 +238,7 @@ def test_settings_choose_the_controller() -> None:
 
 
 def learned(acceptance: AcceptanceModel, *verifications: tuple[int, int]) -> int:
-    """A sequence of which (guesses, accepted) were seen, one after the other."""
+    """A sequence of which (drafts, accepted) were seen, one after the other."""
     slot = acceptance.add()
     for made, accepted in verifications:
         right, wrong = acceptance.evidence(made, accepted)
@@ -256,7 +256,7 @@ def test_beliefs_follow_what_happens() -> None:
     assert chance[turned] < 0.1
     assert (np.diff(acceptance.chances) <= 0.0).all()
     deep = acceptance.chances[PRIOR]
-    assert deep[1] / deep[0] < deep[5] / deep[4], "what follows accepted guesses is likelier to be accepted"
+    assert deep[1] / deep[0] < deep[5] / deep[4], "what follows accepted drafts is likelier to be accepted"
 
 
 def test_slots_are_used_again_and_strangers_are_taken_for_those_who_are_known() -> None:
@@ -340,8 +340,8 @@ def test_draft_costs_in_proportion_until_measured() -> None:
 
 
 def test_whoever_has_lost_too_much_guesses_no_more() -> None:
-    """The purse: steps with guesses that take twice as long and bring nothing empty it, whatever is believed of the
-    guesses; plain steps fill it again, slowly."""
+    """The purse: steps with drafts that take twice as long and bring nothing empty it, whatever is believed of the
+    drafts; plain steps fill it again, slowly."""
     plain_s = 0.01
     drafts = AdaptiveDrafts(8, 63, timer=law(base_s=plain_s, token_s=1e-6))
     decoding = [Sequence(0, request([3] * 8, max_tokens=100), 0)]
@@ -354,7 +354,7 @@ def test_whoever_has_lost_too_much_guesses_no_more() -> None:
         drafts.observe(SchedulerOutput(0, scheduled=[row]), StepOutput(0, verified=verified, duration_s=duration_s))
 
     step(0, 0, plain_s)
-    for _ in range(12):  # guesses that pay: beliefs are high, and so is the purse
+    for _ in range(12):  # drafts that pay: beliefs are high, and so is the purse
         if drafts.begin_step(decoding):
             step(8, 8, plain_s)
         else:
@@ -375,11 +375,11 @@ def test_whoever_has_lost_too_much_guesses_no_more() -> None:
 
 
 def test_what_an_engine_does_around_a_step_decides_too() -> None:
-    """Steps with guesses take as long as plain ones on the rank, and an engine twice as long around them."""
+    """Steps with drafts take as long as plain ones on the rank, and an engine twice as long around them."""
     plain_s = 0.001
 
-    def guesses(around_s: float) -> int:
-        """Of the second half of 400 steps, those with guesses; `around_s`: behind each of them."""
+    def drafts(around_s: float) -> int:
+        """Of the second half of 400 steps, those with drafts; `around_s`: behind each of them."""
         drafts = AdaptiveDrafts(4, 63, timer=law(base_s=plain_s, token_s=1e-9))
         seq = Sequence(0, request([3] * 8, max_tokens=9999), 0)
         seq.num_computed = 8
@@ -395,9 +395,9 @@ def test_what_an_engine_does_around_a_step_decides_too() -> None:
             now_s += plain_s + (around_s if room else 0.0)
         return count
 
-    assert guesses(0.0) >= 195, "a few plain steps"
-    assert guesses(0.9 * plain_s) > 150, "1.9 of a step for 2 tokens pays"
-    assert guesses(1.5 * plain_s) < 20, "2.5 of a step for 2 tokens does not"
+    assert drafts(0.0) >= 195, "a few plain steps"
+    assert drafts(0.9 * plain_s) > 150, "1.9 of a step for 2 tokens pays"
+    assert drafts(1.5 * plain_s) < 20, "2.5 of a step for 2 tokens does not"
 
 
 @pytest.mark.parametrize("count", [1, 5, 33])
@@ -446,4 +446,4 @@ def test_a_decision_is_kept_while_guesses_come_out_as_expected(step_s: float, le
     assert least <= len([at for at in decided if at >= 50]) <= most
     before = drafts.num_steps
     steps(4, 0)
-    assert [at for at in decided if before < at <= before + 4], "guesses that were all wrong, and nobody asked"
+    assert [at for at in decided if before < at <= before + 4], "drafts that were all wrong, and nobody asked"

@@ -28,7 +28,7 @@ from tests.engine.test_laws_models import check, draw_knobs, expected, oracle, w
 from tests.native.running import pytestmark_native
 
 OPS = ["ref", pytest.param("native", marks=pytestmark_native)]
-Guessers = tuple[tuple[ModelSpec, Any], ...]
+DraftSpecs = tuple[tuple[ModelSpec, Any], ...]
 
 
 @cache
@@ -42,12 +42,12 @@ def noisy(name: str, share: float, seed: int = 0) -> tuple[ModelSpec, dict[str, 
     }
 
 
-def drafted(name: str, guessers: Guessers, k: Knobs, num_drafts: int = 4, **more: Any) -> EngineCore:
+def drafted(name: str, draft_models: DraftSpecs, k: Knobs, num_drafts: int = 4, **more: Any) -> EngineCore:
     spec, weights = tiny(name)
-    method = "draft-model" if len(guessers) == 1 else "specinfer"
-    model = ",".join(f"draft{i}" for i in range(len(guessers)))
+    method = "draft-model" if len(draft_models) == 1 else "specinfer"
+    model = ",".join(f"draft{i}" for i in range(len(draft_models)))
     return real_engine(
-        spec, weights, k, drafts=FixedDrafts(num_drafts, 63), guessers=guessers,
+        spec, weights, k, drafts=FixedDrafts(num_drafts, 63), draft_models=draft_models,
         speculation={"method": method, "model": model, **more},
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
 @pytest.mark.parametrize("tree", ["k-ary", "sequoia", "opt", "grown"])
 @pytest.mark.parametrize("ops", OPS)
 def test_D24_D25_the_model_as_its_own_draft_knows_the_best_of_every_node(tree: str, ops: str) -> None:
-    """Trees lose and move guesses while they grow: an entry in the wrong place would show as another first guess."""
+    """Trees lose and move drafts while they grow: an entry in the wrong place would show as another first draft."""
     k = Knobs(budget=64, num_blocks=96, ops=ops)
     core = drafted("llama_gqa", (tiny("llama_gqa"),), k, 9, tree=tree)
     drafter = drafter_of(core)
@@ -206,7 +206,7 @@ def test_D10_entries_of_a_draft_are_never_taken_on_trust(name: str, ops: str) ->
 
 
 class Later:
-    """Nobody guesses before `begin` steps with decodes."""
+    """Nobody drafts before `begin` steps with decodes."""
 
     name = "later"
 
@@ -231,7 +231,7 @@ def test_D10_a_prefix_that_the_draft_has_not_seen_is_caught_up_with() -> None:
     prompt = [3 + (7 * i) % 50 for i in range(40)]
     spec, weights = tiny("llama_gqa")
     core = real_engine(
-        spec, weights, Knobs(budget=64), drafts=(later := Later(4, 4)), guessers=(tiny("llama_gqa"),),
+        spec, weights, Knobs(budget=64), drafts=(later := Later(4, 4)), draft_models=(tiny("llama_gqa"),),
         speculation={"method": "draft-model", "model": "same"},
     )  # fmt: skip
     run(core, [request(prompt, max_tokens=5)])
@@ -245,7 +245,7 @@ def test_D10_a_prefix_that_the_draft_has_not_seen_is_caught_up_with() -> None:
         assert got.tokens[0] == generate(oracle("llama_gqa"), r)[0]
         assert_always_right(core)
         num_steps = 3  # 11 tokens, five a step
-        few = num_steps + 1 + 2  # each newest token, the one before the first, and the last guesses of full drafts
+        few = num_steps + 1 + 2  # each newest token, the one before the first, and the last drafts of full drafts
         caught_up = drafter.num_caught_up - before
         assert caught_up <= few if seen else 41 < caught_up <= 41 + few
 
@@ -278,8 +278,8 @@ def test_a_draft_model_made_for_fewer_positions_stops_there() -> None:
     assert 12 <= core.stats.num_accepted_tokens <= 20
 
 
-def mean_accepted(name: str, guessers: Guessers, num_drafts: int, **more: Any) -> float:
-    core = drafted(name, guessers, Knobs(budget=256, num_blocks=256, block_size=4), num_drafts, **more)
+def mean_accepted(name: str, draft_models: DraftSpecs, num_drafts: int, **more: Any) -> float:
+    core = drafted(name, draft_models, Knobs(budget=256, num_blocks=256, block_size=4), num_drafts, **more)
     rng = random.Random(5)
     asked = [request([rng.randrange(3, 60) for _ in range(6)], max_tokens=60) for _ in range(8)]
     got = run(core, asked)
@@ -289,20 +289,20 @@ def mean_accepted(name: str, guessers: Guessers, num_drafts: int, **more: Any) -
 
 
 def test_D11_a_merged_tree_accepts_no_less_than_the_best_chain() -> None:
-    """At an equal number of verified guesses a step, greedy, against either draft model alone."""
+    """At an equal number of verified drafts a step, greedy, against either draft model alone."""
     drafts = (noisy("llama_gqa", 0.12, 1), noisy("llama_gqa", 0.12, 2))
     for num_drafts in (4, 8):
         alone = [mean_accepted("llama_gqa", (draft,), num_drafts) for draft in drafts]
         merged = mean_accepted("llama_gqa", drafts, num_drafts)
-        assert merged > max(alone), f"{merged} with a tree of {num_drafts} guesses, {alone} with chains"
+        assert merged > max(alone), f"{merged} with a tree of {num_drafts} drafts, {alone} with chains"
 
 
 @pytest.mark.parametrize(("name", "num_drafts"), [("llama_gqa", 3), ("llama_gqa", 9), ("slots", 5), ("windowed", 6)])
 def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
     rng = random.Random(f"merged-{name}-{num_drafts}")
     for more in ({}, {"tree": "k-ary"}, {"tree": "opt"}):
-        guessers = (tiny("llama_gqa"), tiny("llama_mha"))
-        core = drafted(name, guessers, knobs_for(rng), num_drafts, **more)
+        draft_models = (tiny("llama_gqa"), tiny("llama_mha"))
+        core = drafted(name, draft_models, knobs_for(rng), num_drafts, **more)
         check(name, turmoil(core, workload(tiny(name)[0].vocab_size), rng))
         assert core.stats.num_draft_tokens > 0
         assert core.executor.runner.drafter is not None  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_D11_entries_of_merged_guesses_are_never_taken_on_trust(temperature: float) -> None:
-    """The model itself among the drafters is right whatever the others guess: where a tree puts its guesses elsewhere
+    """The model itself among the drafters is right whatever the others draft: where a tree puts its drafts elsewhere
     than it had run them, it runs them again."""
     core = drafted("llama_gqa", (noisy("llama_gqa", 0.3), tiny("llama_gqa")), Knobs(budget=128, num_blocks=128), 8)
     merged = core.executor.runner.drafter  # type: ignore[attr-defined]
@@ -333,10 +333,10 @@ def test_D11_entries_of_merged_guesses_are_never_taken_on_trust(temperature: flo
 
 
 def test_D11_a_drafter_of_another_kind_takes_part() -> None:
-    """A model and prompt lookup: the model itself among them is always right, as far as its guesses are kept."""
+    """A model and prompt lookup: the model itself among them is always right, as far as its drafts are kept."""
     spec, weights = tiny("llama_gqa")
     core = real_engine(
-        spec, weights, Knobs(budget=64), drafts=FixedDrafts(6, 63), guessers=(tiny("llama_gqa"),),
+        spec, weights, Knobs(budget=64), drafts=FixedDrafts(6, 63), draft_models=(tiny("llama_gqa"),),
         speculation={"method": "specinfer", "model": "ngram, same"},
     )  # fmt: skip
     r = request([5, 9, 4, 5, 9, 4, 5], max_tokens=40)

@@ -28,7 +28,7 @@ each_ops = pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=n
 
 @cache
 def nano(ops: str, method: str, num_drafts: int = 8, **more: Any) -> LLM:
-    """`method` "": without guesses."""
+    """`method` "": without drafts."""
     config = {"method": method, "heads": f"nano-{method}", "controller": "fixed", "num_speculative_tokens": num_drafts}
     given = json.dumps(config | more) if method else None
     return LLM(model="nano", ops=ops, max_model_len=512, speculative_config=given)
@@ -78,7 +78,7 @@ def test_D13_no_token_changes(ops: str, num_drafts: int) -> None:
 
 @native_only
 def test_D13_more_tokens_a_step_than_medusa_heads() -> None:
-    """The same prompts, guesses and controller; greedy and sampled. Every step counts, the first ones too."""
+    """The same prompts, drafts and controller; greedy and sampled. Every step counts, the first ones too."""
     per_step: dict[tuple[str, float], float] = {}
     for method in ("medusa", "eagle"):
         llm = nano("native", method)
@@ -122,7 +122,7 @@ def test_what_it_is_told_is_what_the_tokens_were_chosen_from(ops: str) -> None:
 @native_only
 @pytest.mark.parametrize("verifier", ["multi-step", "spectr", "speculative-sampling", "typical"])
 def test_other_verifiers_take_its_guesses(verifier: str) -> None:
-    """Those that draw, too: guesses are chosen, not drawn, as medusa's. Greedy rows stay exact."""
+    """Those that draw, too: drafts are chosen, not drawn, as medusa's. Greedy rows stay exact."""
     llm = nano("native", "eagle", verifier=verifier)
     rules = params(24, (0.0, 0.8))
     got = texts(llm, PROSE, rules)
@@ -135,7 +135,7 @@ def test_other_verifiers_take_its_guesses(verifier: str) -> None:
 
 @native_only
 def test_hidden_states_that_are_not_finite_change_no_token() -> None:
-    """The head's own numbers overflow: nothing is guessed, and nobody notices."""
+    """The head's own numbers overflow: nothing is drafted, and nobody notices."""
     plain, llm = nano("native", ""), nano("native", "eagle", 5)
     drafter, rules = drafter_of(llm), params(16, (0.0, 0.7))
     before, head = llm.engine.core.stats.num_draft_tokens, drafter.head

@@ -141,8 +141,8 @@ def test_K15_other_examples_are_not_compared(nano: LLM, plain: Result) -> None:
 
 
 def test_K15_no_speed_is_told_where_tokens_differ_unless_losses_are_meant(plain: Result, rounded: Result) -> None:
-    guessing = LLM("nano", speculative_config='{"method": "ngram", "num_speculative_tokens": 3}', **SMALL)
-    again = evaluate(guessing, TASKS, limit=12, bos=True)
+    drafting = LLM("nano", speculative_config='{"method": "ngram", "num_speculative_tokens": 3}', **SMALL)
+    again = evaluate(drafting, TASKS, limit=12, bos=True)
     told = {s.task: s for s in speeds(again, plain)}
     assert set(told) == {"needle?lengths=256&depths=0+0.5+1", "lookup?pairs=10", "passage", "json"}
     assert all(s.same == s.n and s.ratio is not None for s in told.values())

@@ -55,7 +55,7 @@ def test_D12_no_token_changes(ops: str, num_drafts: int) -> None:
 
 @native_only
 def test_D12_one_and_a_half_tokens_a_step() -> None:
-    """Greedy text like what the model was trained on; every step counts, the first ones without guesses too."""
+    """Greedy text like what the model was trained on; every step counts, the first ones without drafts too."""
     llm = nano("native", 8)
     stats = llm.engine.core.stats
     before = (stats.num_drafts, stats.num_accepted_tokens)

@@ -116,7 +116,7 @@ NANO_WAYS: list[dict[str, Any]] = [
 def test_D30_D31_a_trained_model_drafts_for_itself_and_no_token_changes(
     ops: str, length: int, way: dict[str, Any]
 ) -> None:
-    """Greedy and sampled in one batch; guesses are accepted, so their entries are those of the verifying step."""
+    """Greedy and sampled in one batch; drafts are accepted, so their entries are those of the verifying step."""
     params = [
         SamplingParams(max_tokens=length, temperature=0.7 if i % 2 else 0.0, seed=i, ignore_eos=True)
         for i in range(len(PROSE))
@@ -215,27 +215,27 @@ class Compared:
 
     def __init__(self, inner: Any, small: NaiveModel) -> None:
         self.name, self._inner, self._small = inner.name, inner, small
-        self.num_guesses = 0
+        self.num_drafts = 0
         self.track, self.observe = inner.track, inner.observe
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
         trees: list[DraftTree] = self._inner.propose(jobs)
         for job, tree in zip(jobs, trees, strict=True):
             known = job.tokens.tolist()
-            for guess, prob in zip(tree.token_ids, tree.probs, strict=True):
+            for draft, prob in zip(tree.token_ids, tree.probs, strict=True):
                 logits = self._small.logits(known, last_only=True)[0]
                 token, likely = likeliest(logits)
-                assert guess == token
+                assert draft == token
                 assert prob == pytest.approx(likely, rel=1e-3)
                 known.append(token)
-                self.num_guesses += 1
+                self.num_drafts += 1
         return trees
 
 
 @pytest.mark.parametrize("way", [WAYS[0], {"method": "self-draft", "skip_layers": "1"}], ids=["early-exit", "skip"])
 @pytest.mark.parametrize("name", ["llama_gqa", "latent"])
 def test_guesses_are_what_the_first_layers_say(name: str, way: dict[str, Any]) -> None:
-    """Whole chains, in a batch with prompts and in the steps after guesses were accepted or refused."""
+    """Whole chains, in a batch with prompts and in the steps after drafts were accepted or refused."""
     spec, weights = tiny(name)
     small = msgspec.structs.replace(spec, layers=spec.layers[:1])
     naive = NaiveModel(small, {n: weights[n] for n in weight_shapes(small)})
@@ -246,11 +246,11 @@ def test_guesses_are_what_the_first_layers_say(name: str, way: dict[str, Any]) -
     compared = runner.drafter = Compared(drafter, naive)
     run(core, requests())
     assert runner.drafter is compared
-    assert compared.num_guesses > 100
+    assert compared.num_drafts > 100
 
 
 def counts(way: dict[str, Any], length: int = 48) -> tuple[int, int, list[int]]:
-    """Drafts, accepted guesses, and accepted ones by depth, of greedy text."""
+    """Drafts, accepted drafts, and accepted ones by depth, of greedy text."""
     llm = LLM(model="nano", max_model_len=512, speculative_config=json.dumps({"controller": "fixed", **way}))
     llm.generate(list(PROSE[:2]), SamplingParams(max_tokens=length, temperature=0, ignore_eos=True))
     stats = llm.engine.core.stats
@@ -276,7 +276,7 @@ def nano_fingerprint() -> str:
 @pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=native_only)])
 @pytest.mark.parametrize("by", [0.0, 0.05])
 def test_D30_an_adapter_behind_the_exit(tmp_path: Path, ops: str, by: float) -> None:
-    """One that changes nothing guesses as the exit without one; one of noise guesses otherwise; no token changes."""
+    """One that changes nothing drafts as the exit without one; one of noise drafts otherwise; no token changes."""
     length = 12 if ops == "ref" else 40
     params = [SamplingParams(max_tokens=length, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(4)]
     way = {**NANO_WAYS[0], "controller": "fixed"}
@@ -311,7 +311,7 @@ def test_D30_an_adapter_of_something_else_is_refused(tmp_path: Path, changes: di
 
 @native_only
 def test_more_layers_guess_better() -> None:
-    """Whole numbers of one fixed text, so that a draft that reads wrong entries shows: it guesses as if at random."""
+    """Whole numbers of one fixed text, so that a draft that reads wrong entries shows: it drafts as if at random."""
     found = {n: counts({"method": "early-exit", "exit_layer": n, "num_speculative_tokens": 1}) for n in (1, 2, 4, 5)}
     share = {n: accepted / drafts for n, (drafts, accepted, _) in found.items()}
     assert share[1] < share[4]
@@ -321,7 +321,7 @@ def test_more_layers_guess_better() -> None:
 
 
 def test_a_draft_in_doubt_is_short() -> None:
-    """Kangaroo's early exit: with a confidence of 1 or more nothing follows the first guess."""
+    """Kangaroo's early exit: with a confidence of 1 or more nothing follows the first draft."""
     core = engine("llama_gqa", Knobs(num_blocks=96, budget=24), {**WAYS[0], "num_speculative_tokens": 6})
     drafter = runner_of(core).drafter
     drafter._confidence = 1.1  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
 """Row D31: layers that are skipped to draft either pay or are switched off, on the virtual clock.
 
-What a skip set is worth follows from two numbers: the share of a step that a guess costs, and how often it is right.
+What a skip set is worth follows from two numbers: the share of a step that a draft costs, and how often it is right.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from penstock.config import from_kwargs
 from penstock.core.protocols import DraftController
 from penstock.plan.resolve import resolve
 from penstock.sched.drafts.adaptive import AdaptiveDrafts
-from penstock.sim.guesses import LENGTH, GuessRun, Marks, SettledText, guess_engine, plain_requests, run_guesses
+from penstock.sim.drafts import LENGTH, DraftRun, Marks, SettledText, draft_engine, plain_requests, run_drafts
 
 BASE_S, TOKEN_S = 0.040, 0.001
 COSTS = law(base_s=BASE_S, token_s=TOKEN_S)
 
 
-def run(share: float, right: float, batch: int, drafts: DraftController | None) -> GuessRun:
-    """`share`: what a guess of every row costs, of a plain step of them all."""
+def run(share: float, right: float, batch: int, drafts: DraftController | None) -> DraftRun:
+    """`share`: what a draft of every row costs, of a plain step of them all."""
 
     def marks(rng: random.Random) -> Marks:
         return bytearray(rng.random() < right for _ in range(LENGTH)), bytearray(b"\1" * LENGTH)
@@ -32,12 +32,12 @@ def run(share: float, right: float, batch: int, drafts: DraftController | None) 
         max_model_len=4096,
     )  # fmt: skip
     text = SettledText(3, marks, lambda room, num_rows: share * (BASE_S + TOKEN_S * num_rows) * room / num_rows)
-    core = guess_engine(config, spec, resolve(config, spec, HUGE), COSTS, text, drafts)
-    return run_guesses(core, plain_requests(batch, 16, 700))
+    core = draft_engine(config, spec, resolve(config, spec, HUGE), COSTS, text, drafts)
+    return run_drafts(core, plain_requests(batch, 16, 700))
 
 
 def worth(share: float, right: float) -> float:
-    """Tokens per second of the best number of guesses, of those without any, by the formula; one sequence."""
+    """Tokens per second of the best number of drafts, of those without any, by the formula; one sequence."""
     plain_s = BASE_S + TOKEN_S
     return max(
         (sum(right**i for i in range(k + 1)) / (plain_s + k * (share * plain_s + TOKEN_S))) * plain_s
@@ -51,8 +51,8 @@ def test_D31_a_skip_set_is_used_where_it_pays_and_switched_off_where_it_does_not
     off = run(share, right, 1, None)
     ours = run(share, right, 1, AdaptiveDrafts(4, 63, timer=COSTS))
     expected = worth(share, right)
-    ratio, steps = ours.tokens_per_s / off.tokens_per_s, ours.num_guess_steps / ours.num_steps
-    print(f"worth {expected:.2f}, got {ratio:.3f}, guesses in {steps:.1%} of the steps")
+    ratio, steps = ours.tokens_per_s / off.tokens_per_s, ours.num_draft_steps / ours.num_steps
+    print(f"worth {expected:.2f}, got {ratio:.3f}, drafts in {steps:.1%} of the steps")
     assert ratio >= 0.98
     if expected < 0.9:
         assert steps < 0.05, "it is not switched off"

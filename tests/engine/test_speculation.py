@@ -1,4 +1,4 @@
-"""Guesses change no token: the verifier against naive decoding, through the whole engine."""
+"""Drafts change no token: the verifier against naive decoding, through the whole engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_guesses_change_no_token(slots: bool, windows: tuple[int | None, ...], n
 
 
 def test_right_guesses_take_fewer_steps() -> None:
-    """32 tokens, three right guesses a step: a quarter of the steps; all of the last one is used."""
+    """32 tokens, three right drafts a step: a quarter of the steps; all of the last one is used."""
     steps = {}
     for num_drafts in (0, 3):
         core, forward = fake_engine(Knobs(budget=64, num_drafts=num_drafts, draft_share=1.0), drafter=None)
@@ -172,7 +172,7 @@ class DfaDrafter(SloppyDrafter):
 
 
 def test_a_stateful_processor_goes_along_and_comes_back() -> None:
-    """Among accepted and rejected guesses, preempted and with company, the text is the automaton's."""
+    """Among accepted and rejected drafts, preempted and with company, the text is the automaton's."""
     core, _ = fake_engine(Knobs(budget=64, num_blocks=24, num_drafts=7), drafter=DfaDrafter(3))
     chain = core.executor.runner.sampler.chain  # type: ignore[attr-defined]
     chain.processors = (*chain.processors, Dfa(VOCAB))

@@ -23,7 +23,7 @@ def texts(llm: LLM) -> list[list[int]]:
 
 
 def with_small(threshold: float, fallback: float) -> tuple[list[list[int]], float, float]:
-    """Tokens, the large model's passes per token (counted per sequence), and guesses per pass that had some."""
+    """Tokens, the large model's passes per token (counted per sequence), and drafts per pass that had some."""
     config: dict[str, Any] = {
         "method": "draft-model", "model": "pico", "verifier": "bild", "threshold": threshold, "fallback": fallback,
         "num_speculative_tokens": 6, "controller": "fixed",
@@ -43,10 +43,10 @@ def test_D28_tolerance_calls_the_large_model_less_and_leaves_its_text_and_doubt_
         at: sum(x == y for a, b in zip(got, own, strict=True) for x, y in zip(a, b, strict=True))
         for at, (got, _, _) in rows.items()
     }
-    calls, guesses = ({at: row[i] for at, row in rows.items()} for i in (1, 2))
-    print("same tokens", same, "calls per token", calls, "guesses per pass", guesses)
+    calls, drafts = ({at: row[i] for at, row in rows.items()} for i in (1, 2))
+    print("same tokens", same, "calls per token", calls, "drafts per pass", drafts)
     assert same[0.01, 0.3] == len(PROMPTS) * 48, "with next to no tolerance the text is the large model's own"
     assert same[3.0, 0.3] < 0.8 * len(PROMPTS) * 48, "it is lossy"
     assert calls[3.0, 0.3] < 0.8 * calls[0.01, 0.3] < 0.6
-    assert guesses[3.0, 0.8] < 0.6 * guesses[3.0, 0.3] < 4, "the small model stops where it is in doubt"
+    assert drafts[3.0, 0.8] < 0.6 * drafts[3.0, 0.3] < 4, "the small model stops where it is in doubt"
     assert calls[3.0, 0.8] > calls[3.0, 0.3]

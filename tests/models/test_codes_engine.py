@@ -203,7 +203,7 @@ def test_experts_are_codes_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ops", OPS)
 def test_a_draft_model_of_codes_guesses_as_its_values_do(folders: dict[str, Path], ops: str) -> None:
-    """Greedy tokens are the target's whoever guesses; that guesses are right shows that the draft model computes."""
+    """Greedy tokens are the target's whoever drafts; that drafts are right shows that the draft model computes."""
     target = dense_of(folders["symmetric"])
     llm = LLM(
         target, **SMALL, ops=ops, dtype="float32",

@@ -1,4 +1,4 @@
-"""Guesses on the real small model, with native kernels: the same answers in every field, fewer steps."""
+"""Drafts on the real small model, with native kernels: the same answers in every field, fewer steps."""
 
 from __future__ import annotations
 

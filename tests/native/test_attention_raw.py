@@ -16,7 +16,7 @@ from penstock.ops.plan import GroupPlan, Planes
 from penstock.ops.ref.rotary import rope
 from tests.native.running import each_isa, execute, plan_of
 from tests.native.test_attention import DTYPES, Rule, Text, attend_op, kept, paged, same, sinks_of, slopes_of, text
-from tests.native.test_attention_tree import Guesses, guesses, tree_plan
+from tests.native.test_attention_tree import Drafting, drafts, tree_plan
 
 POSITIONS = 700
 
@@ -32,7 +32,7 @@ def raw_op(rule: Rule, raw: RawKeys | None, registers: list[int], out: int) -> N
 
 
 def run(
-    isa: str, threads: int, step: Sequence[Guesses], rule: Rule, planes: Planes, group: GroupPlan, raw: RawKeys | None
+    isa: str, threads: int, step: Sequence[Drafting], rule: Rule, planes: Planes, group: GroupPlan, raw: RawKeys | None
 ) -> list[F32]:
     plan = tree_plan(step, group)
     bounds = plan.query_start_loc.tolist()
@@ -44,7 +44,7 @@ def run(
     return [out[a:b] for a, b in pairwise(bounds)]
 
 
-def turned(g: Guesses, table: F32, dtype: str, *, interleaved: bool, first: int) -> Text:
+def turned(g: Drafting, table: F32, dtype: str, *, interleaved: bool, first: int) -> Text:
     """The text with keys as they are after a stay in storage and a rotation at their positions."""
     t = g.text
     positions = np.concatenate([np.arange(t.start, dtype=np.int32), g.masks()[1]])
@@ -63,7 +63,7 @@ def test_raw_keys_are_rotated_keys(isa: str, dtype: str, interleaved: bool) -> N
     ]  # fmt: skip
     for n, (rule, first, half) in enumerate(rules):
         table = table_of(rng, half)
-        step = [Guesses(text(rng, rule, 300, 260)), guesses(rng, rule, 500, 40), Guesses(text(rng, rule, 600, 599))]
+        step = [Drafting(text(rng, rule, 300, 260)), drafts(rng, rule, 500, 40), Drafting(text(rng, rule, 600, 599))]
         same_pages = [np.random.default_rng(n) for _ in range(2)]
         block = (1, 7, 16)[n]
         planes, group = paged([g.text for g in step], rule, dtype, block, same_pages[0], n == 1)
@@ -88,7 +88,7 @@ def test_one_page_stands_at_several_positions(isa: str) -> None:
     for x, y in ((a.k, b.k), (a.v, b.v)):
         y[block : 2 * block] = x[:block]
     raw = RawKeys(table_of(rng, 8))
-    step = [Guesses(a), Guesses(b)]
+    step = [Drafting(a), Drafting(b)]
     planes, group = paged([a, b], rule, "bfloat16", block, np.random.default_rng(1))
     want = run(isa, 1, step, rule, planes, group, raw)
     tables = [table.copy() for table in group.tables]

@@ -12,12 +12,12 @@ from penstock.base.bf16 import F32
 from penstock.ops.native.abi import SELECTED, TOKENS
 from tests.native.running import each_isa, each_threads, execute
 from tests.native.test_attention import RULES, SPAN, Rule, attend_op, paged, same, text
-from tests.native.test_attention_tree import Guesses, guesses, tree_plan
+from tests.native.test_attention_tree import Drafting, drafts, tree_plan
 
 I32 = npt.NDArray[np.int32]
 
 
-def attend(isa: str, threads: int, step: Sequence[Guesses], rule: Rule, dtype: str, rows: I32 | None) -> F32:
+def attend(isa: str, threads: int, step: Sequence[Drafting], rule: Rule, dtype: str, rows: I32 | None) -> F32:
     """Every row, or those of tokens `rows`."""
     planes, group = paged([g.text for g in step], rule, dtype, 16, np.random.default_rng(0))
     q = np.concatenate([g.text.q[g.text.start : g.text.stop] for g in step])
@@ -27,7 +27,7 @@ def attend(isa: str, threads: int, step: Sequence[Guesses], rule: Rule, dtype: s
     )  # fmt: skip
 
 
-def selections(rng: np.random.Generator, step: Sequence[Guesses]) -> list[I32]:
+def selections(rng: np.random.Generator, step: Sequence[Drafting]) -> list[I32]:
     """None, the last token of each sequence, all, every second, and some twice in any order."""
     ends = np.cumsum([g.text.stop - g.text.start for g in step])
     count = int(ends[-1])
@@ -50,8 +50,8 @@ def test_rows_have_the_bits_of_all_rows(isa: str, threads: int, dtype: str, name
     rule = Rule(6, 2, 16, 24, **RULES.get(name, {}))
     rng = np.random.default_rng(threads)
     step = [
-        Guesses(text(rng, rule, 300, 180)), guesses(rng, rule, 250, 40), Guesses(text(rng, rule, 1)),
-        Guesses(text(rng, rule, 90, 89)), guesses(rng, rule, 0, 17, "deep"),
+        Drafting(text(rng, rule, 300, 180)), drafts(rng, rule, 250, 40), Drafting(text(rng, rule, 1)),
+        Drafting(text(rng, rule, 90, 89)), drafts(rng, rule, 0, 17, "deep"),
     ]  # fmt: skip
     whole = attend(isa, threads, step, rule, dtype, None)
     for rows in selections(rng, step):
@@ -62,7 +62,7 @@ def test_rows_have_the_bits_of_all_rows(isa: str, threads: int, dtype: str, name
 def test_a_long_context_behind_one_row_is_split(isa: str) -> None:
     rule = Rule(4, 2, 16, 16)
     rng = np.random.default_rng(1)
-    step = [Guesses(text(rng, rule, 30)), Guesses(text(rng, rule, 3 * SPAN + 100, 3 * SPAN))]
+    step = [Drafting(text(rng, rule, 30)), Drafting(text(rng, rule, 3 * SPAN + 100, 3 * SPAN))]
     whole = attend(isa, 1, step, rule, "bfloat16", None)
     for rows in ([129], [0, 129], [29, 30, 128, 129]):
         same(attend(isa, 3, step, rule, "bfloat16", np.array(rows, np.int32)), whole[rows])

@@ -1,4 +1,4 @@
-"""Trees of guesses in PST_WRITE and PST_ATTEND: each node against its path alone, bit for bit, and in float64."""
+"""Trees of drafts in PST_WRITE and PST_ATTEND: each node against its path alone, bit for bit, and in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.native.test_attention import (
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Drafting:
     """A sequence of a step: tokens start ... of `text` hang on each other as `parents` says; none: an ordinary text.
 
     `plain` nodes say 0 for a mask: those that see all before them may.
@@ -89,11 +89,11 @@ def random_tree(rng: np.random.Generator, count: int, kind: str) -> tuple[int, .
     return (-1, *(parents[kind](i) for i in range(1, count)))
 
 
-def guesses(rng: np.random.Generator, rule: Rule, start: int, count: int, kind: str = "bushy") -> Guesses:
-    return Guesses(text(rng, rule, start + count, start), random_tree(rng, count, kind), bool(rng.integers(2)))
+def drafts(rng: np.random.Generator, rule: Rule, start: int, count: int, kind: str = "bushy") -> Drafting:
+    return Drafting(text(rng, rule, start + count, start), random_tree(rng, count, kind), bool(rng.integers(2)))
 
 
-def tree_plan(step: Sequence[Guesses], group: GroupPlan) -> StepPlan:
+def tree_plan(step: Sequence[Drafting], group: GroupPlan) -> StepPlan:
     texts = [g.text for g in step]
     bounds = np.cumsum([0, *(t.stop - t.start for t in texts)]).tolist()
     plan = plan_of(bounds, [t.start for t in texts], [group])
@@ -102,7 +102,7 @@ def tree_plan(step: Sequence[Guesses], group: GroupPlan) -> StepPlan:
 
 
 def attend_step(
-    isa: str, threads: int, step: Sequence[Guesses], rule: Rule, dtype: str, block: int = 16, *, seed: int = 0,
+    isa: str, threads: int, step: Sequence[Drafting], rule: Rule, dtype: str, block: int = 16, *, seed: int = 0,
     ragged: bool = False,
 ) -> list[F32]:  # fmt: skip
     """Of each sequence [tokens, H, W]."""
@@ -118,7 +118,7 @@ def attend_step(
     return [out[a:b] for a, b in pairwise(bounds)]
 
 
-def assert_paths(got: F32, g: Guesses, rule: Rule, dtype: str, isa: str, *, leaves: int = 5) -> None:
+def assert_paths(got: F32, g: Drafting, rule: Rule, dtype: str, isa: str, *, leaves: int = 5) -> None:
     """Some paths in full, and their last tokens decoded alone."""
     for leaf in g.leaves()[-leaves:]:
         t = g.alone(leaf)
@@ -139,8 +139,8 @@ def test_C51_nodes_are_their_paths(isa: str, dtype: str, kind: str) -> None:
     rule = Rule(6, 2, 16, 24)
     rng = np.random.default_rng([KINDS.index(kind), 4])
     step = [
-        guesses(rng, rule, 250, 40, kind), Guesses(text(rng, rule, 270, 200)), guesses(rng, rule, 0, 17, kind),
-        Guesses(text(rng, rule, 90, 89)), guesses(rng, rule, 16, 64, kind), guesses(rng, rule, 511, 1, kind),
+        drafts(rng, rule, 250, 40, kind), Drafting(text(rng, rule, 270, 200)), drafts(rng, rule, 0, 17, kind),
+        Drafting(text(rng, rule, 90, 89)), drafts(rng, rule, 16, 64, kind), drafts(rng, rule, 511, 1, kind),
     ]  # fmt: skip
     for g, got in zip(step, attend_step(isa, 2, step, rule, dtype), strict=True):
         assert_paths(got, g, rule, dtype, isa)
@@ -152,8 +152,8 @@ def test_rules_go_by_positions(isa: str, name: str) -> None:
     rule = Rule(6, 2, 16, 24, **RULES[name])
     rng = np.random.default_rng(22)
     for n, dtype in enumerate(DTYPES):
-        step = [guesses(rng, rule, s, c, k) for s, c, k in ((430, 64, "deep"), (0, 9, "bushy"), (500, 40, "chain"))]
-        step.insert(n % 3, Guesses(text(rng, rule, 70)))
+        step = [drafts(rng, rule, s, c, k) for s, c, k in ((430, 64, "deep"), (0, 9, "bushy"), (500, 40, "chain"))]
+        step.insert(n % 3, Drafting(text(rng, rule, 70)))
         for g, got in zip(step, attend_step(isa, 1, step, rule, dtype, 8, ragged=n % 2 == 1), strict=True):
             assert_paths(got, g, rule, dtype, isa, leaves=3)
 
@@ -161,7 +161,7 @@ def test_rules_go_by_positions(isa: str, name: str) -> None:
 @each_isa
 def test_the_mask_changes_something(isa: str) -> None:
     rule = Rule(2, 1, 16, 16)
-    g = guesses(np.random.default_rng(3), rule, 20, 12, "wide")
+    g = drafts(np.random.default_rng(3), rule, 20, 12, "wide")
     step = [replace(g, plain=False)]
     chain = [replace(g, parents=random_tree(np.random.default_rng(0), 12, "chain"))]
     tree, ordinary = (attend_step(isa, 1, s, rule, "float32")[0] for s in (step, chain))
@@ -188,9 +188,9 @@ def test_random_steps(isa: str, threads: int) -> None:
         for _ in range(int(rng.integers(1, 5))):
             start = int(rng.choice([0, 1, 255, int(rng.integers(600))]))
             if rng.random() < 0.4:
-                step.append(Guesses(text(rng, rule, start + int(rng.choice([1, 30])), start)))
+                step.append(Drafting(text(rng, rule, start + int(rng.choice([1, 30])), start)))
             else:
-                step.append(guesses(rng, rule, start, int(rng.integers(1, 65)), str(rng.choice(KINDS))))
+                step.append(drafts(rng, rule, start, int(rng.integers(1, 65)), str(rng.choice(KINDS))))
         block, ragged = int(rng.integers(1, 33)), bool(rng.integers(2))
         together = attend_step(isa, threads, step, rule, dtype, block, seed=trial, ragged=ragged)
         for g, got in zip(step, together, strict=True):
@@ -204,9 +204,9 @@ def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: i
     """Threads share the spans of one long context; a path may go from one span into the next."""
     rule = Rule(4, 2, 8, 8, window)
     rng = np.random.default_rng(9)
-    short = Guesses(text(rng, rule, 60, 57))
+    short = Drafting(text(rng, rule, 60, 57))
     for start in (2 * SPAN - 20, 3 * SPAN - 300):
-        g = guesses(rng, rule, start, 60, "deep")
+        g = drafts(rng, rule, start, 60, "deep")
         alone = attend_step(isa, 1, [g], rule, dtype, 256)[0]
         assert_paths(alone, g, rule, dtype, isa, leaves=2)
         for threads in (2, 3):
@@ -217,7 +217,7 @@ def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, window: i
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_on_its_paths(isa: str, dtype: str) -> None:
     rule = Rule(4, 2, 16, 16)
-    g = guesses(np.random.default_rng(11), rule, 100, 30)
+    g = drafts(np.random.default_rng(11), rule, 100, 30)
     clean = attend_step(isa, 1, [g], rule, dtype)[0]
     sick = 100 + 4
     for what in ("k", "v"):
@@ -236,7 +236,7 @@ def test_writes_at_slots(isa: str, threads: int, block: int) -> None:
     rng = np.random.default_rng(5)
     rule = Rule(2, 2, 24, 19)
     step = [
-        guesses(rng, rule, 13, 30), Guesses(text(rng, rule, 20, 9)), guesses(rng, rule, 0, 9, "wide"),
+        drafts(rng, rule, 13, 30), Drafting(text(rng, rule, 20, 9)), drafts(rng, rule, 0, 9, "wide"),
     ]  # fmt: skip
     counts = [-(-g.text.stop // block) for g in step]
     slabs = rng.permutation(sum(counts)).astype(np.int32)
@@ -273,7 +273,7 @@ def _position(plan: Any) -> None:
 @pytest.mark.parametrize("spoil", [_later, _not_itself, _position])
 def test_a_mask_that_would_read_elsewhere_is_refused(isa: str, spoil: Any) -> None:
     rule = Rule(2, 1, 8, 8)
-    g = guesses(np.random.default_rng(1), rule, 5, 4, "wide")
+    g = drafts(np.random.default_rng(1), rule, 5, 4, "wide")
     planes, group = paged([g.text], rule, "float32", 4, np.random.default_rng(0))
     layout = Layout()
     q, out = layout.register(16), layout.register(16)

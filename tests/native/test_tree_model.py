@@ -1,4 +1,4 @@
-"""Trees of guesses through whole models, reference and native: every node's logits are those of its path alone."""
+"""Trees of drafts through whole models, reference and native: every node's logits are those of its path alone."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def check(name: str, isa: str | None, *, num_nodes: int, prefix: int, draw: int,
     for turn in range(2):
         start = len(ids)
         parents, other = random_parents(rng, num_nodes), random_parents(rng, 8)
-        guessed, others = ([rng.randrange(3, vocab) for _ in range(n)] for n in (num_nodes, 8))
-        work = {"a": Job(guessed, parents), "b": Job([5, 6]), ("c", turn): Job(others, other), ("d", turn): Job(ids)}
+        drafted, others = ([rng.randrange(3, vocab) for _ in range(n)] for n in (num_nodes, 8))
+        work = {"a": Job(drafted, parents), "b": Job([5, 6]), ("c", turn): Job(others, other), ("d", turn): Job(ids)}
         order = list(work.items())
         rng.shuffle(order)
         got = trees.step(dict(order))
@@ -137,16 +137,16 @@ def check(name: str, isa: str | None, *, num_nodes: int, prefix: int, draw: int,
         leaves = sorted(set(range(num_nodes)) - set(parents))
         for leaf in rng.sample(leaves, min(3, len(leaves))):
             nodes = path(masks[leaf], leaf)
-            alone = plain.one_go((turn, leaf), [*ids, *(guessed[n] for n in nodes)])[start:]
+            alone = plain.one_go((turn, leaf), [*ids, *(drafted[n] for n in nodes)])[start:]
             assert np.array_equal(got["a"][nodes], alone), f"{name}, draw {draw}, path {nodes}"
         leaf = max(leaves, key=lambda n: len(path(masks[n], n)))
         nodes = path(masks[leaf], leaf)
         plain.one_go(("slow", turn), ids)
-        one_by_one = [plain.one_go(("slow", turn), [guessed[n]]).copy() for n in nodes]
+        one_by_one = [plain.one_go(("slow", turn), [drafted[n]]).copy() for n in nodes]
         assert np.array_equal(got["a"][nodes], np.concatenate(one_by_one))
         assert np.array_equal(got[("d", turn)], plain.one_go(("d", turn), ids))
         trees.accept("a", nodes)
-        ids = (*ids, *(guessed[n] for n in nodes))
+        ids = (*ids, *(drafted[n] for n in nodes))
 
 
 @pytestmark_native

@@ -127,7 +127,7 @@ def without_prompts(shape: torch.Size, longest: int) -> Tensor:
 
 
 def loss_of(model: SpecModule, head: EagleModule, tokens: Tensor, passes: int, smooth: float) -> tuple[Tensor, Tensor]:
-    """(loss, share of each pass's guesses that are the model's first choice [passes]). Shapes: tokens [B, T]."""
+    """(loss, share of each pass's drafts that are the model's first choice [passes]). Shapes: tokens [B, T]."""
     (features,) = hidden_states(model, tokens, (len(model.spec.layers),))
     embeddings = model._w("embed")[tokens[:, 1:]]
     known = without_prompts(features[:, :-1].shape[:2], head.distance.shape[1] + 8)
@@ -172,7 +172,7 @@ def train(model: SpecModule, head: EagleModule, rows: Iterator[np.ndarray], args
         if (step + 1) % 50 == 0:
             shares = ", ".join(f"{s:.1%}" for s in (shown / 50).tolist())
             minutes = (time.monotonic() - began) / 60
-            console.print(f"{minutes:.1f} min, step {step + 1}: loss {loss.item():.3f}, right guesses {shares}")
+            console.print(f"{minutes:.1f} min, step {step + 1}: loss {loss.item():.3f}, right drafts {shares}")
             shown.zero_()
 
 

@@ -1,4 +1,4 @@
-"""Heads that guess further ahead (Medusa), or an adapter behind an early exit, for a model that stays as it is.
+"""Heads that draft further ahead (Medusa), or an adapter behind an early exit, for a model that stays as it is.
 
     PYTHONPATH=tools python -m train.heads src/penstock/bundled/nano nano --data build/corpus --out build/nano-medusa
     PYTHONPATH=tools python -m train.heads ... --exit 2 --out build/nano-adapter
@@ -69,7 +69,7 @@ def logits_of(model: SpecModule, x: Tensor) -> Tensor:
 
 
 def loss_of(model: SpecModule, heads: MedusaHeads, tokens: Tensor, every: int) -> tuple[Tensor, Tensor]:
-    """(loss, share of right first guesses per head [K]); `every`-th place only: the output matrix costs most."""
+    """(loss, share of right first drafts per head [K]); `every`-th place only: the output matrix costs most."""
     k = len(heads.weight)
     (hidden,) = hidden_states(model, tokens[:, : -k - 1], (len(model.spec.layers),))
     at = torch.arange(int(torch.randint(every, ())), hidden.shape[1], every)
@@ -151,7 +151,7 @@ def train(model: SpecModule, heads: MedusaHeads, rows: Iterator[np.ndarray], arg
         shown += right
         if step % 50 == 0:
             shares = ", ".join(f"{share:.1%}" for share in (shown / 50).tolist())
-            console.print(f"{done:.0%} step {step}: loss {loss.item():.3f}, right first guesses {shares}")
+            console.print(f"{done:.0%} step {step}: loss {loss.item():.3f}, right first drafts {shares}")
             shown.zero_()
 
 

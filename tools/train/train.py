@@ -149,10 +149,10 @@ def loss_of(
     with torch.autocast(x.device.type, torch.bfloat16, enabled=fast_bfloat16(x.device)):
         *early, last = model.residuals(x, (*exits, len(model.spec.layers)))
         # Every fourth place is enough for the exits: the head costs more than a layer.
-        guesses = [model.head(residual[:, 3::4]) for residual in early]
+        drafts = [model.head(residual[:, 3::4]) for residual in early]
         logits = model.head(last)
     total = torch.zeros((), device=x.device)
-    for out in guesses:
+    for out in drafts:
         total = total + 0.3 * _mean(_each(out, y[:, 3::4]), w[:, 3::4])
     each = _each(logits, y)
     return total + _mean(each, w), torch.stack([(each * (w >= 1)).sum(), (w >= 1).sum()]).detach()

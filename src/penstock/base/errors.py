@@ -67,7 +67,7 @@ class RefusedError(PenstockError):
         status: 401, 403, 404, 408, 409, 413, 415, 422, 429, 431, 499, 501, 503 or 504.
         code: OpenAI's `code`, a word such as "rate_limit_exceeded"; None if there is no word for it.
         type: OpenAI's `type`; by default what belongs to the status.
-        retry_after_s: when trying again makes sense, as a guess; None if it does not.
+        retry_after_s: when trying again makes sense, as a draft; None if it does not.
         param: the field that has to change, if it is one field's fault.
     """
 

@@ -30,8 +30,8 @@ def acceptance_of(llm: LLM) -> Acceptance:
     return Acceptance.of(llm.engine.core.stats.counters())
 
 
-def _guesses(llm: LLM, before: Acceptance) -> dict[str, Any]:
-    """What came of guesses since `before`; nothing without speculation."""
+def _drafts(llm: LLM, before: Acceptance) -> dict[str, Any]:
+    """What came of drafts since `before`; nothing without speculation."""
     return {} if llm.config.speculation is None else (acceptance_of(llm) - before).figures()
 
 
@@ -77,7 +77,7 @@ def latency(
         "avg_ttft": float(np.mean(ttfts)) if ttfts else None,
         "output_tokens_per_second": batch_size * n * output_len / mean_s,
         "input_len": input_len, "output_len": output_len, "batch_size": batch_size, "n": n,
-        **_guesses(llm, before),
+        **_drafts(llm, before),
     }  # fmt: skip
 
 
@@ -110,5 +110,5 @@ def throughput(
         "tokens_per_second": (num_in + num_out) / took_s,
         "output_tokens_per_second": num_out / took_s,
         "prefix_cache_hit_rate": cached / num_in if num_in else None,
-        **_guesses(llm, before),
+        **_drafts(llm, before),
     }

@@ -24,13 +24,13 @@ _ROWS = (
     ("verified", "Answers asked again, alone", "{:d}"),
     ("verify_mismatches", "... that were different", "{:d}"),
 )
-_GUESSES = (
+_DRAFTS = (
     ("spec_decode_num_drafts", "Drafts", "{:d}"),
     ("spec_decode_draft_tokens", "Draft tokens", "{:d}"),
     ("spec_decode_accepted_tokens", "Accepted tokens", "{:d}"),
     ("spec_decode_acceptance_rate", "Acceptance rate (%)", "{:.1f}"),
     ("spec_decode_acceptance_length", "Mean accepted length", "{:.2f}"),
-    ("spec_decode_draft_share", "Share of drafting in steps with guesses", "{:.1%}"),
+    ("spec_decode_draft_share", "Share of drafting in steps with drafts", "{:.1%}"),
     ("spec_decode_verify_share", "Share of verifying", "{:.1%}"),
     ("spec_decode_speedup", "Effective speed-up of these steps, estimated", "{:.2f}"),
 )
@@ -44,7 +44,7 @@ def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
 
     console = Console()
     rows = [(label, shape.format(result[name])) for name, label, shape in _ROWS if result.get(name) is not None]
-    rows += guess_rows(result)
+    rows += draft_rows(result)
     rows += [(f"Failed: {kind}", str(count)) for kind, count in result["errors_by_kind"].items()]
     print_figures("Serving benchmark", rows)
     columns = (
@@ -65,9 +65,9 @@ def print_result(result: dict[str, Any], metrics: Sequence[str]) -> None:
         )
 
 
-def guess_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+def draft_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Speculation's numbers (`core.acceptance.Acceptance.figures`) as rows of a table; none if there are none."""
-    rows = [(label, shape.format(result[name])) for name, label, shape in _GUESSES if result.get(name) is not None]
+    rows = [(label, shape.format(result[name])) for name, label, shape in _DRAFTS if result.get(name) is not None]
     positions = result.get("spec_decode_per_position_acceptance_rates")
     if positions:
         rows.append(("Acceptance per position (%)", " ".join(f"{100 * share:.1f}" for share in positions)))

@@ -150,7 +150,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
 
 async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
-    from penstock.bench import guesses, report, serve
+    from penstock.bench import drafts, report, serve
     from penstock.bench.metrics import detail, parse_goodput, summarize
     from penstock.bench.prompts import make_samples
     from penstock.report import files
@@ -171,13 +171,13 @@ async def _measure(args: argparse.Namespace, client: HttpClient) -> int:
         await serve.wait_ready(client, target, args.ready_check_timeout_sec)
     samples = make_samples(data, await serve.make_maker(client, model, ids=not target.is_chat))
     due_s = _due(args, samples)
-    before = await guesses.scrape(client)
+    before = await drafts.scrape(client)
     with files.progress("requests", len(samples), show=not args.disable_tqdm) as advance:
         outcomes, duration_s = await serve.run(
             client, target, samples, due_s, max_concurrency=args.max_concurrency, on_done=lambda outcome: advance()
         )
     figures = summarize(outcomes, duration_s, metrics=metrics, percentiles=percentiles, goodput=goodput)
-    figures |= guesses.since(before, await guesses.scrape(client))
+    figures |= drafts.since(before, await drafts.scrape(client))
     if args.verify:
         figures |= await serve.verify(client, target, samples, outcomes, args.verify)
     result = _about(args, backend, model, len(samples)) | figures
@@ -302,7 +302,7 @@ def _latency(args: argparse.Namespace) -> int:
     rows = [("mean", f"{result['avg_latency']:.4f} s")]
     rows += [(f"p{p}", f"{value:.4f} s") for p, value in result["percentiles"].items()]
     rows.append(("generated tokens per second", f"{result['output_tokens_per_second']:.1f}"))
-    report.print_figures("Latency of one batch", rows + report.guess_rows(result))
+    report.print_figures("Latency of one batch", rows + report.draft_rows(result))
     if args.output_json:
         files.save(Path(args.output_json), result)
     return EXIT_OK
@@ -324,7 +324,7 @@ def _throughput(args: argparse.Namespace) -> int:
         ("prompt tokens from the prefix cache", f"{result['prefix_cache_hit_rate'] or 0:.1%}"),
         ("elapsed", f"{result['elapsed_time']:.2f} s"),
     ]
-    report.print_figures("Throughput", rows + report.guess_rows(result))
+    report.print_figures("Throughput", rows + report.draft_rows(result))
     if args.output_json:
         files.save(Path(args.output_json), result)
     return EXIT_FAILED if result["failed"] else EXIT_OK

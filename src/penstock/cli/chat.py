@@ -104,7 +104,7 @@ class Conversation:
         What is refused (too long, no chat template) is told and forgotten: the conversation goes on without it.
         """
         from penstock.base.errors import InputError
-        from penstock.cli.run import guesses_of
+        from penstock.cli.run import drafts_of
 
         messages = [*self._messages, {"role": "user", "content": text}]
         written, output, started = "", None, time.perf_counter()
@@ -129,5 +129,5 @@ class Conversation:
             self._stats = (
                 f"prompt {len(output.prompt_token_ids)} tokens ({output.num_cached_tokens} cached), {num} generated, "
                 f"TTFT {(output.metrics.ttft_s or 0.0) * 1e3:.1f} ms, {num / wall_s:.1f} tokens/s"
-                f"{guesses_of(output)}"
+                f"{drafts_of(output)}"
             )

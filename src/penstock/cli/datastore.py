@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build = actions.add_parser("build", allow_abbrev=False, help="write a datastore for a model's tokenizer")
     build.add_argument("model", metavar="MODEL", help="folder, file or id of the model that will read it")
     build.add_argument("--tokenizer", metavar="PATH", help="as for the engine, if it is not the model's own")
-    build.add_argument("--text", metavar="FILE", nargs="+", required=True, help="texts, UTF-8, to guess from")
+    build.add_argument("--text", metavar="FILE", nargs="+", required=True, help="texts, UTF-8, to draft from")
     build.add_argument("--out", metavar="FILE", required=True, help="where to write it")
 
 

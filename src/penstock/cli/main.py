@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_cap_arguments(cap)
 
-    datastore = commands.add_parser("datastore", allow_abbrev=False, help="texts to guess from, for the drafter rest")
+    datastore = commands.add_parser("datastore", allow_abbrev=False, help="texts to draft from, for the drafter rest")
     from penstock.cli.datastore import add_arguments as add_datastore_arguments
 
     add_datastore_arguments(datastore)

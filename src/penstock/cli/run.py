@@ -145,12 +145,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def guesses_of(output: Any) -> str:
-    """How many guesses were right, if there were any."""
+def drafts_of(output: Any) -> str:
+    """How many drafts were right, if there were any."""
     m = output.metrics
     if not m.num_drafts:
         return ""
-    return f", {m.num_accepted_tokens} of {m.num_draft_tokens} guesses right in {m.num_drafts} steps"
+    return f", {m.num_accepted_tokens} of {m.num_draft_tokens} drafts right in {m.num_drafts} steps"
 
 
 def _print_stats(output: Any, wall_s: float) -> None:
@@ -159,6 +159,6 @@ def _print_stats(output: Any, wall_s: float) -> None:
     print(
         f"prompt {len(output.prompt_token_ids)} tokens ({output.num_cached_tokens} cached), generated {num} tokens, "
         f"TTFT {ttft * 1e3:.1f} ms, {num / wall_s:.1f} tokens/s, ended by {output.outputs[0].finish_reason}"
-        f"{guesses_of(output)}",
+        f"{drafts_of(output)}",
         file=sys.stderr,
     )

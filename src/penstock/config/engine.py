@@ -192,7 +192,7 @@ class ExecutionConfig(Section):
     speculative_config: str | None = setting(
         None,
         'Speculative decoding, as a JSON object: {"method": "ngram", "num_speculative_tokens": 5}. Without it, or when '
-        "guesses do not pay, every step yields one token. No method changes what is generated, unless its verifier "
+        "drafts do not pay, every step yields one token. No method changes what is generated, unless its verifier "
         "says so.",
         takes_object=True,
     )

@@ -17,17 +17,17 @@ CONTROLLERS = ("adaptive", "fixed")
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig(Section):
-    """How to guess and how to verify. Only `verifier` can change what is generated, and by default it does not."""
+    """How to draft and how to verify. Only `verifier` can change what is generated, and by default it does not."""
 
-    method: str = setting("", "The drafter: who guesses.", allow_empty=True)
+    method: str = setting("", "The drafter: who drafts.", allow_empty=True)
     model: str | None = setting(None, "Draft model: folder, file or id; more than one, with commas, for specinfer.")
     num_speculative_tokens: int | None = setting(
         None,
-        "Guesses for one sequence in one step, at most; by default the drafter's own number.",
+        "Drafts for one sequence in one step, at most; by default the drafter's own number.",
         minimum=1,
         maximum=63,
     )
-    max_depth: int = setting(63, "Guesses on one path of a tree, at most.", minimum=1, maximum=63)
+    max_depth: int = setting(63, "Drafts on one path of a tree, at most.", minimum=1, maximum=63)
     controller: str = setting(
         "adaptive",
         "Who decides how many. adaptive: as many as pay, by measured acceptance and cost, or none. fixed: always "
@@ -36,7 +36,7 @@ class SpeculativeConfig(Section):
     )
     verifier: str = setting(
         "match",
-        "What makes a guess right. match: it is the model's own token, drawn or greedy; the output is what it is "
+        "What makes a draft right. match: it is the model's own token, drawn or greedy; the output is what it is "
         "without speculation. speculative-sampling (chains), multi-step, spectr (trees): the same distribution, other "
         "draws. typical, bild: other outputs, faster: lossy.",
         choices=VERIFIERS,
@@ -49,15 +49,15 @@ class SpeculativeConfig(Section):
     fallback: float = setting(0.6, "bild: the draft model stops where its likeliest token is less likely.", minimum=0)
     tree: str = setting(
         "chain",
-        "Shape of a draft model's guesses. chain; k-ary: the same width at each level; sequoia: the best fixed shape "
+        "Shape of a draft model's drafts. chain; k-ary: the same width at each level; sequoia: the best fixed shape "
         "for measured acceptance; opt, grown: by the draft model's own probabilities, at each step.",
         choices=TREES,
     )
-    branches: int = setting(2, "k-ary: guesses behind each.", minimum=1, maximum=8)
+    branches: int = setting(2, "k-ary: drafts behind each.", minimum=1, maximum=8)
     prompt_lookup_min: int = setting(1, "ngram: shortest suffix that is looked up.", minimum=1, maximum=64)
     prompt_lookup_max: int = setting(3, "ngram: longest suffix that is looked up.", minimum=1, maximum=64)
     disable_by_batch_size: int = setting(
-        0, "fixed: no guesses while more sequences than this decode; 0: no such limit.", minimum=0
+        0, "fixed: no drafts while more sequences than this decode; 0: no such limit.", minimum=0
     )
     suffix_decoding_max_tree_depth: int = setting(
         24, "suffix: longest suffix that is looked up.", minimum=1, maximum=64
@@ -66,19 +66,19 @@ class SpeculativeConfig(Section):
         10_000, "suffix: outputs of ended requests that are remembered.", minimum=0
     )
     suffix_decoding_min_token_prob: float = setting(
-        0.1, "suffix: a guess is made if it followed at least so often.", minimum=0, maximum=1
+        0.1, "suffix: a draft is made if it followed at least so often.", minimum=0, maximum=1
     )
     store_bytes: int = setting(64 << 20, "suffix: memory for what is remembered.", minimum=0)
     datastore: str | None = setting(None, "rest: the file that `penstock datastore` has written.")
     function: str | None = setting(
-        None, "function: your own drafter, as module:name; called with the tokens so far and how many to guess."
+        None, "function: your own drafter, as module:name; called with the tokens so far and how many to draft."
     )
     heads: str | None = setting(None, "medusa, eagle: folder of the trained heads; early-exit: of an adapter.")
     exit_layer: int | None = setting(None, "early-exit: the layer behind which the draft is read.", minimum=1)
     skip_layers: str | None = setting(
         None, "self-draft: layers that the draft leaves out, as 3,4,7; by default every second one of the middle."
     )
-    window: int = setting(8, "jacobi, lookahead: tokens that are guessed side by side.", minimum=1, maximum=32)
+    window: int = setting(8, "jacobi, lookahead: tokens that are drafted side by side.", minimum=1, maximum=32)
     ngram_size: int = setting(3, "lookahead: tokens of an n-gram of its pool.", minimum=2, maximum=8)
 
     def __post_init__(self) -> None:

@@ -18,13 +18,13 @@ _AT = "num_accepted_at_"
 class Acceptance:
     """Of an engine since start, or of a part of its time if the counters are differences. Units: tokens, seconds.
 
-    A *draft* is one sequence's guesses in one step, if there were any. Every figure is None where it would divide by 0.
+    A *draft* is one sequence's drafts in one step, if there were any. Every figure is None where it would divide by 0.
 
     Attributes:
-        num_steps: steps in which a sequence had room for guesses; `step_s`: how long they took, `draft_s` of it the
+        num_steps: steps in which a sequence had room for drafts; `step_s`: how long they took, `draft_s` of it the
             drafters.
         compared_s, plain_s: see `speedup`.
-        accepted_at: [depth - 1]: guesses that were accepted at that depth.
+        accepted_at: [depth - 1]: drafts that were accepted at that depth.
     """
 
     num_drafts: float = 0.0
@@ -71,7 +71,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float | None:
-        """Accepted guesses per guess. A tree guesses several tokens for one place, and at most one can be right."""
+        """Accepted drafts per draft. A tree drafts several tokens for one place, and at most one can be right."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
@@ -82,12 +82,12 @@ class Acceptance:
 
     @property
     def per_position(self) -> tuple[float, ...]:
-        """[depth - 1]: share of the drafts whose guess at that depth was accepted; it falls with depth."""
+        """[depth - 1]: share of the drafts whose draft at that depth was accepted; it falls with depth."""
         return tuple(n / self.num_drafts for n in self.accepted_at) if self.num_drafts else ()
 
     @property
     def verify_s(self) -> float:
-        """Seconds of the steps with room for guesses that the drafters did not take."""
+        """Seconds of the steps with room for drafts that the drafters did not take."""
         return max(0.0, self.step_s - self.draft_s)
 
     @property
@@ -100,7 +100,7 @@ class Acceptance:
 
     @property
     def speedup(self) -> float | None:
-        """Effective speed-up of steps that guess, estimated while running (`engine.gain`): the seconds that plain steps
+        """Effective speed-up of steps that draft, estimated while running (`engine.gain`): the seconds that plain steps
         with as many sequences would have taken for their tokens, over theirs. None until both kinds have run."""
         return _ratio(self.plain_s, self.compared_s)
 

@@ -73,7 +73,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
     `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.
     `pooling` ("last", "mean", "cls") folds the hidden states of these tokens into one; see `runner.pooling`.
-    `num_drafts` > 0: the rank may guess so many tokens that follow, at most `draft_depth` of them on one path, and
+    `num_drafts` > 0: the rank may draft so many tokens that follow, at most `draft_depth` of them on one path, and
     verify them in this step: there is memory for them behind the last token. The row then yields a Verified.
     `keeps` > 0: choose what the sequence keeps once these tokens have run, so many tokens per line; the row then yields
     a Selected.
@@ -105,7 +105,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that run; room for guesses counts as if it were used."""
+        """Tokens that run; room for drafts counts as if it were used."""
         return sum(r.num_tokens + r.num_drafts for r in self.scheduled)
 
 
@@ -129,9 +129,9 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Result of a row with room for guesses: `token_ids` are the accepted ones and the one the model adds to them.
+    """Result of a row with room for drafts: `token_ids` are the accepted ones and the one the model adds to them.
 
-    `num_drafted`: guesses that were verified (0: the drafter had none). `num_kept`: tokens from the row's `start` on
+    `num_drafted`: drafts that were verified (0: the drafter had none). `num_kept`: tokens from the row's `start` on
     whose cache entries stay; 0 if a recurrent state had to be put back, and they are to be computed again.
     `whole`: false if no token was added behind the accepted ones (the row ended or failed there).
     """

@@ -1,4 +1,4 @@
-"""What passes between a drafter and the one verifier: what is asked for, what is guessed, and what came of it."""
+"""What passes between a drafter and the one verifier: what is asked for, what is drafted, and what came of it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from penstock.core.sampling import TokenRules
 
 ROOT = -1
-"""Parent of a guess that follows the newest known token."""
+"""Parent of a draft that follows the newest known token."""
 MAX_DRAFTS = 63
-"""Guesses for one sequence in one step: a tree has 64 nodes, and the newest known token is its root (`ops.tree`)."""
+"""Drafts for one sequence in one step: a tree has 64 nodes, and the newest known token is its root (`ops.tree`)."""
 
 
 class DraftJob(NamedTuple):
-    """One sequence that may guess.
+    """One sequence that may draft.
 
     Attributes:
         tokens: int32 [num_known] prompt and output so far; a view, valid during the call. The root is the last one.
         prompt_len: how many of them are the prompt.
-        num_nodes: guesses at most. max_depth: on one path at most.
+        num_nodes: drafts at most. max_depth: on one path at most.
         chain_only: only a chain can be verified (a recurrent layer follows one path); more is cut off.
         sample_index, rules: as the sampler has them: `rules.seed` is the request's.
     """
@@ -39,14 +39,14 @@ class DraftJob(NamedTuple):
 
 
 class DraftTree(NamedTuple):
-    """Guessed tokens [K] as a tree below the newest known token.
+    """Draft tokens [K] as a tree below the newest known token.
 
     Attributes:
-        token_ids: the guesses.
-        parents: parents[i] < i is the guess that guess i follows; ROOT: the newest known token.
+        token_ids: the drafts.
+        parents: parents[i] < i is the draft that draft i follows; ROOT: the newest known token.
         probs: what the drafter thinks of each: probability given its path, [K]; () if it does not know.
-        drawn_from: float32 [K, V]: the distribution that each guess was drawn from, for verifiers that need it (those
-            that are exact in distribution); None: the guess was chosen, not drawn.
+        drawn_from: float32 [K, V]: the distribution that each draft was drawn from, for verifiers that need it (those
+            that are exact in distribution); None: the draft was chosen, not drawn.
     """
 
     token_ids: list[int]
@@ -59,14 +59,14 @@ class DraftTree(NamedTuple):
         return all(parent == i - 1 for i, parent in enumerate(self.parents))
 
     def depths(self) -> list[int]:
-        """Of each guess: 1 follows the root directly."""
+        """Of each draft: 1 follows the root directly."""
         out: list[int] = []
         for parent in self.parents:
             out.append(1 if parent == ROOT else out[parent] + 1)
         return out
 
     def child(self, parent: int, token_id: int) -> int | None:
-        """The first guess of `token_id` behind `parent`."""
+        """The first draft of `token_id` behind `parent`."""
         for i, (above, token) in enumerate(zip(self.parents, self.token_ids, strict=True)):
             if above == parent and token == token_id:
                 return i
@@ -77,14 +77,14 @@ NO_DRAFT = DraftTree([], [])
 
 
 def chain(token_ids: list[int], probs: list[float] | None = None) -> DraftTree:
-    """One guess after the other."""
+    """One draft after the other."""
     return DraftTree(token_ids, list(range(-1, len(token_ids) - 1)), probs or ())
 
 
 def trimmed(tree: DraftTree, job: DraftJob, vocab_size: int) -> DraftTree:
-    """The part of a proposal that can be verified: a guess that breaks a rule is left out with all that follows it.
+    """The part of a proposal that can be verified: a draft that breaks a rule is left out with all that follows it.
 
-    Rules: token ids in [0, vocab_size), parents before children, at most `num_nodes` guesses and `max_depth` deep, a
+    Rules: token ids in [0, vocab_size), parents before children, at most `num_nodes` drafts and `max_depth` deep, a
     chain (the first path) where `chain_only` asks for it. Returns `tree` itself if it keeps them all.
     """
     place: dict[int, int] = {ROOT: ROOT}
@@ -110,14 +110,14 @@ def trimmed(tree: DraftTree, job: DraftJob, vocab_size: int) -> DraftTree:
 
 
 class Outcome(NamedTuple):
-    """What the verifier found out about one sequence's guesses.
+    """What the verifier found out about one sequence's drafts.
 
     Attributes:
         tree: what was verified.
-        path: the accepted guesses, from the root on.
-        choices: the model's own token behind the root (entry 0) and behind each guess (entry i + 1); UNKNOWN where
+        path: the accepted drafts, from the root on.
+        choices: the model's own token behind the root (entry 0) and behind each draft (entry i + 1); UNKNOWN where
             nobody asked.
-        hidden: float32 [1 + K, E] hidden states of the root and of each guess, for drafters that want them.
+        hidden: float32 [1 + K, E] hidden states of the root and of each draft, for drafters that want them.
     """
 
     seq_id: int

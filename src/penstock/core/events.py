@@ -56,19 +56,19 @@ class EngineStats:
     num_grammar_misses: int = 0
     grammar_bytes: int = 0
     num_drafts: int = 0
-    """Rows whose guesses were verified (vLLM's word)."""
+    """Rows whose drafts were verified (vLLM's word)."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_spec_steps: int = 0
-    """Steps in which somebody had room for guesses; `draft_s`, `spec_step_s`: seconds of their drafters, and in all."""
+    """Steps in which somebody had room for drafts; `draft_s`, `spec_step_s`: seconds of their drafters, and in all."""
     draft_s: float = 0.0
     spec_step_s: float = 0.0
     spec_compared_s: float = 0.0
-    """Steps with guesses that can be compared with plain ones; `spec_plain_s`: what plain ones would have taken for
+    """Steps with drafts that can be compared with plain ones; `spec_plain_s`: what plain ones would have taken for
     their tokens (`engine.gain`)."""
     spec_plain_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
-    """accepted_at[d]: how often the guess at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
+    """accepted_at[d]: how often the draft at depth d + 1 was accepted (a row accepts one at each depth, or none)."""
 
     def counters(self) -> dict[str, float]:
         """All of them as flat numbers; `accepted_at` as num_accepted_at_0, num_accepted_at_1, ..."""

@@ -28,7 +28,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     beams: list[tuple[list[int], float, str]] = []
     """Final hypotheses of a beam search: generated ids, cumulative logprob, finish reason; best first."""
     num_drafted: int = 0
-    """Guesses that were verified in this step for this sample; `num_accepted`: those that the model said too."""
+    """Drafts that were verified in this step for this sample; `num_accepted`: those that the model said too."""
     num_accepted: int = 0
     pooled: bytes = b""
     """The pooled hidden state: float32, little-endian."""
@@ -56,7 +56,7 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Steps in which guesses of it were verified; then the guesses, and those among them that were right."""
+    """Steps in which drafts of it were verified; then the drafts, and those among them that were right."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 

@@ -337,7 +337,7 @@ class LogitsProcessor(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses what comes next. Lives on the rank; whatever it proposes, no token changes: see `runner.verify`."""
+    """Drafts what comes next. Lives on the rank; whatever it proposes, no token changes: see `runner.verify`."""
 
     name: str
     wants_hidden: bool
@@ -352,23 +352,23 @@ class Drafter(Protocol):
         ...
 
     def propose(self, jobs: Seq[DraftJob]) -> list[DraftTree]:
-        """A tree of guesses for each job, in their order; `core.draft.NO_DRAFT` where it has none."""
+        """A tree of drafts for each job, in their order; `core.draft.NO_DRAFT` where it has none."""
         ...
 
     def observe(self, outcomes: Seq[Outcome]) -> None:
-        """What the model said to the last proposals, jobs without a guess included."""
+        """What the model said to the last proposals, jobs without a draft included."""
         ...
 
 
 class DraftController(Protocol):
-    """Decides in every step how much to guess for whom. Integers and recorded durations only: schedules replay."""
+    """Decides in every step how much to draft for whom. Integers and recorded durations only: schedules replay."""
 
     name: str
 
     def begin_step(self, running: Seq[Sequence], now_s: float | None = None) -> Mapping[int, tuple[int, int]]:
-        """Sequence id -> (guesses, depth) for some of those that run and may guess; the scheduler may give less.
+        """Sequence id -> (drafts, depth) for some of those that run and may draft; the scheduler may give less.
 
-        `running`: everybody who runs, also those who may not guess (`sched.drafts.state.can_draft`); `now_s`: when the
+        `running`: everybody who runs, also those who may not draft (`sched.drafts.state.can_draft`); `now_s`: when the
         step begins, a recorded time.
         """
         ...

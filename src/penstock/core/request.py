@@ -48,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         taint: label of a lossy method chosen for this request from the start; "" is lossless.
         arrival_s: clock reading at arrival; metrics, and policies that look at ages.
         tenant: whose request it is, by name; `weight`: that tenant's share (only the policy `fair` looks at them).
-        slo_tpot_s: seconds that a token after the first should take on average; guesses go to those who are behind
+        slo_tpot_s: seconds that a token after the first should take on average; drafts go to those who are behind
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
     """

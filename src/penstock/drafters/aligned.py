@@ -1,9 +1,9 @@
-"""What the model will draw, guessed from what the draft model would draw with the same random number.
+"""What the model will draw, drafted from what the draft model would draw with the same random number.
 
 A draw takes the token at u in the running sum of the probabilities, in ascending id order (`runner.sampler`). The sums
 of two models drift apart along the ids, so the model's token lies near u in the draft's sums rather than at u. How far
-off it lies is learnt, and the guess is the token with the most mass around u, weighed by that distance (Laplace). Of a
-draft model that is always right the distance is 0, and the guess is what it draws itself.
+off it lies is learnt, and the draft is the token with the most mass around u, weighed by that distance (Laplace). Of a
+draft model that is always right the distance is 0, and the draft is what it draws itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 MAX_ALIGNED_VOCAB = 1 << 15
-"""With more tokens, the sums would cost more than the guesses that they mend are worth."""
+"""With more tokens, the sums would cost more than the drafts that they mend are worth."""
 _LEAST_RATE = 0.02
 _ROUNDING = 1e-12
 
@@ -41,7 +41,7 @@ class Alignment:
         self.distance = 0.0
         self._count = 0
 
-    def guess(self, row: F32, rules: TokenRules, sample_index: int, position: int) -> tuple[int, Draw]:
+    def choose(self, row: F32, rules: TokenRules, sample_index: int, position: int) -> tuple[int, Draw]:
         """The likeliest choice of the model at `position`. Shapes: row [V], its largest number finite."""
         ids, weights = truncate(row, rules)
         exact = np.cumsum(weights)

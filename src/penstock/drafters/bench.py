@@ -19,7 +19,7 @@ from penstock.runner.storage import Storage
 
 
 class DraftModel(NamedTuple):
-    """A model that guesses. `groups` are its own among the rank's; it runs positions 0 ... max_len-1 and knows tokens
+    """A model that drafts. `groups` are its own among the rank's; it runs positions 0 ... max_len-1 and knows tokens
     0 ... vocab_size-1."""
 
     name: str
@@ -31,7 +31,7 @@ class DraftModel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The model whose tokens are guessed, for drafters that are a part of it or hang on it.
+    """The model whose tokens are drafted, for drafters that are a part of it or hang on it.
 
     Attributes:
         forward: what verifies. Its results live in its own arena: a drafter may run it between steps only.
@@ -52,12 +52,12 @@ class DraftBench:
     """A registered drafter is a function `make(bench) -> Drafter`. Raises: ConfigError for settings that do not fit.
 
     Attributes:
-        vocab_size: of the model whose tokens are guessed.
+        vocab_size: of the model whose tokens are drafted.
         rows, storage: the rank's, to be read; a drafter with a cache writes the pages of its own groups in `storage`.
         sampler: the rank's, with the processors' states behind the newest known token of every row while it proposes.
         models: draft models, in the order of `config.model`.
         encode: text -> token ids of the model; None if it has no tokenizer.
-        target: the model whose tokens are guessed; None if it is none (tests, simulators).
+        target: the model whose tokens are drafted; None if it is none (tests, simulators).
     """
 
     config: SpeculativeConfig

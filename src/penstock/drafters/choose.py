@@ -1,4 +1,4 @@
-"""How a draft model's logits become guesses."""
+"""How a draft model's logits become drafts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock.runner.truncate import truncate
 F32 = npt.NDArray[np.float32]
 
 DRAFT_DRAW = 64
-"""Philox draw id of a tree's guess 0, where guesses are drawn for themselves: none of those that verifying uses. The
+"""Philox draw id of a tree's draft 0, where drafts are drawn for themselves: none of those that verifying uses. The
 i-th of several drafters begins i * DRAFT_DRAW later, so that no two draw with the same number."""
 DRAWING_VERIFIERS = frozenset({"speculative-sampling", "multi-step", "spectr"})
-"""They want guesses that were drawn from a distribution, and the distribution."""
+"""They want drafts that were drawn from a distribution, and the distribution."""
 
 
-class Guess(NamedTuple):
-    """One guess behind `parent`: what the draft model thinks of it, and what it was drawn from, if it was drawn.
+class Candidate(NamedTuple):
+    """One draft behind `parent`: what the draft model thinks of it, and what it was drawn from, if it was drawn.
 
     `worth`: what it is ranked by where there is no room for all, if that is not its probability: under sampling the
-    choice may be an unlikely token, and is still the best guess.
+    choice may be an unlikely token, and is still the best draft.
     """
 
     token_id: int
@@ -38,69 +38,69 @@ class Guess(NamedTuple):
 
 
 class Sprout:
-    """The tree of one job while it grows. `front`: the guesses (ROOT: the newest known token) to be grown next."""
+    """The tree of one job while it grows. `front`: the drafts (ROOT: the newest known token) to be grown next."""
 
     def __init__(self, job: DraftJob, num_nodes: int, max_depth: int) -> None:
         self.job, self.num_nodes, self.max_depth = job, num_nodes, max_depth
-        self.guesses: list[Guess] = []
+        self.candidates: list[Candidate] = []
         self.front: list[int] = [ROOT]
         self.depth = 0
         """Of the front."""
         self.num_run = 0
-        """Guesses, in their order, that the draft model has run."""
+        """Drafts, in their order, that the draft model has run."""
         self.draws: dict[int, Draw] = {}
         """What was drawn with the position's own number behind a node, for `Chooser.learn`."""
 
     @property
     def token_ids(self) -> list[int]:
-        return [guess.token_id for guess in self.guesses]
+        return [candidate.token_id for candidate in self.candidates]
 
     @property
     def parents(self) -> list[int]:
-        return [guess.parent for guess in self.guesses]
+        return [candidate.parent for candidate in self.candidates]
 
     @property
     def is_chain(self) -> bool:
-        return all(guess.parent == i - 1 for i, guess in enumerate(self.guesses))
+        return all(candidate.parent == i - 1 for i, candidate in enumerate(self.candidates))
 
     @property
     def room(self) -> int:
-        return self.num_nodes - len(self.guesses)
+        return self.num_nodes - len(self.candidates)
 
     def path(self, node: int) -> list[int]:
         """The tokens from behind the root to a node."""
         out: list[int] = []
         while node != ROOT:
-            out.append(self.guesses[node].token_id)
-            node = self.guesses[node].parent
+            out.append(self.candidates[node].token_id)
+            node = self.candidates[node].parent
         return out[::-1]
 
     def worth(self, node: int) -> float:
         """Of the whole path to a node."""
         out = 1.0
         while node != ROOT:
-            guess = self.guesses[node]
-            out *= guess.prob if guess.worth is None else guess.worth
-            node = guess.parent
+            candidate = self.candidates[node]
+            out *= candidate.prob if candidate.worth is None else candidate.worth
+            node = candidate.parent
         return out
 
-    def add(self, guesses: Sequence[Guess]) -> None:
+    def add(self, candidates: Sequence[Candidate]) -> None:
         """The next level, below the front. Mutates: self; the front is what can grow further."""
-        first = len(self.guesses)
-        self.guesses += guesses[: self.room]
+        first = len(self.candidates)
+        self.candidates += candidates[: self.room]
         self.depth += 1
         grows = self.room > 0 and self.depth < self.max_depth
-        self.front = list(range(first, len(self.guesses))) if grows else []
+        self.front = list(range(first, len(self.candidates))) if grows else []
 
-    def replace(self, every: Sequence[Guess], kept: Sequence[int], front: Sequence[int]) -> None:
-        """The tree is now `every` guess of `kept` (ascending, parents among them); `front` of them can grow further.
+    def replace(self, every: Sequence[Candidate], kept: Sequence[int], front: Sequence[int]) -> None:
+        """The tree is now `every` draft of `kept` (ascending, parents among them); `front` of them can grow further.
 
         Mutates: self. What the draft model has run counts as far as nothing before it was given up.
         """
         place = {ROOT: ROOT, **{node: i for i, node in enumerate(kept)}}
         self.num_run = next((i for i, node in enumerate(kept) if node != i), min(len(kept), self.num_run))
-        self.num_run = min(self.num_run, len(self.guesses))
-        self.guesses = [every[i]._replace(parent=place[every[i].parent]) for i in kept]
+        self.num_run = min(self.num_run, len(self.candidates))
+        self.candidates = [every[i]._replace(parent=place[every[i].parent]) for i in kept]
         self.draws = {place[node]: draw for node, draw in self.draws.items() if node in place}
         self.depth += 1
         self.front = [place[i] for i in front] if self.depth < self.max_depth else []
@@ -109,9 +109,9 @@ class Sprout:
 class Chooser:
     """Final logits and choices at the fronts of many trees, in one go.
 
-    A guess is what the sampler would choose if the draft model were the model: greedily, or with the very draw that
+    A draft is what the sampler would choose if the draft model were the model: greedily, or with the very draw that
     belongs to the position (`aligned`). Both models then look at the same random number, and agree far more often than
-    two draws of their own would. With `own_draws` guesses are drawn with numbers of their own, and their distribution
+    two draws of their own would. With `own_draws` drafts are drawn with numbers of their own, and their distribution
     is kept.
     """
 
@@ -123,7 +123,7 @@ class Chooser:
         self.alignment = Alignment()
 
     def draws(self, job: DraftJob) -> bool:
-        """Whether this job's guesses are drawn for themselves."""
+        """Whether this job's drafts are drawn for themselves."""
         return self._own_draws and not job.rules.greedy
 
     def final(self, sprouts: Sequence[Sprout], logits: Sequence[F32]) -> F32:
@@ -151,20 +151,20 @@ class Chooser:
     def tokens(self, sprouts: Sequence[Sprout], final: F32) -> list[int]:
         """The choice at every row; SICK where there is none."""
         nodes: list[Node] = []
-        guessed: dict[int, int] = {}
+        drafted: dict[int, int] = {}
         r = 0
         for sprout in sprouts:
             job, position = sprout.job, len(sprout.job.tokens) + sprout.depth
             for node in sprout.front:
                 if self._aligns and not job.rules.greedy and np.isfinite(final[r].max()):
-                    guessed[r], sprout.draws[node] = self.alignment.guess(
+                    drafted[r], sprout.draws[node] = self.alignment.choose(
                         final[r], job.rules, job.sample_index, position
                     )
                 else:
                     nodes.append(Node(r, job.rules, job.sample_index, position))
                 r += 1
         rest = iter(self._sampler.sample(final, (), nodes).choices)
-        return [guessed[i] if i in guessed else next(rest) for i in range(r)]
+        return [drafted[i] if i in drafted else next(rest) for i in range(r)]
 
     def learn(self, sprout: Sprout, outcome: Outcome) -> None:
         """What the model has chosen behind the nodes that it has reached in a sprout's own tree. Mutates: self."""
@@ -173,12 +173,12 @@ class Chooser:
             if above in sprout.draws:
                 self.alignment.learn(sprout.draws[above], token)
             here = next((i for i in outcome.path if outcome.tree.parents[i] == above), None)
-            if here is None or here >= len(sprout.guesses) or sprout.guesses[here][:2] != (token, above):
+            if here is None or here >= len(sprout.candidates) or sprout.candidates[here][:2] != (token, above):
                 return
             above, token = here, outcome.choices[here + 1]
 
-    def drawn(self, sprout: Sprout, parent: int, row: F32, first: int, count: int) -> list[Guess]:
-        """`count` independent draws behind `parent`, to become guesses first, first + 1, ...; [] where there are none.
+    def drawn(self, sprout: Sprout, parent: int, row: F32, first: int, count: int) -> list[Candidate]:
+        """`count` independent draws behind `parent`, to become drafts first, first + 1, ...; [] where there are none.
 
         Siblings may be equal. Shapes: row [V].
         """
@@ -196,7 +196,7 @@ class Chooser:
             bits = int(uniform(job.rules.seed, job.sample_index, position, self._first_draw + first + i) * 2**53)
             slot = int(np.searchsorted(sums, bits * total >> 53, side="right"))
             token = slot if ids is None else int(ids[slot])
-            out.append(Guess(token, parent, float(dist[token]), dist))
+            out.append(Candidate(token, parent, float(dist[token]), dist))
         return out
 
 
@@ -212,4 +212,4 @@ def softmax(rows: F32, temperatures: Sequence[float]) -> F32:
     return out
 
 
-__all__ = ["DRAFT_DRAW", "DRAWING_VERIFIERS", "SICK", "Chooser", "Guess", "Sprout", "softmax"]
+__all__ = ["DRAFT_DRAW", "DRAWING_VERIFIERS", "SICK", "Candidate", "Chooser", "Sprout", "softmax"]

@@ -1,4 +1,4 @@
-"""A smaller model guesses: the k tokens that it would generate, or a tree of them.
+"""A smaller model drafts: the k tokens that it would generate, or a tree of them.
 
 Sources: Leviathan et al., arXiv 2211.17192, and Chen et al., arXiv 2302.01318 (a draft model proposes, the model
 verifies); k-ary trees: Miao et al., SpecInfer, arXiv 2305.09781, section 3 (expansion-based).
@@ -13,7 +13,7 @@ import numpy as np
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.drafters.bench import DraftBench, DraftModel
-from penstock.drafters.choose import DRAWING_VERIFIERS, F32, Chooser, Guess, Sprout, softmax
+from penstock.drafters.choose import DRAWING_VERIFIERS, F32, Candidate, Chooser, Sprout, softmax
 from penstock.drafters.expanders import Expander, KAry, expander
 from penstock.drafters.filled import Filled
 from penstock.drafters.forward import Ahead, DraftForward
@@ -27,8 +27,8 @@ _CHAIN = KAry(1)
 class DraftModelDrafter:
     """Runs a draft model over the rank's rows, in cache groups of its own, level by level for all jobs together.
 
-    What it has not seen of a sequence (the prompt; what came with the prefix cache, or was guessed by others) it
-    catches up with when the sequence wants guesses; until then there are none. Wrong or missing entries would cost
+    What it has not seen of a sequence (the prompt; what came with the prefix cache, or was drafted by others) it
+    catches up with when the sequence wants drafts; until then there are none. Wrong or missing entries would cost
     acceptance, never a token.
     """
 
@@ -47,7 +47,7 @@ class DraftModelDrafter:
         self._expander = expander
         self._proposed: dict[int, Sprout] = {}
         self.num_caught_up = 0
-        """Tokens that were run before guessing, the newest known one of each job included."""
+        """Tokens that were run before drafting, the newest known one of each job included."""
 
     def track(self, output: SchedulerOutput) -> None:
         self._filled.track(output.page_ops)
@@ -63,11 +63,11 @@ class DraftModelDrafter:
             growing = [sprout for sprout in growing if sprout.front]
             if growing:
                 rows = self._run(growing)
-        self._proposed = {sprout.job.seq_id: sprout for sprout in sprouts if sprout.guesses}
+        self._proposed = {sprout.job.seq_id: sprout for sprout in sprouts if sprout.candidates}
         return [self._tree(self._proposed.get(job.seq_id)) for job in jobs]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Entries of accepted guesses lie in the right slots by now, as far as they were run in the order verified."""
+        """Entries of accepted drafts lie in the right slots by now, as far as they were run in the order verified."""
         for outcome in outcomes:
             sprout = self._proposed.pop(outcome.seq_id, None)
             if sprout is None:
@@ -79,7 +79,7 @@ class DraftModelDrafter:
                 continue  # all of the step is taken back
             kept, above = 0, ROOT
             for i in path:
-                own = sprout.guesses[i] if i < sprout.num_run else None
+                own = sprout.candidates[i] if i < sprout.num_run else None
                 if own is None or own.token_id != tree.token_ids[i] or own.parent != above:
                     break
                 kept, above = kept + 1, i
@@ -89,7 +89,7 @@ class DraftModelDrafter:
     # -- running ------------------------------------------------------------------------------------------------------
 
     def _sprout(self, job: DraftJob) -> Sprout | None:
-        """None if the draft model cannot guess here: too far on, or a token that it does not know."""
+        """None if the draft model cannot draft here: too far on, or a token that it does not know."""
         depth = min(job.max_depth, self.model.max_len + 1 - len(job.tokens))
         if depth <= 0 or job.num_nodes <= 0:
             return None
@@ -119,7 +119,7 @@ class DraftModelDrafter:
         return {item.seq_id: rows for item, rows in zip(work, logits, strict=True) if item.num_wanted}
 
     def _run(self, sprouts: Sequence[Sprout]) -> list[F32]:
-        """Logits behind every front. A chain goes on by its newest guess; a tree runs again from its root."""
+        """Logits behind every front. A chain goes on by its newest draft; a tree runs again from its root."""
         work, picked = [], []
         for sprout in sprouts:
             job, tokens = sprout.job, sprout.token_ids
@@ -150,21 +150,21 @@ class DraftModelDrafter:
                 expander.grow(sprout, probs[r:end], choices[r:end])
             r = end
 
-    def _drawn(self, sprout: Sprout, counts: Sequence[int], final: F32) -> list[Guess]:
-        """As many draws behind each of the front as the shape has guesses there: their number may not depend on what
+    def _drawn(self, sprout: Sprout, counts: Sequence[int], final: F32) -> list[Candidate]:
+        """As many draws behind each of the front as the shape has drafts there: their number may not depend on what
         was drawn, or the draws were not from the distribution that is told."""
-        out: list[Guess] = []
+        out: list[Candidate] = []
         for parent, row, count in zip(sprout.front, final, counts, strict=True):
-            out += self._chooser.drawn(sprout, parent, row, len(sprout.guesses) + len(out), count)
+            out += self._chooser.drawn(sprout, parent, row, len(sprout.candidates) + len(out), count)
         return out
 
     @staticmethod
     def _tree(sprout: Sprout | None) -> DraftTree:
         if sprout is None:
             return NO_DRAFT
-        dists = [guess.drawn_from for guess in sprout.guesses if guess.drawn_from is not None]
-        drawn = np.stack(dists) if len(dists) == len(sprout.guesses) else None
-        return DraftTree(sprout.token_ids, sprout.parents, [guess.prob for guess in sprout.guesses], drawn)
+        dists = [candidate.drawn_from for candidate in sprout.candidates if candidate.drawn_from is not None]
+        drawn = np.stack(dists) if len(dists) == len(sprout.candidates) else None
+        return DraftTree(sprout.token_ids, sprout.parents, [candidate.prob for candidate in sprout.candidates], drawn)
 
 
 def make_model_drafter(model: DraftModel, bench: DraftBench, number: int = 0) -> DraftModelDrafter:

@@ -1,14 +1,14 @@
-"""A trained head predicts the model's next hidden states, one after the other, and a tree of guesses grows on them.
+"""A trained head predicts the model's next hidden states, one after the other, and a tree of drafts grows on them.
 
 The head (`eagle_head`) reads the hidden state that the newest token was chosen from, and that token; the model's own
-output matrix turns the state that it predicts into guesses; each guess and the predicted state are its next input. All
-sequences of a step go through it together, level by level. Of each level the likeliest guesses are expanded, and the
+output matrix turns the state that it predicts into drafts; each draft and the predicted state are its next input. All
+sequences of a step go through it together, level by level. Of each level the likeliest drafts are expanded, and the
 likeliest `num_nodes` of all are proposed.
 
 Sources: Li et al., EAGLE, arXiv 2401.15077 (the head); Li et al., EAGLE-2, arXiv 2406.16858, section 4 (the tree).
 There the head attends to the whole text. Here it keeps a window of each sequence's newest slots, because hidden states
 of prompts are not at hand: those that came from the prefix cache were never computed. A learnt vector stands in for
-them, so there are guesses right behind a prompt too. `tools/train/eagle.py` trains heads.
+them, so there are drafts right behind a prompt too. `tools/train/eagle.py` trains heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
 
 WIDTH = 4
-"""Guesses of a level that are expanded, and guesses behind each."""
+"""Drafts of a level that are expanded, and drafts behind each."""
 DEPTH = 8
 """Levels at most: each is a pass of the head."""
 
@@ -43,7 +43,7 @@ class Slots:
     Attributes:
         ring: [2, W, E] keys and values; slot i is kept at i % W.
         end: slots before this one have been filled.
-        root: position of the newest known token when guesses were last asked for.
+        root: position of the newest known token when drafts were last asked for.
         features: [A, E] of positions start, start + 1, ...: what the model has told last.
     """
 
@@ -79,7 +79,7 @@ class Front:
 
     Attributes:
         features: [R, E] what the head predicts behind each.
-        path: [2, R, L, E] keys and values of the L guesses that lead there.
+        path: [2, R, L, E] keys and values of the L drafts that lead there.
     """
 
     def __init__(self, features: F32) -> None:
@@ -101,7 +101,7 @@ class Front:
 
 
 class EagleDrafter(PerRow[Slots]):
-    """Chosen guesses, no drawn ones, as of other heads: verifiers that draw take them for what they are."""
+    """Chosen drafts, no drawn ones, as of other heads: verifiers that draw take them for what they are."""
 
     name = "eagle"
     wants_hidden = True
@@ -121,7 +121,7 @@ class EagleDrafter(PerRow[Slots]):
         self._chooser = Chooser(sampler, vocab_size)
         self._proposed: dict[int, Sprout] = {}
         self.num_rows = 0
-        """Rows that the head was run on, roots and guesses."""
+        """Rows that the head was run on, roots and drafts."""
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
         self._proposed.clear()
@@ -133,9 +133,9 @@ class EagleDrafter(PerRow[Slots]):
             if slots.root > 0 and depth > 0 and job.num_nodes > 0:
                 sprouts.append(Sprout(job, min(job.num_nodes, depth) if job.chain_only else job.num_nodes, depth))
         if sprouts:
-            with np.errstate(all="ignore"):  # what is not finite leads to no guess, and must not stop the others
-                self._guess(sprouts)
-        self._proposed = {sprout.job.seq_id: sprout for sprout in sprouts if sprout.guesses}
+            with np.errstate(all="ignore"):  # what is not finite leads to no draft, and must not stop the others
+                self._draft(sprouts)
+        self._proposed = {sprout.job.seq_id: sprout for sprout in sprouts if sprout.candidates}
         return [self._tree(self._proposed.get(job.seq_id)) for job in jobs]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -150,7 +150,7 @@ class EagleDrafter(PerRow[Slots]):
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def _guess(self, sprouts: Sequence[Sprout]) -> None:
+    def _draft(self, sprouts: Sequence[Sprout]) -> None:
         """Mutates: the sprouts, which grow until they are done."""
         every = [self.states[sprout.job.seq_id] for sprout in sprouts]
         x, q = self._fill(sprouts, every)
@@ -208,7 +208,7 @@ class EagleDrafter(PerRow[Slots]):
     def _tree(sprout: Sprout | None) -> DraftTree:
         if sprout is None:
             return NO_DRAFT
-        return DraftTree(sprout.token_ids, sprout.parents, [guess.prob for guess in sprout.guesses])
+        return DraftTree(sprout.token_ids, sprout.parents, [candidate.prob for candidate in sprout.candidates])
 
 
 def make(bench: DraftBench) -> EagleDrafter:

@@ -2,13 +2,13 @@
 
 A *feature* f_i is the hidden state behind the final norm that token x_{i+1} is chosen from. *Slot* i holds the pair
 (f_i, x_{i+1}); the head turns it into what f_{i+1} will probably be, and the model's own output matrix turns that into
-guesses of x_{i+2}. A guess and the predicted feature are the pair of the next slot, and so on.
+drafts of x_{i+2}. A draft and the predicted feature are the pair of the next slot, and so on.
 
     x = fc [norm(f), norm(embedding)]          x += o attention(norm(x))          x += down(silu(gate h) * up h)
     next feature = x
 
 Attention reaches back `window` slots; positions are known by their distance alone, through a bias that is learnt per
-attention head and distance. Where the model's feature is not known (of a prompt, of steps without guesses), a learnt
+attention head and distance. Where the model's feature is not known (of a prompt, of steps without drafts), a learnt
 vector stands in for norm(f). A slot's key and value depend on its own pair only, so they are computed once.
 
 Source: Li et al., EAGLE, arXiv 2401.15077, section 3.1 (features and shifted tokens; there the head has the shape of
@@ -37,7 +37,7 @@ _LOWEST = np.float32(-80.0)
 class Queries(NamedTuple):
     """Row r asks for branch `branch[r]` of tree `tree[r]`, at depth `level` (0: the root).
 
-    Shapes: q [R, E], tree and branch [R], path [2, R, level, E]: keys and values of the guesses that lead to the row,
+    Shapes: q [R, E], tree and branch [R], path [2, R, level, E]: keys and values of the drafts that lead to the row,
     itself the last.
     """
 

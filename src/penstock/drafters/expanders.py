@@ -1,7 +1,7 @@
 """How a draft model's tree grows, level by level: the shapes that the setting `tree` names.
 
 An expander is asked for the next level of one tree. Shapes that are fixed beforehand (chain, k-ary, sequoia) may be
-drawn into; those that follow the draft's own probabilities (opt, grown) may not, because how many guesses there are
+drawn into; those that follow the draft's own probabilities (opt, grown) may not, because how many drafts there are
 would tell something about which they are.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from penstock.base.errors import ConfigError
 from penstock.core.draft import ROOT, Outcome
 from penstock.drafters.bench import DraftBench
-from penstock.drafters.choose import DRAWING_VERIFIERS, F32, SICK, Guess, Sprout
+from penstock.drafters.choose import DRAWING_VERIFIERS, F32, SICK, Candidate, Sprout
 from penstock.drafters.tree_shapes import RankStatistics, Shape, best_shape
 
 MIN_GAIN = 0.05
@@ -36,7 +36,7 @@ class Expander(Protocol):
         ...
 
     def shape(self, sprout: Sprout, probs: F32) -> list[int]:
-        """How many guesses to draw behind each of the front, whatever they will be."""
+        """How many drafts to draw behind each of the front, whatever they will be."""
         ...
 
     def observe(self, outcome: Outcome) -> None:
@@ -44,18 +44,18 @@ class Expander(Protocol):
         ...
 
 
-def children(sprout: Sprout, row: int, probs: F32, choices: Sequence[int], width: int) -> list[Guess]:
-    """At most `width` guesses behind the front's `row`-th: the sampler's choice and the likeliest others.
+def children(sprout: Sprout, row: int, probs: F32, choices: Sequence[int], width: int) -> list[Candidate]:
+    """At most `width` drafts behind the front's `row`-th: the sampler's choice and the likeliest others.
 
-    A choice counts as the likeliest: under sampling it may be an unlikely token, and is still the best guess.
+    A choice counts as the likeliest: under sampling it may be an unlikely token, and is still the best draft.
     """
     choice, parent, own = choices[row], sprout.front[row], probs[row]
     if choice == SICK or width <= 0:
         return []
     best = np.argpartition(-own, min(width, len(own) - 1))[: width + 1]
     others = [int(t) for t in best[np.argsort(-own[best], kind="stable")] if t != choice and own[t] > 0]
-    first = Guess(choice, parent, float(own[choice]), worth=float(own.max()))
-    return [first, *(Guess(t, parent, float(own[t])) for t in others[: width - 1])]
+    first = Candidate(choice, parent, float(own[choice]), worth=float(own.max()))
+    return [first, *(Candidate(t, parent, float(own[t])) for t in others[: width - 1])]
 
 
 class Counted:
@@ -86,9 +86,9 @@ class Counted:
 
 
 class KAry(Counted):
-    """The same number of guesses behind each; 1: a chain. Source: SpecInfer, arXiv 2305.09781, section 3.
+    """The same number of drafts behind each; 1: a chain. Source: SpecInfer, arXiv 2305.09781, section 3.
 
-    `least`: it ends where no guess is as likely (the fallback of BiLD, Kim et al., arXiv 2302.07863, section 3).
+    `least`: it ends where no draft is as likely (the fallback of BiLD, Kim et al., arXiv 2302.07863, section 3).
     """
 
     def __init__(self, width: int, least: float = 0.0) -> None:
@@ -105,7 +105,7 @@ class KAry(Counted):
 
 
 class Sequoia(Counted):
-    """The best shape for the acceptance of first, second, ... guesses as it has been so far.
+    """The best shape for the acceptance of first, second, ... drafts as it has been so far.
 
     Source: Chen et al., Sequoia, arXiv 2402.12374, section 3.
     """
@@ -116,7 +116,7 @@ class Sequoia(Counted):
         self._num_observed = 0
 
     def counts(self, sprout: Sprout) -> list[int]:
-        # Nodes of the shape stand in the order in which guesses are added, unless a guess could not be made.
+        # Nodes of the shape stand in the order in which drafts are added, unless a draft could not be made.
         size = (min(sprout.num_nodes, sprout.job.num_nodes), sprout.max_depth)
         if size not in self._shapes:
             shape, _ = best_shape(self._ranks.acceptance(), *size)
@@ -136,7 +136,7 @@ class Likeliest:
 
     Every level the best so far are kept, the others are given up: nothing behind them can be among the best. With
     `width` 0 all that is kept is expanded, until a level is worth less than MIN_GAIN tokens (OPT-Tree: Wang et al.,
-    arXiv 2406.17276, section 3); else the `width` likeliest of each level, by `width` guesses each (EAGLE-2: Li et al.,
+    arXiv 2406.17276, section 3); else the `width` likeliest of each level, by `width` drafts each (EAGLE-2: Li et al.,
     arXiv 2406.16858, section 4).
     """
 
@@ -146,18 +146,18 @@ class Likeliest:
     def grow(self, sprout: Sprout, probs: F32, choices: Sequence[int]) -> None:
         width = self._width or sprout.num_nodes
         fresh = [g for row in range(len(sprout.front)) for g in children(sprout, row, probs, choices, width)]
-        every = [*sprout.guesses, *fresh]
+        every = [*sprout.candidates, *fresh]
         worth: list[float] = []
-        for guess in every:
-            own = guess.prob if guess.worth is None else guess.worth
-            worth.append(own * (1.0 if guess.parent == ROOT else worth[guess.parent]))
+        for candidate in every:
+            own = candidate.prob if candidate.worth is None else candidate.worth
+            worth.append(own * (1.0 if candidate.parent == ROOT else worth[candidate.parent]))
         best = sorted(range(len(every)), key=lambda i: (-worth[i], i))[: sprout.num_nodes]
-        if not self._width and sum(worth[i] for i in best) - sum(worth[: len(sprout.guesses)]) <= MIN_GAIN:
+        if not self._width and sum(worth[i] for i in best) - sum(worth[: len(sprout.candidates)]) <= MIN_GAIN:
             sprout.add([])
             return
         kept = sorted(best)
-        # A path's worth falls along it, and parents come first among equals: no guess stays without its parent.
-        front = [i for i in kept if i >= len(sprout.guesses)]
+        # A path's worth falls along it, and parents come first among equals: no draft stays without its parent.
+        front = [i for i in kept if i >= len(sprout.candidates)]
         if self._width:
             front = sorted(sorted(front, key=lambda i: (-worth[i], i))[: self._width])
         sprout.replace(every, kept, front)
@@ -174,7 +174,7 @@ def expander(bench: DraftBench) -> Expander:
     tree, verifier = bench.config.tree, bench.config.verifier
     if tree in ("opt", "grown") and verifier in DRAWING_VERIFIERS:
         raise ConfigError(
-            f"speculative_config: tree: {tree} chooses its guesses by probability, and verifier {verifier} wants them "
+            f"speculative_config: tree: {tree} chooses its drafts by probability, and verifier {verifier} wants them "
             "drawn; use tree sequoia or k-ary, or verifier match",
             field="speculative_config",
         )

@@ -18,7 +18,7 @@ Counts = dict[int, npt.NDArray[np.int32]]
 class Filled:
     """For each page of a model's own groups, how many of its leading slots hold entries of the tokens there.
 
-    The model it guesses for computes every token of a block before the block enters the prefix cache; the draft model
+    The model it drafts for computes every token of a block before the block enters the prefix cache; the draft model
     may not have seen any of them. A page that is found there, copied or brought back says itself what it has. Counted
     are the pages of a group's first layer: all layers are written together.
     """

@@ -1,6 +1,6 @@
 """Your own function as a drafter: whatever it returns, no token changes. See docs/guides/add-a-drafter.md.
 
-`function` names it, as `module:name`. It is called with the tokens so far (a list of ids) and how many guesses there
+`function` names it, as `module:name`. It is called with the tokens so far (a list of ids) and how many drafts there
 is room for, and returns the tokens that it expects next: a list of ids, or a list of such lists, likeliest first. If it
 has an attribute `text` that is true, it returns text instead, or a list of texts: what a retriever finds.
 """
@@ -51,7 +51,7 @@ class FunctionDrafter:
             return trie.tree()
         except Exception:
             if not self._failed:
-                _LOG.exception("the drafter function failed; no guesses where it does, and this is said only once")
+                _LOG.exception("the drafter function failed; no drafts where it does, and this is said only once")
                 self._failed = True
             return NO_DRAFT
 

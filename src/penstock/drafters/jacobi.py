@@ -1,8 +1,8 @@
-"""Jacobi decoding: the model improves its own guesses. A block of tokens is guessed; what the model says behind each of
-them is the next guess for the place after it, until guesses and answers agree.
+"""Jacobi decoding: the model improves its own drafts. A block of tokens is drafted; what the model says behind each of
+them is the next draft for the place after it, until drafts and answers agree.
 
 `jacobi` slides its block along, always `window` wide. `gauss-seidel` finishes one block of `window` places before it
-begins the next (the paper's hybrid: blocks one after the other, places of a block side by side): fewer guesses run.
+begins the next (the paper's hybrid: blocks one after the other, places of a block side by side): fewer drafts run.
 Either accepts at least one token in every step, so there are never more steps than tokens.
 
 Source: Santilli et al., arXiv 2305.10427, section 3 (algorithms 1 and 3).
@@ -20,10 +20,10 @@ from penstock.drafters.per_row import PerRow
 
 @dataclass
 class _Block:
-    """`guesses[i]` is for place `known` + i, where `known` tokens are known."""
+    """`drafts[i]` is for place `known` + i, where `known` tokens are known."""
 
     known: int
-    guesses: list[int]
+    drafts: list[int]
 
 
 class JacobiDrafter(PerRow[_Block]):
@@ -39,32 +39,32 @@ class JacobiDrafter(PerRow[_Block]):
         for outcome in outcomes:
             block = self.states.get(outcome.seq_id)
             if block is not None:
-                # Behind its i-th guess the model says what stands at place known + i + 1.
+                # Behind its i-th draft the model says what stands at place known + i + 1.
                 answers = outcome.choices[1:]
-                old = block.guesses
+                old = block.drafts
                 new = [a if a != UNKNOWN else old[i + 1] if i + 1 < len(old) else a for i, a in enumerate(answers)]
                 new += old[len(new) + 1 :]
                 done = len(outcome.path)
                 block.known += done + 1
-                block.guesses = [token for token in new[done : self._left(len(old), done)] if token >= 0]
+                block.drafts = [token for token in new[done : self._left(len(old), done)] if token >= 0]
 
-    def _left(self, num_guesses: int, done: int) -> int:
-        """Where the improved guesses end: with the block, or one place further."""
-        return max(done, num_guesses - 1) if self._blocks else num_guesses
+    def _left(self, num_drafts: int, done: int) -> int:
+        """Where the improved drafts end: with the block, or one place further."""
+        return max(done, num_drafts - 1) if self._blocks else num_drafts
 
     def _block(self, job: DraftJob) -> list[int]:
-        """The guesses behind what is known now."""
+        """The drafts behind what is known now."""
         known = len(job.tokens)
         block = self.states.get(job.seq_id)
-        if block is None or not block.known <= known <= block.known + len(block.guesses):
+        if block is None or not block.known <= known <= block.known + len(block.drafts):
             block = self.states[job.seq_id] = _Block(known, [])
-        block.guesses = block.guesses[known - block.known :]  # steps without guesses go on, too
+        block.drafts = block.drafts[known - block.known :]  # steps without drafts go on, too
         block.known = known
-        if not self._blocks or not block.guesses:
-            missing = self._window - len(block.guesses)
+        if not self._blocks or not block.drafts:
+            missing = self._window - len(block.drafts)
             if missing > 0:
-                block.guesses += _filler(job, missing)
-        return block.guesses
+                block.drafts += _filler(job, missing)
+        return block.drafts
 
 
 def _filler(job: DraftJob, count: int) -> list[int]:

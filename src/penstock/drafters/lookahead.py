@@ -1,9 +1,9 @@
-"""Lookahead decoding: the model guesses for itself. Trajectories of Jacobi iterations yield n-grams; those that begin
+"""Lookahead decoding: the model drafts for itself. Trajectories of Jacobi iterations yield n-grams; those that begin
 with the newest token are verified in the same pass that makes the next ones.
 
 One tree is both branches. Below the newest token hang the n-grams of the pool, and the lookahead window: its oldest
-trajectory is a chain, and from each place of it the newer ones branch off, so that every guess sees what the paper's
-mask lets it see. What the model says behind the last guess of a column is the next trajectory and completes an n-gram.
+trajectory is a chain, and from each place of it the newer ones branch off, so that every draft sees what the paper's
+mask lets it see. What the model says behind the last draft of a column is the next trajectory and completes an n-gram.
 
 Source: Fu et al., arXiv 2402.02057, sections 3.1 to 3.3 (W = `window`, N = `ngram_size`, G = W). Where only chains can
 be verified there is no window: the pool then learns from the text itself.
@@ -47,7 +47,7 @@ class NgramPool:
 
 @dataclass
 class _Window:
-    """`levels[l][c]`: trajectory l, oldest first, at column c; `tips[c]`: the last guess of column c in the tree."""
+    """`levels[l][c]`: trajectory l, oldest first, at column c; `tips[c]`: the last draft of column c in the tree."""
 
     pool: NgramPool
     levels: list[list[int]]
@@ -60,7 +60,7 @@ class LookaheadDrafter(PerRow[_Window]):
     """`window` columns, n-grams of `size` tokens.
 
     Attributes:
-        num_window_guesses, num_pool_guesses: guesses of the two branches so far; those they share count as the pool's.
+        num_window_drafts, num_pool_drafts: drafts of the two branches so far; those they share count as the pool's.
     """
 
     name = "lookahead"
@@ -68,12 +68,12 @@ class LookaheadDrafter(PerRow[_Window]):
     def __init__(self, window: int, size: int) -> None:
         super().__init__()
         self._window, self._size = window, size
-        self.num_window_guesses = self.num_pool_guesses = 0
+        self.num_window_drafts = self.num_pool_drafts = 0
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
-        return [self._guess(job) for job in jobs]
+        return [self._draft(job) for job in jobs]
 
-    def _guess(self, job: DraftJob) -> DraftTree:
+    def _draft(self, job: DraftJob) -> DraftTree:
         state = self.states.get(job.seq_id)
         if state is None:
             state = self.states[job.seq_id] = _Window(NgramPool(self._window), [self._beginning(job)])
@@ -89,19 +89,19 @@ class LookaheadDrafter(PerRow[_Window]):
         for rest in state.pool.after(int(job.tokens[-1])):
             if len(trie.token_ids) + len(rest) <= room:
                 trie.add(rest)
-        self.num_pool_guesses += len(trie.token_ids)
-        self.num_window_guesses -= len(trie.token_ids)
+        self.num_pool_drafts += len(trie.token_ids)
+        self.num_window_drafts -= len(trie.token_ids)
         here: int | None = ROOT
         for column in range(columns):
             assert here is not None, "there is room for the columns"
             here = trie.add([state.levels[0][column]], here)
             assert here is not None, "there is room for the columns"
             state.tips.append(trie.add([level[column] for level in state.levels[1:]], here))
-        self.num_window_guesses += len(trie.token_ids)
+        self.num_window_drafts += len(trie.token_ids)
         return trie.tree()
 
     def _columns(self, state: _Window, job: DraftJob) -> int:
-        """Columns of the window that fit; the pool gets a third of the guesses at least, if there are many."""
+        """Columns of the window that fit; the pool gets a third of the drafts at least, if there are many."""
         num_levels = len(state.levels)
         by_nodes = max(job.num_nodes * 2 // 3, min(job.num_nodes, num_levels)) // num_levels
         return max(0, min(len(state.levels[0]), by_nodes, job.max_depth - num_levels + 1))

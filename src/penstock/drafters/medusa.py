@@ -1,6 +1,6 @@
-"""Heads on the model's last hidden state that guess the tokens after the next, each for a distance of its own.
+"""Heads on the model's last hidden state that draft the tokens after the next, each for a distance of its own.
 
-Head k reads the hidden state h that the newest token was chosen from, and guesses the k-th token behind the newest:
+Head k reads the hidden state h that the newest token was chosen from, and drafts the k-th token behind the newest:
 softmax(W h_k), where h_k is h behind the head's residual blocks x + silu(A x + b), and W is the model's own output
 matrix. The heads' best tokens are combined into a tree, the likeliest paths first.
 
@@ -27,7 +27,7 @@ from penstock.runner.storage import Storage
 
 F32 = npt.NDArray[np.float32]
 WIDTH = 8
-"""Guesses that are looked at per head."""
+"""Drafts that are looked at per head."""
 
 
 class _Seen(NamedTuple):
@@ -38,7 +38,7 @@ class _Seen(NamedTuple):
 
 
 class MedusaDrafter:
-    """Remembers one hidden state per sequence. Right after a prompt there is none yet, and nothing is guessed."""
+    """Remembers one hidden state per sequence. Right after a prompt there is none yet, and nothing is drafted."""
 
     name = "medusa"
     wants_hidden = True

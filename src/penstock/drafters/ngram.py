@@ -1,4 +1,4 @@
-"""Prompt lookup: the sequence's last few tokens have come before; guess what followed them then.
+"""Prompt lookup: the sequence's last few tokens have come before; draft what followed them then.
 
 Source: Saxena, Prompt Lookup Decoding (2023), https://github.com/apoorvumang/prompt-lookup-decoding; vLLM's `ngram`.
 """
@@ -16,8 +16,8 @@ from penstock.drafters.matches import ends_of
 
 
 class NgramDrafter:
-    """Looks for the longest suffix of `most` ... `least` tokens that occurs earlier, and guesses on from the latest
-    place where it does. Where that place is so near that the guesses reach the end, they go on from its beginning:
+    """Looks for the longest suffix of `most` ... `least` tokens that occurs earlier, and drafts on from the latest
+    place where it does. Where that place is so near that the drafts reach the end, they go on from its beginning:
     text that has repeated itself goes on repeating."""
 
     name = "ngram"

@@ -90,7 +90,7 @@ class OutputStore:
         return len(self._index)
 
     def add(self, key: int, tokens: Sequence[int], first: int) -> None:
-        """Keep the output tokens[first:] of request `key`; what is before it is found, but never guessed.
+        """Keep the output tokens[first:] of request `key`; what is before it is found, but never drafted.
 
         Of an output that is larger than the store its end is kept.
         """

@@ -1,4 +1,4 @@
-"""Inference with reference: where the output has begun to copy a reference text, guess that it goes on copying.
+"""Inference with reference: where the output has begun to copy a reference text, draft that it goes on copying.
 
 The reference is the request's own (`TokenRules.reference`: OpenAI's `prediction`) or else the prompt: summaries,
 answers from retrieved documents and edited code repeat it in long spans.

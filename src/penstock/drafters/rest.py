@@ -17,7 +17,7 @@ from penstock.drafters.datastore import ORDERED, Datastore, fingerprint, read
 from penstock.drafters.trie import likeliest
 
 SHORTEST = 2
-"""Tokens that must be found: what follows a single one is anybody's guess."""
+"""Tokens that must be found: what follows a single one is anybody's draft."""
 PLACES = 32
 """Occurrences that are counted, evenly spread over all."""
 

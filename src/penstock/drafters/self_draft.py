@@ -1,4 +1,4 @@
-"""The model drafts for itself: a part of its layers guesses, all of them verify. No weights and no cache of its own.
+"""The model drafts for itself: a part of its layers drafts, all of them verify. No weights and no cache of its own.
 
 `early-exit`: the first layers and the output matrix, with a trained adapter between them if there is one. Sources: Liu
 et al., Kangaroo, arXiv 2404.18911, section 3 (a shallow sub-network drafts until it is in doubt; there the adapter
@@ -6,10 +6,10 @@ attends, here it is residual blocks, so it keeps nothing); Elhoushi et al., Laye
 `self-draft`: all layers but some. Source: Zhang et al., Draft & Verify, arXiv 2309.08168, section 3.
 
 The part works in the cache of the whole model. It reads what the whole model left there for verified tokens and writes
-entries of the newest token and of its own guesses only: slots that the verifying step writes anew in every layer,
+entries of the newest token and of its own drafts only: slots that the verifying step writes anew in every layer,
 before it reads them. So what a skipped layer would have cached is never missing, and never another's.
 
-Without an adapter guesses are read by the model's own final norm and output matrix: good for models that were trained
+Without an adapter drafts are read by the model's own final norm and output matrix: good for models that were trained
 to read early layers too, a logit lens for all others.
 """
 
@@ -33,7 +33,7 @@ from penstock.model.forward import HeadForward
 from penstock.ops.plan import Planes, StepPlan
 
 CONFIDENCE = 0.4
-"""A guess that the part itself gives less than this is the last of its chain."""
+"""A draft that the part itself gives less than this is the last of its chain."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -51,9 +51,9 @@ class Adapted:
 
 
 class SelfDrafter:
-    """Chains, all sequences side by side; each goes on while its newest guess has a probability of `confidence`.
+    """Chains, all sequences side by side; each goes on while its newest draft has a probability of `confidence`.
 
-    The guess that is in doubt is still proposed: it has been paid for.
+    The draft that is in doubt is still proposed: it has been paid for.
     """
 
     wants_hidden = False
@@ -81,17 +81,17 @@ class SelfDrafter:
                 if prob >= self._confidence and len(tokens[i]) < rooms[i]:
                     going.append(i)
             live = going
-        return [chain(guessed, prob) for guessed, prob in zip(tokens, probs, strict=True)]
+        return [chain(drafted, prob) for drafted, prob in zip(tokens, probs, strict=True)]
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """It learns nothing."""
 
     @staticmethod
-    def _next(job: DraftJob, guessed: list[int]) -> Ahead:
-        """The newest token known, or guessed."""
+    def _next(job: DraftJob, drafted: list[int]) -> Ahead:
+        """The newest token known, or drafted."""
         last = len(job.tokens) - 1
-        newest = guessed[-1] if guessed else int(job.tokens[last])
-        return Ahead(job.seq_id, last + len(guessed), [newest])
+        newest = drafted[-1] if drafted else int(job.tokens[last])
+        return Ahead(job.seq_id, last + len(drafted), [newest])
 
 
 def likeliest(logits: F32) -> tuple[int, float]:

@@ -1,7 +1,7 @@
-"""Several drafters guess, and one tree of all their guesses is verified.
+"""Several drafters draft, and one tree of all their drafts is verified.
 
 Source: Miao et al., SpecInfer, arXiv 2305.09781, section 3 (merge-based trees; section 4.3 for how they are verified).
-The paper fixes the number of guesses of each drafter; here those are kept of which the most is expected.
+The paper fixes the number of drafts of each drafter; here those are kept of which the most is expected.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _BUCKETS = 8
 _PRIOR = 4.0
 _MEMORY = 512.0
 _UNKNOWN = 0.5
-"""What a guess of a drafter that gives no probability is worth before anything was seen of it."""
+"""What a draft of a drafter that gives no probability is worth before anything was seen of it."""
 
 Source = tuple[int, int]
-"""A drafter's number, and how sure it was: which of its rates a guess counts for."""
+"""A drafter's number, and how sure it was: which of its rates a draft counts for."""
 
 
 class Rates:
-    """How often each drafter's guesses were right, by how likely it thought they were, if what leads there was.
+    """How often each drafter's drafts were right, by how likely it thought they were, if what leads there was.
 
     Counts fade (half of them after 512), so that the rates follow the text.
     """
@@ -53,7 +53,7 @@ class Rates:
 
 
 class Merged(NamedTuple):
-    """A tree, the sources of each guess, and how likely each is to be accepted."""
+    """A tree, the sources of each draft, and how likely each is to be accepted."""
 
     tree: DraftTree
     sources: list[list[Source]]
@@ -61,10 +61,10 @@ class Merged(NamedTuple):
 
 
 class SpecInferDrafter:
-    """Asks every drafter for all the guesses there is room for, and keeps the likeliest of them all.
+    """Asks every drafter for all the drafts there is room for, and keeps the likeliest of them all.
 
-    What a guess is worth is learnt from what was accepted. Where the verifier wants draws from known distributions,
-    choosing among them would change the distribution: each drafter has a fixed share of the room then, and its guesses
+    What a draft is worth is learnt from what was accepted. Where the verifier wants draws from known distributions,
+    choosing among them would change the distribution: each drafter has a fixed share of the room then, and its drafts
     stand side by side.
     """
 
@@ -122,7 +122,7 @@ class SpecInferDrafter:
 
 
 def merge(trees: Sequence[DraftTree], rates: Rates) -> Merged:
-    """One tree of all: equal guesses behind equal guesses are one. Earlier trees come first."""
+    """One tree of all: equal drafts behind equal drafts are one. Earlier trees come first."""
     tokens: list[int] = []
     parents: list[int] = []
     sources: list[list[Source]] = []
@@ -153,14 +153,14 @@ def merge(trees: Sequence[DraftTree], rates: Rates) -> Merged:
 
 
 def best_nodes(merged: Merged, num_nodes: int) -> list[int]:
-    """The `num_nodes` likeliest guesses, in their order. No guess is likelier than the one it follows, so with a guess
+    """The `num_nodes` likeliest drafts, in their order. No draft is likelier than the one it follows, so with a draft
     all that leads to it is among them."""
     scores = merged.scores
     return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:num_nodes])
 
 
 def best_path(merged: Merged) -> list[int]:
-    """The path of which most guesses are expected to be accepted."""
+    """The path of which most drafts are expected to be accepted."""
     sums: list[float] = []
     for score, parent in zip(merged.scores, merged.tree.parents, strict=True):
         sums.append(score + (0.0 if parent == ROOT else sums[parent]))
@@ -182,7 +182,7 @@ def _kept(merged: Merged, kept: Sequence[int]) -> Merged:
 
 
 def side_by_side(trees: Sequence[DraftTree], vocab_size: int) -> DraftTree:
-    """All trees below one root, equal guesses apart; a guess that was chosen counts as drawn from itself alone."""
+    """All trees below one root, equal drafts apart; a draft that was chosen counts as drawn from itself alone."""
     tokens: list[int] = []
     parents: list[int] = []
     probs: list[float] = []

@@ -1,12 +1,12 @@
 """SuffixDecoding: what followed the longest repeated ends of this text, in itself and in outputs of ended requests.
 
-The longer the end that has occurred before, the more is guessed; of several ends the one whose guesses promise most
+The longer the end that has occurred before, the more is drafted; of several ends the one whose drafts promise most
 accepted tokens is taken, their chance being how often each of them followed.
 
 Source: Oliaro et al., SuffixDecoding, arXiv 2411.04975, section 3 (the tree's score, adaptive length, two trees). The
 two suffix trees are indices of places (`output_store`) that count the same occurrences, the newest 32.
 
-All requests of an engine share one store. What one says can never be read out of another's answer, since guesses change
+All requests of an engine share one store. What one says can never be read out of another's answer, since drafts change
 no token; but an answer that comes faster tells that something like it was said before. Where that is too much, do not
 use this drafter, or set `suffix_decoding_max_cached_requests` to 0: then only the request's own text is looked at.
 """
@@ -31,8 +31,8 @@ PLACES = 32
 """Occurrences that are counted, newest first."""
 LENGTHS = 4
 """Ends of different length that compete, longest first."""
-GUESSES_PER_TOKEN = 1.0
-"""An end of n tokens is followed by at most so many times n guesses (vLLM's `suffix_decoding_max_spec_factor`)."""
+DRAFTS_PER_TOKEN = 1.0
+"""An end of n tokens is followed by at most so many times n drafts (vLLM's `suffix_decoding_max_spec_factor`)."""
 _OWN = -1
 
 
@@ -113,12 +113,12 @@ class SuffixDrafter:
                 said = [outcome.choices[0], *(outcome.choices[i + 1] for i in outcome.path)]
                 seen.newest = [token for token in said if token >= 0]
 
-    # -- guesses -------------------------------------------------------------------------------------------------
+    # -- drafts -------------------------------------------------------------------------------------------------
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
-        return [self._guess(job) for job in jobs]
+        return [self._draft(job) for job in jobs]
 
-    def _guess(self, job: DraftJob) -> DraftTree:
+    def _draft(self, job: DraftJob) -> DraftTree:
         seen = self._seen.get(job.seq_id)
         if seen is None:
             seen = _Seen()
@@ -131,8 +131,8 @@ class SuffixDrafter:
         useful: list[Match] = []
         for matches in (seen.matches(tail, PLACES), self.store.find(tail, PLACES)):
             for length in sorted({match.length for match in matches}, reverse=True)[:LENGTHS]:
-                room = int(GUESSES_PER_TOKEN * length)
-                if min(room, job.num_nodes) <= best_score:  # no guess is surer than sure
+                room = int(DRAFTS_PER_TOKEN * length)
+                if min(room, job.num_nodes) <= best_score:  # no draft is surer than sure
                     break
                 chosen = [match for match in matches if match.length >= length]
                 reach = min(count, room)

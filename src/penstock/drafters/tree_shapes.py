@@ -1,8 +1,8 @@
-"""Shapes of trees of guesses that are fixed before a token is known, and what the best one is.
+"""Shapes of trees of drafts that are fixed before a token is known, and what the best one is.
 
 A node is its parent's r-th best child, r = 0, 1, ...; the children of a node have the ranks 0 ... n-1. With positional
 acceptance (the r-th child of an accepted node is accepted with probability a[r], whatever the node), a tree's expected
-number of accepted guesses is the sum over its nodes of the product of a along the path to them.
+number of accepted drafts is the sum over its nodes of the product of a along the path to them.
 
 Source: Chen et al., Sequoia, arXiv 2402.12374, section 3 (positional acceptance, tree construction).
 """
@@ -54,7 +54,7 @@ def k_ary(branches: int, num_nodes: int, depth: int) -> Shape:
 
 
 def expected_length(shape: Shape, acceptance: Sequence[float]) -> float:
-    """Guesses of a tree that are accepted on average."""
+    """Drafts of a tree that are accepted on average."""
     reached: list[float] = []
     for parent, rank in zip(shape.parents, shape.ranks, strict=True):
         above = 1.0 if parent == ROOT else reached[parent]
@@ -70,7 +70,7 @@ def best_shape(acceptance: Sequence[float], num_nodes: int, depth: int) -> tuple
     children of rank r and above: C(d, r, m) = max(0, max_k a[r] (1 + B(d-1, k-1)) + C(d, r+1, m-k)), B(d, m) =
     C(d, 0, m). The number of operations is of the order of depth * len(acceptance) * num_nodes^2.
     """
-    assert 0 <= num_nodes <= MAX_DRAFTS, f"{num_nodes} guesses"
+    assert 0 <= num_nodes <= MAX_DRAFTS, f"{num_nodes} drafts"
     depth = min(depth, num_nodes)
     best = np.full(num_nodes + 1, 0.0)  # no level left: nothing below
     sizes: list[list[I64]] = []  # [d][r][m]: nodes of the r-th child's subtree, 0: there is no such child
@@ -110,7 +110,7 @@ def _built(sizes: list[list[I64]], num_nodes: int) -> Shape:
 
 
 class RankStatistics:
-    """How often the r-th child of an accepted guess is the one that is accepted, measured while decoding.
+    """How often the r-th child of an accepted draft is the one that is accepted, measured while decoding.
 
     A node with two children says nothing about a third. So it counts, of the nodes with more than r children none of
     whose first r was right, how often the next one was (the product-limit estimate of Kaplan and Meier).

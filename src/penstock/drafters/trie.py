@@ -1,4 +1,4 @@
-"""Trees of guesses made of several continuations: those that begin alike share their first guesses."""
+"""Trees of drafts made of several continuations: those that begin alike share their first drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Trie:
         self._num_nodes, self._max_depth = num_nodes, max_depth
 
     def add(self, path: Iterable[int], below: int = ROOT) -> int | None:
-        """The last guess of a path that hangs on guess `below`; None if there is no room for all of it."""
+        """The last draft of a path that hangs on draft `below`; None if there is no room for all of it."""
         here = below
         for token in path:
             child = self._children.get((here, token))
@@ -42,10 +42,10 @@ class Trie:
 def likeliest(
     follows: Sequence[Sequence[int]], num_nodes: int, max_depth: int, *, least: float = 0.0, chain_only: bool = False
 ) -> DraftTree:
-    """The most frequent part of the trie of `follows`, at most `num_nodes` guesses and `max_depth` deep.
+    """The most frequent part of the trie of `follows`, at most `num_nodes` drafts and `max_depth` deep.
 
     `probs` are shares of `follows` that go this way; none is below `least`. Of equally frequent ones the shallower
-    come first, then those of earlier `follows`. `chain_only`: behind each guess only the most frequent one.
+    come first, then those of earlier `follows`. `chain_only`: behind each draft only the most frequent one.
     """
     tokens: list[int] = []
     parents: list[int] = []

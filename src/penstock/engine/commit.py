@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.core.output import EngineOutput
 from penstock.core.sequence import Sequence
 from penstock.engine.beams import Beams
-from penstock.engine.guesses import Guesses
+from penstock.engine.drafting import Drafting
 
 if TYPE_CHECKING:
     from penstock.core.batch import Pooled, Sampled, SchedulerOutput, StepOutput, TokenLogprobs
@@ -41,7 +41,7 @@ class Commit:
         self.emitted = emitted
         self.stats = scheduler.stats
         self.beams = Beams(scheduler, groups, sequences, new_sequence, emitted)
-        self.guesses = Guesses(scheduler, kv, groups, self.emit, self.finish)
+        self.drafts = Drafting(scheduler, kv, groups, self.emit, self.finish)
 
     def apply(
         self, output: SchedulerOutput, rows: list[tuple[Sequence, int, int]], result: StepOutput, now: float
@@ -51,7 +51,7 @@ class Commit:
             self.scheduler.settle(result.moves)
         alive: dict[int, Sequence] = {}
         failed = {error.seq_id for error in result.errors}
-        guessed = {verified.seq_id for verified in result.verified}
+        drafted = {verified.seq_id for verified in result.verified}
         known, keep = self.sequences, self.kv.commit
         chosen = {s.seq_id: s.counts for s in result.selected} if result.selected else None
         before = self.stats.num_sampled_tokens
@@ -61,7 +61,7 @@ class Commit:
                 continue  # aborted, or preempted while this step was in flight: its cache entries are gone
             seq.num_inflight -= num_tokens
             alive[seq_id] = seq
-            if seq_id in guessed:
+            if seq_id in drafted:
                 continue
             seq.num_computed += num_tokens
             if seq_id not in failed:  # what a sick row computed must not be found by others
@@ -69,7 +69,7 @@ class Commit:
                 if chosen is not None and seq_id in chosen:
                     self.kv.select(seq, chosen[seq_id])
         if result.verified:
-            self.guesses.apply(alive, result, failed)
+            self.drafts.apply(alive, result, failed)
         for prompt in result.prompt_logprobs:
             if prompt.seq_id in alive:
                 self._prompt_logprobs(alive[prompt.seq_id], prompt.start, prompt.entries)
@@ -89,7 +89,7 @@ class Commit:
         for pooled in result.pooled:
             if pooled.seq_id in alive and pooled.seq_id in self.sequences:
                 self._pooled(alive[pooled.seq_id], pooled)
-        self.guesses.after(output, result, self.stats.num_sampled_tokens - before)
+        self.drafts.after(output, result, self.stats.num_sampled_tokens - before)
 
     # -- one row -------------------------------------------------------------------------------------------------
 

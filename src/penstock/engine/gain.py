@@ -1,8 +1,8 @@
-"""What guessing gains, estimated from the steps that ran: beside each other, steps that guess and steps that do not.
+"""What drafting gains, estimated from the steps that ran: beside each other, steps that draft and steps that do not.
 
 Steps in which every sequence only decodes are compared: a plain one with n sequences gives n tokens in so many seconds,
-one with guesses gives more in more. What plain steps are known to take for n sequences, times the plain steps that a
-step with guesses stands for, over what it took, is the speed-up. Steps with another n, or with prompts in them, are
+one with drafts gives more in more. What plain steps are known to take for n sequences, times the plain steps that a
+step with drafts stands for, over what it took, is the speed-up. Steps with another n, or with prompts in them, are
 left out: they say nothing about each other.
 """
 

@@ -19,15 +19,15 @@ from penstock.core.protocols import Executor, StepTimer
 from penstock.core.step_shape import shape_of
 
 
-class GuessModel(Protocol):
-    """What guesses would come of a simulated text, and what making them costs."""
+class DraftOutcomes(Protocol):
+    """What drafts would come of a simulated text, and what making them costs."""
 
-    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
-        """(guesses made, guesses accepted) for the tokens from `position` on, at most `room`; asked once per step."""
+    def draft(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+        """(drafts made, drafts accepted) for the tokens from `position` on, at most `room`; asked once per step."""
         ...
 
     def draft_s(self, room: int, num_rows: int) -> float:
-        """Seconds to guess for `num_rows` sequences, at most `room` for one of them."""
+        """Seconds to draft for `num_rows` sequences, at most `room` for one of them."""
         ...
 
 
@@ -37,8 +37,8 @@ class SimExecutor(Executor):
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
     on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
     of cache group g, to charge copies between device and tiers. A step waits for its own, but for late loads: these go
-    one after the other beside the steps, and the first step that ends behind one reports it. `guesses`: who fills the
-    room for guesses; without it nobody does. The step then takes as long as one of the guesses that were made. There
+    one after the other beside the steps, and the first step that ends behind one reports it. `drafts`: who fills the
+    room for drafts; without it nobody does. The step then takes as long as one of the drafts that were made. There
     are no grammars to compile, no logits and no memory.
     """
 
@@ -50,7 +50,7 @@ class SimExecutor(Executor):
         vocab_size: int,
         depth: int = 1,
         page_bytes: Sequence[int] = (),
-        guesses: GuessModel | None = None,
+        drafts: DraftOutcomes | None = None,
     ) -> None:
         self.depth = depth
         self.copied_bytes = 0
@@ -60,20 +60,20 @@ class SimExecutor(Executor):
         self._clock = clock
         self._vocab_size = vocab_size
         self._free_at_s = 0.0
-        self._guesses = guesses
+        self._drafts = drafts
         self._queue: deque[tuple[SchedulerOutput, float, float, list[Verified], float]] = deque()
         self._loads: dict[int, float] = {}
         """When the loads that are not reported yet end."""
 
     def submit(self, output: SchedulerOutput) -> None:
         rows, verified, draft_s = output.scheduled, [], 0.0
-        guessing = [row for row in rows if row.num_drafts]
-        if guessing:
-            verified = [self._verify(row) for row in guessing]
+        drafting = [row for row in rows if row.num_drafts]
+        if drafting:
+            verified = [self._verify(row) for row in drafting]
             made = {v.seq_id: v.num_drafted for v in verified}
             rows = [msgspec.structs.replace(r, num_drafts=made[r.seq_id]) if r.num_drafts else r for r in rows]
-            if self._guesses is not None:
-                draft_s = self._guesses.draft_s(max(row.num_drafts for row in guessing), len(guessing))
+            if self._drafts is not None:
+                draft_s = self._drafts.draft_s(max(row.num_drafts for row in drafting), len(drafting))
         start_s = max(self._free_at_s, self._clock.now())
         duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output, start_s) + draft_s
         if not rows and self._loads:
@@ -120,7 +120,7 @@ class SimExecutor(Executor):
 
     def _verify(self, row: ScheduledRow) -> Verified:
         first = row.start + row.num_tokens
-        made, accepted = (0, 0) if self._guesses is None else self._guesses.guess(row.seq_id, first, row.num_drafts)
+        made, accepted = (0, 0) if self._drafts is None else self._drafts.draft(row.seq_id, first, row.num_drafts)
         tokens = [self._token(row.seq_id, first + j) for j in range(accepted + 1)]
         return Verified(row.seq_id, tokens, made, row.num_tokens + accepted)
 

@@ -45,14 +45,14 @@ def assemble(
     plan: Plan,
     *,
     drafter: Drafter | None = None,
-    guessers: Sequence[LoadedDraft] = (),
+    loaded_drafts: Sequence[LoadedDraft] = (),
     **engine: Any,
 ) -> EngineCore:
     """The engine over a model whose weights are in memory (tests, tools); `build.start` takes one from disk.
 
-    `guessers`: the draft models of `plan.drafts`, in that order. Else as `connect`.
+    `draft models`: the draft models of `plan.drafts`, in that order. Else as `connect`.
     """
-    parts = model_parts(config, spec, weights, plan, guessers=guessers, drafter=drafter)
+    parts = model_parts(config, spec, weights, plan, loaded_drafts=loaded_drafts, drafter=drafter)
     return _engine_of(config, plan, parts, **engine)
 
 
@@ -118,7 +118,7 @@ def model_parts(
     grammars: GrammarCache | None = None,
     packed: PackedStore | None = None,
     backend: Backend | None = None,
-    guessers: Sequence[LoadedDraft] = (),
+    loaded_drafts: Sequence[LoadedDraft] = (),
     encode: Callable[[str], list[int]] | None = None,
     kinds: TokenKinds = NO_KINDS,
     drafter: Drafter | None = None,
@@ -126,7 +126,7 @@ def model_parts(
     """The parts of a rank that runs a model.
 
     `grammars`: what structured outputs need; without it no request may ask for them. `packed`: where native
-    kernels find their weights at the second start. `guessers`: the draft models of `plan.drafts`, in that order.
+    kernels find their weights at the second start. `draft models`: the draft models of `plan.drafts`, in that order.
     `encode`: text -> ids, for drafters that read text; `kinds`: what tokens look like, for KV selectors.
     """
     selector = make_selector(config, spec, kinds, partial(fingerprint, weights))
@@ -150,7 +150,7 @@ def model_parts(
         vocab_size=spec.vocab_size,
         backend=backend,
         grammars=grammars,
-        means=DraftMeans(draft_models(config, plan, guessers, backend), target, encode),
+        means=DraftMeans(draft_models(config, plan, loaded_drafts, backend), target, encode),
         drafter=drafter,
         select=None if selector is None else (selector, spec),
     )

@@ -82,11 +82,11 @@ def start(
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)
-        guessers = open_drafts(config, download)
+        draft_models = open_drafts(config, download)
     checkpoint = files.checkpoint
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
-    named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in guessers]
+    named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
     )  # fmt: skip
@@ -94,13 +94,13 @@ def start(
     # vocabulary is 40 MB and half a second.
     needed = not serving or config.speculation is not None or config.selection is not None
     tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
-    for guesser in guessers:
-        check_tokens(guesser, checkpoint.spec, tokenizer)
+    for draft_model in draft_models:
+        check_tokens(draft_model, checkpoint.spec, tokenizer)
     rank = RankSpec(
         config=config.as_kwargs(),
         plan=msgspec.structs.replace(plan, decisions=()),
         model=str(path),
-        drafts=tuple(str(guesser.checkpoint.path) for guesser in guessers),
+        drafts=tuple(str(draft_model.checkpoint.path) for draft_model in draft_models),
         warm_grammars=serving and config.cache.warm_grammars,
     )
     clock = MonotonicClock()
@@ -110,7 +110,7 @@ def start(
         config,
         plan,
         rank,
-        partial(build_rank, files=replace(files, guessers=guessers), clock=clock),
+        partial(build_rank, files=replace(files, draft_models=draft_models), clock=clock),
         clock,
         loading=progress,
         box=box,

@@ -1,4 +1,4 @@
-"""Draft models: named by `speculative_config`, opened, compared with the model they guess for, and made to run."""
+"""Draft models: named by `speculative_config`, opened, compared with the model they draft for, and made to run."""
 
 from __future__ import annotations
 

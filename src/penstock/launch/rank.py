@@ -43,17 +43,19 @@ class ModelFiles:
     stored: ModelSpec
     tokenizer: TokenizerFiles
     read: Callable[[], Tokenizer | None]
-    guessers: Sequence[OpenDraft] = ()
+    draft_models: Sequence[OpenDraft] = ()
 
 
-def open_files(config: EngineConfig, path: str | Path, guessers: Sequence[OpenDraft] = ()) -> ModelFiles:
+def open_files(config: EngineConfig, path: str | Path, draft_models: Sequence[OpenDraft] = ()) -> ModelFiles:
     """The model at `path` as `config` wants it. Raises: ModelError, UnsupportedError, ConfigError."""
     found = open_model(path)
     checkpoint = replace(found, spec=stretched(found.spec, config.model))
     files = checkpoint.tokenizer
     if config.model.tokenizer is not None:
         files = named_tokenizer(config.model.tokenizer, checkpoint)
-    return ModelFiles(checkpoint, found.spec, files, cache(partial(load_tokenizer, files, checkpoint.spec)), guessers)
+    return ModelFiles(
+        checkpoint, found.spec, files, cache(partial(load_tokenizer, files, checkpoint.spec)), draft_models
+    )
 
 
 def build_rank(
@@ -89,7 +91,9 @@ def build_rank(
         grammars=grammars,
         packed=packed,
         backend=backend,
-        guessers=[guesser.load(draft.held) for guesser, draft in zip(files.guessers, plan.drafts, strict=True)],
+        loaded_drafts=[
+            draft_model.load(draft.held) for draft_model, draft in zip(files.draft_models, plan.drafts, strict=True)
+        ],
         encode=None if tokenizer is None else tokenizer.encode_inner,
         kinds=kinds_of(tokenizer),
     )

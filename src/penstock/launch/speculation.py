@@ -1,4 +1,4 @@
-"""Speculation put together: who guesses, and who decides how much."""
+"""Speculation put together: who drafts, and who decides how much."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def make_controller(config: EngineConfig, timer: StepTimer | None = None) -> Dra
 
 
 def branches(config: SpeculativeConfig) -> bool:
-    """Whether a drafter's guesses are trees that branch."""
+    """Whether a drafter's drafts are trees that branch."""
     return config.tree != "chain" or DRAFTERS.traits(config.method).branches
 
 
 def num_drafts(config: SpeculativeConfig) -> int:
-    """Guesses for one sequence in one step, at most."""
+    """Drafts for one sequence in one step, at most."""
     return config.num_speculative_tokens or DRAFTERS.traits(config.method).num_drafts

@@ -59,7 +59,7 @@ class StepPlan:
     Shapes: token_ids, positions [T]; query_start_loc [B+1] (sequence b runs tokens query_start_loc[b] ...
     query_start_loc[b+1] at consecutive positions); seq_lens [B] (tokens cached once this step is done); logits_indices
     [R] (rows of the T tokens whose logits are wanted, ascending); hidden_indices [P] (those whose hidden state is);
-    mask [T] or None (trees of guesses, whose nodes may share positions but no slots: see `ops.tree`);
+    mask [T] or None (trees of drafts, whose nodes may share positions but no slots: see `ops.tree`);
     choose_from [B] or None: the position from which on a sequence's tokens read chosen pages only, where a model's
     attention does so (`core.selection.PageReads`). None: those do that are their sequence's only one in the step.
 

@@ -53,7 +53,7 @@ class Step:
         Raises: EngineError if one has a tree: a state follows one path only.
         """
         if self.plan.mask is not None and self.plan.mask.any():
-            raise EngineError("a layer with a recurrent state cannot run a tree of guesses")
+            raise EngineError("a layer with a recurrent state cannot run a tree of drafts")
         where = self.plan.groups[group]
         for b in range(self.num_sequences):
             start, stop = self.bounds[b], self.bounds[b + 1]

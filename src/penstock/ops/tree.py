@@ -1,4 +1,4 @@
-"""Trees of guesses: several continuations of a sequence in one step, each token seeing its own path only.
+"""Trees of drafts: several continuations of a sequence in one step, each token seeing its own path only.
 
 A step's mask is uint64 [T]. mask[t] = 0 is an ordinary token. Else t is a node of a tree: its sequence has at most 64
 tokens in this step, of which t sees those whose bit is set (bit i: the sequence's i-th token of the step), and all that

@@ -27,7 +27,7 @@ class NamedSpec(NamedTuple):
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One draft model. `groups`: indices in `Plan.groups` of those that are its own; `max_len`: positions it runs, so
-    that a longer sequence goes on without its guesses. Units: bytes, tokens."""
+    that a longer sequence goes on without its drafts. Units: bytes, tokens."""
 
     name: str
     groups: tuple[int, ...]
@@ -48,7 +48,7 @@ def plan_drafts(
     """`groups` of the target model with those of its draft models behind them, and why.
 
     Windows of a draft model keep all their blocks: it catches up with what the prefix cache holds from the beginning.
-    Raises ConfigError for a draft model with a recurrent state, which could not take back a rejected guess.
+    Raises ConfigError for a draft model with a recurrent state, which could not take back a rejected draft.
     """
     plans: list[DraftPlan] = []
     decisions: list[Decision] = []
@@ -57,7 +57,7 @@ def plan_drafts(
         if any(s is not None and not s.per_token for s in specs):
             raise ConfigError(
                 f"speculative_config: model: {name} has layers with a recurrent state, which cannot take back a "
-                "rejected guess; use a draft model of attention layers only",
+                "rejected draft; use a draft model of attention layers only",
                 field="speculative_config",
             )
         first = len(groups)
@@ -79,7 +79,7 @@ def _decisions(plan: DraftPlan, own: Sequence[CacheGroup], max_model_len: int, n
     )
     out = [Decision(f"draft_model{number}", plan.name, why)]
     if plan.max_len < max_model_len:
-        why = "the draft model was made for no more positions; beyond them a sequence goes on without its guesses"
+        why = "the draft model was made for no more positions; beyond them a sequence goes on without its drafts"
         out.append(Decision(f"draft_max_len{number}", plan.max_len, why))
     return out
 

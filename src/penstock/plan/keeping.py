@@ -21,7 +21,7 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
     if config.cache.kv_allocator != "paged":
         raise wrong(f"gives pages back one by one, and kv_allocator {config.cache.kv_allocator} has none; use paged")
     if config.execution.speculative_config is not None:
-        raise wrong("cannot be combined with speculative_config: guesses are verified against the whole context")
+        raise wrong("cannot be combined with speculative_config: drafts are verified against the whole context")
     if keeping.drops == "nothing" and config.cache.kv_cache_dtype in PACKED_BITS:
         raise wrong(f"keeps bounds of keys, and {config.cache.kv_cache_dtype} has none of its own; use int8 or auto")
     if keeping.cache_positions and config.cache.kv_rotation != "none":

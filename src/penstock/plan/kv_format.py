@@ -38,7 +38,7 @@ def check_kv_format(config: EngineConfig, spec: ModelSpec) -> None:
         return
     if config.speculation is not None and any(how.recent for how in kv.every):
         raise wrong(
-            f"{short} encodes blocks as a whole and cannot take back rejected guesses; leave speculative_config away "
+            f"{short} encodes blocks as a whole and cannot take back rejected drafts; leave speculative_config away "
             "or use int8, int4"
         )
     if config.cache.kv_selector != "none":

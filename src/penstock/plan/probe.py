@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.core.machine import Machine
 
 _KIB = 1024
-_GUESS_BYTES = 4 * 1024**3  # for systems that tell nothing: small enough to be true nearly everywhere
+_DRAFT_BYTES = 4 * 1024**3  # for systems that tell nothing: small enough to be true nearly everywhere
 _NO_LIMIT = 2**62  # cgroup v1 writes "no limit" as a huge number (about 2**63, rounded down to a page)
 _ARCH = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
@@ -28,7 +28,7 @@ class Free(NamedTuple):
 
 
 def probe(root: str | Path = "/", *, affinity: int | None = None, arch: str | None = None) -> Machine:
-    """The machine as this process may use it. Reads files below `root` only; never fails, falls back to guesses.
+    """The machine as this process may use it. Reads files below `root` only; never fails, falls back to drafts.
 
     `affinity` (cores this process may run on) and `arch` replace what the operating system says; tests give them
     together with a `root` of their own. Units: bytes.
@@ -53,7 +53,7 @@ def free_memory(root: str | Path = "/") -> Free:
     base = Path(root)
     meminfo = _meminfo(base)
     total = meminfo.get("MemTotal") or _physical_bytes()
-    # MemAvailable is missing on kernels before 3.14 and off Linux; half is a guess that seldom swaps.
+    # MemAvailable is missing on kernels before 3.14 and off Linux; half is a draft that seldom swaps.
     available = meminfo.get("MemAvailable", total // 2)
     for folder in _cgroup_folders(base, "memory"):
         limit, used = _memory(folder)
@@ -77,7 +77,7 @@ def _physical_bytes() -> int:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
-        return _GUESS_BYTES
+        return _DRAFT_BYTES
 
 
 def _read(path: Path) -> str:

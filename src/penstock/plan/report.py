@@ -139,7 +139,7 @@ def report(
     dtype, kv_dtype = (known.dtype, known.kv_dtype) if known else _given_dtypes(config, spec)
     groups = known.groups if known else cache_groups(spec, kv_dtype)
     size = config.cache.block_size
-    guessers = {g: draft.name for draft in known.drafts for g in draft.groups} if known else {}
+    draft_models = {g: draft.name for draft in known.drafts for g in draft.groups} if known else {}
     timer = RooflineTimer(spec, device, dtype=dtype, kv_dtype=kv_dtype)
     max_model_len = plan.max_model_len if plan else config.model.max_model_len or spec.max_position
     longest = fit.longest_context() if fit is not None else 0
@@ -157,7 +157,7 @@ def report(
         weight_bytes={name: spec.num_params * size for name, size in DTYPE_BYTES.items()},
         held=str(known.held) if known and known.held.matrices else "",
         held_bytes=known.weight_bytes if known and known.held.matrices else None,
-        groups=tuple(_group_line(group, guessers.get(group.index, ""), size) for group in groups),
+        groups=tuple(_group_line(group, draft_models.get(group.index, ""), size) for group in groups),
         kv_bytes_per_token=sum(g.token_bytes(size) for g in groups if g.spec.per_token),
         state_bytes_per_sequence=sum(g.slab_bytes(1) for g in groups if not g.spec.per_token),
         max_model_len=max_model_len,

@@ -79,7 +79,7 @@ def resolve(
 ) -> Plan:
     """Decide every "auto" and None of `config` for this model on this machine; each decision says why.
 
-    `drafts`: models that guess for it; their weights and caches are planned beside its own. `keeping`: the traits of
+    `drafts`: models that draft for it; their weights and caches are planned beside its own. `keeping`: the traits of
     `config`'s kv_selector. `stored`: the matrices that the checkpoint stores as codes. `traits`: those of the backend
     that runs it.
 
@@ -101,11 +101,11 @@ def resolve(
         decisions.append(regime)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, traits, decisions)
 
-    guessers = [NamedSpec(*draft) for draft in drafts]
+    draft_models = [NamedSpec(*draft) for draft in drafts]
     groups, planned, why_drafts = plan_drafts(
-        guessers,
+        draft_models,
         groups_of(spec, kv_dtype, keeping),
-        held=[_draft_weights(config, draft, dtype, traits) for draft in guessers],
+        held=[_draft_weights(config, draft, dtype, traits) for draft in draft_models],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
     )

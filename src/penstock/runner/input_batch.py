@@ -13,7 +13,7 @@ from penstock.core.batch import ScheduledRow
 from penstock.core.draft import DraftTree
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import I32, GroupPlan, StepPlan
-from penstock.runner.guess import Guess, TreeMask, guesses_of
+from penstock.runner.drafted import DraftedRow, TreeMask, drafts_of
 from penstock.runner.rows import Row, RowStore
 
 
@@ -66,10 +66,10 @@ class InputBatch:
 
     def build(
         self, scheduled: Sequence[ScheduledRow], trees: Mapping[int, DraftTree] | None = None
-    ) -> tuple[StepPlan, list[Pick], list[Guess]]:
+    ) -> tuple[StepPlan, list[Pick], list[DraftedRow]]:
         """The plan of a step and, for each row that wants logits, what to do with them (in scheduled order).
 
-        `trees`: the guesses of rows with room for them, by sequence; these rows are in the third result only.
+        `trees`: the drafts of rows with room for them, by sequence; these rows are in the third result only.
 
         Logits are wanted of the last token of rows that sample or ask for candidates, and of position p for the
         logprob of prompt token p + 1. A table has exactly the blocks that hold the row's tokens once the step is done.
@@ -83,8 +83,8 @@ class InputBatch:
             self._reserve(num_tokens, len(scheduled))
         tokens, positions, logits, starts, lens = self._words
         picks: list[Pick] = []
-        guesses: list[Guess] = []
-        guessed = TreeMask(num_tokens) if trees else _NO_MASK
+        drafted_rows: list[DraftedRow] = []
+        drafted = TreeMask(num_tokens) if trees else _NO_MASK
         chosen: list[Row] = []
         rows = self._rows
         greedy = True
@@ -102,8 +102,8 @@ class InputBatch:
                 self._tokens[t : t + n] = row.tokens[start:end]
                 self._positions[t : t + n] = np.arange(start - shift, end - shift, dtype=np.int32)
             if job.num_drafts:
-                guess, n = guesses_of(job, row, trees, r, guessed, (self._tokens, self._positions), t)
-                guesses.append(guess)
+                row_drafts, n = drafts_of(job, row, trees, r, drafted, (self._tokens, self._positions), t)
+                drafted_rows.append(row_drafts)
                 greedy = False
                 self._logits[r : r + n] = np.arange(t, t + n, dtype=np.int32)
                 r += n
@@ -135,11 +135,11 @@ class InputBatch:
             self._from = self._prompts[: len(chosen)] if self._choosing else None
         self.greedy = greedy and r > 0
         groups = tuple([self._group_plan(g, chosen) for g in range(self._num_groups)])
-        mask, last = guessed.upto(t), self._last
+        mask, last = drafted.upto(t), self._last
         # Between two blocks of its rows a decode step differs from the one before in what its arrays hold, no more.
         if last is None or last.mask is not None or mask is not None or not all(map(is_, last.groups, groups)):
             last = self._last = StepPlan(*self._views, groups, mask=mask, choose_from=self._from)
-        return last, picks, guesses
+        return last, picks, drafted_rows
 
     def _pick(self, job: ScheduledRow, row: Row, t: int, r: int) -> tuple[Pick | None, int]:
         """`t`: the row's first token in the batch; `r`: logits rows so far. Returns the new `r` too."""

@@ -19,7 +19,7 @@ from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
 from penstock.model.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
 from penstock.ops.plan import I32, StepPlan
-from penstock.runner.guess import Guess
+from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
@@ -40,17 +40,17 @@ class Planned(msgspec.Struct, gc=False):
     """A step that has been planned: what runs, and what its results are for. Valid until the next one is planned.
 
     Attributes:
-        step: of the model, with the guesses of `guesses` behind the newest tokens of their rows.
-        picks, guesses: what the rows without and with guesses are owed.
+        step: of the model, with the drafts of `drafts` behind the newest tokens of their rows.
+        picks, drafts: what the rows without and with drafts are owed.
         hidden: tokens [P] whose hidden states are wanted; the first `num_pooled` are to be pooled, then come those of
-            `guesses`, for the drafter.
-        before: recurrent states of the rows that guess, to be put back if a guess is wrong.
-        draft_s: seconds that the guesses took.
+            `drafts`, for the drafter.
+        before: recurrent states of the rows that draft, to be put back if a draft is wrong.
+        draft_s: seconds that the drafts took.
     """
 
     step: StepPlan
     picks: list[Pick]
-    guesses: list[Guess]
+    drafted_rows: list[DraftedRow]
     hidden: I32
     num_pooled: int
     before: States
@@ -60,8 +60,8 @@ class Planned(msgspec.Struct, gc=False):
 class Runner:
     """Executes steps, one after the other, in one thread. `launch.parts.make_rank` puts it together.
 
-    A step is planned (its rows change, pages move, rows are given guesses), runs, and is settled (tokens are chosen,
-    guesses judged, what was wrong undone). All that is decided by looking at logits happens between `forward` and the
+    A step is planned (its rows change, pages move, rows are given drafts), runs, and is settled (tokens are chosen,
+    drafts judged, what was wrong undone). All that is decided by looking at logits happens between `forward` and the
     end of `settle`.
     """
 
@@ -84,7 +84,7 @@ class Runner:
         """
         Args:
             rows, storage, sampler: as those of `drafter`, `verifier` and `selections`; `sampler` with these `grammars`.
-            drafter: guesses for rows with room for guesses; None: they run without.
+            drafter: drafts for rows with room for drafts; None: they run without.
             verifier: another than the one that changes no token.
             selections: who chooses what rows keep; None: they keep everything, or drop by position alone.
             keeping: rows may drop tokens.
@@ -150,7 +150,7 @@ class Runner:
         return self.settle(output, planned, found, hidden, start_s)
 
     def plan(self, output: SchedulerOutput) -> Planned | None:
-        """Change the rows, move pages, and plan what runs with which guesses; None if nothing does.
+        """Change the rows, move pages, and plan what runs with which drafts; None if nothing does.
 
         Mutates: rows, processors, storage, drafter.
         """
@@ -170,13 +170,13 @@ class Runner:
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
-        step, picks, guesses = self._batch.build(output.scheduled, trees)
-        before = self._undo.remember(guesses)
+        step, picks, drafted_rows = self._batch.build(output.scheduled, trees)
+        before = self._undo.remember(drafted_rows)
         hidden = self.pooler.wanted(output.scheduled, step.query_start_loc)
         num_pooled = len(hidden)
-        if guesses and self.drafter is not None and self.drafter.wants_hidden:
-            hidden = np.concatenate([hidden, *(step.logits_indices[_rows(guess)] for guess in guesses)])
-        return Planned(step, picks, guesses, hidden, num_pooled, before, draft_s)
+        if drafted_rows and self.drafter is not None and self.drafter.wants_hidden:
+            hidden = np.concatenate([hidden, *(step.logits_indices[_rows(drafted)] for drafted in drafted_rows)])
+        return Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
 
     def forward(self, planned: Planned) -> tuple[list[int] | F32, F32]:
         """Run the model. Mutates: storage.
@@ -196,11 +196,16 @@ class Runner:
     def settle(
         self, output: SchedulerOutput, planned: Planned, found: list[int] | F32, hidden: F32, start_s: float
     ) -> StepOutput:
-        """Choose tokens, judge guesses and undo what was wrong; `found` and `hidden` are what `forward` gave.
+        """Choose tokens, judge drafts and undo what was wrong; `found` and `hidden` are what `forward` gave.
 
         Mutates: storage, processors, drafter. Units: `start_s` is when the step began.
         """
-        picks, guesses, num_pooled, draft_s = planned.picks, planned.guesses, planned.num_pooled, planned.draft_s
+        picks, drafted_rows, num_pooled, draft_s = (
+            planned.picks,
+            planned.drafted_rows,
+            planned.num_pooled,
+            planned.draft_s,
+        )
         pooled, failed = self.pooler.fold(hidden[:num_pooled])
         selected: list[Selected] = []
         if self.selections is not None:
@@ -221,12 +226,12 @@ class Runner:
             logits[0], self._spoil_from = float("nan"), None
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
         assert logits.shape == (len(planned.step.logits_indices), self.vocab_size), f"logits are {logits.shape}"
-        nodes = self.verifier.nodes(guesses) if guesses else ()
+        nodes = self.verifier.nodes(drafted_rows) if drafted_rows else ()
         sampled, prompt_logprobs, errors, ended, choices = self.sampler.sample(logits, picks, nodes)
         verified: list[Verified] = []
-        if guesses:
-            result = self.verifier.verify(logits, guesses, choices)
-            verified = self._undo.settle(guesses, result, planned.before)
+        if drafted_rows:
+            result = self.verifier.verify(logits, drafted_rows, choices)
+            verified = self._undo.settle(drafted_rows, result, planned.before)
             errors, ended = errors + result.errors, [*ended, *result.ended]
             draft_s += self._tell(result.outcomes, hidden[num_pooled:])
         duration_s = self._clock.now() - start_s
@@ -242,7 +247,7 @@ class Runner:
             return False
         return not self.sampler.chain.follows_any([pick.seq_id for pick in picks])
 
-    # -- guesses -------------------------------------------------------------------------------------------------
+    # -- drafts -------------------------------------------------------------------------------------------------
 
     def _track(self, output: SchedulerOutput) -> None:
         """Let the drafter hear what becomes of its rows. See `_draft` for failures."""
@@ -272,7 +277,7 @@ class Runner:
         return trees, self._clock.now() - start_s
 
     def _give_up_drafting(self, drafter: Drafter) -> None:
-        _LOG.exception("the drafter %r failed; going on without guesses", drafter.name)
+        _LOG.exception("the drafter %r failed; going on without drafts", drafter.name)
         self.drafter = None
 
     def _job(self, row: ScheduledRow) -> DraftJob:
@@ -283,7 +288,7 @@ class Runner:
         )  # fmt: skip
 
     def _tell(self, outcomes: list[Outcome], hidden: npt.NDArray[np.float32]) -> float:
-        """Let the drafter hear what came of its guesses; returns the seconds it took. See `_draft` for failures."""
+        """Let the drafter hear what came of its drafts; returns the seconds it took. See `_draft` for failures."""
         if self.drafter is None:
             return 0.0
         start_s = self._clock.now()
@@ -310,6 +315,6 @@ def concerns_drafter(output: SchedulerOutput) -> bool:
     return False
 
 
-def _rows(guess: Guess) -> slice:
+def _rows(drafted: DraftedRow) -> slice:
     """Its rows of the logits."""
-    return slice(guess.row, guess.row + 1 + len(guess.tree.token_ids))
+    return slice(drafted.row, drafted.row + 1 + len(drafted.tree.token_ids))

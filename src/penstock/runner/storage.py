@@ -124,7 +124,7 @@ class Storage:
         return moves
 
     def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
-        """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of guesses
+        """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of drafts
         needs once a path of it is accepted, whose i-th token belongs into slot start + i (see `ops.tree`).
 
         Shapes: tables[g] is the sequence's line(s) in group g, [1, M] or [num_layers, M], as in `ops.plan.GroupPlan`.
@@ -141,7 +141,7 @@ class Storage:
                 array[self._place(g, table, there, array)] = array[self._place(g, table, here, array)]
 
     def clear_slots(self, tables: Sequence[I32], slots: Sequence[int] | I32) -> None:
-        """Zero tokens of one sequence (shapes as in `move_slots`): guesses that were wrong leave nothing behind.
+        """Zero tokens of one sequence (shapes as in `move_slots`): drafts that were wrong leave nothing behind.
 
         Mutates: `planes`.
         """

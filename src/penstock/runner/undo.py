@@ -1,4 +1,4 @@
-"""What a step with guesses must take back: entries of rejected tokens, and recurrent states that have seen them."""
+"""What a step with drafts must take back: entries of rejected tokens, and recurrent states that have seen them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.core.batch import Verified
 from penstock.ops.plan import I32
-from penstock.runner.guess import Guess
+from penstock.runner.drafted import DraftedRow
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 from penstock.runner.verify import VerifyOutput
@@ -21,10 +21,10 @@ States = dict[int, list[tuple[npt.NDArray[Any], int, npt.NDArray[Any]]]]
 
 
 class Undo:
-    """Before the step it copies the states of rows that guess, if the model has any; after it, it puts things right.
+    """Before the step it copies the states of rows that draft, if the model has any; after it, it puts things right.
 
-    The accepted path moves into the slots behind the newest known token (a tree's guesses lie in the order in which
-    they were proposed), and every other guess's slot is zeroed: memory beyond what a sequence has computed is clean.
+    The accepted path moves into the slots behind the newest known token (a tree's drafts lie in the order in which
+    they were proposed), and every other draft's slot is zeroed: memory beyond what a sequence has computed is clean.
     """
 
     def __init__(self, storage: Storage, rows: RowStore) -> None:
@@ -36,11 +36,11 @@ class Undo:
         """Whether some layer keeps a state that follows one path only."""
         return bool(self._slots)
 
-    def remember(self, guesses: Sequence[Guess]) -> States:
-        """The states of the rows whose guesses might be rejected."""
+    def remember(self, drafted_rows: Sequence[DraftedRow]) -> States:
+        """The states of the rows whose drafts might be rejected."""
         if not self._slots:
             return {}
-        return {guess.seq_id: self._states(guess.seq_id) for guess in guesses if guess.tree.token_ids}
+        return {drafted.seq_id: self._states(drafted.seq_id) for drafted in drafted_rows if drafted.tree.token_ids}
 
     def _states(self, seq_id: int) -> list[tuple[npt.NDArray[Any], int, npt.NDArray[Any]]]:
         row = self._rows[seq_id]
@@ -50,36 +50,36 @@ class Undo:
                 out += [(array, page, array[page].copy()) for array in self._storage.planes[g].values()]
         return out
 
-    def settle(self, guesses: Sequence[Guess], result: VerifyOutput, before: States) -> list[Verified]:
+    def settle(self, drafted_rows: Sequence[DraftedRow], result: VerifyOutput, before: States) -> list[Verified]:
         """Mutates: the storage. Returns the results with `num_kept` as it is now."""
         settled: list[Verified] = []
-        for guess, verified, outcome in zip(guesses, result.verified, result.outcomes, strict=True):
-            count, path = len(guess.tree.token_ids), outcome.path
+        for drafted, verified, outcome in zip(drafted_rows, result.verified, result.outcomes, strict=True):
+            count, path = len(drafted.tree.token_ids), outcome.path
             if len(path) < count:
-                if guess.seq_id in before:  # the state has seen what was rejected: all of the step is done again
-                    for array, page, content in before[guess.seq_id]:
+                if drafted.seq_id in before:  # the state has seen what was rejected: all of the step is done again
+                    for array, page, content in before[drafted.seq_id]:
                         array[page] = content
-                    self._clear(guess, 0, count)
+                    self._clear(drafted, 0, count)
                     verified = msgspec.structs.replace(verified, num_kept=0)
                 else:
-                    self._keep(guess, path, count)
+                    self._keep(drafted, path, count)
             settled.append(verified)
         return settled
 
-    def _keep(self, guess: Guess, path: list[int], count: int) -> None:
-        first = guess.start + 1
+    def _keep(self, drafted: DraftedRow, path: list[int], count: int) -> None:
+        first = drafted.start + 1
         if path != list(range(len(path))):
             self._storage.move_slots(
-                self._tables(guess, count), [first + i for i in path], list(range(first, first + len(path)))
+                self._tables(drafted, count), [first + i for i in path], list(range(first, first + len(path)))
             )
-        self._clear(guess, len(path), count)
+        self._clear(drafted, len(path), count)
 
-    def _clear(self, guess: Guess, begin: int, end: int) -> None:
-        """Guess slots begin ... end-1."""
-        first = guess.start + 1
+    def _clear(self, drafted: DraftedRow, begin: int, end: int) -> None:
+        """Draft slots begin ... end-1."""
+        first = drafted.start + 1
         slots = np.arange(first + begin, first + end, dtype=np.int32)
-        self._storage.clear_slots(self._tables(guess, end), slots)
+        self._storage.clear_slots(self._tables(drafted, end), slots)
 
-    def _tables(self, guess: Guess, count: int) -> list[I32]:
-        row = self._rows[guess.seq_id]
-        return [row.tables[g].view(self._rows.num_blocks(g, guess.start + 1 + count)) for g in range(len(row.tables))]
+    def _tables(self, drafted: DraftedRow, count: int) -> list[I32]:
+        row = self._rows[drafted.seq_id]
+        return [row.tables[g].view(self._rows.num_blocks(g, drafted.start + 1 + count)) for g in range(len(row.tables))]

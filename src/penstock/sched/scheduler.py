@@ -72,7 +72,7 @@ class Scheduler:
         self.reserve = Reserve(conservativeness)
         self.stats = stats or EngineStats()
         self.drafts = drafts
-        """How much to guess; None: the rank has no drafter."""
+        """How much to draft; None: the rank has no drafter."""
         self.wake_s: float | None = None
         """Set while somebody waits and nothing runs because of the policy, or of the machine's memory."""
         self.waiting: list[Sequence] = []
@@ -202,7 +202,7 @@ class Scheduler:
                 start = seq.num_computed + seq.num_inflight
                 one_left = len(seq.token_ids) - start == 1
                 if one_left and seq.prompt_len <= start and seq.seq_id in rooms:
-                    row = self._with_guesses(seq, start, budget - num_running_ahead, rooms[seq.seq_id])
+                    row = self._with_drafts(seq, start, budget - num_running_ahead, rooms[seq.seq_id])
                     if row is not None:
                         rows[seq.seq_id] = (seq, row)
                         budget -= 1 + row.num_drafts
@@ -284,10 +284,10 @@ class Scheduler:
             self.reserve.step()
         return self._emit(step, rows, added, self.max_num_batched_tokens - budget)
 
-    def _with_guesses(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
-        """A decode with room for at most `room` (guesses, depth), as far as budget and memory go; None: without any.
+    def _with_drafts(self, seq: Sequence, start: int, budget: int, room: tuple[int, int]) -> ScheduledRow | None:
+        """A decode with room for at most `room` (drafts, depth), as far as budget and memory go; None: without any.
 
-        Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no guesses there.
+        Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no drafts there.
         """
         num_left = seq.request.max_tokens - seq.num_generated - 1
         num_drafts = min(room[0], num_left, budget - 1)

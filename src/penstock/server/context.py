@@ -34,6 +34,6 @@ class Server:
     slices: Slices = field(default_factory=Slices)
     """Turns for work that would keep the event loop too long."""
     speculates: bool = False
-    """Whether the engine guesses: requests and metrics then tell of it."""
+    """Whether the engine drafts: requests and metrics then tell of it."""
     warm_grammars: bool = False
     """Whether a grammar compiler is started before the first grammar comes."""

@@ -1,6 +1,6 @@
 """How byte-level vocabularies cut a text into words before merging: one pattern for each, by the names GGUF gives them.
 
-A vocabulary is only itself with its own pattern, so an unknown name is refused, never guessed.
+A vocabulary is only itself with its own pattern, so an unknown name is refused, never drafted.
 Source: the tokenizer.json of the models named, as `llama-vocab.cpp` of github.com/ggml-org/llama.cpp quotes them, and
 `openai_public.py` of github.com/openai/tiktoken.
 """

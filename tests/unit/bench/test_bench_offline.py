@@ -36,10 +36,10 @@ def test_K12_both_tell_of_guesses_where_there_is_speculation(
 ) -> None:
     file = str(tmp_path / "r.json")
     sizes = ["--input-len", "8", "--output-len", "30"]
-    guesses = ["-sc", json.dumps({"method": "ngram", "controller": "fixed"})]
+    drafts = ["-sc", json.dumps({"method": "ngram", "controller": "fixed"})]
     few = ["--batch-size", "2", "--num-iters", "2", "--num-iters-warmup", "1"]
     for kind, flags in (("latency", few), ("throughput", ["--num-prompts", "4"])):
-        assert main(["bench", kind, *MODEL, *sizes, *flags, *guesses, "--output-json", file]) == 0
+        assert main(["bench", kind, *MODEL, *sizes, *flags, *drafts, "--output-json", file]) == 0
         found = json.loads(Path(file).read_text())
         drafts, accepted = found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]
         assert 0 < drafts <= found["spec_decode_draft_tokens"]

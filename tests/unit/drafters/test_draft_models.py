@@ -19,7 +19,7 @@ from penstock.core.machine import Machine
 from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.core.sampling import TokenRules
 from penstock.drafters.aligned import Alignment
-from penstock.drafters.choose import Chooser, Guess, Sprout
+from penstock.drafters.choose import Candidate, Chooser, Sprout
 from penstock.drafters.expanders import MIN_GAIN, KAry, Likeliest, Sequoia
 from penstock.drafters.filled import Filled
 from penstock.drafters.specinfer import Merged, Rates, SpecInferDrafter, best_nodes, best_path, merge, side_by_side
@@ -87,7 +87,7 @@ def test_a_draft_model_with_a_state_is_refused() -> None:
 def test_a_draft_model_made_for_fewer_positions_guesses_up_to_there() -> None:
     p = resolve(from_kwargs(model="m"), model(), machine(), [("short", model(FULL, max_position=100))])
     assert (p.max_model_len, p.drafts[0].max_len) == (256, 100)
-    assert "goes on without its guesses" in why(p, "draft_max_len")
+    assert "goes on without its drafts" in why(p, "draft_max_len")
 
 
 def test_the_report_says_whose_layers_they_are() -> None:
@@ -212,7 +212,7 @@ def test_pages_carry_what_they_hold() -> None:
     assert filled.num_tokens(7, 12) == 12, "from within the last block on"
 
 
-# --- guesses
+# --- drafts
 
 
 def test_draws_are_from_the_distribution_that_is_told() -> None:
@@ -222,17 +222,17 @@ def test_draws_are_from_the_distribution_that_is_told() -> None:
     counts = np.zeros(7)
     for n in range(200):
         sprout = Sprout(job(num_tokens=3 + n, temperature=0.9, seed=4), 63, 1)
-        guesses = chooser.drawn(sprout, ROOT, row, 0, 64)
-        dist = guesses[0].drawn_from
+        candidates = chooser.drawn(sprout, ROOT, row, 0, 64)
+        dist = candidates[0].drawn_from
         assert dist is not None
-        counts += np.bincount([guess.token_id for guess in guesses], minlength=7)
+        counts += np.bincount([candidate.token_id for candidate in candidates], minlength=7)
     ids, weights = truncate(row, TokenRules(temperature=0.9))
     assert ids is None
     assert dist == pytest.approx(weights / weights.sum(), abs=1e-6)
     want = dist * counts.sum()
     assert ((counts - want) ** 2 / want).sum() < 22.5
     other = Chooser(Sampler(7), 7, own_draws=True, number=1).drawn(sprout, ROOT, row, 0, 64)
-    assert [g.token_id for g in other] != [g.token_id for g in guesses], "two drafters draw for themselves"
+    assert [g.token_id for g in other] != [g.token_id for g in candidates], "two drafters draw for themselves"
 
 
 def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> None:
@@ -246,7 +246,7 @@ def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> 
     for learns in (False, True):
         alignment, right = Alignment(), 0
         for position, (target, draft) in enumerate(pairs):
-            token, draw = alignment.guess(draft, rules, 0, position)
+            token, draw = alignment.candidate(draft, rules, 0, position)
             truth = sample(target, rules, 0, position, 1)[0]
             right += token == truth
             if learns:
@@ -255,14 +255,14 @@ def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> 
     assert found[True] > 1.05 * found[False]
     same = Alignment()
     for position, (target, _) in enumerate(pairs):
-        token, draw = same.guess(target, rules, 0, position)
+        token, draw = same.candidate(target, rules, 0, position)
         assert token == sample(target, rules, 0, position, 1)[0]
         same.learn(draw, token)
     assert same.distance == 0
 
 
 def pairs(sprout: Sprout) -> list[tuple[int, int]]:
-    return [(g.token_id, g.parent) for g in sprout.guesses]
+    return [(g.token_id, g.parent) for g in sprout.candidates]
 
 
 def test_k_ary_trees_have_the_choice_and_the_likeliest_others() -> None:
@@ -270,7 +270,7 @@ def test_k_ary_trees_have_the_choice_and_the_likeliest_others() -> None:
     probs = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
     KAry(3).grow(sprout, probs, [0])
     assert pairs(sprout) == [(0, ROOT), (1, ROOT), (3, ROOT)]
-    assert [g.prob for g in sprout.guesses] == pytest.approx([0.1, 0.4, 0.3])
+    assert [g.prob for g in sprout.candidates] == pytest.approx([0.1, 0.4, 0.3])
     assert sprout.front == [0, 1, 2]
     assert KAry(3).shape(sprout, probs) == [2, 0, 0], "as many as there is room for"
     KAry(3).grow(sprout, np.array([[0.7, 0.1, 0.1, 0.1]] * 3, np.float32), [0, 0, -1])
@@ -278,7 +278,7 @@ def test_k_ary_trees_have_the_choice_and_the_likeliest_others() -> None:
     assert sprout.front == [], "no room is left"
     sick = Sprout(job(), 5, 4)
     KAry(1).grow(sick, probs, [-1])
-    assert not sick.guesses, "a sick row has no choice"
+    assert not sick.candidates, "a sick row has no choice"
 
 
 def test_D28_the_small_model_falls_back_where_it_is_unsure() -> None:
@@ -343,7 +343,7 @@ def test_D24_D25_what_grows_level_by_level_is_the_oracle_s_tree(seed: int) -> No
 
 
 def test_D24_sequoia_learns_its_shape() -> None:
-    """Where second guesses are never right it becomes a chain, where they often are it branches."""
+    """Where second drafts are never right it becomes a chain, where they often are it branches."""
     probs = np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)
 
     def grown(sequoia: Sequoia) -> list[int]:
@@ -367,11 +367,11 @@ def test_D24_sequoia_learns_its_shape() -> None:
 
 def test_sprouts_know_their_paths() -> None:
     sprout = Sprout(job(), 8, 3)
-    sprout.add([Guess(5, ROOT, 0.5), Guess(6, ROOT, 0.25)])
+    sprout.add([Candidate(5, ROOT, 0.5), Candidate(6, ROOT, 0.25)])
     assert not sprout.is_chain
-    sprout.add([Guess(7, 1, 0.5)])
+    sprout.add([Candidate(7, 1, 0.5)])
     assert (sprout.path(2), sprout.worth(2), sprout.path(ROOT)) == ([6, 7], 0.125, [])
-    sprout.add([Guess(8, 2, 0.5)])
+    sprout.add([Candidate(8, 2, 0.5)])
     assert sprout.front == [], "three deep"
 
 

@@ -49,7 +49,7 @@ def test_opt_expands_all_that_is_likely_and_grown_as_many_as_it_is_told() -> Non
 
 
 def test_gauss_seidel_is_chosen_by_its_name() -> None:
-    """It finishes a block before it begins another: where no guess was right, one fewer is left of it."""
+    """It finishes a block before it begins another: where no draft was right, one fewer is left of it."""
     lengths = []
     for made in (make(bench()), make_gauss_seidel(bench())):
         first, then = text_job([7, 8, 9]), text_job([7, 8, 9, 11])
@@ -66,7 +66,7 @@ def test_gauss_seidel_is_chosen_by_its_name() -> None:
 def test_a_draft_model_guesses_as_deep_as_is_asked_and_as_it_can_read(
     num_tokens: int, max_depth: int, num_nodes: int, depth: int
 ) -> None:
-    """One guess where one is asked for, and one behind its last place; it reads 10 tokens at most."""
+    """One draft where one is asked for, and one behind its last place; it reads 10 tokens at most."""
     drafter: Any = SimpleNamespace(model=SimpleNamespace(max_len=10))
     sprout = DraftModelDrafter._sprout(drafter, job(num_nodes, max_depth, num_tokens))
     assert (sprout.max_depth if sprout is not None else 0) == depth

@@ -1,4 +1,4 @@
-"""Drafters whose guesses are the model's own answers to guesses: `jacobi`, `gauss-seidel`, `lookahead`."""
+"""Drafters whose drafts are the model's own answers to drafts: `jacobi`, `gauss-seidel`, `lookahead`."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_jacobi_where_answers_are_unknown_or_steps_were_without_guesses() -> Non
     drafter = JacobiDrafter(4)
     tree = drafter.propose([job([1, 2, 3, 4])])[0]
     drafter.observe([Outcome(1, tree, [], [9, UNKNOWN, 7, UNKNOWN, UNKNOWN])])
-    assert drafter.propose([job([1, 2, 3, 4, 9])])[0].token_ids == [2, 7, 4, 9], "old guesses stay"
-    assert drafter.propose([job([1, 2, 3, 4, 9, 5, 6])])[0].token_ids == [4, 9, 5, 6], "two steps without a guess"
+    assert drafter.propose([job([1, 2, 3, 4, 9])])[0].token_ids == [2, 7, 4, 9], "old drafts stay"
+    assert drafter.propose([job([1, 2, 3, 4, 9, 5, 6])])[0].token_ids == [4, 9, 5, 6], "two steps without a draft"
     assert drafter.propose([job([1, 2, 3])])[0].token_ids == [1, 2, 3, 1], "rolled back"
     drafter.track(removed(1))
     assert not drafter.states
@@ -115,7 +115,7 @@ def test_D08_iterations_are_fewer_than_tokens_on_repetitive_text(blocks: bool) -
             assert iterated.token_ids == plain.token_ids
             assert iterated.num_steps <= plain.num_steps == 64
             if prompt in REPETITIVE and not sampling:
-                # Guesses settle where one token comes again and again; of longer periods hardly any do.
+                # Drafts settle where one token comes again and again; of longer periods hardly any do.
                 most = 48 if prompt == REPETITIVE[0] else plain.num_steps - 1
                 assert iterated.num_steps <= most, (prompt, iterated)
 
@@ -188,11 +188,11 @@ def test_D09_lookahead_on_repetitive_text() -> None:
         drafter = LookaheadDrafter(8, 3)
         ahead = answer(prompt, drafter, 32)
         assert ahead.token_ids == plain.token_ids
-        assert ahead.num_guesses == drafter.num_window_guesses + drafter.num_pool_guesses
+        assert ahead.num_drafts == drafter.num_window_drafts + drafter.num_pool_drafts
         if prompt in REPETITIVE:
             assert ahead.per_step >= 1.3, ahead
-        assert drafter.num_window_guesses <= 16 * ahead.num_steps
-        assert drafter.num_pool_guesses <= 16 * ahead.num_steps
+        assert drafter.num_window_drafts <= 16 * ahead.num_steps
+        assert drafter.num_pool_drafts <= 16 * ahead.num_steps
         sampled: dict[str, Any] = {"temperature": 0.8, "seed": 2}
         drawn = answer(prompt, LookaheadDrafter(8, 3), 32, **sampled)
         assert drawn.token_ids == answer(prompt, None, **sampled).token_ids

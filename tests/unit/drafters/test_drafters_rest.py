@@ -135,9 +135,9 @@ def test_D15_text_in_the_datastore_and_text_that_is_not(tmp_path: Path, capsys: 
     figures = {}
     for prompt in (known, unknown):
         plain = answer(prompt, None)
-        guessed = answer(prompt, drafter, 16)
-        assert guessed.token_ids == plain.token_ids
-        figures[prompt] = guessed.per_step
+        drafted = answer(prompt, drafter, 16)
+        assert drafted.token_ids == plain.token_ids
+        figures[prompt] = drafted.per_step
     assert figures[known] >= 3, figures
     assert 1 <= figures[unknown] < 1.5, figures
     llm = LLM(model="pico", speculative_config={"method": "rest", "datastore": str(out)}, max_model_len=256)

@@ -1,4 +1,4 @@
-"""`suffix`: the store of outputs, what is guessed from it, and how much of it helps."""
+"""`suffix`: the store of outputs, what is drafted from it, and how much of it helps."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_guesses_come_from_the_end_that_promises_most() -> None:
     assert tree.token_ids[:2] == [6, 5], "newest first of two that came once each"
     assert sum(tree.probs) == pytest.approx(1.5)
     (tree,) = drafter.propose([job([*text, 5])])
-    assert tree == DraftTree([8, 1, 2, 3], [-1, 0, 1, 2], [1.0] * 4), "four tokens are the same: four guesses"
+    assert tree == DraftTree([8, 1, 2, 3], [-1, 0, 1, 2], [1.0] * 4), "four tokens are the same: four drafts"
     (tree,) = drafter.propose([job([*text, 5], num_nodes=2)])
     assert tree.token_ids == [8, 1]
     assert make(least=0.6).propose([job(text)]) == [NO_DRAFT], "neither followed so often"
@@ -200,14 +200,14 @@ def test_D18_repeated_outputs_take_half_the_steps_or_fewer() -> None:
 
 
 def test_D18_text_without_repetition_costs_next_to_nothing() -> None:
-    """By counts: hardly a guess per step on text that has no end that came before, and few places are looked at."""
+    """By counts: hardly a draft per step on text that has no end that came before, and few places are looked at."""
     rng = random.Random(11)
     drafter = make(1000, 64 << 20)
     for key in range(50):
         drafter.store.add(key, [rng.randrange(4096) for _ in range(400)], 0)
     text = [rng.randrange(4096) for _ in range(1000)]
-    guesses = [len(drafter.propose([job(text[:n])])[0].token_ids) for n in range(500, 1000)]
-    assert sum(guesses) / len(guesses) < 0.05, "guesses per step"
+    drafts = [len(drafter.propose([job(text[:n])])[0].token_ids) for n in range(500, 1000)]
+    assert sum(drafts) / len(drafts) < 0.05, "drafts per step"
 
 
 class Timed:
@@ -251,6 +251,6 @@ def test_D18_its_own_time_is_a_small_part_of_a_step() -> None:
     Twice that is let pass here, because machines are busy."""
     timed = Timed(make(1000, 64 << 20))
     told = answer(AGENT.format("fox"), timed, 24, max_tokens=300, temperature=1.3, seed=1)
-    assert told.num_guesses < 0.2 * told.num_steps, "this text repeats itself"
+    assert told.num_drafts < 0.2 * told.num_steps, "this text repeats itself"
     share = statistics.median(timed.own_s) / statistics.median(timed.step_s)
     assert share < 0.1, share

@@ -90,7 +90,7 @@ class Text:
         return Outcome(self.seq_id, tree, path, choices, hidden)
 
     def probs(self, path: list[int]) -> Any:
-        """[V] what the trained module gives behind guesses: a pass per guess, over the whole text at once."""
+        """[V] what the trained module gives behind drafts: a pass per draft, over the whole text at once."""
         tokens = [*self.tokens, *path]
         slots = len(self.tokens) - 1
         features = np.zeros((len(tokens) - 1, E), np.float32)
@@ -131,7 +131,7 @@ def test_guesses_are_those_of_the_trained_module(chain_only: bool) -> None:
         present = [t for t in texts if (turn + t.seq_id) % 4]
         for t in texts:
             if t not in present:
-                t.tokens += [1, 2][: 1 + turn % 2]  # a step without room for guesses
+                t.tokens += [1, 2][: 1 + turn % 2]  # a step without room for drafts
         trees = d.propose([t.job(num_nodes=9, max_depth=4, chain_only=chain_only) for t in present])
         outcomes = []
         for t, tree in zip(present, trees, strict=True):
@@ -191,7 +191,7 @@ def test_windows_are_freed() -> None:
 
 
 def test_hidden_states_that_are_not_finite_lead_to_no_guess() -> None:
-    """Of the sequence whose they are; the other's guesses are what they are alone."""
+    """Of the sequence whose they are; the other's drafts are what they are alone."""
     for bad in (np.nan, np.inf):
         d, sick, well = drafter(), Text(1, 5), Text(2, 5)
         trees = d.propose([sick.job(), well.job()])
@@ -253,7 +253,7 @@ def test_a_prompt_s_states_are_taken_away_in_one_stretch() -> None:
 
 
 def test_training_teaches_the_head() -> None:
-    """On the tiny recipe: every pass guesses the model's choice more often than before."""
+    """On the tiny recipe: every pass drafts the model's choice more often than before."""
     spec = RECIPES["tiny"]
     torch.manual_seed(0)
     model = SpecModule(spec, 64)
@@ -278,7 +278,7 @@ def test_training_teaches_the_head() -> None:
 
 
 def test_rules_are_the_requests_own() -> None:
-    """A sampled row's first guess looks at its own draw, so the seed can change it; a greedy row's cannot."""
+    """A sampled row's first draft looks at its own draw, so the seed can change it; a greedy row's cannot."""
     d, text = drafter(), Text(6, 6)
     firsts = set()
     for seed in range(20):

@@ -49,7 +49,7 @@ class World:
         return ask
 
     def length(self, tree: DraftTree, root: tuple[int, int]) -> float:
-        """Guesses of it that the model accepts, on average."""
+        """Drafts of it that the model accepts, on average."""
         reached: list[float] = []
         paths: list[Path] = []
         seen: set[Path] = set()
@@ -85,7 +85,7 @@ def paths_of(tree: DraftTree) -> list[Path]:
 
 def sound(tree: DraftTree) -> None:
     assert all(ROOT <= parent < i for i, parent in enumerate(tree.parents))
-    assert len(set(paths_of(tree))) == len(tree.token_ids), "the same guess twice"
+    assert len(set(paths_of(tree))) == len(tree.token_ids), "the same draft twice"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,7 +151,7 @@ def test_D24_measured_shape_beats_k_ary_trees() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_D11_merged_tree_is_accepted_for_longer_than_the_best_chain(seed: int) -> None:
-    """Chains of three drafts merged, or a tree of one draft, against each draft's own chain of as many guesses."""
+    """Chains of three drafts merged, or a tree of one draft, against each draft's own chain of as many drafts."""
     world = World(seed, num_drafts=3)
 
     def merged(root: tuple[int, int]) -> DraftTree:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench.guesses import read, since
-from penstock.bench.report import guess_rows
+from penstock.bench.drafts import read, since
+from penstock.bench.report import draft_rows
 from penstock.core.acceptance import Acceptance
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutput, Verified
 from penstock.core.events import EngineStats
@@ -37,7 +37,7 @@ def test_without_drafts_there_are_no_rates() -> None:
     a = Acceptance()
     assert (a.rate, a.mean_length, a.draft_share, a.verify_share, a.speedup) == (None,) * 5
     assert a.per_position == ()
-    assert len(guess_rows(a.figures())) == 3  # the counts
+    assert len(draft_rows(a.figures())) == 3  # the counts
 
 
 def test_positions_beyond_the_ninth_stay_in_order() -> None:
@@ -89,11 +89,11 @@ def test_metrics_of_vllm_and_ours_are_read_back() -> None:
     assert since(theirs, both)["spec_decode_accepted_tokens"] == 6
 
 
-# -- what guessing gains -----------------------------------------------------------------------------------------
+# -- what drafting gains -----------------------------------------------------------------------------------------
 
 
 def step(n: int, seconds: float, tokens: int | None = None, *, prompt: bool = False, draft_s: float = 0.0) -> tuple:
-    """A step of n sequences; `tokens`: guesses were made, and so many tokens came of it."""
+    """A step of n sequences; `tokens`: drafts were made, and so many tokens came of it."""
     rows = [ScheduledRow(i, 9, 1, 1, num_drafts=0 if tokens is None else 3) for i in range(n)]
     if prompt:
         rows.append(ScheduledRow(n, 0, 8, 1))

@@ -272,7 +272,7 @@ def test_a_format_that_makes_no_sense_is_refused_at_once(given: str, message: st
         ("latent", "kivi2", {}, "layer 0 keeps latents"),
         ("mamba", "int4", {}, "int4 is for keys and values, of which this model keeps none"),
         ("all_windowed", "kivi2", {}, "all layers of this model see a window; use int8 or int4"),
-        ("llama_gqa", "kivi2", {"speculative_config": {"method": "ngram"}}, "cannot take back rejected guesses"),
+        ("llama_gqa", "kivi2", {"speculative_config": {"method": "ngram"}}, "cannot take back rejected drafts"),
         ("llama_gqa", "kivi2", {"kv_selector": "streaming"}, "kv_selector streaming cannot drop tokens"),
     ],
 )

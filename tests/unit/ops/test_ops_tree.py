@@ -1,4 +1,4 @@
-"""Trees of guesses: what a mask must be, and where its tokens are kept."""
+"""Trees of drafts: what a mask must be, and where its tokens are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single cases of verifiers: distributions at an edge, and paths of guesses that are accepted by hand."""
+"""Single cases of verifiers: distributions at an edge, and paths of drafts that are accepted by hand."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_a_guess_of_no_probability_was_not_drawn() -> None:
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_where_the_draft_is_the_model_the_first_guess_passes(k: int) -> None:
     assert division(P, P, k) == (1.0, 1.0)
-    guesses = _drawn(P, [1] * k)
-    assert k_sequential(P, guesses, lambda j: 1 - 1e-12, 0.0) == (0, 1)
+    drafted_rows = _drawn(P, [1] * k)
+    assert k_sequential(P, drafted_rows, lambda j: 1 - 1e-12, 0.0) == (0, 1)
 
 
 def test_one_guess_is_rejection_sampling_and_none_is_a_draw() -> None:
@@ -39,7 +39,7 @@ def test_one_guess_is_rejection_sampling_and_none_is_a_draw() -> None:
 
 
 def test_k_guesses_pass_as_often_as_the_model_allows_and_the_rest_is_what_is_missing() -> None:
-    """Exact by sum: the chance of each token by way of guesses and by way of what is left is the model's own."""
+    """Exact by sum: the chance of each token by way of drafts and by way of what is left is the model's own."""
     q, k = np.array([0.1, 0.3, 0.3, 0.3]), 3
     g, times = division(P, q, k)
     assert 1 <= times <= g <= k
@@ -50,7 +50,7 @@ def test_k_guesses_pass_as_often_as_the_model_allows_and_the_rest_is_what_is_mis
     left = P - by_guess
     draws = [k_sequential(P, _drawn(q, [3] * k), lambda j: 1 - 1e-12, u)[1] for u in (np.arange(4000) + 0.5) / 4000]
     shares = np.bincount(draws, minlength=4) / 4000
-    assert shares == pytest.approx(left / left.sum(), abs=1e-3), "what is drawn where no guess has passed"
+    assert shares == pytest.approx(left / left.sum(), abs=1e-3), "what is drawn where no draft has passed"
 
 
 def test_a_draw_at_the_very_end_is_of_a_token_that_may_be_drawn() -> None:
@@ -67,7 +67,7 @@ def test_the_bound_of_typical_acceptance_is_of_the_entropy() -> None:
 
 @pytest.mark.parametrize(("name", "accepted"), [("speculative-sampling", 0), ("multi-step", 2)])
 def test_rejection_looks_at_the_first_guess_alone_and_multi_step_at_all(name: str, accepted: int) -> None:
-    """The model is sure of 5, then 6; the first guess is 3, the second 5, and behind it is 6. Either way 5 comes."""
+    """The model is sure of 5, then 6; the first draft is 3, the second 5, and behind it is 6. Either way 5 comes."""
     sure = np.full((4, 8), -40.0, np.float32)
     sure[[0, 1, 2, 3], [5, 1, 6, 7]] = 40.0
     out = walk(name, 0.3, sure, DraftTree([3, 5, 6], [ROOT, ROOT, 1]), TokenRules(temperature=1.0, seed=1))

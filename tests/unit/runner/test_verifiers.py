@@ -17,7 +17,7 @@ from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.draft import ROOT, DraftTree
 from penstock.core.sampling import TokenRules
 from penstock.drafters.tree_shapes import Shape, k_ary
-from penstock.runner.guess import Guess
+from penstock.runner.drafted import DraftedRow
 from penstock.runner.sampler import Sampler
 from penstock.runner.verifiers import EXACT_DISTRIBUTION, EXACT_TOKENS, LOSSY, VERIFIERS, draws
 from penstock.runner.verifiers.draws import Drawn, DrawRule, Select, inverse, one_by_one
@@ -71,14 +71,14 @@ def chosen(q: np.ndarray, k: int, rng: np.random.Generator) -> list[Drawn]:
 def one_token(
     select: Select, draw: Draw, p: np.ndarray, q: np.ndarray, k: int, *, trials: int = 3000, seed: int = 0
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Counts of the tokens that resulted [V], and the share of trials in which a guess passed."""
+    """Counts of the tokens that resulted [V], and the share of trials in which a draft passed."""
     rng = np.random.default_rng(seed)
     counts, passed = np.zeros(VOCAB), 0
     for _ in range(trials):
-        guesses = draw(q, k, rng)
+        drafted_rows = draw(q, k, rng)
         judged = rng.random(k + 1)
-        which, token = select(p, guesses, lambda j, u=judged: float(u[j]), float(judged[k]))  # type: ignore[misc]
-        assert which is None or guesses[which].token == token
+        which, token = select(p, drafted_rows, lambda j, u=judged: float(u[j]), float(judged[k]))  # type: ignore[misc]
+        assert which is None or drafted_rows[which].token == token
         counts[token] += 1
         passed += which is not None
     return counts, passed / trials
@@ -108,28 +108,28 @@ def test_one_token_has_the_model_s_distribution(
     assert fits(counts, p) > SURE, (counts / counts.sum(), p)
 
 
-def no_residual(p: Any, guesses: Any, judge: Any, rest: float) -> tuple[int | None, int]:
-    which, token = one_by_one(p, guesses, judge, rest)
+def no_residual(p: Any, drafted_rows: Any, judge: Any, rest: float) -> tuple[int | None, int]:
+    which, token = one_by_one(p, drafted_rows, judge, rest)
     return which, token if which is not None else inverse(p, rest)
 
 
-def always(p: Any, guesses: Any, judge: Any, rest: float) -> tuple[int | None, int]:
-    return (0, guesses[0].token) if guesses else (None, inverse(p, rest))
+def always(p: Any, drafted_rows: Any, judge: Any, rest: float) -> tuple[int | None, int]:
+    return (0, drafted_rows[0].token) if drafted_rows else (None, inverse(p, rest))
 
 
-def forgets_draws(p: Any, guesses: Any, judge: Any, rest: float) -> tuple[int | None, int]:
+def forgets_draws(p: Any, drafted_rows: Any, judge: Any, rest: float) -> tuple[int | None, int]:
     """A token that was drawn twice is judged once."""
-    once = [i for i, g in enumerate(guesses) if g.token not in {other.token for other in guesses[:i]}]
-    which, token = one_by_one(p, [guesses[i] for i in once], judge, rest)
+    once = [i for i, g in enumerate(drafted_rows) if g.token not in {other.token for other in drafted_rows[:i]}]
+    which, token = one_by_one(p, [drafted_rows[i] for i in once], judge, rest)
     return None if which is None else once[which], token
 
 
-def half_divided(p: Any, guesses: Any, judge: Any, rest: float) -> tuple[int | None, int]:
+def half_divided(p: Any, drafted_rows: Any, judge: Any, rest: float) -> tuple[int | None, int]:
     """k-sequential selection with g = 1."""
-    for j, (token, q) in enumerate(guesses):
+    for j, (token, q) in enumerate(drafted_rows):
         if judge(j) * q[token] < p[token]:
             return j, token
-    left = np.maximum(p - guesses[0].q, 0.0)
+    left = np.maximum(p - drafted_rows[0].q, 0.0)
     return None, inverse(left, rest)
 
 
@@ -215,7 +215,7 @@ def distinct(world: TwoSteps, rng: np.random.Generator) -> DraftTree:
 
 
 def paths(world: TwoSteps, rng: np.random.Generator) -> DraftTree:
-    """Three drafts of two tokens, common beginnings once but for the guesses themselves."""
+    """Three drafts of two tokens, common beginnings once but for the drafts themselves."""
     return merge([a_chain(world, rng) for _ in range(3)], 6)
 
 
@@ -224,7 +224,7 @@ def picked(world: TwoSteps, rng: np.random.Generator) -> DraftTree:
 
 
 def lying(world: TwoSteps, rng: np.random.Generator) -> DraftTree:
-    """Guesses that their own distribution says are impossible, or whose distribution is none."""
+    """Drafts that their own distribution says are impossible, or whose distribution is none."""
     tree = picked(world, rng)
     rows = np.zeros((len(tree.token_ids), VOCAB), np.float32)
     rows[1] = np.nan
@@ -242,11 +242,11 @@ def make(name: str) -> Any:
 
 
 def verified(verifier: Any, world: TwoSteps, tree: DraftTree, rules: TokenRules) -> VerifyOutput:
-    guess = Guess(1, rules, 0, 5, 0, 4, tree)
-    nodes = verifier.nodes([guess])
+    drafted = DraftedRow(1, rules, 0, 5, 0, 4, tree)
+    nodes = verifier.nodes([drafted])
     logits = world.rows(tree)
     choices = verifier._sampler.sample(logits, [], nodes).choices
-    out: VerifyOutput = verifier.verify(logits, [guess], choices)
+    out: VerifyOutput = verifier.verify(logits, [drafted], choices)
     return out
 
 
@@ -264,7 +264,7 @@ def trials(verifier: Any, world: TwoSteps, build: Build, rules: TokenRules, coun
             tree.parents[i] == above
             for above, i in zip([ROOT, *out.outcomes[0].path], out.outcomes[0].path, strict=False)
         )
-        if len(tokens) == 1:  # the next step: without guesses
+        if len(tokens) == 1:  # the next step: without drafts
             tokens.append(inverse(follow[tokens[0]], float(rng.random())))
         yield tokens
 
@@ -357,7 +357,7 @@ def test_the_seed_decides() -> None:
 
 @pytest.mark.parametrize("name", list(VERIFIERS))
 def test_processors_stand_where_they_stood(name: str) -> None:
-    """Accepted guesses are told to them by the next step, not twice."""
+    """Accepted drafts are told to them by the next step, not twice."""
     world, verifier, rng = TwoSteps(7), make(name), np.random.default_rng(0)
     rules = TokenRules(temperature=1.0, frequency_penalty=0.7)
     chain = verifier._sampler.chain
@@ -386,15 +386,15 @@ def test_every_verifier_has_a_label() -> None:
 
 
 def test_sick_rows_end_alone() -> None:
-    """A NaN behind an accepted guess: the guess stays, and the row is told why there is no more."""
+    """A NaN behind an accepted draft: the draft stays, and the row is told why there is no more."""
     tree = DraftTree([2, 3], [ROOT, 0])
     for name in ("speculative-sampling", "multi-step", "spectr", "typical", "bild"):
         verifier = make(name)
         rows = np.full((3, VOCAB), -1e9, np.float32)
         rows[0, 2] = 0.0
         rows[1] = np.nan
-        guess = Guess(1, FREE, 0, 5, 0, 4, tree)
-        out = verifier.verify(rows, [guess], [])
+        drafted = DraftedRow(1, FREE, 0, 5, 0, 4, tree)
+        out = verifier.verify(rows, [drafted], [])
         assert out.verified[0].token_ids == [2], name
         assert not out.verified[0].whole
         assert "position 6" in out.errors[0].message

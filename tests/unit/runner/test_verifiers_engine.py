@@ -15,7 +15,7 @@ from penstock.core.draft import ROOT, DraftTree
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.launch.speculation import make_verifier
-from penstock.runner.guess import Guess
+from penstock.runner.drafted import DraftedRow
 from penstock.runner.sampler import Sampler
 from penstock.runner.verifiers import VERIFIERS
 from penstock.runner.verifiers.typical import least
@@ -89,9 +89,9 @@ def walk(name: str, threshold: float, logits: np.ndarray, tree: DraftTree, rules
     verifier = VERIFIERS.get(name)(
         Sampler(VOCAB), SpeculativeConfig(method="ngram", verifier=name, threshold=threshold)
     )
-    guess = Guess(1, rules, 0, 5, 0, 4, tree)
-    choices = verifier._sampler.sample(logits, [], verifier.nodes([guess])).choices
-    return verifier.verify(logits, [guess], choices).verified[0]
+    drafted = DraftedRow(1, rules, 0, 5, 0, 4, tree)
+    choices = verifier._sampler.sample(logits, [], verifier.nodes([drafted])).choices
+    return verifier.verify(logits, [drafted], choices).verified[0]
 
 
 TREE = DraftTree([0, 1, 2, 3, 4, 5, 6, 7], [ROOT, ROOT, 0, 0, 1, 2, 4, 6])
@@ -130,7 +130,7 @@ def test_typical_bound() -> None:
 
 
 def test_D28_rollback_accepts_more_of_what_the_model_likes_less_as_the_threshold_grows() -> None:
-    """The verifier's part of the curve: accepted guesses rise with the threshold, the model's opinion of them falls."""
+    """The verifier's part of the curve: accepted drafts rise with the threshold, the model's opinion of them falls."""
     chain = DraftTree([0, 1, 2, 3, 4, 5, 6, 7], list(range(-1, 7)))
     accepted, opinion = [], []
     for threshold in (0.1, 0.5, 1.0, 2.0, 4.0):

@@ -42,7 +42,7 @@ class Tiles:
 
 
 def test_a_batch_of_just_the_limit_still_guesses() -> None:
-    """vLLM's disable_by_batch_size: beyond it nobody guesses; 0 is no limit."""
+    """vLLM's disable_by_batch_size: beyond it nobody drafts; 0 is no limit."""
     drafts = FixedDrafts(3, 2, max_batch=2)
     assert drafts.begin_step([decoding(i) for i in range(2)]) == dict.fromkeys(range(2), (3, 2))
     assert drafts.begin_step([decoding(i) for i in range(3)]) == {}
@@ -50,7 +50,7 @@ def test_a_batch_of_just_the_limit_still_guesses() -> None:
 
 
 def test_beside_prompts_only_guesses_that_earn_their_time_are_made() -> None:
-    """Four guesses are free alone; beside prompt tokens each takes 0.2 s, which 3.1 tokens a second would fill with
+    """Four drafts are free alone; beside prompt tokens each takes 0.2 s, which 3.1 tokens a second would fill with
     0.62."""
     planner = Planner(StepCosts(Tiles()), DraftCosts())
     chances = np.array([[0.9, 0.7, 0.4, 0.1]])
@@ -75,7 +75,7 @@ def test_a_probe_pays_for_the_drafting_as_well() -> None:
 
 
 def test_who_was_not_probed_is_not_taken_for_a_failed_probe() -> None:
-    """Guesses that were planned and came out wrong: the next probe is two steps on, not four."""
+    """Drafts that were planned and came out wrong: the next probe is two steps on, not four."""
     probes = Probes(StepCosts(Tiles()), DraftCosts(), 4, 4)
     planned, probed = SequenceState(0, 1, 0), SequenceState(1, 2, 0)
     probed.probed = True
@@ -85,7 +85,7 @@ def test_who_was_not_probed_is_not_taken_for_a_failed_probe() -> None:
 
 
 def test_others_give_up_as_many_guesses_as_a_late_one_needs() -> None:
-    """Behind its promise by 1.6 tokens: two guesses that are nearly sure. Who has time gives two of its own."""
+    """Behind its promise by 1.6 tokens: two drafts that are nearly sure. Who has time gives two of its own."""
     late, early = SequenceState(0, 1, 0, SloProgress(1.0)), SequenceState(1, 2, 0)
     assert late.slo is not None
     late.slo.add(2.0, 1)

@@ -66,8 +66,8 @@ def test_each_head_learns_the_token_at_its_own_distance() -> None:
     assert right.min() > 0.8
     (hidden,) = hidden_states(m, tokens, (len(SPEC.layers),))
     with torch.no_grad():
-        guesses = logits_of(m, heads(hidden[:, 10])).argmax(-1)
-    assert (guesses == torch.stack([tokens[:, 12], tokens[:, 13]])).float().mean() > 0.8
+        drafts = logits_of(m, heads(hidden[:, 10])).argmax(-1)
+    assert (drafts == torch.stack([tokens[:, 12], tokens[:, 13]])).float().mean() > 0.8
 
 
 def test_an_adapter_learns_what_the_whole_model_says() -> None:

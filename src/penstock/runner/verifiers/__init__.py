@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXACT_TOKENS = "exact in tokens"
 EXACT_DISTRIBUTION = "exact in distribution"
 LOSSY = "lossy"
-"""Exact in tokens: those of decoding without guesses, for every seed. Exact in distribution: greedy tokens are the
+"""Exact in tokens: those of decoding without drafts, for every seed. Exact in distribution: greedy tokens are the
 same; drawn ones have the same distribution, by other draws: the same seed gives the same tokens only where the steps
 fall the same way. Lossy (CAP: performance for accuracy): other outputs; typical: of requests that draw only."""
 

@@ -1,11 +1,11 @@
-"""Big Little Decoder's rollback: a guess passes unless the large model finds it too unlikely. Lossy (CAP: performance
+"""Big Little Decoder's rollback: a draft passes unless the large model finds it too unlikely. Lossy (CAP: performance
 for accuracy), off by default, for greedy requests too.
 
-Guess x passes while -ln p(x) <= `threshold`, the likeliest where several do. The first that does not is replaced by the
-model's own token, and what was guessed behind it is dropped (unless it was that token). p is the distribution that
+Draft x passes while -ln p(x) <= `threshold`, the likeliest where several do. The first that does not is replaced by the
+model's own token, and what was drafted behind it is dropped (unless it was that token). p is the distribution that
 would be drawn from; for greedy requests the one at temperature 1. What may not be drawn never passes. With a threshold
 near 0 nothing passes but what the model is certain of, so the tokens are its own.
-The other half, where the small model stops guessing, is the drafter's (`fallback`).
+The other half, where the small model stops drafting, is the drafter's (`fallback`).
 
 Source: Kim et al., BiLD, arXiv 2302.07863, section 3 (rollback policy).
 """
@@ -30,8 +30,8 @@ class BildRule:
         self._least = math.exp(-threshold)
 
     def go(self, walk: Walk) -> None:
-        tree = walk.guess.tree
-        rules = _drawing(walk.guess.rules)
+        tree = walk.drafted.tree
+        rules = _drawing(walk.drafted.rules)
         while (final := walk.final()) is not None:
             children = walk.children[walk.here + 1]
             if children:
@@ -41,11 +41,11 @@ class BildRule:
                     walk.enter(children[best])
                     continue
             own = walk.own(final)
-            guessed = [child for child in children if tree.token_ids[child] == own]
-            if not guessed:
+            drafted = [child for child in children if tree.token_ids[child] == own]
+            if not drafted:
                 walk.end(own)
                 return
-            walk.enter(guessed[0])
+            walk.enter(drafted[0])
 
 
 def _drawing(rules: TokenRules) -> TokenRules:

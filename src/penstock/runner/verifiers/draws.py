@@ -1,8 +1,8 @@
-"""Verifiers that are exact in distribution: guesses are let pass with a probability, and what is left is drawn.
+"""Verifiers that are exact in distribution: drafts are let pass with a probability, and what is left is drawn.
 
-The law they share: with p the model's distribution behind a token, and guesses x_1, x_2, ... that the drafter has drawn
+The law they share: with p the model's distribution behind a token, and drafts x_1, x_2, ... that the drafter has drawn
 from q_1, q_2, ... (each known when it was drawn, as after the ones before), the token that results is distributed as p,
-whatever the q are. A guess that was chosen, not drawn, is one that q gives probability 1; so is one whose q cannot be
+whatever the q are. A draft that was chosen, not drawn, is one that q gives probability 1; so is one whose q cannot be
 right. It is exact too, and passes less often.
 """
 
@@ -22,26 +22,28 @@ Uniform = Callable[[int], float]
 
 
 class Drawn(NamedTuple):
-    """A guess and the distribution [V] that it was drawn from; None: it was chosen."""
+    """A draft and the distribution [V] that it was drawn from; None: it was chosen."""
 
     token: int
     q: F64 | None
 
 
 class Select(Protocol):
-    """Which of the guesses behind a token passes, if any, and the token that follows (the guess, or another)."""
+    """Which of the drafts behind a token passes, if any, and the token that follows (the draft, or another)."""
 
-    def __call__(self, p: F64, guesses: Sequence[Drawn], judge: Uniform, rest: float) -> tuple[int | None, int]: ...
+    def __call__(
+        self, p: F64, drafted_rows: Sequence[Drawn], judge: Uniform, rest: float
+    ) -> tuple[int | None, int]: ...
 
 
-def one_by_one(p: F64, guesses: Sequence[Drawn], judge: Uniform, rest: float) -> tuple[int | None, int]:
-    """Guess j passes with probability min(1, p(x)/q(x)); else p becomes what q has not covered, and the next is asked.
+def one_by_one(p: F64, drafted_rows: Sequence[Drawn], judge: Uniform, rest: float) -> tuple[int | None, int]:
+    """Draft j passes with probability min(1, p(x)/q(x)); else p becomes what q has not covered, and the next is asked.
 
-    Of one guess this is rejection sampling. Siblings may be drawn with or without replacement: q is each one's own.
+    Of one draft this is rejection sampling. Siblings may be drawn with or without replacement: q is each one's own.
     Source: Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318, algorithm 2; Miao et al.,
     SpecInfer, arXiv 2305.09781, algorithm 2; Chen et al., Sequoia, arXiv 2402.12374, section 3.
     """
-    for j, (token, q) in enumerate(guesses):
+    for j, (token, q) in enumerate(drafted_rows):
         if q is None:
             if judge(j) < p[token]:
                 return j, token
@@ -65,26 +67,28 @@ def inverse(p: F64, u: float) -> int:
 
 
 class DrawRule:
-    """Walks as long as a guess passes.
+    """Walks as long as a draft passes.
 
-    `here` are all guesses that stand for the same tokens: a drafter that draws with replacement may have drawn a token
-    twice, and what it drew behind either is a guess for what follows.
+    `here` are all drafts that stand for the same tokens: a drafter that draws with replacement may have drawn a token
+    twice, and what it drew behind either is a draft for what follows.
     """
 
     matches_greedy = True
 
     def __init__(self, select: Select, *, most: int | None = None) -> None:
-        """`most`: how many guesses behind a token are looked at."""
+        """`most`: how many drafts behind a token are looked at."""
         self._select, self._most = select, most
 
     def go(self, walk: Walk) -> None:
-        tree = walk.guess.tree
+        tree = walk.drafted.tree
         here = [ROOT]
         while (final := walk.final()) is not None:
-            p = probabilities(final, walk.guess.rules)
+            p = probabilities(final, walk.drafted.rules)
             nodes = [child for node in here for child in walk.children[node + 1]][: self._most]
-            guesses = [Drawn(tree.token_ids[i], drawn_from(tree.drawn_from, i, tree.token_ids[i])) for i in nodes]
-            passed, token = self._select(p, guesses, lambda j: walk.uniform(OWN_DRAW + 1 + j), walk.uniform(OWN_DRAW))
+            drafted_rows = [Drawn(tree.token_ids[i], drawn_from(tree.drawn_from, i, tree.token_ids[i])) for i in nodes]
+            passed, token = self._select(
+                p, drafted_rows, lambda j: walk.uniform(OWN_DRAW + 1 + j), walk.uniform(OWN_DRAW)
+            )
             if passed is None:
                 walk.end(token)
                 return
@@ -93,7 +97,7 @@ class DrawRule:
 
 
 def drawn_from(rows: npt.NDArray[np.float32] | None, i: int, token: int) -> F64 | None:
-    """Distribution of guess i as float64, adding up to 1; None for what cannot have been drawn from."""
+    """Distribution of draft i as float64, adding up to 1; None for what cannot have been drawn from."""
     if rows is None or not rows[i, token] > 0.0:
         return None
     q = rows[i].astype(np.float64)

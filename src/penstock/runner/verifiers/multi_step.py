@@ -1,6 +1,6 @@
 """Multi-step speculative sampling on trees. Exact in distribution; greedy requests: exact in tokens.
 
-Guesses behind one token may be drawn with or without replacement, by one drafter or by several, or be chosen.
+Drafts behind one token may be drawn with or without replacement, by one drafter or by several, or be chosen.
 Source: Miao et al., SpecInfer, arXiv 2305.09781, algorithm 2; without replacement: Sequoia, arXiv 2402.12374.
 """
 

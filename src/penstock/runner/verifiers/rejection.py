@@ -1,6 +1,6 @@
 """Speculative sampling along one path. Exact in distribution; greedy requests: exact in tokens.
 
-Of a tree it follows the first guess behind each token; `multi-step` looks at all of them.
+Of a tree it follows the first draft behind each token; `multi-step` looks at all of them.
 Source: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 """
 

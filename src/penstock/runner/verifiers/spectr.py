@@ -1,12 +1,12 @@
-"""SpecTr: k-sequential selection among k guesses drawn from one distribution. Exact in distribution; greedy requests:
+"""SpecTr: k-sequential selection among k drafts drawn from one distribution. Exact in distribution; greedy requests:
 exact in tokens.
 
 Each of the k is let pass with probability min(1, p(x) / (g q(x))), the first that passes is taken, else what is left of
 p is drawn. With b(g) = sum_x min(q(x), p(x)/g), one of k passes with probability a = 1 - (1 - b)^k, and a token x by
-way of a guess with probability min(q(x), p(x)/g) a/b: at most p(x) if a/b <= g. The least such g in [1, k] lets most
-pass: g b(g) = sum_x min(g q(x), p(x)), never less than the sum_x min(q(x), p(x)) of one guess.
-Guesses of different distributions (drawn without replacement, by several drafters, or chosen) are taken one by one, as
-in `multi_step`. Guesses that are the same so far are drafts of one path: they must stay apart in the tree.
+way of a draft with probability min(q(x), p(x)/g) a/b: at most p(x) if a/b <= g. The least such g in [1, k] lets most
+pass: g b(g) = sum_x min(g q(x), p(x)), never less than the sum_x min(q(x), p(x)) of one draft.
+Drafts of different distributions (drawn without replacement, by several drafters, or chosen) are taken one by one, as
+in `multi_step`. Drafts that are the same so far are drafts of one path: they must stay apart in the tree.
 
 Source: Sun et al., SpecTr, arXiv 2310.15141 (k-SEQ, k-sequential selection).
 """
@@ -25,13 +25,17 @@ from penstock.runner.verifiers.walk import F64, RuleVerifier
 _HALVINGS = 40
 
 
-def k_sequential(p: F64, guesses: Sequence[Drawn], judge: Uniform, rest: float) -> tuple[int | None, int]:
+def k_sequential(p: F64, drafted_rows: Sequence[Drawn], judge: Uniform, rest: float) -> tuple[int | None, int]:
     """See `draws.Select`."""
-    q = guesses[0].q if guesses else None
-    if q is None or len(guesses) == 1 or not all(g.q is not None and np.array_equal(g.q, q) for g in guesses[1:]):
-        return one_by_one(p, guesses, judge, rest)
-    g, times = division(p, q, len(guesses))
-    for j, (token, _) in enumerate(guesses):
+    q = drafted_rows[0].q if drafted_rows else None
+    if (
+        q is None
+        or len(drafted_rows) == 1
+        or not all(g.q is not None and np.array_equal(g.q, q) for g in drafted_rows[1:])
+    ):
+        return one_by_one(p, drafted_rows, judge, rest)
+    g, times = division(p, q, len(drafted_rows))
+    for j, (token, _) in enumerate(drafted_rows):
         if judge(j) * g * q[token] < p[token]:
             return j, token
     left = np.maximum(p - np.minimum(q, p / g) * times, 0.0)
@@ -39,7 +43,7 @@ def k_sequential(p: F64, guesses: Sequence[Drawn], judge: Uniform, rest: float) 
 
 
 def division(p: F64, q: F64, k: int) -> tuple[float, float]:
-    """The factor g and a/b: how often each guess is looked at on average. 1 <= a/b <= g <= k.
+    """The factor g and a/b: how often each draft is looked at on average. 1 <= a/b <= g <= k.
 
     a/b = 1 + (1-b) + ... + (1-b)^(k-1) grows with g, from no more than k; so g - a/b has a zero, found by halving.
     """

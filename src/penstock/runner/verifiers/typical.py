@@ -1,9 +1,9 @@
-"""Typical acceptance: a guess passes if the model finds it likely enough, compared with how sure it is. Lossy (CAP:
+"""Typical acceptance: a draft passes if the model finds it likely enough, compared with how sure it is. Lossy (CAP:
 performance for accuracy), off by default. Greedy requests: exact in tokens.
 
-Guess x passes if p(x) > min(t^2, t exp(-H(p))), with H the entropy of the distribution that would be drawn from and t
-the `threshold`; what may not be drawn never passes. The longest path of such guesses is taken, the likelier one of
-equals, then the model's own token, and so on if that was guessed too. With t^2 >= 1 and t >= vocabulary size nothing
+Draft x passes if p(x) > min(t^2, t exp(-H(p))), with H the entropy of the distribution that would be drawn from and t
+the `threshold`; what may not be drawn never passes. The longest path of such drafts is taken, the likelier one of
+equals, then the model's own token, and so on if that was drafted too. With t^2 >= 1 and t >= vocabulary size nothing
 passes but the model's own tokens.
 
 Source: Cai et al., Medusa, arXiv 2401.10774, section 2.3.1; epsilon = delta^2 as recommended there.
@@ -27,7 +27,7 @@ class TypicalRule:
         self._threshold = threshold
 
     def go(self, walk: Walk) -> None:
-        tree = walk.guess.tree
+        tree = walk.drafted.tree
         while True:
             for node in self._longest(walk)[1]:
                 walk.enter(node)
@@ -35,23 +35,23 @@ class TypicalRule:
             if final is None:
                 return
             own = walk.own(final)
-            guessed = [child for child in walk.children[walk.here + 1] if tree.token_ids[child] == own]
-            if not guessed:
+            drafted = [child for child in walk.children[walk.here + 1] if tree.token_ids[child] == own]
+            if not drafted:
                 walk.end(own)
                 return
-            walk.enter(guessed[0])
+            walk.enter(drafted[0])
 
     def _longest(self, walk: Walk) -> tuple[tuple[int, float], list[int]]:
-        """((length, log-probability), guesses) of the best path of typical guesses from where the walk stands."""
+        """((length, log-probability), drafts) of the best path of typical drafts from where the walk stands."""
         best: tuple[tuple[int, float], list[int]] = ((0, 0.0), [])
         children = walk.children[walk.here + 1]
         final = walk.final() if children else None
         if final is None:
             return best
-        p = probabilities(final, walk.guess.rules)
+        p = probabilities(final, walk.drafted.rules)
         bound = least(p, self._threshold)
         for child in children:
-            chance = float(p[walk.guess.tree.token_ids[child]])
+            chance = float(p[walk.drafted.tree.token_ids[child]])
             if chance > bound:
                 walk.enter(child)
                 (length, logprob), path = self._longest(walk)
@@ -61,7 +61,7 @@ class TypicalRule:
 
 
 def least(p: F64, threshold: float) -> float:
-    """What a guess's probability must exceed. Shapes: p [V]."""
+    """What a draft's probability must exceed. Shapes: p [V]."""
     some = p[p > 0.0]
     entropy = -float(np.sum(some * np.log(some)))
     return min(threshold * threshold, threshold * math.exp(-entropy))

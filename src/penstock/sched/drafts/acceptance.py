@@ -83,7 +83,7 @@ class AcceptanceModel:
         self._free.append(slot)
 
     def evidence(self, num_drafts: int, num_accepted: int) -> tuple[int, int]:
-        """What a verification of `num_guesses` > 0 says: (right drafts on one path, 1 if a wrong one ended it)."""
+        """What a verification of `num_drafts` > 0 says: (right drafts on one path, 1 if a wrong one ended it)."""
         depth = num_drafts
         if self._branching:
             depth = num_drafts.bit_length()  # the whole number above log2(1 + k)

@@ -3,7 +3,7 @@
 A counter per tenant counts the service it has received: prompt tokens, and generated tokens twice, divided by its
 weight. Waiting requests and unfinished prefills are taken from the tenant with the smallest counter, first come, first
 served within a tenant. A tenant that comes back to the queue is lifted to the smallest counter there: being away earns
-no credit. Service is counted as it happens, so nobody has to guess the length of an output. Tokens found in the prefix
+no credit. Service is counted as it happens, so nobody has to draft the length of an output. Tokens found in the prefix
 cache, and what is computed a second time after a preemption, cost nothing.
 
 Decodes of all tenants run in every step. Long ones of one tenant may hold all places: then a newcomer of a tenant with

@@ -247,17 +247,17 @@ class Metrics(Collector):
         """The definitions are those of `core.acceptance`. Positions count from 0, as vLLM's do."""
         a = self.stats.acceptance
         for name, text, value, prefixes in (
-            ("num_drafts", "Sequences' guesses that were verified, one a step.", a.num_drafts, BOTH),
-            ("num_draft_tokens", "Guesses that were verified.", a.num_draft_tokens, BOTH),
-            ("num_accepted_tokens", "Guesses that were right.", a.num_accepted_tokens, BOTH),
-            ("steps", "Steps with room for guesses.", a.num_steps, OURS),
+            ("num_drafts", "Sequences' drafts that were verified, one a step.", a.num_drafts, BOTH),
+            ("num_draft_tokens", "Drafts that were verified.", a.num_draft_tokens, BOTH),
+            ("num_accepted_tokens", "Drafts that were right.", a.num_accepted_tokens, BOTH),
+            ("steps", "Steps with room for drafts.", a.num_steps, OURS),
             ("draft_seconds", "Seconds of these steps that the drafter took.", a.draft_s, OURS),
             ("verify_seconds", "Seconds of these steps that all else took.", a.verify_s, OURS),
-            ("compared_seconds", "Steps with guesses that plain ones can be compared with.", a.compared_s, OURS),
+            ("compared_seconds", "Steps with drafts that plain ones can be compared with.", a.compared_s, OURS),
             ("plain_seconds", "What plain steps would have taken for their tokens.", a.plain_s, OURS),
         ):
             yield from self._counter("spec_decode_" + name, text, value, prefixes)
-        text = "Guesses that were right, by how many come before them."
+        text = "Drafts that were right, by how many come before them."
         yield from self._labelled(
             CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, ("position",),
             dict(enumerate(a.accepted_at)), BOTH,
@@ -265,7 +265,7 @@ class Metrics(Collector):
         for name, text, share in (
             ("mean_accepted_length", "Tokens per draft: those accepted and the model's own.", a.mean_length),
             ("draft_share", "Share of the drafter in these steps, 0 to 1.", a.draft_share),
-            ("speedup", "Effective speed-up of steps with guesses, estimated from plain ones.", a.speedup),
+            ("speedup", "Effective speed-up of steps with drafts, estimated from plain ones.", a.speedup),
         ):
             if share is not None:
                 yield from self._gauge("spec_decode_" + name, text, share)

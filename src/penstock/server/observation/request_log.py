@@ -120,7 +120,7 @@ def _ms(seconds: float | None) -> float | None:
 class Throughput:
     """Says how the engine is doing while it has work, in vLLM's words. `tick` is called once a second.
 
-    `speculates`: its guesses too.
+    `speculates`: its drafts too.
     """
 
     def __init__(self, stats: Stats, every: int = LOG_EVERY, *, speculates: bool = False) -> None:
@@ -129,7 +129,7 @@ class Throughput:
         self._every = every
         self._tick = 0
         self._mark = self._now()
-        self._guessed = Acceptance()
+        self._drafted = Acceptance()
         self._idle = True
 
     def _now(self) -> tuple[float, float, float, float, float]:
@@ -156,14 +156,14 @@ class Throughput:
                 100 * hit / asked if asked and math.isfinite(hit) else 0.0,
             )  # fmt: skip
             if self._speculates:
-                self._guesses()
+                self._drafts()
         self._idle = not busy
 
-    def _guesses(self) -> None:
-        """Another line if there were guesses since the last one; vLLM's words."""
+    def _drafts(self) -> None:
+        """Another line if there were drafts since the last one; vLLM's words."""
         now = self._stats.acceptance
-        d = now - self._guessed
-        self._guessed = now
+        d = now - self._drafted
+        self._drafted = now
         if not d.num_drafts:
             return
         throughput_log.info(

@@ -35,7 +35,7 @@ export class EngineView {
     $("waiting").textContent = load.waiting;
     $("saturation").textContent = Math.round(load.saturation * 100) + " %";
     $("restarts").textContent = state.restarts;
-    this.guesses(state.speculation);
+    this.drafts(state.speculation);
     this.blocks(state.kv, engine.block_size);
     this.tree(state.prefix);
     this.remember(state.history);
@@ -43,13 +43,13 @@ export class EngineView {
     this.recent(state);
   }
 
-  // Shown where the engine guesses: tokens per draft, and the share of guesses that were right.
-  guesses(figures) {
-    $("guesses").hidden = !figures;
+  // Shown where the engine drafts: tokens per draft, and the share of drafts that were right.
+  drafts(figures) {
+    $("drafts").hidden = !figures;
     if (!figures) return;
     const { spec_decode_acceptance_length: length, spec_decode_acceptance_rate: rate } = figures;
-    const note = length == null ? "none yet" : `${length.toFixed(2)} tokens per step that guesses, ${rate.toFixed(0)} % of guesses right`;
-    $("guesses-note").textContent = note;
+    const note = length == null ? "none yet" : `${length.toFixed(2)} tokens per step that drafts, ${rate.toFixed(0)} % of drafts right`;
+    $("drafts-note").textContent = note;
   }
 
   badge(text, kind) {

@@ -74,14 +74,14 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Guesses that the model was asked about; the accepted ones are among the completion's tokens."""
+    """Drafts that the model was asked about; the accepted ones are among the completion's tokens."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens. `cached_tokens` of the prompt were not computed again. With speculation, details of its guesses."""
+    """Tokens. `cached_tokens` of the prompt were not computed again. With speculation, details of its drafts."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -149,7 +149,7 @@ FINISHES = ("stop", "length")
 class Meter:
     """Counts tokens of one or more streams of a request, and says what a bad end means.
 
-    `speculates`: the usage says how many guesses were right. `scoring`: what is generated goes to nobody.
+    `speculates`: the usage says how many drafts were right. `scoring`: what is generated goes to nobody.
     """
 
     def __init__(self, streams: Sequence[Stream], *, speculates: bool = False, scoring: bool = False) -> None:
@@ -175,11 +175,11 @@ class Meter:
         )
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.generated, total_tokens=prompt + self.generated,
-            prompt_tokens_details=cached, completion_tokens_details=self._guesses() if self._speculates else UNSET,
+            prompt_tokens_details=cached, completion_tokens_details=self._drafts() if self._speculates else UNSET,
         )  # fmt: skip
 
-    def _guesses(self) -> CompletionTokensDetails:
-        """Right guesses behind the end of a sample are no part of it, so they count as rejected."""
+    def _drafts(self) -> CompletionTokensDetails:
+        """Right drafts behind the end of a sample are no part of it, so they count as rejected."""
         drafted = sum(m.num_draft_tokens for m in self._metrics.values())
         accepted = min(self.generated, sum(m.num_accepted_tokens for m in self._metrics.values()))
         return CompletionTokensDetails(

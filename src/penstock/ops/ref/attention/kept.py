@@ -63,7 +63,7 @@ def contexts(step: Step, group: int, layer: int, kept: Kept) -> Iterator[tuple[F
 
 def _sequences(step: Step) -> Iterator[tuple[int, int, int]]:
     """(sequence, first position of the step, last one + 1) of all that run tokens."""
-    assert step.plan.mask is None or not step.plan.mask.any(), "blocks of guesses cannot be encoded"
+    assert step.plan.mask is None or not step.plan.mask.any(), "blocks of drafts cannot be encoded"
     for b in range(step.num_sequences):
         lo, hi = step.bounds[b], step.bounds[b + 1]
         if lo < hi:

@@ -1,4 +1,4 @@
-"""What a server's /metrics say of its guesses, Penstock's or vLLM's: the same names."""
+"""What a server's /metrics say of its drafts, Penstock's or vLLM's: the same names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OURS = {"steps": "num_spec_steps", "compared_seconds": "spec_compared_s", "plai
 
 
 async def scrape(client: HttpClient) -> Acceptance | None:
-    """Since the server began, over all its engines; None if it does not guess, or does not say."""
+    """Since the server began, over all its engines; None if it does not draft, or does not say."""
     try:
         reply = await client.call("GET", "/metrics")
     except CallError:
@@ -41,5 +41,5 @@ def read(text: str) -> Acceptance | None:
 
 
 def since(before: Acceptance | None, after: Acceptance | None) -> dict[str, Any]:
-    """The figures of the time between; nothing if the server does not guess."""
+    """The figures of the time between; nothing if the server does not draft."""
     return {} if after is None else (after - (before or Acceptance())).figures()

@@ -1,6 +1,6 @@
-"""Speculation on the virtual clock: texts whose guesses are right or wrong by a rule, and a run over one of them.
+"""Speculation on the virtual clock: texts whose drafts are right or wrong by a rule, and a run over one of them.
 
-Whether a guess is right is settled per sequence and position before the run (except for `Spiteful`), so that every
+Whether a draft is right is settled per sequence and position before the run (except for `Spiteful`), so that every
 controller meets the same text.
 """
 
@@ -19,12 +19,12 @@ from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder
-from penstock.executor.sim import GuessModel, SimExecutor
+from penstock.executor.sim import DraftOutcomes, SimExecutor
 from penstock.launch.assemble import engine_core
 from penstock.plan.resolve import Plan
 
 Marks = tuple[bytearray, bytearray]
-"""Per position: whether a guess for it is right; whether the drafter has guesses that begin there."""
+"""Per position: whether a draft for it is right; whether the drafter has drafts that begin there."""
 LENGTH = 1 << 12
 
 
@@ -45,7 +45,7 @@ class SettledText:
         self.draft_s = draft_cost
         self._sequences: dict[int, Marks] = {}
 
-    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+    def draft(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
         found = self._sequences.get(seq_id)
         if found is None:
             found = self._sequences[seq_id] = _settled(self._marks, self._seed * 1_000_003 + seq_id)
@@ -59,7 +59,7 @@ class SettledText:
 
 
 class SpitefulText:
-    """Right as long as nobody guesses: `patience` tokens without a guess earn `lure` right guesses, then all are wrong.
+    """Right as long as nobody drafts: `patience` tokens without a draft earn `lure` right drafts, then all are wrong.
 
     No controller can win here; it can only lose less.
     """
@@ -69,7 +69,7 @@ class SpitefulText:
         self.draft_s = draft_cost
         self._sequences: dict[int, tuple[int, int]] = {}
 
-    def guess(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
+    def draft(self, seq_id: int, position: int, room: int) -> tuple[int, int]:
         last, lure = self._sequences.get(seq_id, (0, 0))
         if position - last > self._patience:
             lure = self._lure
@@ -79,7 +79,7 @@ class SpitefulText:
 
 
 def repetitive(rng: random.Random) -> Marks:
-    """Runs of some 80 right guesses, one to four wrong ones between them; the drafter always has some."""
+    """Runs of some 80 right drafts, one to four wrong ones between them; the drafter always has some."""
     right = bytearray()
     while len(right) < LENGTH:
         right += b"\1" * max(1, round(rng.expovariate(1 / 80))) + b"\0" * rng.randint(1, 4)
@@ -87,18 +87,18 @@ def repetitive(rng: random.Random) -> Marks:
 
 
 def ordinary(rng: random.Random) -> Marks:
-    """Three of ten positions have guesses, and each guess is right with probability 0.6."""
+    """Three of ten positions have drafts, and each draft is right with probability 0.6."""
     right = bytearray(rng.random() < 0.6 for _ in range(LENGTH))
     return right, bytearray(rng.random() < 0.3 for _ in range(LENGTH))
 
 
 def steady(rng: random.Random) -> Marks:
-    """Guesses everywhere, each right with probability 0.7: a draft model."""
+    """Drafts everywhere, each right with probability 0.7: a draft model."""
     return bytearray(rng.random() < 0.7 for _ in range(LENGTH)), bytearray(b"\1" * LENGTH)
 
 
 def switching(rng: random.Random) -> Marks:
-    """Stretches of 20 to 200 tokens in which all guesses are wrong or nearly all right: each makes the last a lie."""
+    """Stretches of 20 to 200 tokens in which all drafts are wrong or nearly all right: each makes the last a lie."""
     right = bytearray()
     good = rng.random() < 0.5
     while len(right) < LENGTH:
@@ -109,7 +109,7 @@ def switching(rng: random.Random) -> Marks:
 
 
 def hopeless(rng: random.Random) -> Marks:
-    """No guess is ever right."""
+    """No draft is ever right."""
     return bytearray(LENGTH), bytearray(b"\1" * LENGTH)
 
 
@@ -119,19 +119,19 @@ TEXTS: dict[str, Callable[[random.Random], Marks]] = {
 SPITEFUL = "spiteful"
 
 
-def make_text(name: str, seed: int, draft_cost: Callable[[int, int], float]) -> GuessModel:
+def make_text(name: str, seed: int, draft_cost: Callable[[int, int], float]) -> DraftOutcomes:
     if name == SPITEFUL:
         return SpitefulText(8 + seed, 4 + seed, draft_cost)
     return SettledText(seed, TEXTS[name], draft_cost)
 
 
-class GuessRun(NamedTuple):
+class DraftRun(NamedTuple):
     """`seconds` of virtual time for `num_tokens`; `tpot_s`: per request, seconds per token after its first one."""
 
     num_tokens: int
     seconds: float
     num_steps: int
-    num_guess_steps: int
+    num_draft_steps: int
     tpot_s: dict[str, float]
 
     @property
@@ -139,21 +139,21 @@ class GuessRun(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def guess_engine(
+def draft_engine(
     config: EngineConfig,
     spec: ModelSpec,
     plan: Plan,
     timer: StepTimer,
-    text: GuessModel,
+    text: DraftOutcomes,
     drafts: DraftController | None,
 ) -> EngineCore:
-    """The engine that serves, on a simulated device that guesses as `text` does."""
+    """The engine that serves, on a simulated device that drafts as `text` does."""
     clock = VirtualClock()
-    executor = SimExecutor(timer, clock, vocab_size=spec.vocab_size, guesses=text)
+    executor = SimExecutor(timer, clock, vocab_size=spec.vocab_size, drafts=text)
     return engine_core(config, plan, executor, clock, timer=timer, seconds_budget=False, drafts=drafts)
 
 
-def run_guesses(core: EngineCore, requests: list[Request], recorder: Recorder | None = None) -> GuessRun:
+def run_drafts(core: EngineCore, requests: list[Request], recorder: Recorder | None = None) -> DraftRun:
     """All requests at once, to the end; as many run side by side as the engine's `max_num_seqs`."""
     core.recorder = recorder
     for request in requests:
@@ -161,20 +161,20 @@ def run_guesses(core: EngineCore, requests: list[Request], recorder: Recorder | 
     first: dict[str, float] = {}
     tpot: dict[str, float] = {}
     counts: dict[str, int] = {}
-    steps = guess_steps = 0
+    steps = draft_steps = 0
     while core.has_work:
         before = core.stats.num_spec_steps
         outs = core.step()
         now = core.clock.now()
         steps += 1
-        guess_steps += core.stats.num_spec_steps - before
+        draft_steps += core.stats.num_spec_steps - before
         for out in outs:
             name = out.request_id
             first.setdefault(name, now)
             counts[name] = counts.get(name, 0) + len(out.token_ids)
             if out.finish_reason is not None:
                 tpot[name] = (now - first[name]) / max(1, counts[name] - 1)
-    return GuessRun(sum(counts.values()), core.clock.now(), steps, guess_steps, tpot)
+    return DraftRun(sum(counts.values()), core.clock.now(), steps, draft_steps, tpot)
 
 
 def plain_requests(count: int, num_prompt: int, num_output: int) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Commit of rows whose guesses were verified: several tokens at once, or one."""
+"""Commit of rows whose drafts were verified: several tokens at once, or one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.sched.scheduler import Scheduler
 
 
-class Guesses:
+class Drafting:
     """A part of `Commit`, with its rules: only here and there do sequences change."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Guesses:
         self._gain = Gain(scheduler.stats) if scheduler.drafts is not None else None
 
     def after(self, output: SchedulerOutput, result: StepOutput, num_tokens: int) -> None:
-        """A step, with guesses or without, has made `num_tokens` tokens known."""
+        """A step, with drafts or without, has made `num_tokens` tokens known."""
         if self._gain is not None:
             self._gain.observe(output, result, num_tokens)
 

@@ -1,6 +1,6 @@
 """Tokens per step that drafters reach on a model: eight beginnings of held-out prose, one sequence at a time.
 
-    PYTHONPATH=tools python -m train.guesses nano --corpus ../shared/data/corpus \
+    PYTHONPATH=tools python -m train.drafts nano --corpus ../shared/data/corpus \
       '{"method": "medusa", "heads": "nano-medusa"}' '{"method": "eagle", "heads": "nano-eagle"}'
 
 Every step of a request counts, the one that ends its prompt too, so plain decoding has 1.00 and speed depends on what a
@@ -58,26 +58,26 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("drafters", nargs="+", metavar="JSON", help="speculative configurations")
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--guesses", default="8,16", help="num_speculative_tokens to try")
+    parser.add_argument("--drafts", default="8,16", help="num_speculative_tokens to try")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     prompts = beginnings(args.corpus)
     plain = LLM(args.model, threads=1, enable_prefix_caching=False)
     want = {t: measure(plain, prompts, t)[1] for t in TEMPERATURES}
     table = Table(
-        "drafter", "guesses", "temperature", "tokens per step", "accepted", title=f"{args.model}, 8 x 64 tokens"
+        "drafter", "drafts", "temperature", "tokens per step", "accepted", title=f"{args.model}, 8 x 64 tokens"
     )
     rows = []
     for drafter in args.drafters:
-        for guesses in map(int, args.guesses.split(",")):
-            config = {"controller": "fixed", "num_speculative_tokens": guesses} | json.loads(drafter)
+        for drafts in map(int, args.drafts.split(",")):
+            config = {"controller": "fixed", "num_speculative_tokens": drafts} | json.loads(drafter)
             llm = LLM(args.model, threads=1, enable_prefix_caching=False, speculative_config=config)
             for temperature in TEMPERATURES:
                 found, texts = measure(llm, prompts, temperature)
                 if texts != want[temperature]:
                     raise SystemExit(f"{drafter} writes other tokens than plain decoding")
-                rows.append({"drafter": drafter, "guesses": guesses, **found})
-                table.add_row(drafter, str(guesses), str(temperature), f"{found['per_step']:.2f}",
+                rows.append({"drafter": drafter, "drafts": drafts, **found})
+                table.add_row(drafter, str(drafts), str(temperature), f"{found['per_step']:.2f}",
                               f"{found['accepted']} of {found['drafted']}")  # fmt: skip
     Console(width=140).print(table)
     if args.out:
