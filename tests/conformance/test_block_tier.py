@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,11 +25,14 @@ from penstock.core.sequence import Sequence as Seq
 from penstock.core.sequence import Status
 from penstock.engine.core import EngineCore
 from penstock.executor.inproc import InprocExecutor
+from penstock.executor.rank import RankSpec
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.manager import KVManager
 from penstock.kv.outbox import Outbox
 from penstock.kv.tiers import BLOCK_TIERS
+from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
+from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
 from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.policy import make_policy
@@ -239,15 +241,14 @@ class SlowRank:
 
 def engine(
     name: str, late: bool, k: Knobs, *, slots: bool = False, windows: Sequence[int | None] = (), offload: bool = False,
-    **rank: Any,
+    **slowness: Any,
 ) -> tuple[EngineCore, SlowRank]:  # fmt: skip
     spec = fake_spec(slots=slots, windows=windows)
     plan = plan_for(spec, k)
     clock = MonotonicClock()
-    runner = Runner(
-        FakeForward(plan.groups), plan.groups, plan.num_slabs, k.block_size, VOCAB, clock=clock,
-        host_slabs=plan.num_host_slabs, poison=True, storage=partial(Storage, tier=name),  # type: ignore[arg-type]
-    )  # fmt: skip
+    storage = Storage(plan.groups, plan.num_slabs, k.block_size, host_slabs=plan.num_host_slabs, poison=True, tier=name)
+    rows = RowStore(plan.groups, plan.num_slabs, k.block_size, VOCAB)
+    runner = Runner(FakeForward(plan.groups), rows, storage, Sampler(VOCAB), clock=clock, strict=True)
     kv = KVManager(
         plan.groups, plan.num_slabs, k.block_size, prefix_cache=k.prefix_cache, host_slabs=plan.num_host_slabs,
         tier=name, offload=offload, step_tokens=plan.step_tokens, slot_checkpoint_tokens=k.checkpoint_tokens,
@@ -257,8 +258,10 @@ def engine(
         kv, make_policy(k.policy), max_num_seqs=k.max_num_seqs, max_num_batched_tokens=k.budget,
         block_size=k.block_size, preemption_mode="swap", conservativeness=0.0,
     )  # fmt: skip
-    slow = SlowRank(runner, **rank)
-    return EngineCore(scheduler, kv, InprocExecutor(slow, k.depth, wire=k.wire), clock, check_invariants=True), slow
+    slow = SlowRank(runner, **slowness)
+    rank = RankSpec(config={}, plan=plan, wire=k.wire)
+    executor = InprocExecutor(rank, lambda spec, loading: slow, depth=k.depth)  # type: ignore[arg-type, return-value]
+    return EngineCore(scheduler, kv, executor, clock, check_invariants=True), slow
 
 
 def preempted(core: EngineCore, prompt: int = 22, **kw: Any) -> tuple[Any, Collector, Seq]:

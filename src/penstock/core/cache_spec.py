@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, and how layers that keep the same are grouped (DESIGN 3.2, 3.5)."""
+"""What a layer keeps between steps, and how layers that keep the same are grouped (docs/concepts/model-spec.md, paged-memory.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The client's side of the engine: ids become text, stop strings end samples, outputs take vLLM's shape.
 
 Nothing here can change a token. A stop string is found in text, so it ends a sample here; the engine is then told to
-stop, and whatever it still sends for that sample is dropped (DESIGN 3.3).
+stop, and whatever it still sends for that sample is dropped (docs/concepts/the-step.md).
 """
 
 from __future__ import annotations

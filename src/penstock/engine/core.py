@@ -1,4 +1,4 @@
-"""EngineCore: one short step, the only loop there is (DESIGN 3.3).
+"""EngineCore: one short step, the only loop there is (docs/concepts/the-step.md).
 
 intake -> schedule -> submit -> collect -> apply aborts -> commit -> emit
 """

@@ -1,4 +1,4 @@
-"""What sequences give up of their caches, and when: DESIGN 3.5.
+"""What sequences give up of their caches, and when: docs/concepts/paged-memory.md.
 
 A selection takes place at positions that follow from the sequence alone (`SelectionConfig.next_position`): a sequence
 that is preempted and computed again forgets the same. What is computed behind one is lossy: it stays out of the prefix

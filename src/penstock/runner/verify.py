@@ -6,7 +6,7 @@ by one. A draft is accepted if it is that token. So the tokens are those of deco
 seed and drafter; only their number per step changes.
 
 Sources: Leviathan et al., arXiv 2211.17192 (verifying a chain); Miao et al., SpecInfer, arXiv 2305.09781, section 4.3
-(VerifyGreedy on trees). Sampling with the position's own draw instead of rejection: DESIGN 3.3.
+(VerifyGreedy on trees). Sampling with the position's own draw instead of rejection: docs/concepts/the-step.md.
 """
 
 from __future__ import annotations

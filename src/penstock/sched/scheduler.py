@@ -1,7 +1,7 @@
 """The scheduler: every sequence's computed count catches up with its known count under a token budget.
 
 There are no prefill and decode phases here. A new prompt, a prefix hit, a decode step, a resume after preemption and
-a replay are all "the computed count lags behind" (DESIGN 3.3).
+a replay are all "the computed count lags behind" (docs/concepts/the-step.md).
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ def test_K12_both_tell_of_guesses_where_there_is_speculation(
     for kind, flags in (("latency", few), ("throughput", ["--num-prompts", "4"])):
         assert main(["bench", kind, *MODEL, *sizes, *flags, *drafts, "--output-json", file]) == 0
         found = json.loads(Path(file).read_text())
-        drafts, accepted = found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]
-        assert 0 < drafts <= found["spec_decode_draft_tokens"]
-        assert found["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / drafts)
-        assert sum(found["spec_decode_per_position_acceptance_rates"]) == pytest.approx(accepted / drafts)
+        num, accepted = found["spec_decode_num_drafts"], found["spec_decode_accepted_tokens"]
+        assert 0 < num <= found["spec_decode_draft_tokens"]
+        assert found["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / num)
+        assert sum(found["spec_decode_per_position_acceptance_rates"]) == pytest.approx(accepted / num)
         assert found["spec_decode_draft_share"] + found["spec_decode_verify_share"] == pytest.approx(1)
         assert "Mean accepted length" in capsys.readouterr().out
     assert main(["bench", "throughput", *MODEL, *sizes, "--num-prompts", "1", "--output-json", file]) == 0

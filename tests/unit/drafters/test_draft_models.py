@@ -246,7 +246,7 @@ def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> 
     for learns in (False, True):
         alignment, right = Alignment(), 0
         for position, (target, draft) in enumerate(pairs):
-            token, draw = alignment.candidate(draft, rules, 0, position)
+            token, draw = alignment.choose(draft, rules, 0, position)
             truth = sample(target, rules, 0, position, 1)[0]
             right += token == truth
             if learns:
@@ -255,7 +255,7 @@ def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> 
     assert found[True] > 1.05 * found[False]
     same = Alignment()
     for position, (target, _) in enumerate(pairs):
-        token, draw = same.candidate(target, rules, 0, position)
+        token, draw = same.choose(target, rules, 0, position)
         assert token == sample(target, rules, 0, position, 1)[0]
         same.learn(draw, token)
     assert same.distance == 0
