@@ -52,6 +52,7 @@ class Knobs:
     kv_rotation: str = "none"
     host_blocks: int = 0
     preemption: str = "auto"
+    offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
     kv_allocator: str = "paged"
     max_model_len: int | None = None
     num_drafts: int = 0  # guesses of a sequence in a step
@@ -106,6 +107,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         long_prefill_token_threshold=k.threshold,
         slot_checkpoint_tokens=k.checkpoint_tokens,
         preemption_mode=k.preemption,
+        enable_hierarchical_cache=k.offload,
         kv_allocator=k.kv_allocator,
         kv_selector=k.selector,
         kv_budget=k.kept,

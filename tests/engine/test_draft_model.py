@@ -22,7 +22,7 @@ from penstock.engine.core import EngineCore
 from penstock.sched.drafts.fixed import FixedDrafts
 from penstock.sched.drafts.track import guessers
 from tests import specs
-from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, run, tiny
+from tests.engine.harness import Collector, Knobs, assert_idle, drain, real_engine, request, run, tiny
 from tests.engine.naive import generate
 from tests.engine.test_laws_models import check, draw_knobs, expected, oracle, workload
 from tests.native.running import pytestmark_native
@@ -109,6 +109,22 @@ def test_D10_a_draft_model_changes_no_token(name: str, draft: str, tree: str) ->
         check(name, turmoil(core, workload(tiny(name)[0].vocab_size), rng))
         assert core.stats.num_draft_tokens > 0
         drafter_of(core)
+
+
+@pytest.mark.parametrize("prefix", ["radix", "hash"])
+def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> None:
+    knobs = Knobs(block_size=4, num_blocks=24, budget=64, host_blocks=200, offload=True, prefix_cache=prefix)
+    core = drafted("llama_gqa", (tiny("llama_mha"),), knobs, 3)
+    for _ in range(2):
+        collector = Collector()
+        for each in workload(tiny("llama_gqa")[0].vocab_size):
+            core.add(each)
+        drain(core, collector)
+        check("llama_gqa", collector)
+    assert_idle(core)
+    assert core.kv.stats().num_loaded_blocks > 0
+    assert core.stats.num_draft_tokens > 0
+    drafter_of(core)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores"])
