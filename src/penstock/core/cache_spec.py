@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, and how layers that keep the same are grouped (docs/concepts/model-spec.md, paged-memory.md)."""
+"""What a layer keeps between steps, and how layers that keep the same are grouped."""
 
 from __future__ import annotations
 

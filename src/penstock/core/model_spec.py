@@ -1,4 +1,4 @@
-"""A decoder described as data (docs/concepts/model-spec.md). From it follow program, weight names, memory plan and costs.
+"""A decoder described as data. From it follow program, weight names, memory plan and costs.
 
 Shape letters: V vocab, E hidden, H query heads, G kv heads, D head dim, F feed-forward width, L layers, X experts.
 What mixes tokens is in `core.mixers`.

@@ -1,6 +1,6 @@
 """A run as data: what came in at which step, what the clock said, what was scheduled, what the device answered.
 
-A schedule is a pure function of these (docs/concepts/the-step.md): replaying a log through a fresh engine must give the same schedule,
+A schedule is a pure function of these: replaying a log through a fresh engine must give the same schedule,
 step by step, or the engine has a hidden input.
 """
 

@@ -1,4 +1,4 @@
-"""The poison rule (docs/concepts/process-life.md): which requests may have crashed the engine, and how that is found out.
+"""The poison rule: which requests may have crashed the engine, and how that is found out.
 
 Those in the step that crashed are suspects. The next engine is given each of them alone, until it has yielded a token,
 only then everything that lives. A suspect with which an engine dies again, alone, is guilty: at once where the engine

@@ -1,4 +1,4 @@
-"""Slots: one slab per sequence and slot group, and the checkpoints of it that the prefix cache keeps (docs/concepts/model-spec.md).
+"""Slots: one slab per sequence and slot group, and the checkpoints of it that the prefix cache keeps.
 
 A recurrent state cannot be cut back to a shorter prefix. So it is copied where a prefix is likely to be met again:
 every `checkpoint_tokens` tokens and at the end of the prompt, always at block boundaries.

@@ -18,10 +18,11 @@ class Offload:
 
     Attributes:
         num_stored, num_loaded: blocks that went to the tier, and that came back for somebody, since start.
+        num_kept: blocks that the tree has in the tier now.
     """
 
     def __init__(self, tier: BlockTier, num_groups: int) -> None:
-        self.num_stored = self.num_loaded = 0
+        self.num_stored = self.num_loaded = self.num_kept = 0
         self._tier = tier
         self._groups = range(num_groups)
 
@@ -38,9 +39,11 @@ class Offload:
         for group, slabs in enumerate(zip(*blocks, strict=True)):
             self._tier.store(group, slabs, ids[group])
         self.num_stored += len(blocks)
+        self.num_kept += len(blocks)
         return list(zip(*ids, strict=True))
 
     def drop(self, copies: Sequence[Block]) -> None:
         """What the tree had in the tier is given up; whoever is loading it has its own hold on it."""
         if copies:
+            self.num_kept -= len(copies)
             self._tier.free(list(zip(*copies, strict=True)))

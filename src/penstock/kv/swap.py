@@ -88,7 +88,8 @@ class Swaps:
             return False
         needs = [self.need(g, seq.num_computed) for g in self._groups]
         if self._tree is not None and self._offload is not None:
-            self._tree.drop_copies(max(needs) - self._offload.num_free)
+            short = max(needs) - self._offload.num_free
+            self._tree.drop_copies(short if short <= self._offload.num_kept else 0)
         ids = self.tier.reserve(needs)
         if ids is None:
             return False

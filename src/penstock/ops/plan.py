@@ -29,7 +29,7 @@ class GroupPlan:
     Blocks that lie wholly before the window of the sequence's first token may be gone: their ids, and so their pages,
     are negative and must not be looked up.
 
-    `dropped[b]` is None, or [num_layers]: how many tokens before this step each line has forgotten (docs/concepts/paged-memory.md). The
+    `dropped[b]` is None, or [num_layers]: how many tokens before this step each line has forgotten. The
     token at position p is in *slot* p - dropped of the line, and sees slots 0 ... p - dropped: what is kept stands
     together, in order, with the keys as they were rotated when they came. None for all: `dropped` is None.
     """

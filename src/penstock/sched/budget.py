@@ -7,7 +7,7 @@ from penstock.core.step_shape import EMPTY, StepShape
 
 
 class SecondsBudget:
-    """Follows the shape of the step that is being put together. Source: docs/concepts/the-step.md (token budget *and* seconds)."""
+    """Follows the shape of the step that is being put together. See docs/concepts/the-step.md."""
 
     def __init__(self, timer: StepTimer, block_size: int) -> None:
         self._timer = timer

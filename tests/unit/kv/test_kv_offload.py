@@ -29,6 +29,10 @@ class Shelf:
     def num_free(self) -> int:
         return self.room - len(self.kept)
 
+    @property
+    def num_kept(self) -> int:
+        return len(self.kept)
+
     def keep(self, blocks: list[tuple[int, ...]]) -> list[tuple[int, ...]] | None:
         if len(blocks) > self.num_free:
             return None
@@ -126,6 +130,15 @@ def test_a_full_tier_gives_up_ends_of_paths_for_what_comes(name: str) -> None:
     cache.evict(1)
     assert found(cache, *TEXT) == (0, [100, 101])
     assert len(shelf.kept) == 2
+
+
+@both
+def test_of_a_run_that_the_tier_cannot_hold_the_beginning_stays(name: str) -> None:
+    cache, shelf = tree(name, 2)
+    cache.release(put(cache, ids(*TEXT), 0))
+    assert len(cache.evict(4)[0]) == 4
+    assert found(cache, *TEXT) == (0, [100, 101])
+    assert shelf.kept == {(100,), (101,)}
 
 
 @both

@@ -170,6 +170,8 @@ class PrefixTree:
             if node.checkpoint is not None:
                 checkpoints.append(self._drop_checkpoint(node.checkpoint))
             n = min(num_blocks - len(blocks), len(node.slabs))
+            if self.offload is not None:  # no more at once than the tier could hold: the ends go, the beginnings stay
+                n = min(n, max(1, self.offload.num_free + self.offload.num_kept))
             gone = node.slabs[-n:]
             blocks.extend(reversed(gone))
             self._num_evictable -= n
