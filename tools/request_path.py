@@ -2,6 +2,7 @@
 
     python tools/request_path.py          a table by file, the most lines first
     python tools/request_path.py --all    every function
+    python tools/request_path.py --quantization int4-w4a8     of other weights
 
 The bundled model answers a prompt of five words with eight tokens, after it has answered another one: what a start does
 once does not count. A function's lines are those of its source, from `def` to its end, without functions inside it that
@@ -37,7 +38,7 @@ class RequestPath(NamedTuple):
         return sum(sum(found.values()) for found in self.files.values())
 
 
-def of_one_request() -> RequestPath:
+def of_one_request(quantization: str = "none") -> RequestPath:
     """Of the native backend where there is one."""
     seen: set[CodeType] = set()
 
@@ -45,7 +46,7 @@ def of_one_request() -> RequestPath:
         if event == "call":
             seen.add(frame.f_code)
 
-    llm = penstock.LLM("nano", num_gpu_blocks_override=64, max_num_seqs=4)
+    llm = penstock.LLM("nano", num_gpu_blocks_override=64, max_num_seqs=4, quantization=quantization)
     params = penstock.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.generate(["A first one"], params)
     sys.setprofile(note)
@@ -64,8 +65,9 @@ def of_one_request() -> RequestPath:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true")
-    every = parser.parse_args().all
-    found = of_one_request()
+    parser.add_argument("--quantization", default="none")
+    args = parser.parse_args()
+    every, found = args.all, of_one_request(args.quantization)
     for file, functions in sorted(found.files.items(), key=lambda item: -sum(item[1].values())):
         print(f"{sum(functions.values()):5} {len(functions):3}  {file}")
         for name, lines in sorted(functions.items()) if every else ():
