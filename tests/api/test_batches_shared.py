@@ -134,7 +134,11 @@ def test_a_batch_waits_at_the_quota_and_goes_on_when_there_is_room(tmp_path: Pat
         other = stack.enter_context(at(running.url, "key-bbbbbbbb"))
         ballast = client.files.create(file=("a", io.BytesIO(b"x" * 300_000)), purpose="batch")
         lines = [line(f"q{i}", max_tokens=4, n=2, logprobs=20, ignore_eos=True) for i in range(40)]
-        made = [start(client, lines).id for _ in range(MAX_RUNNING)]
+        data = "\n".join(map(json.dumps, lines)).encode()
+        # All inputs first: what the first batch writes takes the room of the next upload.
+        inputs = [client.files.create(file=("in", io.BytesIO(data)), purpose="batch").id for _ in range(MAX_RUNNING)]
+        asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        made = [client.batches.create(input_file_id=name, **asked).id for name in inputs]
         for batch_id in made:
             wait(client, batch_id, lambda batch: reason(batch) == "files_full")
         waiting = [client.batches.retrieve(batch_id) for batch_id in made]
