@@ -22,7 +22,7 @@ from penstock.launch.assemble import connect
 from penstock.launch.backend import traits_of
 from penstock.ops.native.program import Pool
 from penstock.plan.resolve import Plan, resolve
-from penstock.runner.assemble import Model
+from penstock.runner.assemble import DecoderModel
 
 HUGE = Machine(num_cores=2, memory_bytes=1 << 36, available_bytes=1 << 36)
 """Engines get the blocks that a benchmark says, not those that this machine has room for."""
@@ -43,7 +43,7 @@ class Maker:
         }  # fmt: skip
         _, plan = self._planned()
         self._backend = NativeBackend(pool)
-        model = Model(spec=spec, weights=weights, groups=plan.groups, max_model_len=max_len)
+        model = DecoderModel(spec=spec, weights=weights, groups=plan.groups, max_model_len=max_len)
         self.forward = model.on(self._backend, max_tokens=max_tokens, quantization=scheme)
 
     def _planned(self, **settings: Any) -> tuple[EngineConfig, Plan]:

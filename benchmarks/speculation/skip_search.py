@@ -123,7 +123,7 @@ def main() -> None:
         args.evaluations,
         args.seed,
     )
-    table = Table("skipped", "weights read", "accepted", "guesses/step", "tokens/step", "predicted speed")
+    table = Table("skipped", "weights read", "accepted", "drafts/step", "tokens/step", "predicted speed")
     for s in found[:12]:
         skipped = ",".join(map(str, sorted(s.skips)))
         table.add_row(

@@ -65,7 +65,7 @@ def events(live: LiveServer, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_K12_usage_tells_of_guesses_and_the_answer_is_the_same(
+def test_K12_usage_tells_of_drafts_and_the_answer_is_the_same(
     drafting: LiveServer, plain: LiveServer, path: str
 ) -> None:
     with_it, without = post(drafting, path, n=2), post(plain, path, n=2)
@@ -90,7 +90,7 @@ def test_a_stream_ends_with_the_same_usage(drafting: LiveServer, path: str) -> N
     assert so_far == sorted(so_far)
 
 
-def test_right_guesses_behind_the_end_are_not_accepted() -> None:
+def test_right_drafts_behind_the_end_are_not_accepted() -> None:
     """Three tokens were wanted, five drafts of eight were right: no more can be accepted than the answer has."""
     metrics = RequestMetrics(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=5)
     stream: Any = SimpleNamespace(
@@ -213,7 +213,7 @@ def test_bench_serve_reads_the_figures(
     assert "Mean accepted length" in capsys.readouterr().out
 
 
-def test_bench_serve_says_nothing_of_a_server_that_does_not_guess(plain: LiveServer, tmp_path: Path) -> None:
+def test_bench_serve_says_nothing_of_a_server_that_does_not_draft(plain: LiveServer, tmp_path: Path) -> None:
     flags = ["--num-prompts", "1", "--random-input-len", "9", "--random-output-len", "3"]
     where = ["--result-dir", str(tmp_path), "--result-filename", "r.json"]
     assert main(["bench", "serve", "--base-url", plain.url, *where, *flags]) == 0

@@ -170,7 +170,7 @@ def test_calls_that_are_required_come_behind_the_thought(thinking: LiveServer, n
     assert [block["type"] for block in blocks["content"]] == ["thinking", "tool_use"]
 
 
-def test_with_guesses_and_with_preemption_the_answers_are_the_same(thinking: LiveServer) -> None:
+def test_with_drafts_and_with_preemption_the_answers_are_the_same(thinking: LiveServer) -> None:
     body = {"response_format": FORMAT, "temperature": 0, "n": 2}
     expected = [post(thinking, CHAT, **body, prediction={"type": "content", "content": '{"a": "x"}'})["choices"]]
     expected += [post(thinking, CHAT, **body, seed=n)["choices"] for n in range(4)]

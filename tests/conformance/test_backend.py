@@ -12,7 +12,7 @@ from penstock.backends.backend import Backend
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.launch.backend import choose_ops, traits_of
-from penstock.runner.assemble import Model, make_sampler
+from penstock.runner.assemble import DecoderModel, make_sampler
 from penstock.runner.sampler import Sampler
 from tests import specs
 from tests.oracle import NaiveModel
@@ -79,7 +79,7 @@ def test_one_graph_is_lowered_again_and_again(name: str, model: str) -> None:
 def test_a_model_without_some_layers_is_the_others_on_the_same_weights(name: str, layers: tuple[int, ...]) -> None:
     spec, weights = specs.make("llama_gqa")
     backend, driver = made(name), Paged(spec, weights)
-    model = Model(spec=spec, weights=weights, groups=driver.groups, max_model_len=300)
+    model = DecoderModel(spec=spec, weights=weights, groups=driver.groups, max_model_len=300)
     whole: Any = model.on(backend, max_tokens=64)
     driver.program = whole
     complete = driver.one_go("a", IDS).copy()

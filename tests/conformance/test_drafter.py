@@ -207,7 +207,7 @@ def test_proposals_keep_to_what_was_asked(name: str, tmp_path: Path, seed: int) 
     assert sum(bool(tree.token_ids) for tree in trees) > len(trees) / 20, "it hardly ever drafts"
 
 
-def test_the_same_history_gives_the_same_guesses(name: str, tmp_path: Path) -> None:
+def test_the_same_history_gives_the_same_drafts(name: str, tmp_path: Path) -> None:
     first, second = (live(make(name, tmp_path), Life(5), 80) for _ in range(2))
     assert [(t.token_ids, t.parents) for t in first] == [(t.token_ids, t.parents) for t in second]
 

@@ -65,7 +65,7 @@ def test_within_two_percent_of_the_better_of_off_and_the_best_fixed_setting(text
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_text_without_one_right_guess_costs_one_percent(name: str, batch: int) -> None:
+def test_text_without_one_right_draft_costs_one_percent(name: str, batch: int) -> None:
     case = CASES[name]
     _, off = sim(case, "hopeless", 0, batch, None)
     core, run = sim(case, "hopeless", 0, batch, AdaptiveDrafts(16, 63, timer=case.known))
@@ -75,7 +75,7 @@ def test_text_without_one_right_guess_costs_one_percent(name: str, batch: int) -
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_without_a_right_guess_one_step_in_a_hundred_has_guesses(batch: int) -> None:
+def test_without_a_right_draft_one_step_in_a_hundred_has_drafts(batch: int) -> None:
     """By counters: steps with drafts, after the first 300, in a run of 2000 tokens each."""
     steps: list[bool] = []
 
@@ -306,7 +306,7 @@ def test_a_drafter_that_had_nothing_is_not_blamed() -> None:
     assert (drafts.acceptance.chances[drafts.states[0].slot] == drafts.acceptance.chances[PRIOR]).all()
 
 
-def test_the_likeliest_guesses_of_all_are_made() -> None:
+def test_the_likeliest_drafts_of_all_are_made() -> None:
     acceptance = AcceptanceModel(8, 63)
     good, bad = learned(acceptance, *[(4, 4)] * 9), learned(acceptance, *[(2, 1)] * 9)
     chances = acceptance.chances[[good, bad, good]]
@@ -339,7 +339,7 @@ def test_draft_costs_in_proportion_until_measured() -> None:
     assert costs.seconds(8, 1) == pytest.approx(0.009)
 
 
-def test_whoever_has_lost_too_much_guesses_no_more() -> None:
+def test_whoever_has_lost_too_much_drafts_no_more() -> None:
     """The purse: steps with drafts that take twice as long and bring nothing empty it, whatever is believed of the
     drafts; plain steps fill it again, slowly."""
     plain_s = 0.01
@@ -401,7 +401,7 @@ def test_what_an_engine_does_around_a_step_decides_too() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5, 33])
-def test_the_best_number_of_guesses_beside_trying_all(count: int) -> None:
+def test_the_best_number_of_drafts_beside_trying_all(count: int) -> None:
     """Of all numbers, on a smooth cost table: within a hundredth of the best rate, for chains that are known well."""
     acceptance = AcceptanceModel(8, 63)
     good, bad = learned(acceptance, *[(4, 4)] * 9), learned(acceptance, *[(2, 0)] * 9)
@@ -420,7 +420,7 @@ def test_the_best_number_of_guesses_beside_trying_all(count: int) -> None:
 
 
 @pytest.mark.parametrize(("step_s", "least", "most"), [(0.001, 5, 50 / 8 + 2), (0.05, 50, 50)])
-def test_a_decision_is_kept_while_guesses_come_out_as_expected(step_s: float, least: int, most: float) -> None:
+def test_a_decision_is_kept_while_drafts_come_out_as_expected(step_s: float, least: int, most: float) -> None:
     """Where steps are short, else made in each of them; and anew at once when they do not."""
     decided: list[int] = []
 

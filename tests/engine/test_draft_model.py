@@ -298,7 +298,7 @@ def test_D11_a_merged_tree_accepts_no_less_than_the_best_chain() -> None:
 
 
 @pytest.mark.parametrize(("name", "num_drafts"), [("llama_gqa", 3), ("llama_gqa", 9), ("slots", 5), ("windowed", 6)])
-def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
+def test_D11_merged_drafts_change_no_token(name: str, num_drafts: int) -> None:
     rng = random.Random(f"merged-{name}-{num_drafts}")
     for more in ({}, {"tree": "k-ary"}, {"tree": "opt"}):
         draft_models = (tiny("llama_gqa"), tiny("llama_mha"))
@@ -309,7 +309,7 @@ def test_D11_merged_guesses_change_no_token(name: str, num_drafts: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_D11_entries_of_merged_guesses_are_never_taken_on_trust(temperature: float) -> None:
+def test_D11_entries_of_merged_drafts_are_never_taken_on_trust(temperature: float) -> None:
     """The model itself among the drafters is right whatever the others draft: where a tree puts its drafts elsewhere
     than it had run them, it runs them again."""
     core = drafted("llama_gqa", (noisy("llama_gqa", 0.3), tiny("llama_gqa")), Knobs(budget=128, num_blocks=128), 8)

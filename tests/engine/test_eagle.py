@@ -121,7 +121,7 @@ def test_what_it_is_told_is_what_the_tokens_were_chosen_from(ops: str) -> None:
 
 @native_only
 @pytest.mark.parametrize("verifier", ["multi-step", "spectr", "speculative-sampling", "typical"])
-def test_other_verifiers_take_its_guesses(verifier: str) -> None:
+def test_other_verifiers_take_its_drafts(verifier: str) -> None:
     """Those that draw, too: drafts are chosen, not drawn, as medusa's. Greedy rows stay exact."""
     llm = nano("native", "eagle", verifier=verifier)
     rules = params(24, (0.0, 0.8))

@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str, depth: int)
     assert core.stats.num_preemptions
 
 
-def test_guesses_change_nothing() -> None:
+def test_drafts_change_nothing() -> None:
     with engine("tiny:llama_gqa", Knobs(depth=1), NGRAM) as core:
         collector = disturbed(core, workload(tiny("llama_gqa")[0].vocab_size), random.Random(1), CONTROLS)
     check("llama_gqa", collector)

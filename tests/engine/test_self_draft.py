@@ -234,7 +234,7 @@ class Compared:
 
 @pytest.mark.parametrize("way", [WAYS[0], {"method": "self-draft", "skip_layers": "1"}], ids=["early-exit", "skip"])
 @pytest.mark.parametrize("name", ["llama_gqa", "latent"])
-def test_guesses_are_what_the_first_layers_say(name: str, way: dict[str, Any]) -> None:
+def test_drafts_are_what_the_first_layers_say(name: str, way: dict[str, Any]) -> None:
     """Whole chains, in a batch with prompts and in the steps after drafts were accepted or refused."""
     spec, weights = tiny(name)
     small = msgspec.structs.replace(spec, layers=spec.layers[:1])
@@ -310,7 +310,7 @@ def test_D30_an_adapter_of_something_else_is_refused(tmp_path: Path, changes: di
 
 
 @native_only
-def test_more_layers_guess_better() -> None:
+def test_more_layers_draft_better() -> None:
     """Whole numbers of one fixed text, so that a draft that reads wrong entries shows: it drafts as if at random."""
     found = {n: counts({"method": "early-exit", "exit_layer": n, "num_speculative_tokens": 1}) for n in (1, 2, 4, 5)}
     share = {n: accepted / drafts for n, (drafts, accepted, _) in found.items()}

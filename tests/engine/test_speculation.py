@@ -35,7 +35,7 @@ RULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("slots", "windows"), [(False, ()), (True, ()), (False, (None, 6)), (False, (5, 9))])
 @pytest.mark.parametrize(("num_drafts", "share"), [(1, 1.0), (4, 0.6), (9, 0.9), (30, 1.0)])
-def test_guesses_change_no_token(slots: bool, windows: tuple[int | None, ...], num_drafts: int, share: float) -> None:
+def test_drafts_change_no_token(slots: bool, windows: tuple[int | None, ...], num_drafts: int, share: float) -> None:
     k = Knobs(budget=64, num_blocks=128, num_drafts=num_drafts, draft_share=share)
     core, _ = fake_engine(k, slots=slots, windows=windows)
     requests = [
@@ -50,7 +50,7 @@ def test_guesses_change_no_token(slots: bool, windows: tuple[int | None, ...], n
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-def test_right_guesses_take_fewer_steps() -> None:
+def test_right_drafts_take_fewer_steps() -> None:
     """32 tokens, three right drafts a step: a quarter of the steps; all of the last one is used."""
     steps = {}
     for num_drafts in (0, 3):
@@ -64,7 +64,7 @@ def test_right_guesses_take_fewer_steps() -> None:
     assert steps[3] == 1 + 8
 
 
-def test_a_sample_ends_inside_accepted_guesses() -> None:
+def test_a_sample_ends_inside_accepted_drafts() -> None:
     """An end token among the accepted ones: what was accepted behind it is dropped, in text and memory."""
     for eos in range(29):
         core, _ = fake_engine(Knobs(budget=64, num_drafts=8, draft_share=1.0))
@@ -112,7 +112,7 @@ def test_a_drafter_that_fails_costs_nobody_an_answer(where: str, caplog: pytest.
     assert len([record for record in caplog.records if "failed" in record.message]) == 1
 
 
-def test_memory_for_guesses_preempts_nobody() -> None:
+def test_memory_for_drafts_preempts_nobody() -> None:
     core, _ = fake_engine(Knobs(budget=64, num_blocks=16, block_size=4, num_drafts=12, draft_share=1.0))
     requests = [request([3 + i] * 8, max_tokens=20) for i in range(2)]
     got = run(core, requests)
@@ -121,7 +121,7 @@ def test_memory_for_guesses_preempts_nobody() -> None:
         assert got[r.request_id].tokens[0] == generate(fake_logits, r)[0]
 
 
-def test_accepted_counts_only_what_was_guessed() -> None:
+def test_accepted_counts_only_what_was_drafted() -> None:
     assert Verified(1, [5, 6, 7], 4, 3).num_accepted == 2
     assert Verified(1, [5, 6], 4, 3, whole=False).num_accepted == 2
 

@@ -202,7 +202,7 @@ def test_experts_are_codes_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ops", OPS)
-def test_a_draft_model_of_codes_guesses_as_its_values_do(folders: dict[str, Path], ops: str) -> None:
+def test_a_draft_model_of_codes_drafts_as_its_values_do(folders: dict[str, Path], ops: str) -> None:
     """Greedy tokens are the target's whoever drafts; that drafts are right shows that the draft model computes."""
     target = dense_of(folders["symmetric"])
     llm = LLM(

@@ -42,13 +42,13 @@ def fields(output: RequestOutput) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS))
-def test_answers_are_what_they_are_without_guesses(name: str) -> None:
+def test_answers_are_what_they_are_without_drafts(name: str) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, **PARAMS[name])
     want, got = (engine(method).generate(list(PROMPTS), params) for method in (None, "ngram"))
     assert [fields(o) for o in got] == [fields(o) for o in want]
 
 
-def test_requests_know_their_guesses() -> None:
+def test_requests_know_their_drafts() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
     llm = engine("ngram")
     before = llm.engine.core.stats.num_steps

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.base.registry import Registry
-from penstock.core.backend import BackendTraits
+from penstock.core.backend import REFERENCE, BackendTraits
 
 if TYPE_CHECKING:
     from penstock.backends.backend import Backend
 
 BACKENDS: Registry[type[Backend], BackendTraits] = Registry("ops")
-BACKENDS.add("ref", "penstock.backends.reference:ReferenceBackend", BackendTraits(in_batches="blas"))
+BACKENDS.add("ref", "penstock.backends.reference:ReferenceBackend", REFERENCE)
 BACKENDS.add("blas", "penstock.backends.reference:BlasBackend", BackendTraits(batch_invariant=False))
 BACKENDS.add("native", "penstock.backends.native.backend:NativeBackend", BackendTraits(widens=False, quantizes=True))
 

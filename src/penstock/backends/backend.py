@@ -15,7 +15,7 @@ from penstock.model.graph import Graph
 from penstock.plan.devices import Device
 
 
-class PackedStore(Protocol):
+class WeightStore(Protocol):
     """The weights of one model as a backend holds them, kept on disk from the first start to the next.
 
     `matrices`: what an earlier start has left; None if there is nothing, or nothing sound.
@@ -69,18 +69,18 @@ class Backend(Protocol):
     ) -> Forward:  # fmt: skip
         """A graph as something to run, for steps of `max_tokens` tokens.
 
-        `matrices`: of a PackedStore. `like`: a model that this backend made and that has all of the graph's weights,
+        `matrices`: of a WeightStore. `like`: a model that this backend made and that has all of the graph's weights,
         which are not held twice.
         """
         ...
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
-        """What a PackedStore keeps of a model that this backend made."""
+        """What a WeightStore keeps of a model that this backend made."""
         ...
 
     def store(
         self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> PackedStore | None:
+    ) -> WeightStore | None:
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 
         `num_bytes`: of all weights.

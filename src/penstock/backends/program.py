@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -165,7 +165,7 @@ class _Lowering:
                 self._registers[output] = target
                 if output not in last and output not in self._kept:
                     free.append(target)
-            code.append(Call(call.op, call.fn, places, target, call.bound, call.named, call.text))
+            code.append(replace(call, inputs=places, output=target))
         return tuple(code), self._num_body
 
     def _new(self) -> int:
@@ -214,5 +214,4 @@ class _Lowering:
         if output is not None and value is not None:
             self._names[output] = value.name
             text = f"{value.name} = {text}"
-        named = Call(call.op, call.fn, (), -1, call.bound, call.named, text)
-        self._made.append((named, tuple(inputs), output))
+        self._made.append((replace(call, text=text), tuple(inputs), output))

@@ -17,4 +17,4 @@ class BackendTraits(msgspec.Struct, frozen=True):
     in_batches: str = ""
 
 
-REFERENCE = BackendTraits()
+REFERENCE = BackendTraits(in_batches="blas")

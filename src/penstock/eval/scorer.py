@@ -38,7 +38,7 @@ from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
 from penstock.plan.weights import StoredFormats, hold_weights
 from penstock.quant.reference import QuantisedLinear, panels_bytes
-from penstock.runner.assemble import Model
+from penstock.runner.assemble import DecoderModel
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
@@ -113,7 +113,7 @@ class ProgramScorer:
         self.vocab_size, self.max_len = spec.vocab_size, model.max_len
         self.seconds, self.num_tokens = 0.0, 0
         groups = cache_groups(spec, model.kv_dtype)
-        made = Model(
+        made = DecoderModel(
             spec=spec, weights=model.weights, groups=groups, max_model_len=model.max_len, rotation=model.rotation
         )
         self.forward: Forward = made.on(backend, max_tokens=_STEP_TOKENS, quantization=quantization)

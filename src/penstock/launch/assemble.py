@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.backends.backend import Backend, PackedStore
+from penstock.backends.backend import Backend, WeightStore
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.model_spec import ModelSpec
@@ -28,7 +28,7 @@ from penstock.model.forward import Forward
 from penstock.ops.stored import Weight
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
-from penstock.runner.assemble import Model
+from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
@@ -116,7 +116,7 @@ def model_parts(
     plan: Plan,
     *,
     grammars: GrammarCache | None = None,
-    packed: PackedStore | None = None,
+    packed: WeightStore | None = None,
     backend: Backend | None = None,
     loaded_drafts: Sequence[LoadedDraft] = (),
     encode: Callable[[str], list[int]] | None = None,
@@ -156,8 +156,8 @@ def model_parts(
     )
 
 
-def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> Model:
-    return Model(
+def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> DecoderModel:
+    return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
         rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config)),
     )  # fmt: skip

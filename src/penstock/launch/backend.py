@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.backends import BACKENDS, PREFERRED
-from penstock.backends.backend import Backend, PackedStore
+from penstock.backends.backend import Backend, WeightStore
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
@@ -64,7 +64,7 @@ def backend_of(config: EngineConfig) -> Backend:
     return BACKENDS.get(_name(config)).of(config, probe().num_cores)
 
 
-def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> PackedStore | None:
+def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, backend: Backend) -> WeightStore | None:
     """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker."""
     files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
     return backend.store(

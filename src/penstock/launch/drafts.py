@@ -21,7 +21,7 @@ from penstock.launch.tokenizer import load_tokenizer
 from penstock.ops.stored import Weight
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.resolve import Plan
-from penstock.runner.assemble import Model
+from penstock.runner.assemble import DecoderModel
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
 
@@ -119,7 +119,7 @@ def draft_models(
     assert len(loaded) == len(plan.drafts), "the plan knows the draft models"
     for (spec, weights), draft in zip(loaded, plan.drafts, strict=True):
         own = tuple(plan.groups[g] for g in draft.groups)
-        model = Model(spec=spec, weights=weights, groups=own, max_model_len=draft.max_len)
+        model = DecoderModel(spec=spec, weights=weights, groups=own, max_model_len=draft.max_len)
         place = backend if backend.why_not(config, spec) is None else ReferenceBackend.of(config, 1)
         forward = model.on(place, max_tokens=plan.max_num_batched_tokens, rank_groups=plan.groups)
         made.append(DraftModel(draft.name, forward, own, draft.max_len, spec.vocab_size))

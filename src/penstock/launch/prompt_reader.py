@@ -20,7 +20,7 @@ from penstock.model.forward import Forward
 from penstock.ops.plan import GroupPlan, StepPlan
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
-from penstock.runner.assemble import Model
+from penstock.runner.assemble import DecoderModel
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
@@ -69,7 +69,7 @@ class PromptReader:
         self.vocab_size = spec.vocab_size
         self.window = min(plan.max_model_len, MAX_WINDOW)
         backend = measuring_backend(config, threads)
-        model = Model(spec=spec, weights=weights, groups=groups, max_model_len=self.window)
+        model = DecoderModel(spec=spec, weights=weights, groups=groups, max_model_len=self.window)
         self._forward: Forward = model.on(backend, max_tokens=_STEP_TOKENS)
         blocks = -(-self.window // _BLOCK)
         self._groups = tuple(

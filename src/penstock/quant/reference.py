@@ -19,10 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
-from penstock.core.matrix_format import NONE as NONE
-from penstock.core.matrix_format import MatrixFormat, panel_group, plain
-from penstock.core.matrix_format import Scheme as Scheme
-from penstock.core.matrix_format import parse_scheme as parse_scheme
+from penstock.core.matrix_format import MatrixFormat, Scheme, panel_group, parse_scheme
 from penstock.ops.native.abi import Format
 from penstock.ops.native.packed_format import array_sizes
 from penstock.ops.ref.product import product, rows_as_float32
@@ -159,11 +156,6 @@ class QuantisedLinear:
 
 _INT8 = parse_scheme("int8-wo").format
 _PLAIN = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
-
-
-def packed_bytes(shape: tuple[int, int], scheme: Scheme, dtype: str) -> int:
-    """Bytes of a matrix in panels, scales included; `dtype` is the model's, for the scheme `none`."""
-    return panels_bytes(shape, scheme.format if scheme.weight_bits else plain(dtype))
 
 
 def panels_bytes(shape: tuple[int, int], held: MatrixFormat) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class DecoderModel:
     """A decoder, ready to be put on a backend.
 
     Attributes:

@@ -31,9 +31,7 @@ def test_latency_and_throughput_say_what_was_done(tmp_path: Path, capsys: pytest
     assert "Throughput" in capsys.readouterr().out
 
 
-def test_K12_both_tell_of_guesses_where_there_is_speculation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_K12_both_tell_of_drafts_where_there_is_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "r.json")
     sizes = ["--input-len", "8", "--output-len", "30"]
     drafts = ["-sc", json.dumps({"method": "ngram", "controller": "fixed"})]
@@ -51,7 +49,7 @@ def test_K12_both_tell_of_guesses_where_there_is_speculation(
     assert "spec_decode" not in Path(file).read_text()
 
 
-def test_guesses_of_the_warm_up_do_not_count() -> None:
+def test_drafts_of_the_warm_up_do_not_count() -> None:
     config = {"method": "ngram", "controller": "fixed"}
     llm = LLM(MODEL[0], max_model_len=128, num_gpu_blocks_override=32, speculative_config=config)
     found = offline.latency(llm, input_len=8, output_len=30, batch_size=2, num_iters=1, num_iters_warmup=2)

@@ -84,7 +84,7 @@ def test_a_draft_model_with_a_state_is_refused() -> None:
     resolve(from_kwargs(model="m"), model(SLOT), machine(), [("full", model(FULL))])  # the target may have one
 
 
-def test_a_draft_model_made_for_fewer_positions_guesses_up_to_there() -> None:
+def test_a_draft_model_made_for_fewer_positions_drafts_up_to_there() -> None:
     p = resolve(from_kwargs(model="m"), model(), machine(), [("short", model(FULL, max_position=100))])
     assert (p.max_model_len, p.drafts[0].max_len) == (256, 100)
     assert "goes on without its drafts" in why(p, "draft_max_len")
@@ -146,7 +146,7 @@ def small(folder: Path, **config: Any) -> Path:
         ),
     ],
 )
-def test_draft_models_that_cannot_guess_for_this_model(change: str, text: str, tmp_path: Path) -> None:
+def test_draft_models_that_cannot_draft_for_this_model(change: str, text: str, tmp_path: Path) -> None:
     draft = tmp_path / "nowhere"
     if change == "unknown":
         small(draft, model_type="nonsense", architectures=["NonsenseForCausalLM"])
@@ -235,7 +235,7 @@ def test_draws_are_from_the_distribution_that_is_told() -> None:
     assert [g.token_id for g in other] != [g.token_id for g in candidates], "two drafters draw for themselves"
 
 
-def test_guesses_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> None:
+def test_drafts_under_sampling_learn_how_far_the_sums_of_two_models_drift() -> None:
     rng = np.random.default_rng(3)
     rules = TokenRules(temperature=0.8, seed=8)
     pairs = []
@@ -379,7 +379,7 @@ def tree(*nodes: tuple[int, int, float]) -> DraftTree:
     return DraftTree([n[0] for n in nodes], [n[1] for n in nodes], [n[2] for n in nodes])
 
 
-def test_D11_equal_paths_are_merged_and_the_likeliest_guesses_kept() -> None:
+def test_D11_equal_paths_are_merged_and_the_likeliest_drafts_kept() -> None:
     a = tree((4, ROOT, 0.9), (5, 0, 0.8), (6, 1, 0.1))
     b = tree((4, ROOT, 0.5), (7, 0, 0.5), (8, 1, 0.5))
     merged = merge([a, b], Rates())

@@ -63,7 +63,7 @@ def test_gauss_seidel_is_chosen_by_its_name() -> None:
     ("num_tokens", "max_depth", "num_nodes", "depth"),
     [(3, 1, 8, 1), (3, 4, 1, 4), (10, 4, 8, 1), (8, 9, 8, 3), (11, 4, 8, 0), (3, 0, 8, 0), (3, 4, 0, 0)],
 )
-def test_a_draft_model_guesses_as_deep_as_is_asked_and_as_it_can_read(
+def test_a_draft_model_drafts_as_deep_as_is_asked_and_as_it_can_read(
     num_tokens: int, max_depth: int, num_nodes: int, depth: int
 ) -> None:
     """One draft where one is asked for, and one behind its last place; it reads 10 tokens at most."""

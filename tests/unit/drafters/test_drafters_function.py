@@ -1,4 +1,4 @@
-"""`function`: anybody's guesses."""
+"""`function`: anybody's drafts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.drafting import answer, job
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    found = ModuleType("my_guesses")
-    monkeypatch.setitem(sys.modules, "my_guesses", found)
+    found = ModuleType("my_drafter")
+    monkeypatch.setitem(sys.modules, "my_drafter", found)
     return found
 
 
@@ -41,12 +41,12 @@ def says(said: Any, **more: Any) -> DraftTree:
 def test_it_is_told_the_tokens_and_how_many_are_wanted(module: ModuleType) -> None:
     heard = []
 
-    def guess(tokens: list[int], count: int) -> list[int]:
+    def propose(tokens: list[int], count: int) -> list[int]:
         heard.append((tokens, count))
         return [7, 8]
 
-    module.guess = guess  # type: ignore[attr-defined]
-    (tree,) = make("my_guesses:guess").propose([job([1, 2, 3], num_nodes=9, max_depth=4)])
+    module.propose = propose  # type: ignore[attr-defined]
+    (tree,) = make("my_drafter:propose").propose([job([1, 2, 3], num_nodes=9, max_depth=4)])
     assert heard == [([1, 2, 3], 4)]
     assert tree == DraftTree([7, 8], [-1, 0])
 
@@ -65,28 +65,28 @@ def test_it_may_have_several() -> None:
 
 
 def test_it_may_say_it_in_words(module: ModuleType) -> None:
-    def guess(tokens: list[int], count: int) -> Any:
+    def propose(tokens: list[int], count: int) -> Any:
         return "ab" if tokens == [1] else ["ab", "", "ac"]
 
-    guess.text = True  # type: ignore[attr-defined]
-    module.guess = guess  # type: ignore[attr-defined]
-    drafter = make("my_guesses:guess", encode=lambda text: [ord(c) - 96 for c in text])
+    propose.text = True  # type: ignore[attr-defined]
+    module.propose = propose  # type: ignore[attr-defined]
+    drafter = make("my_drafter:propose", encode=lambda text: [ord(c) - 96 for c in text])
     assert drafter.propose([job([1]), job([2])]) == [DraftTree([1, 2], [-1, 0]), DraftTree([1, 2, 3], [-1, 0, 0])]
     with pytest.raises(ConfigError, match="has no tokenizer"):
-        make("my_guesses:guess")
+        make("my_drafter:propose")
 
 
 @pytest.mark.parametrize("wrong", ["text", [1.5], [["a"]], 7, [[1], 2], {"a": 1}])
-def test_what_is_no_guess_is_none(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_draft_is_none(wrong: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert says(wrong) == NO_DRAFT
     assert "the drafter function failed" in caplog.text
 
 
 def test_a_failure_costs_one_sequence_one_step(caplog: pytest.LogCaptureFixture) -> None:
-    def guess(tokens: list[int], count: int) -> list[int]:
+    def propose(tokens: list[int], count: int) -> list[int]:
         return [1 // tokens[0]]
 
-    drafter = FunctionDrafter(guess, None)
+    drafter = FunctionDrafter(propose, None)
     for _ in range(3):
         trees = drafter.propose([job([1]), job([0]), job([1])])
         assert [tree.token_ids for tree in trees] == [[1], [], [1]]
@@ -96,9 +96,9 @@ def test_a_failure_costs_one_sequence_one_step(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        (None, "needs one"), ("my_guesses", "form module:name"), (":guess", "form module:name"),
-        ("no_such_module:guess", "cannot be imported.*PYTHONPATH"), ("my_guesses:nothing", "does not exist"),
-        ("my_guesses:number", "cannot be called"), (".relative:x", "fails when it is imported"),
+        (None, "needs one"), ("my_drafter", "form module:name"), (":propose", "form module:name"),
+        ("no_such_module:propose", "cannot be imported.*PYTHONPATH"), ("my_drafter:nothing", "does not exist"),
+        ("my_drafter:number", "cannot be called"), (".relative:x", "fails when it is imported"),
     ],
 )  # fmt: skip
 def test_a_function_that_is_none_is_refused(module: ModuleType, name: str | None, why: str) -> None:
@@ -108,8 +108,8 @@ def test_a_function_that_is_none_is_refused(module: ModuleType, name: str | None
     assert error.value.field == "speculative_config"
 
 
-def test_D33_a_user_s_function_guesses_and_changes_no_token() -> None:
-    """Right guesses save steps, wrong ones and failures do not change the output, greedy or sampled."""
+def test_D33_a_user_s_function_drafts_and_changes_no_token() -> None:
+    """Right drafts save steps, wrong ones and failures do not change the output, greedy or sampled."""
     prompt = "Once upon a time there was a cat. "
     draws: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 8}]
     for sampling in draws:
@@ -127,6 +127,6 @@ def test_D33_a_user_s_function_guesses_and_changes_no_token() -> None:
             raise RuntimeError("no")
 
         for function, most in ((oracle, 12), (liar, 64), (broken, 64)):
-            guessed = answer(prompt, FunctionDrafter(function, None), 8, **sampling)
-            assert guessed.token_ids == plain.token_ids
-            assert guessed.num_steps <= most, (function, guessed)
+            drafted = answer(prompt, FunctionDrafter(function, None), 8, **sampling)
+            assert drafted.token_ids == plain.token_ids
+            assert drafted.num_steps <= most, (function, drafted)

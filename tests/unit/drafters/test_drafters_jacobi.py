@@ -79,7 +79,7 @@ def test_gauss_seidel_finishes_a_block_first() -> None:
     assert drafter.propose([job([5, 6, 7, 9, 1, 2, 8])])[0].token_ids == [1, 2, 8], "a block is done: the next"
 
 
-def test_jacobi_where_answers_are_unknown_or_steps_were_without_guesses() -> None:
+def test_jacobi_where_answers_are_unknown_or_steps_were_without_drafts() -> None:
     drafter = JacobiDrafter(4)
     tree = drafter.propose([job([1, 2, 3, 4])])[0]
     drafter.observe([Outcome(1, tree, [], [9, UNKNOWN, 7, UNKNOWN, UNKNOWN])])
@@ -90,7 +90,7 @@ def test_jacobi_where_answers_are_unknown_or_steps_were_without_guesses() -> Non
     assert not drafter.states
 
 
-def test_jacobi_keeps_guesses_that_there_was_no_room_for() -> None:
+def test_jacobi_keeps_drafts_that_there_was_no_room_for() -> None:
     drafter = JacobiDrafter(4)
     tree = drafter.propose([job([1, 2, 3, 4], num_nodes=2)])[0]
     assert tree.token_ids == [1, 2]

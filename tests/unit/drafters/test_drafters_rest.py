@@ -47,7 +47,7 @@ def test_a_search_finds_every_place_and_no_other(tmp_path: Path) -> None:
     assert data.find([-1]) == data.find([50]) == data.find([50, 1]) == (0, 0)
 
 
-def test_the_longest_end_that_is_there_guesses_a_tree(tmp_path: Path) -> None:
+def test_the_longest_end_that_is_there_drafts_a_tree(tmp_path: Path) -> None:
     drafter = RestDrafter(store(tmp_path, [1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 6, 8], [9, 3, 4, 40]))
     (tree,) = drafter.propose([job([30, 1, 2, 3, 4])])
     assert tree.token_ids == [6, 5, 7, 8]

@@ -49,7 +49,7 @@ def test_the_store_finds_what_outputs_said() -> None:
     assert [key for _, _, key in found(store, 2, 3)] == [3, 2], "the same request again replaces what it said"
 
 
-def test_the_store_guesses_no_prompt() -> None:
+def test_the_store_drafts_no_prompt() -> None:
     store = OutputStore(10, 1 << 20)
     store.add(1, [1, 2, 3, 4, 5, 6], 4)
     assert found(store, 1, 2) == found(store, 2, 3) == []
@@ -99,7 +99,7 @@ def test_bytes_are_counted_honestly(alphabet: int) -> None:
     assert 0.1 * store.num_bytes < used <= store.num_bytes, used / store.num_tokens
 
 
-def test_guesses_come_from_the_end_that_promises_most() -> None:
+def test_drafts_come_from_the_end_that_promises_most() -> None:
     drafter = make(least=0.1)
     text = [1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 6, 9, 7, 2, 3, 4]
     (tree,) = drafter.propose([job(text)])

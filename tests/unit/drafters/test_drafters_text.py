@@ -41,7 +41,7 @@ def test_ends_are_those_of_a_plain_search() -> None:
         assert (ends.tolist(), length) == plain_ends(text, tail, least, most)
 
 
-def test_ngram_guesses_on_from_the_latest_longest_match() -> None:
+def test_ngram_drafts_on_from_the_latest_longest_match() -> None:
     drafter = NgramDrafter(least=1, most=3)
     (tree,) = drafter.propose([job([1, 2, 3, 7, 8, 9, 2, 3, 5, 6, 1, 2, 3], num_nodes=2)])
     assert tree == DraftTree([7, 8], [-1, 0]), "three tokens beat two that came later"

@@ -119,7 +119,7 @@ def check(text: Text, tree: DraftTree) -> None:
 
 
 @pytest.mark.parametrize("chain_only", [False, True])
-def test_guesses_are_those_of_the_trained_module(chain_only: bool) -> None:
+def test_drafts_are_those_of_the_trained_module(chain_only: bool) -> None:
     """Three sequences side by side, longer than the window, with gaps where nothing was told; every node's probability.
 
     The module looks at whole texts and knows no cache, ring, batch or tree.
@@ -149,7 +149,7 @@ def test_guesses_are_those_of_the_trained_module(chain_only: bool) -> None:
     assert max(depths) == 4
 
 
-def test_the_likeliest_guesses_are_proposed() -> None:
+def test_the_likeliest_drafts_are_proposed() -> None:
     """Against all paths of the likeliest four behind each, three deep."""
     d, text = drafter(), Text(1, 6)
     (tree,) = d.propose([text.job(num_nodes=4, max_depth=3)])
@@ -167,7 +167,7 @@ def test_the_likeliest_guesses_are_proposed() -> None:
     assert sorted(tuple(path) for path in paths(tree)) == sorted(want)
 
 
-def test_right_behind_a_prompt_it_guesses_from_the_tokens_alone() -> None:
+def test_right_behind_a_prompt_it_drafts_from_the_tokens_alone() -> None:
     d, text = drafter(), Text(4, 7)
     (tree,) = d.propose([text.job()])
     assert len(tree.token_ids) == 8
@@ -190,7 +190,7 @@ def test_windows_are_freed() -> None:
     assert not d.states
 
 
-def test_hidden_states_that_are_not_finite_lead_to_no_guess() -> None:
+def test_hidden_states_that_are_not_finite_lead_to_no_draft() -> None:
     """Of the sequence whose they are; the other's drafts are what they are alone."""
     for bad in (np.nan, np.inf):
         d, sick, well = drafter(), Text(1, 5), Text(2, 5)

@@ -127,7 +127,7 @@ def heard(seq_id: int, tree: DraftTree, path: list[int], seed: int = 0) -> Outco
     return Outcome(seq_id, tree, path, [], hidden)
 
 
-def test_nothing_is_guessed_before_there_is_a_hidden_state() -> None:
+def test_nothing_is_drafted_before_there_is_a_hidden_state() -> None:
     d, head = drafter()
     assert d.propose([job(5), job(7, seq=2)]) == [NO_DRAFT, NO_DRAFT]
     d.observe([heard(1, NO_DRAFT, [])])
@@ -137,7 +137,7 @@ def test_nothing_is_guessed_before_there_is_a_hidden_state() -> None:
     assert head.rows == [3]
 
 
-def test_the_state_is_that_of_the_last_accepted_guess() -> None:
+def test_the_state_is_that_of_the_last_accepted_draft() -> None:
     d, head = drafter()
     d.propose([job(5)])
     tree = DraftTree([7, 8, 9], [ROOT, ROOT, 1])

@@ -7,9 +7,9 @@ import pytest
 
 from penstock.base.bf16 import F32, narrow, widen
 from penstock.base.errors import ConfigError
-from penstock.core.matrix_format import GROUPS, NONE, Scheme, parse_scheme
+from penstock.core.matrix_format import GROUPS, NONE, Scheme, parse_scheme, plain
 from penstock.ops.blas import linear
-from penstock.quant.reference import QuantisedLinear, int4_groups, int8_outputs, packed_bytes, quantised, rounded_rows
+from penstock.quant.reference import QuantisedLinear, int4_groups, int8_outputs, panels_bytes, quantised, rounded_rows
 
 
 def noise(*shape: int, seed: int = 0) -> F32:
@@ -122,7 +122,7 @@ def test_the_linear_entry_is_the_product_of_what_is_stood_for(name: str) -> None
 
 
 def test_bytes_in_panels() -> None:
-    assert packed_bytes((64, 128), NONE, "bfloat16") == 64 * 128 * 2
-    assert packed_bytes((65, 128), NONE, "float32") == 128 * 128 * 4
-    assert packed_bytes((64, 128), parse_scheme("int8-wo"), "float32") == 64 * 128 + 64 * 4
-    assert packed_bytes((64, 100), parse_scheme("int4-wo"), "float32") == 64 * 128 // 2 + 64 * 2 * 2
+    assert panels_bytes((64, 128), plain("bfloat16")) == 64 * 128 * 2
+    assert panels_bytes((65, 128), plain("float32")) == 128 * 128 * 4
+    assert panels_bytes((64, 128), parse_scheme("int8-wo").format) == 64 * 128 + 64 * 4
+    assert panels_bytes((64, 100), parse_scheme("int4-wo").format) == 64 * 128 // 2 + 64 * 2 * 2

@@ -311,7 +311,7 @@ def test_a_wrong_verifier_fails_on_two_tokens(wrong: Select) -> None:
 
 
 @pytest.mark.parametrize("own", [OWN_DRAW, -1])
-def test_guesses_are_not_judged_by_the_numbers_they_were_made_with(
+def test_drafts_are_not_judged_by_the_numbers_they_were_made_with(
     own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A drafter that draws with its request's own numbers: right, unless the verifier takes the same ones."""

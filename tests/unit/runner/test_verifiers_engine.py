@@ -166,7 +166,7 @@ def test_D28_a_draft_passes_down_to_e_to_the_minus_threshold(chance: float, pass
 
 
 @pytest.mark.parametrize("name", ["typical", "bild"])
-def test_lossy_verifiers_accept_no_fewer_guesses_than_match(name: str) -> None:
+def test_lossy_verifiers_accept_no_fewer_drafts_than_match(name: str) -> None:
     more = 0
     for seed in range(60):
         rules = msgspec.structs.replace(DRAWN, seed=seed)

@@ -41,7 +41,7 @@ class Tiles:
 # -- drafts ------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_of_just_the_limit_still_guesses() -> None:
+def test_a_batch_of_just_the_limit_still_drafts() -> None:
     """vLLM's disable_by_batch_size: beyond it nobody drafts; 0 is no limit."""
     drafts = FixedDrafts(3, 2, max_batch=2)
     assert drafts.begin_step([decoding(i) for i in range(2)]) == dict.fromkeys(range(2), (3, 2))
@@ -49,7 +49,7 @@ def test_a_batch_of_just_the_limit_still_guesses() -> None:
     assert len(FixedDrafts(3, 2).begin_step([decoding(i) for i in range(50)])) == 50
 
 
-def test_beside_prompts_only_guesses_that_earn_their_time_are_made() -> None:
+def test_beside_prompts_only_drafts_that_earn_their_time_are_made() -> None:
     """Four drafts are free alone; beside prompt tokens each takes 0.2 s, which 3.1 tokens a second would fill with
     0.62."""
     planner = Planner(StepCosts(Tiles()), DraftCosts())
@@ -84,7 +84,7 @@ def test_who_was_not_probed_is_not_taken_for_a_failed_probe() -> None:
     assert (probed.interval, probed.due_at) == (4, 14)
 
 
-def test_others_give_up_as_many_guesses_as_a_late_one_needs() -> None:
+def test_others_give_up_as_many_drafts_as_a_late_one_needs() -> None:
     """Behind its promise by 1.6 tokens: two drafts that are nearly sure. Who has time gives two of its own."""
     late, early = SequenceState(0, 1, 0, SloProgress(1.0)), SequenceState(1, 2, 0)
     assert late.slo is not None
