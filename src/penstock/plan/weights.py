@@ -38,11 +38,10 @@ def hold_weights(
     `dtype`.
     """
     if scheme.weight_bits:
-        rounded = dict.fromkeys(rounded_matrices(spec), scheme.format)
-        shapes = rounded_matrices(spec) if stored else {}
+        shapes = rounded_matrices(spec)
         mine = [name for name in shapes if name in stored and name not in TABLES]
         kept = {name: stored[name] for name in mine if scheme.takes(stored[name], shapes[name][1])}
-        return HeldWeights(dtype, rounded | kept)
+        return HeldWeights(dtype, dict.fromkeys(shapes, scheme.format) | kept)
     matrices: dict[str, MatrixFormat] = {}
     for name, shape in row_matrices(spec).items() if stored else ():
         format = stored.get(name)

@@ -98,6 +98,5 @@ class WordMatrix(StoredMatrix):
     def _is_centred(self, n: int) -> bool:
         assert self.tensors.zeros is not None
         step = max(1, _CHUNK_GROUPS // len(self.tensors.zeros))
-        ends = self._rows if self._rows is not None else None
-        spans = [slice(lo, min(lo + step, n)) for lo in range(0, n, step)]
-        return all((self._zeros(s if ends is None else ends[s]) == self.format.offset).all() for s in spans)
+        spans = [self._span(lo, min(lo + step, n)) for lo in range(0, n, step)]
+        return all((self._zeros(span) == self.format.offset).all() for span in spans)
