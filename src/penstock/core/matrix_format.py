@@ -20,7 +20,7 @@ from penstock.core.model_spec import ModelSpec, weight_shapes
 
 SHARED_BITS = {
     "float32": 32, "float16": 16, "bfloat16": 16, "e4m3": 8, "e8m0": 8, "uint8": 8, "int8": 8, "uint6": 6, "int6": 6,
-    "uint4": 4,
+    "uint4": 4, "uint3": 3, "uint2": 2,
 }  # fmt: skip
 """Types of scales and zero points -> bits of one."""
 
@@ -48,18 +48,24 @@ class MatrixFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     or an index into a table. `scales`: what multiplies codes, then the scales of these scales, and so on. `zeros`: what
     is subtracted, in the same way, in units of codes or as values; without any, `offset` is the code of zero.
     `ordered`: inputs are in groups by an order that the matrix brings along, not in runs (GPTQ's act-order).
+    `table`: of the code "table", the value of each code. `block`: of the code "grid", (numbers, bytes) of one of its
+    blocks, and `layout` who can read them: numbers that are coded together, by a grid or in another base, with whatever
+    scales lie between them.
 
     Examples: Q4_K is uint, 4 bits, scales (uint6 per 32, float16 per 256) and zeros of the same, which are values;
     NVFP4 is e2m1 with scales (e4m3 per 16, one float32); FP8 of DeepSeek is e4m3 with one float32 per 128 x 128.
     """
 
-    code: Literal["float32", "float16", "bfloat16", "int", "uint", "e4m3", "e2m1", "table"]
+    code: Literal["float32", "float16", "bfloat16", "int", "uint", "e4m3", "e2m1", "table", "grid"]
     bits: int
     scales: tuple[Shared, ...] = ()
     zeros: tuple[Shared, ...] = ()
     zeros_are: Literal["codes", "values"] = "codes"
     offset: int = 0
     ordered: bool = False
+    table: tuple[float, ...] = ()
+    block: tuple[int, int] = (0, 0)
+    layout: str = ""
 
     @property
     def is_plain(self) -> bool:
@@ -73,12 +79,17 @@ class MatrixFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
         """Bytes of codes, scales, zeros and the order of a matrix of this shape, without any padding."""
+        if self.code == "grid":
+            numbers, size = self.block
+            return shape[0] * -(-shape[1] // numbers) * size
         shared = sum(part.num_bytes(shape) for part in (*self.scales, *self.zeros))
         return -(-prod(shape) * self.bits // 8) + shared + (4 * shape[1] if self.ordered else 0)
 
     @property
     def bytes_each(self) -> float:
         """Bytes of one number with its part of what blocks share; what a whole row shares counts nothing."""
+        if self.code == "grid":
+            return self.block[1] / self.block[0]
         blocks = [part for part in (*self.scales, *self.zeros) if part.rows and part.columns]
         return self.bits / 8 + sum(SHARED_BITS[b.dtype] / 8 / (b.rows * b.columns) for b in blocks)
 
@@ -86,6 +97,8 @@ class MatrixFormat(msgspec.Struct, frozen=True, omit_defaults=True):
         """For people: `4-bit codes, a float16 scale per 128 inputs, zero points, inputs in an order of their own`."""
         if self.is_plain:
             return self.code
+        if self.code == "grid":
+            return f"{self.layout} blocks"
         kind = "" if self.code in ("int", "uint") else f" ({self.code})"
         shared = [f"a {one.dtype} scale per {_extent(one)}" for one in self.scales]
         zeros = ["zero points"] if self.zeros else []

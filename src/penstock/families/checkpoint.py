@@ -50,16 +50,14 @@ class TokenizerFiles:
 class Codes:
     """What belongs to a matrix [N, K] that can stay the codes that it is stored as.
 
-    `layout`: who reads it, a name of `weights.stored.STORED_FORMATS`. `scales` [G, N]; `zeros`, zero points in words,
-    and `order` int32 [K], the group of every input, as far as there are any. `first_zero` is added to stored zeros.
+    `layout`: who reads it, a name of `weights.stored.STORED_FORMATS`; that class says which `parts` there are: tensors
+    beside the codes, by what they are ("scales"), and `numbers` that hold for the whole matrix.
     """
 
     layout: str
     format: MatrixFormat
-    scales: TensorRef
-    zeros: TensorRef | None = None
-    order: TensorRef | None = None
-    first_zero: int = 0
+    parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class WeightRef:
 
     `scales`: the tensor with the scales of a type of SCALED_DTYPES. Shapes: F8_E4M3 [R, C] has [R/128, C/128], rounded
     up; F4 [..., C] has U8 exponents [..., C/32]; I8 has N scales for as many equal runs of elements; T2 has one, ().
-    `codes`: of a tensor of a type of WORD_DTYPES, whose shape is that of the matrix it stands for.
+    `codes`: of a tensor that can stay as it is stored, whose shape is that of the matrix it stands for.
     """
 
     tensor: TensorRef
@@ -79,7 +77,7 @@ class WeightRef:
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
         """All that is read for it."""
-        codes = () if self.codes is None else (self.codes.scales, self.codes.zeros, self.codes.order)
+        codes = () if self.codes is None else self.codes.parts.values()
         return tuple(t for t in (self.tensor, self.scales, *codes) if t is not None)
 
 

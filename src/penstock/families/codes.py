@@ -210,7 +210,8 @@ def _matrix(words: TensorRef, parts: Mapping[str, TensorRef], config: CodesConfi
     if order is None and format.ordered:
         raise ModelError(f"{where} has no g_idx beside it, though {_WHERE} says desc_act")
     whole = replace(words, dtype=WORD_DTYPES[bits], shape=(n, k))
-    return whole, Codes(config.method, format, scales, zeros, order, config.first_zero)
+    found = {"scales": scales, "zeros": zeros} | ({} if order is None else {"order": order})
+    return whole, Codes(config.method, format, found, {"first_zero": config.first_zero})
 
 
 def _whole(where: str, inputs: int, group: int) -> int:

@@ -25,13 +25,16 @@ from penstock.formats.tensor_ref import TensorRef, stored_bytes
 from penstock.ops.stored import StoredMatrix, Weight
 from penstock.weights.decode import decoded
 from penstock.weights.stored import STORED_FORMATS
-from penstock.weights.stored.words import Tensors, WordMatrix
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 _CHUNK = 1 << 20  # elements looked at or converted at a time; bounds what is needed beside the result
 _FINGERPRINT_ROWS = 64
 _NUMPY: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+_ELEMENTS: dict[str, npt.DTypeLike] = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": np.int8,
+    "I32": "<u4", "W2": "<u4", "W3": "<u4", "W4": "<u4", "W8": "<u4",
+}  # fmt: skip
 # All exponent bits set means NaN or infinity. With the sign bit gone such patterns are the largest integers.
 _BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
     "float32": ("<u4", 0x7FFFFFFF, 0x7F800000),
@@ -191,31 +194,29 @@ def _load(
     return out
 
 
-def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> WordMatrix:
+def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> StoredMatrix:
     """A matrix over its mapped tensors. Nothing of them is looked at."""
     codes = ref.codes
     assert codes is not None
-
-    def words(tensor: TensorRef) -> Array:
-        return _bytes(files, tensor).view("<u4")
-
-    scales = _bytes(files, codes.scales).view(_NUMPY[codes.format.scales[0].dtype]).reshape(codes.scales.shape)
-    zeros = None if codes.zeros is None else words(codes.zeros).reshape(codes.zeros.shape)
-    order = None if codes.order is None else words(codes.order).view("<i4")
-    made: type[WordMatrix] = STORED_FORMATS.get(codes.layout)
-    (n, k), (rows, columns) = ref.tensor.shape, shape
-    tensors = Tensors(made.laid_out(words(ref.tensor), n, k), scales, zeros, order, codes.first_zero)
+    arrays = {name: _array(files, tensor).reshape(tensor.shape) for name, tensor in codes.parts.items()}
+    arrays["codes"] = _array(files, ref.tensor)
     chosen = None if ref.cut is None else rows_of(ref.cut)
-    return made(codes.format, (rows, columns), np.dtype(_NUMPY[dtype]), tensors, chosen)
+    n, k = shape
+    return STORED_FORMATS.get(codes.layout).over(codes, arrays, (n, k), np.dtype(_NUMPY[dtype]), chosen)
 
 
-def _check_codes(codes: WordMatrix, tensor: TensorRef) -> None:
+def _array(files: Mapping[Path, U8], tensor: TensorRef) -> Array:
+    """Flat, of its type as far as numpy has it."""
+    return _bytes(files, tensor).view(_ELEMENTS.get(tensor.dtype, np.uint8))
+
+
+def _check_codes(codes: StoredMatrix, tensor: TensorRef) -> None:
     fault = codes.fault()
     if fault is not None:
         raise ModelError(f"tensor {quoted(tensor.name)} of {quoted(tensor.path)} {fault}")
 
 
-def _values(codes: WordMatrix, tensor: TensorRef, dtype: str) -> Array:
+def _values(codes: StoredMatrix, tensor: TensorRef, dtype: str) -> Array:
     """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements."""
     n, k = codes.shape
     out = np.empty((n, k), _NUMPY[dtype])

@@ -144,7 +144,7 @@ def _code_panels(
             # Outputs of one part lie in their order, so they are one run of its rows.
             low, high = int(rows[here[0]] - start), int(rows[here[-1]] - start) + 1
             codes[here, :cols] = part.codes(low, high) + np.uint8(8 - part.format.offset)
-            one = part.scales(low, high)
+            (one,) = part.scales(low, high)
             found[here] = np.repeat(one, -(-num_groups // one.shape[1]), axis=1)[:, :num_groups]
         split = codes.reshape(-1, PANEL, width // 8, 2, 4).transpose(0, 2, 3, 1, 4)
         panels[first : first + step] = split[:, :, 0] | split[:, :, 1] << 4

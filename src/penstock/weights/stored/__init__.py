@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.base.registry import Registry
 
 if TYPE_CHECKING:
-    from penstock.weights.stored.words import WordMatrix
+    import numpy as np
+    import numpy.typing as npt
 
-STORED_FORMATS: Registry[type[WordMatrix], None] = Registry("stored format")
-"""`families.checkpoint.Codes.layout` -> a subclass of `weights.stored.words.WordMatrix`."""
+    from penstock.families.checkpoint import Codes
+    from penstock.ops.stored import StoredMatrix
+
+
+class StoredLayout(Protocol):
+    """Who reads one layout."""
+
+    def over(
+        self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
+        rows: npt.NDArray[np.int64] | None,
+    ) -> StoredMatrix:  # fmt: skip
+        """A matrix over mapped arrays, none of whose numbers is looked at: `codes` and each of `codes.parts`, of the
+        shapes and types of their tensors: float32, float16, int32 words (uint32), else bytes (uint8; bfloat16: uint16);
+        of blocks and words the codes are flat. `shape`: of what it stands for, of `rows` of it unless that is None."""
+        ...
+
+
+STORED_FORMATS: Registry[StoredLayout, None] = Registry("stored format")
+"""`families.checkpoint.Codes.layout` -> its reader."""
 STORED_FORMATS.add("awq", "penstock.weights.stored.awq:AwqMatrix")
 STORED_FORMATS.add("gptq", "penstock.weights.stored.gptq:GptqMatrix")

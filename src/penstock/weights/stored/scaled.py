@@ -11,25 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
+from penstock.base.small_floats import E2M1, E4M3
 
 U8 = npt.NDArray[np.uint8]
 FP8_BLOCK = 128
 """Rows and columns that share a scale."""
-
-
-def _e4m3() -> F32:
-    """All 256 values of F8_E4M3 (sign, 4 exponent bits of bias 7, 3 of mantissa; no infinity; 0x7F is NaN)."""
-    code = np.arange(128)
-    exponent, mantissa = code >> 3, code & 7
-    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
-    values[127] = np.nan
-    return np.concatenate([values, -values]).astype(np.float32)
-
-
-E4M3 = _e4m3()
-"""Source: Micikevicius et al., arXiv 2209.05433, section 3."""
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Source: OCP Microscaling Formats 1.0, section 5.3.3."""
 
 
 def fp8(codes: U8, shape: tuple[int, ...], scales: F32, chunk: int) -> Iterator[F32]:

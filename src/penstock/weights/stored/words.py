@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.matrix_format import MatrixFormat
+from penstock.families.checkpoint import Codes
 from penstock.ops.stored import Rows, StoredMatrix
 
 U32 = npt.NDArray[np.uint32]
@@ -40,6 +42,20 @@ class WordMatrix(StoredMatrix):
     def laid_out(cls, words: U32, n: int, k: int) -> U32:
         """All words of a matrix [n, k] in the two axes of the file."""
 
+    @classmethod
+    def over(
+        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
+        rows: npt.NDArray[np.int64] | None,
+    ) -> WordMatrix:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: scales, zeros?, order?; numbers: first_zero."""
+        scales, order = arrays["scales"], arrays.get("order")
+        words = cls.laid_out(arrays["codes"], scales.shape[1], shape[1])
+        tensors = Tensors(
+            words, scales, arrays.get("zeros"), None if order is None else order.view("<i4"),
+            int(codes.numbers["first_zero"]),
+        )  # fmt: skip
+        return cls(codes.format, shape, dtype, tensors, rows)
+
     def __init__(
         self, format: MatrixFormat, shape: tuple[int, int], dtype: np.dtype[Any], tensors: Tensors,
         rows: npt.NDArray[np.int64] | None = None,
@@ -63,10 +79,13 @@ class WordMatrix(StoredMatrix):
         found: U32 = words.T[of // per] >> self._shifts[of % per, None] & self._mask
         return found
 
-    def _scales(self, rows: Rows) -> npt.NDArray[Any]:
-        return self.tensors.scales[:, rows].T
+    def _scales(self, rows: Rows) -> tuple[npt.NDArray[Any]]:
+        return (self.tensors.scales[:, rows].T,)
 
-    def _zeros(self, rows: Rows) -> npt.NDArray[np.int32]:
+    def _zeros(self, rows: Rows) -> tuple[npt.NDArray[np.int32]]:
+        return (self._zero_points(rows),)
+
+    def _zero_points(self, rows: Rows) -> npt.NDArray[np.int32]:
         # The sum may need one bit more than a code has.
         assert self.tensors.zeros is not None
         return self.along_outputs(self.tensors.zeros, rows).astype(np.int32) + np.int32(self.tensors.first_zero)
@@ -99,4 +118,4 @@ class WordMatrix(StoredMatrix):
         assert self.tensors.zeros is not None
         step = max(1, _CHUNK_GROUPS // len(self.tensors.zeros))
         spans = [self._span(lo, min(lo + step, n)) for lo in range(0, n, step)]
-        return all((self._zeros(span) == self.format.offset).all() for span in spans)
+        return all((self._zero_points(span) == self.format.offset).all() for span in spans)
