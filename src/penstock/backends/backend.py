@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward

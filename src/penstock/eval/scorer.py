@@ -20,7 +20,8 @@ from penstock.backends.backend import Backend
 from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
 from penstock.config import EngineConfig
-from penstock.core.matrix_format import HeldWeights, Scheme, rounded_matrices
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import Scheme, rounded_matrices
 from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model

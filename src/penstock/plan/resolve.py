@@ -13,9 +13,10 @@ from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.events import Decision
+from penstock.core.held_weights import HeldWeights
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import NONE, HeldWeights
+from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.keeping import check_keeping, groups_of

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights

@@ -11,7 +11,8 @@ from penstock.backends.native.obstacle import native_obstacle
 from penstock.backends.native.packed import PackedWeights, weights_key
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights, parse_scheme
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.backends.native.obstacle import native_matrices
-from penstock.core.matrix_format import HeldWeights, Scheme
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import Scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
