@@ -79,10 +79,11 @@ class Backend(Protocol):
         ...
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> WeightStore | None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> WeightStore | None:  # fmt: skip
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 
-        `num_bytes`: of all weights.
+        `num_bytes`: of all weights. `copy`: what is kept is read into memory; else it is mapped.
         """
         ...

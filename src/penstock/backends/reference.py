@@ -63,8 +63,9 @@ class ReferenceBackend:
         return {}
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> None:  # fmt: skip
         return None
 
 

@@ -70,7 +70,7 @@ def panels_of(format: MatrixFormat, columns: int) -> Panels | None:
     """The panels that hold every value of a matrix with so many inputs; None: there are none, or it is no codes."""
     if format.code == "grid":
         name = format.layout.upper()
-        return Panels(name, SUPER, block=format.block) if name in GRIDS else None
+        return Panels(name, block=format.block) if name in GRIDS else None
     code = _code(format)
     group = _group(format)
     if code is None or group is None:
@@ -79,8 +79,8 @@ def panels_of(format: MatrixFormat, columns: int) -> Panels | None:
     zero = _zero(format, scale)
     if zero is None or (format.ordered and (not group or group != format.group or columns % group)):
         return None
-    has_factor = _is_whole(format.scales)
-    return msgspec.structs.replace(code, group=group, scale=scale, zero=zero, has_factor=has_factor)
+    panels = msgspec.structs.replace(code, group=group, scale=scale, zero=zero, has_factor=_is_whole(format.scales))
+    return panels if panels.offset <= _MOST_POINT else None
 
 
 def shift_of(format: MatrixFormat) -> int:
@@ -90,7 +90,9 @@ def shift_of(format: MatrixFormat) -> int:
 
 def takes(scheme: Scheme, format: MatrixFormat, columns: int) -> bool:
     """Whether codes of this format go into the panels of a scheme as they are."""
-    return bool(scheme.weight_bits) and panels_of(format, columns) == panels_of(scheme.format, columns)
+    if not scheme.weight_bits or format.ordered:
+        return False
+    return panels_of(format, columns) == panels_of(scheme.format, columns)
 
 
 def _code(format: MatrixFormat) -> Panels | None:
@@ -148,6 +150,8 @@ def _zero(format: MatrixFormat, scale: str) -> str | None:
     if first.columns != format.scales[0].columns or first.rows != 1 or format.code not in ("int", "uint"):
         return None
     if format.zeros_are == "values":
+        if format.code == "int":
+            return None
         if _is_super(format.zeros):
             return "U8_F16" if scale == "U8_F16" and first.dtype.startswith("uint") else None
         return "F16" if len(format.zeros) == 1 and first.dtype == "float16" else None

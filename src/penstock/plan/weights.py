@@ -9,6 +9,7 @@ from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
+from penstock.core.machine import Machine
 from penstock.core.matrix_format import (
     TABLES,
     MatrixFormat,
@@ -17,6 +18,7 @@ from penstock.core.matrix_format import (
     parse_scheme,
     plain,
     rounded_matrices,
+    row_matrices,
 )
 from penstock.core.model_spec import ModelSpec
 from penstock.core.panels import panels_of, takes
@@ -25,6 +27,8 @@ from penstock.plan.memory import gib
 StoredFormats = Mapping[str, MatrixFormat]
 """Logical name -> how the checkpoint stores a matrix, for those that it stores as codes that can be held."""
 NO_CODES: StoredFormats = MappingProxyType({})
+MOST_COPIED_PERCENT = 75
+"""Of the available memory, for weights that are copied out of their file."""
 
 
 def hold_weights(
@@ -63,6 +67,40 @@ def held_by(
     """`hold_weights` as the settings say; `ops` must have been decided. Who gives a dtype has values rounded to it."""
     scheme = parse_scheme(config.model.quantization)
     return hold_weights(spec, dtype, scheme, stored, traits=traits, exact=config.model.dtype == "auto")
+
+
+def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> Decision:
+    """Whether weights that were packed before are read into memory ("copied"), or mapped."""
+    given, available = config.execution.packed_weights, machine.available_bytes
+    if given != "auto":
+        return Decision("packed_weights", given, "as given")
+    if weight_bytes <= available * MOST_COPIED_PERCENT // 100:
+        return Decision("packed_weights", "copied", "into huge pages, which products read faster than a mapped file")
+    why = (
+        f"{gib(weight_bytes)} of weights are more than {MOST_COPIED_PERCENT} % of the available {gib(available)}: the "
+        "system can give pages of a file back"
+    )
+    return Decision("packed_weights", "mapped", why)
+
+
+def activation_decision(
+    config: EngineConfig, spec: ModelSpec, held: HeldWeights, stored: StoredFormats
+) -> Decision | None:
+    """What activations become before products with codes as stored; None where there are none."""
+    shapes = row_matrices(spec)
+    kept = [name for name in shapes if name in stored and held.matrices.get(name) == stored[name]]
+    if not held.packed or not kept or config.model.quantization != "none":
+        return None
+    found = [panels_of(stored[name], shapes[name][1]) for name in kept]
+    blocks = sorted({panels.row_block for panels in found if panels is not None})
+    if config.model.activation_quantization == "none":
+        return Decision("activation_quantization", "none", "as given: products take activations as they are")
+    rounded = [size for size in blocks if size]
+    if not rounded:
+        return Decision("activation_quantization", "none", "codes of floats are multiplied with floats")
+    sizes = " or ".join(map(str, rounded))
+    why = f"8 bits with a scale per {sizes} inputs, as the groups of the weights are; none keeps them as they are"
+    return Decision("activation_quantization", "int8", why)
 
 
 def weight_decisions(spec: ModelSpec, held: HeldWeights, stored: StoredFormats) -> list[Decision]:
