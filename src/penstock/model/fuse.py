@@ -43,6 +43,7 @@ def fuse(graph: Graph, passes: Collection[str] = PASSES, *, same: Same = alike, 
             bias = node.bound[1] if len(node.bound) > 1 else None
             node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
     gates, siblings = partial(_gates, same=same), partial(_siblings, same=same, together=together or same)
+    runs: tuple[Callable[[Graph], None], ...]
     runs = (_selection, gates, _activations, siblings, _residuals, _norms)
     for name, run in zip(PASSES, runs, strict=True):
         if name in passes:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ _FLOAT_ACTS = {Format.F32: (Act.F32,), Format.F16: (Act.F32,), Format.BF16: (Act
 _TABLE_CODES = {"T4", "F4"}
 _TABLE_SIZE = 16
 _MOST_OFFSET = 255
+_MOST_FLOAT = float(np.finfo(np.float32).max)
 Span = tuple[int, int]
 """Offset in the file and number of bytes."""
 
@@ -97,6 +99,7 @@ def array_sizes(library: Any, format: int, rows: int, cols: int, pair: bool, pan
 def _check_panels(p: Panels) -> None:
     """Raises UnsoundError for names that no enum has, and numbers that nobody writes."""
     has_table = p.code in _TABLE_CODES
+    numbers = (p.factor, *p.table)
     if (
         p.code not in Code.__members__
         or p.scale not in Scale.__members__
@@ -105,6 +108,8 @@ def _check_panels(p: Panels) -> None:
         or not 0 <= p.offset <= _MOST_OFFSET
         or len(p.table) != (_TABLE_SIZE if has_table else 0)
         or p.has_factor
+        or not all(isfinite(x) and abs(x) <= _MOST_FLOAT for x in numbers)
+        or (p.code == "T4" and not all(x == int(x) and -128 <= x <= 127 for x in p.table))
     ):
         raise UnsoundError(f"has a matrix as {p}, which no format has")
 
