@@ -119,11 +119,8 @@ def _parts(rng: np.random.Generator, levels: tuple[Shared, ...], n: int, k: int,
         inner = rng.integers(low, low + (1 << bits), shapes[0])
         halves = (size / (1 << bits - 1) * rng.uniform(0.5, 1, shapes[1])).astype(np.float16)
         return inner.astype(np.int8 if low else np.uint8), halves
-    out = [
-        _floats(rng, level, shape, size if i == 0 else 1.0)
-        for i, (level, shape) in enumerate(zip(levels, shapes, strict=True))
-    ]
-    return tuple(out)
+    sizes = [size, *(1.0 for _ in levels[1:])]
+    return tuple(_floats(rng, *each) for each in zip(levels, shapes, sizes, strict=True))
 
 
 def _floats(rng: np.random.Generator, level: Shared, shape: tuple[int, int], size: float) -> Array:
