@@ -19,7 +19,7 @@ import pytest
 
 from penstock.base.errors import ModelError
 from penstock.ops.native import content_key as keys
-from penstock.ops.native.abi import ABI, PANEL, Act, Format
+from penstock.ops.native.abi import ABI, PANEL, Act, Format, Matrix
 from penstock.ops.native.content_key import FileHashes, content_key
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
@@ -438,15 +438,13 @@ def test_two_processes_that_save_the_same_key_end_well(store: PackedStore) -> No
 @pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
 def test_sizes_are_those_of_the_library() -> None:
     library: Any = best_library()
-    for format in Format:
+    for format in set(Format) - {Format.BLOCK}:
         for cols in (1, 2, 31, 32, 33, 64, 100, 129, 1000):
             for group in (0, 32, 64, 128, 48):
                 if format != Format.I4 and group:
                     continue  # the library ignores a group there; we refuse one
-                theirs = (
-                    library.pst_panel_bytes(format, cols, group),
-                    library.pst_panel_scale_bytes(format, cols, group),
-                )
+                shape = Matrix(format=format, cols=cols, group=group)
+                theirs = (library.pst_panel_bytes(shape), library.pst_panel_scale_bytes(shape))
                 if theirs[0] < 0:
                     with pytest.raises(UnsoundError):
                         panel_sizes(format, cols, group)

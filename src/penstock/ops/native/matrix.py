@@ -44,8 +44,8 @@ class Packed:
         self.num_rows, self.num_cols = num_rows, num_cols
         self.data, self.scales, self.bias = data, scales, bias
         self.struct = Matrix(
-            format, act, num_rows, num_cols, group, int(pair), data.ctypes.data,
-            None if scales is None else scales.ctypes.data, None if bias is None else bias.ctypes.data,
+            format=format, act=act, rows=num_rows, cols=num_cols, group=group, pair=int(pair), data=data.ctypes.data,
+            scales=None if scales is None else scales.ctypes.data, bias=None if bias is None else bias.ctypes.data,
         )  # fmt: skip
 
     @property
@@ -66,7 +66,7 @@ class Packed:
 
 
 def panel_bytes(library: Any, m: Packed) -> int:
-    return int(library.pst_panel_bytes(m.struct.format, m.num_cols, m.struct.group))
+    return int(library.pst_panel_bytes(m.struct))
 
 
 def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
@@ -128,8 +128,9 @@ def _code_panels(
     cols = parts[0].shape[1]
     num_groups = -(-cols // group)
     width = num_groups * group
-    data = aligned(len(where) // PANEL * library.pst_panel_bytes(Format.I4, cols, group))
-    scales = aligned(len(where) // PANEL * library.pst_panel_scale_bytes(Format.I4, cols, group))
+    shape = Matrix(format=Format.I4, cols=cols, group=group)
+    data = aligned(len(where) // PANEL * library.pst_panel_bytes(shape))
+    scales = aligned(len(where) // PANEL * library.pst_panel_scale_bytes(shape))
     panels, halves = data.reshape(-1, width // 8, PANEL, 4), scales.view(np.float16).reshape(-1, num_groups, PANEL)
     starts = np.cumsum([0, *(p.shape[0] for p in parts)])
     step = max(1, _CHUNK_ELEMENTS // (PANEL * width))
@@ -163,8 +164,8 @@ def _rounded_panels(
     )
     sources = np.where(where < 0, np.uint64(0), addresses[where])
     num_panels = len(where) // PANEL
-    data_bytes = library.pst_panel_bytes(format, cols, group)
-    scale_bytes = library.pst_panel_scale_bytes(format, cols, group)
+    shape = Matrix(format=format, cols=cols, group=group)
+    data_bytes, scale_bytes = library.pst_panel_bytes(shape), library.pst_panel_scale_bytes(shape)
     assert data_bytes > 0, f"{format!r} with groups of {group} does not exist"
     data = aligned(num_panels * data_bytes)
     scales = aligned(num_panels * scale_bytes) if scale_bytes else None
@@ -174,7 +175,7 @@ def _rounded_panels(
     def some(i: int) -> int:
         first, last = num_panels * i // num_threads, num_panels * (i + 1) // num_threads
         failed: int = library.pst_pack(
-            format, cols, group, DTYPES[dtype], sources.ctypes.data, first, last, data.ctypes.data, scales_at
+            shape, DTYPES[dtype], sources.ctypes.data, first, last, data.ctypes.data, scales_at
         )
         return failed
 
