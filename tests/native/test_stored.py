@@ -16,14 +16,15 @@ from penstock.base.bf16 import F32
 from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Rope, weight_shapes
 from penstock.core.panels import PANEL_ROWS, panels_of
-from penstock.ops.native.abi import Act, Format
+from penstock.ops.native.abi import Act, Format, Kind
 from penstock.ops.native.library import libraries, open_library
-from penstock.ops.native.matrix import Packed, order, pack
+from penstock.ops.native.matrix import Packed, Segments, order, pack
 from penstock.ops.native.packed_file import PackedStore
+from penstock.ops.native.program import NativeOp
 from penstock.ops.ref import REF
 from penstock.ops.stored import Weight
 from penstock.quant.reference import QuantisedLinear
-from tests.native.running import ISAS, each_isa, pool, pytestmark_native
+from tests.native.running import ISAS, each_isa, execute, pool, pytestmark_native
 from tests.paged import Paged
 from tests.stored import FORMATS, InMemory, random_stored
 
@@ -70,6 +71,26 @@ def test_a_pair_has_half_a_panel_of_each(name: str, isa: str) -> None:
     where = order([72, 72], True)
     want = np.where(where[:, None] < 0, 0, np.concatenate([gate.values(), up.values()])[where])
     np.testing.assert_allclose(found.values(open_library(libraries()[isa])), want, rtol=0, atol=1e-6)
+
+
+@each_isa
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_those_of_rounded_rows_with_the_values(name: str, isa: str) -> None:
+    m = random_stored(name, 70, 1024)
+    x = np.random.default_rng(1).standard_normal((5, 1024)).astype(np.float32)
+    exact = QuantisedLinear(NONE, row_bits=0)(x, m)
+    for row_bits in (0, 8):
+        segments = Segments([packed(isa, [m], row_bits=row_bits)])
+        got = execute(
+            isa, 2, [x], 70,
+            lambda inputs, out, segments=segments: NativeOp(
+                Kind.LINEAR, tuple(inputs), out, n=(0, 0, 0, 1), f=(0.0, 1.0, 0.0), pointers=(segments,)
+            ),
+        )  # fmt: skip
+        want = QuantisedLinear(NONE, row_bits=row_bits)(x, m)
+        assert far(got, want) < (5e-4 if row_bits else 2e-6), "next to no rounding falls otherwise"
+        if row_bits and packing(NONE, m, isa).act == Act.I8:
+            assert far(want, exact) > 2e-3
 
 
 def test_groups_of_other_sizes_than_their_format_says_are_values() -> None:
@@ -156,12 +177,11 @@ def test_a_model_of_many_formats_is_what_its_codes_say(tied: bool, isa: str) -> 
     exact, rounded = reference(tied, 0), reference(tied, 8)
     weight_only = native(tied, isa, row_bits=0).one_go("a", text(spec))
     assert far(weight_only, exact) < 1e-4
+    # A rounding that falls otherwise moves all those behind it: only sizes of errors can be compared.
     blocks = native(tied, isa).one_go("a", text(spec))
     cost = far(rounded, exact)
     assert 1e-3 < cost < 0.1
-    assert far(blocks, rounded) < 0.3 * cost, (
-        "rows are rounded in the same blocks; a rounding that falls otherwise is rare"
-    )
+    assert 0.8 * cost < far(blocks, exact) < 1.25 * cost
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -170,7 +190,8 @@ def test_what_is_stored_in_other_ways_is_multiplied_side_by_side(tied: bool) -> 
     labels, names = program.describe(), set(program.matrices)
     assert {"layers.0.q", "layers.0.k", "layers.0.v"} <= names
     assert "linear layers.0.q layers.0.k layers.0.v" in labels, "three formats, one product"
-    assert "linear layers.0.gate layers.0.up" in labels, "no pair, but side by side"
+    assert {"linear layers.0.up layers.0.gate", "gated"} <= set(labels), "no pair, but side by side"
+    assert "linear layers.2.gate layers.2.up" in labels, "a pair"
     assert "layers.1.k layers.1.v" in names, "q has an order of its own"
     assert "layers.2.k" in names
     assert "embed" in names
@@ -182,14 +203,18 @@ def test_what_is_stored_in_other_ways_is_multiplied_side_by_side(tied: bool) -> 
 def test_nothing_but_the_text_decides_the_logits(isa: str) -> None:
     spec, _ = model(True)
     ids = text(spec)
-    want = native(True, isa).one_go("a", ids)
+    want = native(True, isa).one_go("a", ids).copy()
     for threads, sizes in ((2, [1]), (3, [7, 1, 16]), (1, [3, 40])):
-        got = native(True, isa, threads, seed=threads).chunked("a", ids, sizes)
-        np.testing.assert_array_equal(got, want)
+        paged, got, rest = native(True, isa, threads, seed=threads), [], ids
+        for size in [*sizes, *[sizes[-1]] * len(ids)]:
+            if rest:
+                got.append(paged.one_go("a", rest[:size]).copy())
+            rest = rest[size:]
+        np.testing.assert_array_equal(np.concatenate(got), want)
     company = native(True, isa, 2, seed=9)
     company.run({"b": (ids[:11], [0]), "c": (ids[5:], [])})
-    got = company.run({"c": (ids[:9], [8]), "a": (ids, range(len(ids))), "b": (ids[3:5], [1])})["a"]
-    np.testing.assert_array_equal(got, want)
+    both = company.run({"c": (ids[:9], [8]), "a": (ids, range(len(ids))), "b": (ids[3:5], [1])})["a"]
+    np.testing.assert_array_equal(both, want)
 
 
 @pytest.mark.parametrize("copy", [True, False])
@@ -206,7 +231,3 @@ def test_packed_weights_on_disk_give_the_same_bits(tmp_path: Path, copy: bool) -
     second.program = again
     np.testing.assert_array_equal(second.one_go("a", ids), first.one_go("a", ids))
     assert found["layers.1.q"].order is not None
-    assert (
-        found["layers.1.gate layers.1.up" if "layers.1.gate layers.1.up" in found else "layers.1.gate"].panels.factor
-        < 0.1
-    )

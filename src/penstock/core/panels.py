@@ -63,6 +63,8 @@ class Panels(msgspec.Struct, frozen=True):
         for shared in (self.scale, self.zero):
             supers = -(-columns // SUPER) * 2 if shared.endswith("8_F16") else 0
             each += groups * _SHARED_BYTES.get(shared, 1) + supers
+        if (self.code, self.scale, self.zero) == ("U2", "U8_F16", "U8_F16"):
+            each -= groups  # of 2-bit codes both have 4 bits (Q2_K)
         return rows * each
 
 

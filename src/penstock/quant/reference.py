@@ -99,8 +99,16 @@ def quantised(weight: Weight, scheme: Scheme) -> Codes:
     return Codes(codes, scales, scheme.group)
 
 
-def rounded_rows(x: F32, block: int) -> F32:
-    """x [T, K] with each block of a row rounded to 8 bits and back. NaN and infinity spoil their own block, whole."""
+def rounded_rows(x: F32, block: int, order: npt.NDArray[np.int32] | None = None) -> F32:
+    """x [T, K] with each block of a row rounded to 8 bits and back. NaN and infinity spoil their own block, whole.
+
+    `order`: [K] the group of every input, if groups are no runs: blocks are then of inputs in the order of groups.
+    """
+    if order is not None:
+        inputs = np.argsort(order, kind="stable")
+        rows = np.empty_like(x)
+        rows[:, inputs] = rounded_rows(x[:, inputs], block)
+        return rows
     t, k = x.shape
     padded = np.zeros((t, -(-k // block) * block), np.float32)
     padded[:, :k] = x
@@ -141,7 +149,8 @@ class QuantisedLinear:
         else:
             panels = panels_of(format, weight.shape[1])
             block = panels.row_block if panels is not None and self._row_bits else 0
-            out = self._product(rounded_rows(x, block) if block else x, self._of(weight))
+            order = weight.order if isinstance(weight, StoredMatrix) else None
+            out = self._product(rounded_rows(x, block, order) if block else x, self._of(weight))
         return out if bias is None else out + bias
 
     def _format_of(self, weight: Weight) -> MatrixFormat | None:
