@@ -237,7 +237,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "short order": lambda i: i["matrices"][5]["order"].__setitem__(1, 4), "another format": matrix(format=3),
     "factor": panels(factor=1e300),
     "no format": matrix(format=9), "negative format": matrix(format=-1), "act": matrix(act=7),
-    "no scales": matrix(scales=None),
     "short bias": lambda i: i["matrices"][5]["bias"].__setitem__(1, 4),
     "kind of rows": lambda i: i["matrices"][0].update(act=2),
     "scales of float32": lambda i: i["matrices"][0].update(scales=[2**40, 8]),
