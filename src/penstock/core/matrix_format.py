@@ -106,6 +106,14 @@ class MatrixFormat(msgspec.Struct, frozen=True, omit_defaults=True):
         return ", ".join([f"{self.bits}-bit codes{kind}", *shared, *zeros, *order])
 
 
+class BlockFormats(dict[str, MatrixFormat]):
+    """Logical name -> format of the matrices that a GGUF file holds in ggml's blocks.
+
+    What cannot be held so becomes values of the plan's own type, though that rounds them: in float32 a file of 4-bit
+    blocks would take eight times its size.
+    """
+
+
 def _extent(shared: Shared) -> str:
     if shared.rows == 1:
         return f"{shared.columns} inputs" if shared.columns else "output"

@@ -10,6 +10,7 @@ from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
 from penstock.core.matrix_format import (
     TABLES,
+    BlockFormats,
     HeldWeights,
     MatrixFormat,
     Scheme,
@@ -25,6 +26,8 @@ from penstock.plan.memory import gib
 StoredFormats = Mapping[str, MatrixFormat]
 """Logical name -> how the checkpoint stores a matrix, for those that it stores as codes that can be held."""
 NO_CODES: StoredFormats = MappingProxyType({})
+BLOCKS_IN_PANELS = False
+"""Whether native panels are asked for what GGUF files hold in blocks; else native kernels multiply with its values."""
 
 
 def hold_weights(
@@ -34,9 +37,12 @@ def hold_weights(
 
     A scheme rounds every matrix that it may, but for codes that are what it rounds to already. Without a scheme a
     matrix stays the codes that it was stored as; where native panels cannot hold these, it is their values: in float32,
-    which has each of them exactly, if `exact`, else in `dtype`. What rows are not multiplied with is always values in
-    `dtype`.
+    which has each of them exactly, if `exact` and it is no block of a GGUF file, else in `dtype`. What rows are not
+    multiplied with is always values in `dtype`.
     """
+    in_blocks = isinstance(stored, BlockFormats)
+    if in_blocks and traits.quantizes and not BLOCKS_IN_PANELS:
+        stored = NO_CODES
     if scheme.weight_bits:
         shapes = rounded_matrices(spec)
         mine = [name for name in shapes if name in stored and name not in TABLES]
@@ -49,7 +55,7 @@ def hold_weights(
             continue
         if not traits.quantizes or panel_group(format, shape[1]) is not None:
             matrices[name] = format
-        elif exact and dtype != "float32":
+        elif exact and not in_blocks and dtype != "float32":
             matrices[name] = plain("float32")
     return HeldWeights(dtype, matrices)
 
