@@ -45,7 +45,8 @@ def main(path: str, out: str = str(OUT)) -> None:
             if np.isfinite(decode(library, kind, one)).all():
                 blocks = np.concatenate([blocks, one])
         data = decode(library, kind, blocks).tobytes()
-        found[kind] = {"blocks": base64.b64encode(blocks.tobytes()).decode(), "sha256": hashlib.sha256(data).hexdigest()}
+        found[kind] = {"blocks": base64.b64encode(blocks.tobytes()).decode()}
+        found[kind]["sha256"] = hashlib.sha256(data).hexdigest()
         if kind in WITHOUT_PYTHON:
             found[kind]["values"] = base64.b64encode(data).decode()
     Path(out).write_text(json.dumps(found, indent=0) + "\n")

@@ -20,12 +20,13 @@ def block_refs(tensors: Mapping[str, TensorRef], places: WeightMap, spec: ModelS
     refs: dict[str, WeightRef] = {}
     for name, place in places.items():
         cut = place if isinstance(place, Cut) else None
-        refs[name] = _block_ref(tensors[place if isinstance(place, str) else place.name], cut, shapes[name])
+        refs[name] = block_ref(tensors[place if isinstance(place, str) else place.name], cut, shapes[name])
     return refs
 
 
-def _block_ref(tensor: TensorRef, cut: Cut | None, shape: tuple[int, ...]) -> WeightRef:
-    """Blocks lie along rows, so a choice of rows, or one matrix of a stack, stays blocks; other parts are decoded."""
+def block_ref(tensor: TensorRef, cut: Cut | None, shape: tuple[int, ...]) -> WeightRef:
+    """A weight of this shape. Blocks lie along rows: a choice of these, or one matrix of a stack, stays blocks; other
+    parts are decoded."""
     whole = WeightRef(tensor, cut)
     if tensor.dtype not in GGML_FORMATS or (cut is not None and tensor.shape != cut.shape):
         return whole

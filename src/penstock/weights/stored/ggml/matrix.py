@@ -81,10 +81,10 @@ class BlockMatrix(StoredMatrix):
 
     def fault(self) -> str | None:
         step = max(1, _CHUNK_BLOCKS // self._per)
-        for lo in range(0, self.shape[0], step):
-            blocks = self._blocks(self._span(lo, min(lo + step, self.shape[0])))
-            suspects = blocks[~(np.abs(_floats(self.kind, blocks)) < _SAFE).all(axis=1)]
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
+            for lo in range(0, self.shape[0], step):
+                blocks = self._blocks(self._span(lo, min(lo + step, self.shape[0])))
+                suspects = blocks[~(np.abs(_floats(self.kind, blocks)) < _SAFE).all(axis=1)]
                 if len(suspects) and not np.isfinite(decoded_blocks(self.kind, suspects)).all():
                     return "holds NaN or infinity"
         return None
