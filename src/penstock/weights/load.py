@@ -125,20 +125,19 @@ def fingerprint(weights: Mapping[str, Weight]) -> str:
 
     The same for weights loaded as bfloat16 and as float32.
     """
-    table = weights["embed"]
-    rows = np.arange(0, table.shape[0], max(1, table.shape[0] // _FINGERPRINT_ROWS))
-    parts = [embedding_rows(table, rows)]
-    parts += [_wide(_vector(weights[name])) for name in ("final_norm", "final_norm.bias") if name in weights]
-    return digest(*(narrow(part).astype("<u2").tobytes() for part in parts), size=8).hex()
+    table = _plain_array(weights["embed"])
+    parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
+    parts += [_plain_array(weights[name]) for name in ("final_norm", "final_norm.bias") if name in weights]
+    return digest(*(narrow(_wide(part)).astype("<u2").tobytes() for part in parts), size=8).hex()
 
 
 def embedding_rows(table: Weight, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Rows of an embedding table as it was loaded. Shapes: table [V, E], token_ids [P] -> [P, E]."""
-    return table.take(token_ids) if isinstance(table, StoredMatrix) else _wide(table[token_ids])
+    return _wide(_plain_array(table)[token_ids])
 
 
-def _vector(weight: Weight) -> Array:
-    assert isinstance(weight, np.ndarray), "vectors are never codes"
+def _plain_array(weight: Weight) -> Array:
+    assert isinstance(weight, np.ndarray), "tables and vectors are never codes"
     return weight
 
 

@@ -27,9 +27,9 @@ def rows_as_float32(weight: Weight, first: int, last: int) -> F32:
     return weight.values(first, last) if isinstance(weight, StoredMatrix) else as_float32(weight[first:last])
 
 
-def embed(token_ids: I32, weight: Weight) -> F32:
+def embed(token_ids: I32, weight: npt.NDArray[Any]) -> F32:
     """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]."""
-    return weight.take(token_ids) if isinstance(weight, StoredMatrix) else as_float32(weight[token_ids])
+    return as_float32(weight[token_ids])
 
 
 def select(x: F32, rows: I32) -> F32:
