@@ -100,8 +100,9 @@ def takes(scheme: Scheme, format: MatrixFormat, columns: int) -> bool:
 def _code(format: MatrixFormat) -> Panels | None:
     """The code, with what belongs to it alone."""
     bits = format.bits
-    if format.code in ("int", "uint") and bits in _UINTS:
-        return Panels(f"U{bits}", offset=0 if format.zeros else format.offset + shift_of(format))
+    if format.code in ("int", "uint") and bits <= _UINTS[0]:
+        room = next(most for most in reversed(_UINTS) if most >= bits)
+        return Panels(f"U{room}", offset=0 if format.zeros else format.offset + shift_of(format))
     if format.code == "e2m1":
         return Panels("T4", factor=0.5, table=_TWICE_E2M1)
     if format.code == "e4m3":

@@ -31,6 +31,7 @@ from penstock.core.panels import panels_of
 from penstock.core.weight_map import Cut
 from penstock.families.codes import is_rows, read_codes_config
 from penstock.families.registry import find_family, open_model, read_model
+from penstock.formats.ggml import GGML_FORMATS
 from penstock.launch.build import plan_of
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library
@@ -388,6 +389,7 @@ def test_one_rule_finds_the_codes_of_every_family(tmp_path: Path, name: str, kin
 
 
 def test_every_stored_format_is_tested_here() -> None:
-    assert set(STORED_FORMATS) == {kind.method for kind in KINDS.values()}
+    in_blocks = {name.lower() for name in GGML_FORMATS}  # test_ggml_blocks.py
+    assert set(STORED_FORMATS) == {kind.method for kind in KINDS.values()} | in_blocks
     for name in STORED_FORMATS:
         assert issubclass(STORED_FORMATS.get(name), StoredMatrix)

@@ -35,6 +35,13 @@ def test_every_format_has_panels_that_take_what_a_file_does(name: str) -> None:
     assert panels.row_block == {"F4": 0, "E4M3": 0}.get(panels.code, panels.group if panels.group in (64, 128) else 32)
 
 
+def test_codes_of_other_sizes_lie_in_the_next_larger_ones() -> None:
+    for bits, code in ((1, "U2"), (7, "U8")):
+        panels = panels_of(MatrixFormat("int", bits, (Shared("float16", 1, 128),)), 512)
+        assert panels is not None
+        assert (panels.code, panels.offset) == (code, 1 << bits - 1)
+
+
 def test_tables_of_whole_numbers_are_multiplied_as_such() -> None:
     assert panels_of(FORMATS["IQ4_XS"], 512) == Panels("T4", 32, "I8_F16", table=FORMATS["IQ4_XS"].table)
     small = panels_of(FORMATS["MXFP4"], 512)
@@ -58,7 +65,7 @@ def test_grids_are_held_by_the_name_of_their_layout() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"scales": ()}, {"bits": 7}, {"scales": (Shared("float16", 1, 24),)}, {"scales": (Shared("float16", 1, 8),)},
+    {"scales": ()}, {"bits": 9}, {"scales": (Shared("float16", 1, 24),)}, {"scales": (Shared("float16", 1, 8),)},
     {"zeros": (Shared("float32", 1, 64),)}, {"zeros": (Shared("uint4", 1, 32),)},
     {"zeros": (Shared("bfloat16", 1, 64),), "zeros_are": "values"}, {"offset": 300},
     {"code": "int", "zeros": (Shared("float16", 1, 64),), "zeros_are": "values"},
