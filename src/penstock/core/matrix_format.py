@@ -17,8 +17,8 @@ from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.model_spec import ModelSpec, weight_shapes
 
 SHARED_BITS = {
-    "float32": 32, "float16": 16, "bfloat16": 16, "e4m3": 8, "e8m0": 8, "uint8": 8, "int8": 8, "uint6": 6, "int6": 6,
-    "uint4": 4, "uint3": 3, "uint2": 2,
+    "float32": 32, "float16": 16, "bfloat16": 16, "e4m3": 8, "e8m0": 8, "uint8": 8, "int8": 8, "uint7": 7,
+    "uint6": 6, "int6": 6, "uint5": 5, "uint4": 4, "uint3": 3, "uint2": 2,
 }  # fmt: skip
 """Types of scales and zero points -> bits of one."""
 

@@ -9,7 +9,7 @@ import msgspec
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.checkpoint import Codes, WeightRef
-from penstock.families.codes import is_rows
+from penstock.families.quantization.gather import is_rows
 from penstock.formats.ggml import GGML_FORMATS
 from penstock.formats.tensor_ref import TensorRef
 

@@ -33,8 +33,7 @@ _CHUNK = 1 << 20  # elements looked at or converted at a time; bounds what is ne
 _FINGERPRINT_ROWS = 64
 _NUMPY: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _ELEMENTS: dict[str, npt.DTypeLike] = {
-    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": np.int8,
-    "I32": "<u4", "W2": "<u4", "W3": "<u4", "W4": "<u4", "W8": "<u4",
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": np.int8, "I32": "<u4",
 }  # fmt: skip
 # All exponent bits set means NaN or infinity. With the sign bit gone such patterns are the largest integers.
 _BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
@@ -69,7 +68,7 @@ def load_weights(
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
     shapes = weight_shapes(spec)
-    coded = {name for name, ref in refs.items() if ref.codes is not None and name not in held.beside}
+    coded = {name for name, ref in refs.items() if ref.stored is not None and name not in held.beside}
     kept = {name for name in coded if not held.of(name).is_plain}
     wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
     paths = {tensor.path for ref in [*wanted.values(), *(refs[n] for n in kept)] for tensor in ref.tensors}
@@ -91,7 +90,7 @@ def load_weights(
             out[name] = codes = _codes(files, refs[name], shape, dtype)
             if name in wanted:
                 _check_codes(codes, refs[name].tensor)
-                advance(refs[name].tensor.nbytes)
+                advance(_num_bytes(refs[name], shape))
         elif name in wanted:
             out[name] = _load(files, wanted[name], shape, own, advance)
         else:
@@ -151,7 +150,9 @@ def _narrowed(ref: WeightRef) -> WeightRef:
 
 
 def _num_bytes(ref: WeightRef, shape: tuple[int, ...]) -> int:
-    """Bytes that are looked at for a weight of this shape: of coded tensors all, of others the part itself."""
+    """Bytes that are looked at for a weight of this shape: of blocks all, of codes and of numbers the part itself."""
+    if ref.codes is not None:
+        return ref.tensor.nbytes * prod(shape) // max(1, prod(ref.tensor.shape))
     return ref.tensor.nbytes if _is_coded(ref) else stored_bytes(ref.tensor.dtype, prod(shape))
 
 
@@ -176,7 +177,7 @@ def _load(
         codes = _codes(files, ref, shape, dtype)
         _check_codes(codes, ref.tensor)
         out = dense(codes, dtype, ref.tensor)
-        advance(ref.tensor.nbytes)
+        advance(_num_bytes(ref, shape))
     elif _is_coded(ref):
         whole = _decoded(files, ref, dtype, advance)
         out = whole if ref.cut is None else np.ascontiguousarray(apply_cut(whole, ref.cut))
@@ -289,10 +290,14 @@ def apply_cut(stored: Array, cut: Cut) -> Array:
 
 
 def rows_of(cut: Cut) -> npt.NDArray[np.int64]:
-    """Which rows of a stored matrix a part is (`families.codes.is_rows`), in its order."""
-    view = (cut.view or cut.shape)[:-1]
-    inner = Cut(cut.name, view, cut.take[: len(view)], axes=cut.axes[:-1])
-    return apply_cut(np.arange(prod(view)).reshape(view), inner).reshape(-1)
+    """Which rows of a stored matrix a part is (`families.quantization.gather.is_rows`), in its order."""
+    view, take, start = (cut.view or cut.shape)[:-1], cut.take, 0
+    while len(view) > 1 and take and isinstance(first := take[0], int):  # one of a stack: its rows alone
+        start += first * prod(view[1:])
+        view, take = view[1:], take[1:]
+    inner = Cut(cut.name, view, take[: len(view)], axes=cut.axes[:-1])
+    rows: npt.NDArray[np.int64] = apply_cut(np.arange(prod(view)).reshape(view), inner).reshape(-1)
+    return rows + start
 
 
 def _all_finite(part: Array, dtype: str) -> bool:

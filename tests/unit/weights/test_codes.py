@@ -29,7 +29,9 @@ from penstock.core.matrix_format import (
 from penstock.core.model_spec import weight_shapes
 from penstock.core.panels import panels_of
 from penstock.core.weight_map import Cut
-from penstock.families.codes import is_rows, read_codes_config
+from penstock.families.quantization import read_method
+from penstock.families.quantization.gather import is_rows
+from penstock.families.quantization.grouped import Grouped
 from penstock.families.registry import find_family, open_model, read_model
 from penstock.formats.ggml import GGML_FORMATS
 from penstock.launch.build import plan_of
@@ -44,7 +46,7 @@ from penstock.quant.reference import QuantisedLinear
 from penstock.weights import load as loading
 from penstock.weights.load import apply_cut, load_weights, rows_of
 from penstock.weights.stored import STORED_FORMATS
-from penstock.weights.stored.words import Tensors
+from penstock.weights.stored.grouped import Tensors
 from tests import specs
 from tests.codes import Kind, coded, kept, write
 
@@ -162,8 +164,8 @@ def test_formats_of_other_publishers_have_a_description_of_the_right_size() -> N
 def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
     """A matrix over arrays in memory, and its values."""
     parts, values = coded(np.random.default_rng(n), n, k, kind)
-    config = read_codes_config(kind.config)
-    assert config is not None
+    config = read_method(kind.config, "here")
+    assert isinstance(config, Grouped)
     made = STORED_FORMATS.get(kind.method)
     words = made.laid_out(parts["qweight"].view("<u4").reshape(-1), n, k)
     tensors = Tensors(words, parts["scales"], parts["qzeros"].view("<u4"), parts.get("g_idx"), config.first_zero)
@@ -316,18 +318,19 @@ def test_matrices_of_different_codes_are_not_one(folders: dict[str, Path]) -> No
     Cut("x", (12, 6), ((4, 9),)), Cut("x", (12, 6), ((0, 12, 2), (0, 6))), Cut("x", (12, 6)),
     Cut("x", (12, 6), ((0, 2), 1), view=(2, 3, 2, 6)),
     Cut("x", (12, 6), (1, (0, 3)), view=(2, 3, 2, 6), axes=(1, 0, 2)),
-    Cut("x", (12, 6), view=(3, 4, 6), axes=(1, 0, 2)),
+    Cut("x", (12, 6), view=(3, 4, 6), axes=(1, 0, 2)), Cut("x", (2, 6, 6), (1,)),
+    Cut("x", (3, 2, 2, 6), (2, 1)), Cut("x", (3, 4, 6), (1, (1, 4, 2), (0, 6))),
 ])  # fmt: skip
 def test_a_part_of_a_matrix_of_codes_is_a_choice_of_its_rows(cut: Cut) -> None:
     assert is_rows(cut)
     table = np.arange(12)[:, None] * np.ones(6, int)
-    want = apply_cut(table, cut).reshape(-1, 6)[:, 0]
+    want = apply_cut(table.reshape(cut.shape), cut).reshape(-1, 6)[:, 0]
     np.testing.assert_array_equal(rows_of(cut), want)
 
 
 @pytest.mark.parametrize("cut", [
     Cut("x", (12, 6), ((0, 12), (0, 3))), Cut("x", (12, 6), axes=(1, 0)), Cut("x", (12, 6), view=(24, 3)),
-    Cut("x", (2, 6, 6), (1,)), Cut("x", (12, 6), ((0, 12), 2)), Cut("x", (12, 6), view=(3, 4, 6), axes=(2, 0, 1)),
+    Cut("x", (12, 6), ((0, 12), 2)), Cut("x", (12, 6), view=(3, 4, 6), axes=(2, 0, 1)),
 ])  # fmt: skip
 def test_no_other_part_is(cut: Cut) -> None:
     assert not is_rows(cut)
