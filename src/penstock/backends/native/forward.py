@@ -20,6 +20,10 @@ from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.stored import same_order
+from penstock.weights.load import release_pages
+
+
+_RELEASE_BYTES = 128 << 20
 
 
 class NativeForward:
@@ -45,13 +49,18 @@ class NativeForward:
         check_order(graph)
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
-            matrices = {}
+            matrices, num_bytes = {}, 0
             for name, (parts, pair) in matrix_runs(graph, same).items():
                 how = packing(scheme, parts[0].weight, isa, row_bits)
                 matrices[name] = pack(
                     pool.library, [part.weight for part in parts], how.format, how.act, pair=pair, panels=how.panels,
                     as_stored=how.as_stored, biases=[part.bias for part in parts], num_threads=pool.num_threads,
                 )  # fmt: skip
+                num_bytes += matrices[name].num_bytes
+                if num_bytes > _RELEASE_BYTES:
+                    # What is packed would be in memory twice otherwise, as long as files are mapped.
+                    release_pages({part.name: part.weight for part in parts})
+                    num_bytes = 0
         self.matrices = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
         self._pool = pool
