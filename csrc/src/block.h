@@ -77,13 +77,13 @@ struct BlockSource {
 // False where a number has more bits than there is room for.
 bool pack_block(const BlockShape& shape, const BlockSource& from, uint8_t* panel);
 
-float e4m3_to_f32(uint8_t bits);
-float e8m0_to_f32(uint8_t bits);
-
 // ---- a chunk made ready for products
 
 // Values of the scales of a chunk, [groups][64], and minus those of its zeros, if it has zeros. Of a whole row's: chunk 0.
-void block_scales(const BlockShape& shape, const uint8_t* panel, int64_t chunk, float* scales, float* zeros);
+// What lies `ahead` bytes behind them is fetched, unless that is 0.
+void block_scales(const BlockShape& shape, const uint8_t* panel, int64_t chunk, int64_t ahead, float* scales, float* zeros);
+
+const uint8_t* codes_at(const BlockShape& shape, const uint8_t* panel, int64_t chunk);
 
 // What the codes of a chunk have added when they are widened.
 int32_t widened_offset(const BlockShape& shape);

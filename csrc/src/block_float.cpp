@@ -122,7 +122,7 @@ void kernel(const Rows& rows, int first, int count, const Panel& panel, float* t
     std::memset(tile, 0, size_t(count) * PANEL * 4);
     const bool some_zeros = shape.zero != PST_Z_NONE;
     for (int64_t c = 0; c < shape.chunks(); c++) {
-        if (shape.group) block_scales(shape, panel.data, c, scales, zeros);
+        if (shape.group) block_scales(shape, panel.data, c, 0, scales, zeros);
         // Half a chunk lies well in the first cache; groups stay whole.
         const int units = shape.units_of(c), step = shape.group == CHUNK ? UNITS : UNITS / 2;
         for (int u = 0; u < units; u += step) {
@@ -137,7 +137,7 @@ void kernel(const Rows& rows, int first, int count, const Panel& panel, float* t
         }
     }
     if (shape.group) return;
-    block_scales(shape, panel.data, 0, scales, zeros);
+    block_scales(shape, panel.data, 0, 0, scales, zeros);
     for (int r = 0; r < count; r++) {
         const F total = all(*reinterpret_cast<const float*>(rows.data + (first + r) * rows.stride + row.totals_at));
         for (int j = 0; j < PANEL; j += LANES) {

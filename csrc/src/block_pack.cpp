@@ -1,7 +1,5 @@
 // Panels of codes: their shape, how they are filled, and what they stand for, number by number.
-#include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "block.h"
 #include "grids.h"
@@ -110,17 +108,6 @@ bool complete(const BlockShape& s, const BlockSource& from) {
 
 }  // namespace
 
-float e4m3_to_f32(uint8_t bits) {
-    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-    float size = exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
-    if ((bits & 127) == 127) size = std::numeric_limits<float>::quiet_NaN();
-    return bits & 128 ? -size : size;
-}
-
-float e8m0_to_f32(uint8_t bits) {
-    return bits == 255 ? std::numeric_limits<float>::quiet_NaN() : std::ldexp(1.0f, bits - 127);
-}
-
 bool block_shape(const pst_matrix& m, BlockShape& s) {
     s = {};
     if (m.format != PST_M_BLOCK || m.cols <= 0 || m.code < PST_C_U8 || m.code > PST_C_TQ1_0) return false;
@@ -205,14 +192,14 @@ void block_values(const BlockShape& s, const uint8_t* panel, int output, float* 
         const uint8_t* scales = (s.group ? at + s.super_bytes + s.super_zero_bytes : panel);
         const uint8_t* zeros = scales + std::max(1, groups) * s.scale_bytes;
         const uint8_t* codes = at + s.head_of(groups);
-        const float super = s.super_bytes ? stored_number(PST_S_F16, at + 2 * output) : 1.0f;
+        const float super = (s.super_bytes ? stored_number(PST_S_F16, at + 2 * output) : 1.0f) * s.factor;
         const float super_zero = s.super_zero_bytes ? stored_number(PST_S_F16, at + s.super_bytes + 2 * output) : 1.0f;
         const int scale_each = s.scale_bytes / PANEL, zero_each = s.zero_bytes / PANEL;
         for (int k = 0; k < inputs; k++) {
             const int64_t g = s.group ? k / s.group : 0;
             const uint8_t* stored = scales + g * s.scale_bytes + output * scale_each;
             const uint8_t* zero = zeros + g * s.zero_bytes + output * zero_each;
-            const float scale = (s.nibbles ? float(*stored & 15) : stored_number(s.scale, stored)) * super * s.factor;
+            const float scale = (s.nibbles ? float(*stored & 15) : stored_number(s.scale, stored)) * super;
             const int code = get_code(CODE_BITS[s.code], codes + k / UNIT * s.code_bytes, output, k % UNIT);
             float value = float(code - s.offset);
             if (s.code == PST_C_T4 || s.code == PST_C_F4) value = s.table[code];

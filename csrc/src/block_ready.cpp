@@ -1,4 +1,4 @@
-// Chunks of PST_M_BLOCK made ready for products of many rows: scales as floats, codes as bytes, bfloat16 or floats.
+// Chunks of PST_M_BLOCK made ready for products of many rows: codes as bytes, bfloat16 or floats.
 #include <cstring>
 
 #include "block.h"
@@ -17,28 +17,6 @@ struct Table {
     }
 };
 const Table E4M3;
-
-F load_number(int32_t scale, const uint8_t* p) {
-    switch (scale) {
-        case PST_S_F32: return load(reinterpret_cast<const float*>(p));
-        case PST_S_F16: return load_f16(reinterpret_cast<const uint16_t*>(p));
-        case PST_S_BF16: return load_bf16(reinterpret_cast<const uint16_t*>(p));
-        case PST_S_I8_F16: return load_i8(p);
-        case PST_S_U8_F16: return load_u8(p);
-    }
-    float out[LANES];
-    for (int i = 0; i < LANES; i++) out[i] = scale == PST_S_E4M3 ? E4M3.values[p[i]] : e8m0_to_f32(p[i]);
-    return load(out);
-}
-
-// Blocks of ggml's hold scales among the codes.
-void scales_of_blocks(const BlockShape& s, const uint8_t* blocks, float* scales) {
-    float found[MOST_GROUPS];
-    for (int j = 0; j < PANEL; j++) {
-        grid_scales(s.code, blocks + j * s.block_bytes, found);
-        for (int g = 0; g < CHUNK / s.group; g++) scales[g * PANEL + j] = found[g] * s.factor;
-    }
-}
 
 constexpr int GRID_OFFSET = 64;  // numbers of all grids are smaller
 
@@ -63,42 +41,10 @@ void widen_units(const BlockShape& s, const uint8_t* unit, int count, uint8_t* o
         for (int c = 0; c < PANEL / LANES; c++) widen_unit(code, unit, c, out + u * UNIT * PANEL, std::make_integer_sequence<int, 8>());
 }
 
-const uint8_t* codes_at(const BlockShape& s, const uint8_t* panel, int64_t chunk) {
-    return panel + s.chunk_at(chunk) + (s.block_bytes ? 0 : s.head_of(s.groups_of(chunk)));
-}
-
 }  // namespace
 
-void block_scales(const BlockShape& s, const uint8_t* panel, int64_t chunk, float* scales, float* zeros) {
-    const uint8_t* at = panel + s.chunk_at(chunk);
-    if (s.block_bytes) return scales_of_blocks(s, at, scales);
-    const uint8_t *supers = at, *super_zeros = at + s.super_bytes;
-    const int groups = s.group ? s.groups_of(chunk) : 1;
-    const uint8_t* from = s.group ? super_zeros + s.super_zero_bytes : panel;
-    const uint8_t* from_zeros = from + groups * s.scale_bytes;
-    const F factor = all(s.factor);
-    const int each = s.scale_bytes / PANEL, zero_each = s.zero_bytes / PANEL;
-    for (int j = 0; j < PANEL; j += LANES) {
-        const F super = s.super_bytes ? load_f16(reinterpret_cast<const uint16_t*>(supers) + j) : all(1.0f);
-        const F super_zero = s.super_zero_bytes ? load_f16(reinterpret_cast<const uint16_t*>(super_zeros) + j) : all(1.0f);
-        for (int g = 0; g < groups; g++) {
-            const uint8_t* stored = from + g * s.scale_bytes + j * each;
-            const uint8_t* zero = from_zeros + g * s.zero_bytes + j * zero_each;
-            F value = s.nibbles ? load_nibbles<0>(stored) : load_number(s.scale, stored);
-            if (s.super_bytes) value = value * super;
-            value = value * factor;
-            store(scales + g * PANEL + j, value);
-            if (s.zero == PST_Z_NONE) continue;
-            F taken = all(0.0f);
-            switch (s.zero) {
-                case PST_Z_U8: taken = load_u8(zero) * value; break;
-                case PST_Z_F16_CODES: taken = load_f16(reinterpret_cast<const uint16_t*>(zero)) * value; break;
-                case PST_Z_F16: taken = load_f16(reinterpret_cast<const uint16_t*>(zero)); break;
-                default: taken = (s.nibbles ? load_nibbles<4>(stored) : load_u8(zero)) * super_zero;
-            }
-            store(zeros + g * PANEL + j, all(0.0f) - taken);
-        }
-    }
+const uint8_t* codes_at(const BlockShape& s, const uint8_t* panel, int64_t chunk) {
+    return panel + s.chunk_at(chunk) + (s.block_bytes ? 0 : s.head_of(s.groups_of(chunk)));
 }
 
 int32_t widened_offset(const BlockShape& s) {

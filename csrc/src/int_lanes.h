@@ -43,6 +43,21 @@ inline I upper_halves(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int
 inline I times(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 inline F load_i8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline F load_e4m3(const uint8_t* p) {
+    const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), size = _mm512_and_si512(bits, _mm512_set1_epi32(127));
+    // The exponent is 120 less than a float's; what is below its normal numbers counts as such.
+    __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(size, 20)), _mm512_set1_ps(0x1p120f));
+    value = _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127)), value, _mm512_set1_ps(__builtin_nanf("")));
+    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), _mm512_slli_epi32(_mm512_srli_epi32(bits, 7), 31)))};
+}
+inline F load_e8m0(const uint8_t* p) {
+    const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    // 2^-127 is below the normal numbers; 255 is a NaN.
+    __m512i value = _mm512_slli_epi32(bits, 23);
+    value = _mm512_mask_blend_epi32(_mm512_testn_epi32_mask(bits, bits), value, _mm512_set1_epi32(0x00400000));
+    value = _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(255)), value, _mm512_set1_epi32(0x7fc00000));
+    return {_mm512_castsi512_ps(value)};
+}
 template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
     __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(wide, SHIFT), _mm512_set1_epi32(15)))};
@@ -267,6 +282,16 @@ template <int SHIFT> inline F nibble_value(I line) { PST_EACH(F, float(int32_t((
 #endif
 
 #if !defined(__AVX512F__)
+inline F load_e4m3(const uint8_t* p) {
+    float out[LANES];
+    for (int i = 0; i < LANES; i++) out[i] = e4m3_to_f32(p[i]);
+    return load(out);
+}
+inline F load_e8m0(const uint8_t* p) {
+    float out[LANES];
+    for (int i = 0; i < LANES; i++) out[i] = e8m0_to_f32(p[i]);
+    return load(out);
+}
 inline void add_product(F& sum, F w, F x) { sum = fma(w, x, sum); }
 #endif
 
