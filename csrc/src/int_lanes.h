@@ -34,6 +34,8 @@ template <int LEFT> inline I shifted(I a) {  // lanes of 32 bits
 }
 template <int MASK> inline I masked(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))}; }
 inline I either(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+// In a register from now on: gcc 12 loads a line anew for every product otherwise.
+inline void keep(I& a) { asm("" : "+v"(a.v)); }
 inline void store_line(uint8_t* p, I a) { _mm512_storeu_si512(p, a.v); }
 inline I four_times(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
 inline I looked_up(I table, I nibbles) { return {_mm512_shuffle_epi8(table.v, nibbles.v)}; }
@@ -175,6 +177,7 @@ template <int MASK> inline I masked(I a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline I either(I a, I b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline void keep(I& a) { asm("" : "+x"(a.lo), "+x"(a.hi)); }
 inline void store_line(uint8_t* p, I a) {
     _mm256_storeu_si256((__m256i*)p, a.lo);
     _mm256_storeu_si256((__m256i*)(p + 32), a.hi);
@@ -251,6 +254,7 @@ inline void dot_u7(I& sum, I w, I x) { dot8(sum, w, x); }
 template <int LEFT> inline I shifted(I a) { PST_EACH(I, LEFT > 0 ? a.v[i] << (LEFT & 31) : a.v[i] >> (-LEFT & 31)); }
 template <int MASK> inline I masked(I a) { PST_EACH(I, a.v[i] & uint32_t(MASK) * 0x01010101u); }
 inline I either(I a, I b) { PST_EACH(I, a.v[i] | b.v[i]); }
+inline void keep(I&) {}
 inline void store_line(uint8_t* p, I a) { std::memcpy(p, a.v, 64); }
 inline I four_times(const uint8_t* p) {
     I r;
