@@ -10,19 +10,12 @@ namespace pst {
 
 namespace {
 
-constexpr int GRID_OFFSET = 64;  // numbers of all grids are smaller
-
 void widen_blocks(const BlockShape& s, const uint8_t* blocks, int first, int count, uint8_t* out) {
-    int8_t values[CHUNK];
+    uint8_t values[CHUNK];
     for (int j = 0; j < PANEL; j++) {
         grid_values(s.code, blocks + j * s.block_bytes, values);
-        for (int k = 0; k < count * UNIT; k += 4) {
-            uint32_t four;
-            std::memcpy(&four, values + first * UNIT + k, 4);
-            four ^= 0x80808080u;                       // as byte + 128; no lane is below 64
-            four -= 0x01010101u * (128 - GRID_OFFSET);
-            std::memcpy(out + (int64_t(k / 4) * PANEL + j) * 4, &four, 4);
-        }
+        for (int k = 0; k < count * UNIT; k += 4)
+            std::memcpy(out + (int64_t(k / 4) * PANEL + j) * 4, values + first * UNIT + k, 4);
     }
 }
 
