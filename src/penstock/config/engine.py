@@ -36,9 +36,16 @@ class ModelConfig(Section):
     )
     quantization: str = setting(
         "none",
-        "How native kernels hold weights. none: in dtype. int8-w8a8, int4-w4a8: integer products, activations rounded "
-        "to 8 bits per token. int8-wo, int4-wo: only weights are rounded. int4 takes a group size, as int4-w4a8:128 "
-        "(by default 64).",
+        "What native kernels round weights to. none: nothing; codes stay as a checkpoint stores them, all else is in "
+        "dtype. int8-w8a8, int4-w4a8: integer products, activations rounded to 8 bits in blocks. int8-wo, int4-wo: "
+        "only weights are rounded. int4 takes a group size, as int4-w4a8:128 (by default 64).",
+    )
+    activation_quantization: str = setting(
+        "int8",
+        "What native kernels round activations to before products with codes as a checkpoint stores them. int8: 8 bits "
+        "with a scale for each block of 32 inputs (64 or 128 where weights have such groups). none: products take them "
+        "as they are, more slowly.",
+        choices=("int8", "none"),
     )
     max_model_len: int | None = setting(
         None,
@@ -181,6 +188,13 @@ class ExecutionConfig(Section):
         "Threads that compute, with native kernels; by default one for each core this process may use.",
         minimum=1,
         maximum=1024,
+    )
+    packed_weights: str = setting(
+        "auto",
+        "Where native kernels have weights that an earlier start has packed. copied: in memory, in huge pages, which "
+        "are quicker to read. mapped: in the file, whose pages the system may give back and other processes share. "
+        "auto: copied, unless memory is short.",
+        choices=("auto", "copied", "mapped"),
     )
     attention_backend: str = setting("ref", "Which implementation of attention.")
     executor: str = setting(
