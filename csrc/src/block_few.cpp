@@ -12,6 +12,8 @@ const Add* find_few(int32_t code, Scales scales, bool zeros) {
     };
     // Those that files have: others are made ready.
     static constexpr Kernel KERNELS[] = {
+        {PST_C_U8, ROW, false, BY_ROWS<CodeU8, ROW, false>},       {PST_C_U8, ROW, true, BY_ROWS<CodeU8, ROW, true>},
+        {PST_C_U8, BLOCKS, false, BY_ROWS<CodeU8, BLOCKS, false>}, {PST_C_U8, BLOCKS, true, BY_ROWS<CodeU8, BLOCKS, true>},
         {PST_C_U6, HALVES, false, BY_ROWS<Code6, HALVES, false>},
         {PST_C_U5, BLOCKS, false, BY_ROWS<Code5, BLOCKS, false>}, {PST_C_U5, BLOCKS, true, BY_ROWS<Code5, BLOCKS, true>},
         {PST_C_U4, ROW, false, BY_ROWS<Code4, ROW, false>},       {PST_C_U4, ROW, true, BY_ROWS<Code4, ROW, true>},

@@ -28,7 +28,7 @@ struct Chunk {
     int shift;  // 2^shift blocks share a scale
     int32_t offset;
     int64_t input, block, stretch;  // first ones of a row
-    int64_t ahead;                  // bytes that codes are fetched ahead; 0: they are near
+    int64_t ahead;                  // bytes that codes are fetched ahead, if they are
 };
 
 struct Row {
@@ -50,7 +50,7 @@ struct Row {
 
 template <class Code, int C>
 inline __attribute__((always_inline)) void fetch_ahead(const uint8_t* unit, int64_t ahead) {
-    if (ahead)
+    if constexpr (Code::FETCH)
         for (int i = 0; i < Code::BYTES * C / (PANEL / LANES); i += 64) __builtin_prefetch(unit + ahead + i);
 }
 
@@ -66,7 +66,10 @@ inline __attribute__((always_inline)) void add_line(I (&sum)[R][C], const Code& 
                                                     const int8_t* const (&x)[R], int64_t at) {
     I w[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) w[c] = code.template line<L>(unit + c * LINE);
+    for (int c = 0; c < C; c++) {
+        w[c] = code.template line<L>(unit + c * LINE);
+        if (R > 1) keep(w[c]);
+    }
 #pragma GCC unroll 3
     for (int r = 0; r < R; r++) {
         const I in = four_inputs(x[r] + at + 4 * L);
@@ -147,7 +150,7 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
             at += UNIT;
         } else {
             begin<ZEROS && SCALES != ROW>(sum, rows, block);
-            for (int u = 0; u < chunk.block_units && unit != end; u++, unit += Code::BYTES, at += UNIT) {
+            for (int u = 0; u < (SCALES == ROW ? 1 : chunk.block_units) && unit != end; u++, unit += Code::BYTES, at += UNIT) {
                 fetch_ahead<Code, C>(unit, chunk.ahead);
                 add_lines<0>(sum, code, unit, x, at, EIGHT);
             }

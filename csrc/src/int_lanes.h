@@ -34,12 +34,17 @@ template <int LEFT> inline I shifted(I a) {  // lanes of 32 bits
 }
 template <int MASK> inline I masked(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))}; }
 inline I either(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+// In a register from now on: gcc 12 loads a line anew for every product otherwise.
+inline void keep(I& a) { asm("" : "+v"(a.v)); }
 inline void store_line(uint8_t* p, I a) { _mm512_storeu_si512(p, a.v); }
 inline I four_times(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
 inline I looked_up(I table, I nibbles) { return {_mm512_shuffle_epi8(table.v, nibbles.v)}; }
+// By the lowest four bits of each lane.
+inline F looked_up16(F table, I lanes) { return {_mm512_permutexvar_ps(lanes.v, table.v)}; }
 inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F as_floats(I a) { return {_mm512_castsi512_ps(a.v)}; }
-inline I upper_halves(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000)))}; }
+inline I as_ints(F a) { return {_mm512_castps_si512(a.v)}; }
+template <uint32_t MASK> inline I bits32(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(MASK)))}; }
 inline I times(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 inline F load_i8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
@@ -93,13 +98,15 @@ inline void dot_u8(I& sum, I w, I x) {
 
 inline void add_product(F& sum, F w, F x) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 
-// Byte J of each lane minus 128. Below the bits of 2^23 a byte is 2^23 plus itself.
-template <int J> inline F byte_value(I line) {
+// Byte J of each lane minus 128, or an offset. Below the bits of 2^23 a byte is 2^23 plus itself.
+inline F byte_offset(float offset) { return {_mm512_set1_ps(8388608.0f + offset)}; }
+template <int J> inline F byte_value(I line, F offset) {
     const __m512i magic = _mm512_set1_epi32(0x4b000000);
     __m512i sum = _mm512_mask_shuffle_epi8(magic, 0x1111111111111111, line.v,
                                            _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(J)));
-    return {_mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(8388608.0f + 128.0f))};
+    return {_mm512_sub_ps(_mm512_castsi512_ps(sum), offset.v)};
 }
+template <int J> inline F byte_value(I line) { return byte_value<J>(line, byte_offset(128)); }
 // Four bits from bit SHIFT of each lane, minus 8. vpermps looks at the lowest four bits only.
 template <int SHIFT> inline F nibble_value(I line) {
     const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -175,6 +182,7 @@ template <int MASK> inline I masked(I a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline I either(I a, I b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline void keep(I& a) { asm("" : "+x"(a.lo), "+x"(a.hi)); }
 inline void store_line(uint8_t* p, I a) {
     _mm256_storeu_si256((__m256i*)p, a.lo);
     _mm256_storeu_si256((__m256i*)(p + 32), a.hi);
@@ -186,10 +194,17 @@ inline I four_times(const uint8_t* p) {
 inline I looked_up(I table, I nibbles) {
     return {_mm256_shuffle_epi8(table.lo, nibbles.lo), _mm256_shuffle_epi8(table.hi, nibbles.hi)};
 }
+// By the lowest four bits of each lane.
+inline __m256 looked_up16(F table, __m256i lanes) {
+    const __m256 low = _mm256_permutevar8x32_ps(table.lo, lanes), high = _mm256_permutevar8x32_ps(table.hi, lanes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28)));
+}
+inline F looked_up16(F table, I lanes) { return {looked_up16(table, lanes.lo), looked_up16(table, lanes.hi)}; }
 inline I load_ints(const int32_t* p) { return load_line((const uint8_t*)p); }
 inline F as_floats(I a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
-inline I upper_halves(I a) {
-    const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
+inline I as_ints(F a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+template <uint32_t MASK> inline I bits32(I a) {
+    const __m256i mask = _mm256_set1_epi32(int(MASK));
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline I times(I a, I b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
@@ -222,6 +237,12 @@ template <int SHIFT, int BITS> inline F field(I line) {
     __m256i hi = _mm256_and_si256(_mm256_srli_epi32(line.hi, SHIFT), mask);
     return {_mm256_sub_ps(_mm256_cvtepi32_ps(lo), middle), _mm256_sub_ps(_mm256_cvtepi32_ps(hi), middle)};
 }
+inline F byte_offset(float offset) { return all(offset); }
+template <int J> inline F byte_value(I line, F offset) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    return {_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.lo, 8 * J), mask)), offset.lo),
+            _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.hi, 8 * J), mask)), offset.hi)};
+}
 template <int J> inline F byte_value(I line) { return field<8 * J, 8>(line); }
 template <int SHIFT> inline F nibble_value(I line) { return field<SHIFT, 4>(line); }
 
@@ -251,6 +272,7 @@ inline void dot_u7(I& sum, I w, I x) { dot8(sum, w, x); }
 template <int LEFT> inline I shifted(I a) { PST_EACH(I, LEFT > 0 ? a.v[i] << (LEFT & 31) : a.v[i] >> (-LEFT & 31)); }
 template <int MASK> inline I masked(I a) { PST_EACH(I, a.v[i] & uint32_t(MASK) * 0x01010101u); }
 inline I either(I a, I b) { PST_EACH(I, a.v[i] | b.v[i]); }
+inline void keep(I&) {}
 inline void store_line(uint8_t* p, I a) { std::memcpy(p, a.v, 64); }
 inline I four_times(const uint8_t* p) {
     I r;
@@ -264,18 +286,28 @@ inline I looked_up(I table, I nibbles) {
     for (int i = 0; i < 64; i++) out[i] = values[at[i]];
     return r;
 }
+inline F looked_up16(F table, I lanes) { PST_EACH(F, table.v[lanes.v[i] & 15]); }
 inline I load_ints(const int32_t* p) { return load_line(reinterpret_cast<const uint8_t*>(p)); }
 inline F as_floats(I a) {
     F r;
     std::memcpy(r.v, a.v, sizeof r.v);
     return r;
 }
-inline I upper_halves(I a) { PST_EACH(I, a.v[i] & 0xffff0000u); }
+inline I as_ints(F a) {
+    I r;
+    std::memcpy(r.v, a.v, sizeof r.v);
+    return r;
+}
+template <uint32_t MASK> inline I bits32(I a) { PST_EACH(I, a.v[i] & MASK); }
 inline I times(I a, I b) { PST_EACH(I, a.v[i] * b.v[i]); }
 inline F load_u8(const uint8_t* p) { PST_EACH(F, float(p[i])); }
 inline F load_i8(const uint8_t* p) { PST_EACH(F, float(int8_t(p[i]))); }
 template <int SHIFT> inline F load_nibbles(const uint8_t* p) { PST_EACH(F, float(p[i] >> SHIFT & 15)); }
-template <int J> inline F byte_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> (8 * J)) & 255) - 128)); }
+inline F byte_offset(float offset) { return all(offset); }
+template <int J> inline F byte_value(I line, F offset) {
+    PST_EACH(F, float(int32_t((line.v[i] >> (8 * J)) & 255)) - offset.v[i]);
+}
+template <int J> inline F byte_value(I line) { return byte_value<J>(line, byte_offset(128)); }
 template <int SHIFT> inline F nibble_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> SHIFT) & 15) - 8)); }
 #undef PST_EACH
 
@@ -294,5 +326,13 @@ inline F load_e8m0(const uint8_t* p) {
 }
 inline void add_product(F& sum, F w, F x) { sum = fma(w, x, sum); }
 #endif
+
+// A float whose bits are those of e4m3 where its own are, but for an exponent that is 120 less: NaN is 480.
+template <int J> inline F e4m3_value(I line) {
+    const I top = shifted<24 - 8 * J>(line);  // the byte's bits are the uppermost
+    return as_floats(either(bits32<0x80000000u>(top), bits32<0x07f00000u>(shifted<-4>(top)))) * all(0x1p120f);
+}
+// Pairs of bfloat16 of floats that are such.
+inline I pairs_of(F even, F odd) { return either(shifted<-16>(as_ints(even)), bits32<0xffff0000u>(as_ints(odd))); }
 
 }  // namespace pst

@@ -9,7 +9,7 @@
 namespace pst {
 
 constexpr int PANEL = 64;           // outputs of a panel
-constexpr int MAX_TILE_ROWS = 96;   // no kernel takes more rows at once
+constexpr int MAX_TILE_ROWS = 384;  // no kernel takes more rows at once
 
 // How far ahead of their loads products of few rows ask for weights, in bytes; 0: not at all.
 extern const int64_t STREAM_AHEAD;

@@ -20,6 +20,9 @@ constexpr int64_t CLAIM_BYTES = 96 * 1024;
 constexpr int64_t CLAIMS = 4;
 // The same where rows are many, and a claim takes milliseconds: the other thread is then seldom late by a whole one.
 constexpr int64_t LONG_CLAIMS = 16;
+// So many rows' outputs are asked for before they are worked out; with more, each a few rows before it is written.
+constexpr int AWAITED_ROWS = 96;
+constexpr int AWAITED_AHEAD = 8;
 // Rows for which a panel is fetched at least, where there are as many.
 constexpr int64_t BLOCK_ROWS = 96;
 // Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
@@ -91,14 +94,15 @@ class Linear final : public Op {
         for (const pst_matrix& matrix : matrices) add(matrix);
         shared_rows_ = capacity > few_ ? capacity : 0;
         bool ordered = false;
-        int64_t unpacked = 0;
+        int64_t unpacked = 0, tile_rows = 0;
         for (const Segment& s : segments_) {
             ordered |= s.matrix.order != nullptr;
+            tile_rows = std::max<int64_t>(tile_rows, s.product->tile_rows);
             if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_, s.group())));
         }
         ordered_at_ = norm.kind ? aligned(int64_t(cols_) * 4) : 0;
         tile_at_ = ordered_at_ + (ordered ? aligned(int64_t(cols_) * 4) : 0);
-        unpacked_at_ = tile_at_ + MAX_TILE_ROWS * PANEL * 4;
+        unpacked_at_ = tile_at_ + tile_rows * PANEL * 4;
         rows_at_ = unpacked_at_ + unpacked;
         own_bytes = rows_at_;
         for (const Preparation& p : preparations_) own_bytes += p.bytes(few_), shared_bytes += p.bytes(shared_rows_);
@@ -225,7 +229,7 @@ class Linear final : public Op {
                 }
                 for (int r = int(from); r < to; r += product.tile_rows) {
                     const int some = std::min(product.tile_rows, to - r);
-                    await(segment, p, r, some);
+                    if (some <= AWAITED_ROWS) await(segment, p, r, some);
                     (many ? product.many : product.kernel)(rows, r, some, panel, tile);
                     finish(segment, p, r, some, tile);
                 }
@@ -277,9 +281,11 @@ class Linear final : public Op {
     void finish(const Segment& segment, int64_t p, int64_t first, int count, const float* tile) const {
         const int64_t column = column_of(segment, p);
         const float* bias = segment.matrix.bias ? segment.matrix.bias + (p - segment.first) * PANEL : nullptr;
-        for (int64_t r = 0; r < count; r++)
+        for (int64_t r = 0; r < count; r++) {
+            if (count > AWAITED_ROWS && r + AWAITED_AHEAD < count) await(segment, p, first + r + AWAITED_AHEAD, 1);
             epilogue_.row(tile + r * PANEL, bias, residual_.data + (first + r) * residual_.stride + column,
                           out_.data + (first + r) * out_.stride + column, int(width_of(segment, p)));
+        }
     }
 
     int32_t cols_;
