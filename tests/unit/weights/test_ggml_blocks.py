@@ -183,6 +183,15 @@ def test_a_fault_is_a_value_that_is_not_finite(kind: str, monkeypatch: pytest.Mo
         assert spared.fault() is None, "rows that are no part of it"
 
 
+def test_a_scale_of_nvfp4_has_no_sign() -> None:
+    """Unsigned by definition; what ggml makes of the bit, nothing, is no reason to guess."""
+    block = random_blocks("NVFP4", 1, np.random.default_rng(0), 1.0)
+    for scale in range(256):
+        block[:, 2] = scale
+        w = BlockMatrix("NVFP4", block, (1, 64), np.dtype(np.float32))
+        assert (w.fault() is None) == (scale < 127), scale
+
+
 def test_grids_have_as_many_points_as_indices() -> None:
     sizes = {"IQ1_S": 2048, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ3_XXS": 256, "IQ3_S": 512}
     for kind, size in sizes.items():
@@ -254,17 +263,18 @@ def test_choices_of_rows_stay_blocks(tmp_path: Path, cut: Cut | None, shape: tup
     (Cut("x", (12, 256), axes=(1, 0)), (256, 12)), (Cut("x", (12, 256), ((0, 12), (0, 128))), (12, 128)),
     (Cut("x", (12, 256), view=(24, 128)), (24, 128)), (Cut("x", (3, 4, 256), (1,), axes=(1, 0)), (256, 4)),
     (Cut("x", (12, 256), view=(12, 256, 1)), (12, 256, 1)), (Cut("x", (13, 256), ((0, 4),)), (4, 256)),
-    (Cut("x", (12, 256), (3,)), (256,)),
+    (Cut("x", (12, 256), (3,)), (256,)), (Cut("x", (12, 256), ((0, 6),)), (12, 128)),
+    (Cut("x", (256, 256), axes=(1, 0)), (256, 256)),
 ])  # fmt: skip
 def test_other_parts_are_decoded(tmp_path: Path, cut: Cut, shape: tuple[int, ...]) -> None:
     assert referred(tmp_path, cut, shape).codes is None
 
 
 def referred(folder: Path, cut: Cut | None, shape: tuple[int, ...]) -> Any:
-    """The reference to a part of 12 rows of one block, whose bytes are in a file."""
-    blocks = random_blocks("Q4_K", 12, np.random.default_rng(2))
+    """The reference to a part of rows of one block each, whose bytes are in a file."""
+    stored = (12, 256) if cut is None or cut.shape[0] == 13 else cut.shape
+    blocks = random_blocks("Q4_K", prod(stored) // 256, np.random.default_rng(2))
     (folder / "x").write_bytes(blocks.tobytes())
-    stored = (12, 256) if cut is None or len(cut.shape) == 2 else (3, 4, 256)
     return block_ref(TensorRef(folder / "x", "x", "Q4_K", stored, 0, blocks.nbytes), cut, shape)
 
 
