@@ -264,7 +264,7 @@ def test_choices_of_rows_stay_blocks(tmp_path: Path, cut: Cut | None, shape: tup
     (Cut("x", (12, 256), view=(24, 128)), (24, 128)), (Cut("x", (3, 4, 256), (1,), axes=(1, 0)), (256, 4)),
     (Cut("x", (12, 256), view=(12, 256, 1)), (12, 256, 1)), (Cut("x", (13, 256), ((0, 4),)), (4, 256)),
     (Cut("x", (12, 256), (3,)), (256,)), (Cut("x", (12, 256), ((0, 6),)), (12, 128)),
-    (Cut("x", (256, 256), axes=(1, 0)), (256, 256)),
+    (Cut("x", (256, 256), axes=(1, 0)), (256, 256)), (Cut("x", (3, 4, 256), ((0, 2),)), (8, 256)),
 ])  # fmt: skip
 def test_other_parts_are_decoded(tmp_path: Path, cut: Cut, shape: tuple[int, ...]) -> None:
     assert referred(tmp_path, cut, shape).codes is None
