@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.backends import BACKENDS
-from penstock.base.errors import ModelError
+from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.matrix_format import NONE, BlockFormats, HeldWeights, parse_scheme, plain
 from penstock.core.weight_map import Cut
 from penstock.families.blocks import block_ref
@@ -245,6 +245,44 @@ def test_experts_stay_blocks_of_their_stacks(tmp_path: Path) -> None:
     assert not alike(held["layers.0.experts.0.gate"], held["layers.0.experts.0.up"])
 
 
+@pytest.mark.parametrize("experts", [0, 3])
+def test_a_matrix_of_nvfp4_may_have_a_scale_beside_it(tmp_path: Path, experts: int) -> None:
+    values = write_blocks(tmp_path / "m.gguf", {"": "NVFP4"}, experts=experts, factor=0.3)
+    c = open_model(tmp_path)
+    held = load_weights(c, c.spec, HeldWeights("float32", c.stored))
+    decoded = load_weights(c, c.spec, "float32")
+    names = {"layers.0.q": values["blk.0.attn_q"], "lm_head": values["output"]}
+    names |= {f"layers.0.experts.{n}.down": values["blk.0.ffn_down_exps"][n] for n in range(experts)}
+    for name, want in names.items():
+        kept = held[name]
+        assert isinstance(kept, StoredMatrix)
+        assert [s.shape[1] for s in kept.scales(0, 5)] == [kept.shape[1] // 16, 1]
+        assert (kept.nbytes, len(kept.arrays)) == (kept.arrays[0].nbytes + 4, 2)
+        np.testing.assert_array_equal(bits(kept.values()), bits(want), err_msg=name)
+        np.testing.assert_array_equal(bits(kept.values(2, 7)), bits(want[2:7]), err_msg=name)
+        np.testing.assert_array_equal(bits(decoded[name]), bits(want), err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "factor", "says", "kind_of_error"), [
+    ("NVFP4", np.ones(2, np.float32), "(2,)", ModelError), ("NVFP4", np.ones(1, np.float16), "F16", ModelError),
+    ("NVFP4", np.ones((1, 1), np.float32), "(1, 1)", ModelError),
+    ("Q4_K", np.ones(1, np.float32), "does not have", UnsupportedError),
+])  # fmt: skip
+def test_a_scale_that_does_not_belong_there_is_refused(
+    tmp_path: Path, kind: str, factor: Any, says: str, kind_of_error: type[ModelError]
+) -> None:
+    write_blocks(tmp_path / "m.gguf", {"": kind}, further={"blk.0.attn_q.scale": factor})
+    refusal(lambda: open_model(tmp_path), "'blk.0.attn_q.scale'", says, kind=kind_of_error)
+
+
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -np.inf, 1e38])
+def test_a_scale_beside_a_matrix_is_a_number(tmp_path: Path, factor: float) -> None:
+    write_blocks(tmp_path / "m.gguf", {"": "NVFP4"}, further={"blk.0.attn_q.scale": np.array([factor], np.float32)})
+    c = open_model(tmp_path)
+    for held in (HeldWeights("bfloat16"), HeldWeights("bfloat16", c.stored)):
+        refusal(lambda h=held: load_weights(c, c.spec, h), "'blk.0.attn_q.weight'", f"{factor:.3g}")
+
+
 @pytest.mark.parametrize(("cut", "shape", "rows"), [
     (None, (12, 256), slice(None)), (Cut("x", (12, 256), ((4, 9),)), (5, 256), slice(4, 9)),
     (Cut("x", (12, 256), ((0, 12, 3), (0, 256))), (4, 256), slice(0, 12, 3)),
@@ -267,7 +305,11 @@ def test_choices_of_rows_stay_blocks(tmp_path: Path, cut: Cut | None, shape: tup
     (Cut("x", (256, 256), axes=(1, 0)), (256, 256)), (Cut("x", (3, 4, 256), ((0, 2),)), (8, 256)),
 ])  # fmt: skip
 def test_other_parts_are_decoded(tmp_path: Path, cut: Cut, shape: tuple[int, ...]) -> None:
-    assert referred(tmp_path, cut, shape).codes is None
+    ref = referred(tmp_path, cut, shape)
+    assert ref.codes is None
+    if cut.shape == ref.tensor.shape:  # not what is refused for its shape
+        factor = TensorRef(tmp_path / "x", "x.scale", "F32", cut.shape[:-2] or (1,), 0, 12)
+        refusal(lambda: block_ref(ref.tensor, cut, shape, factor), "'x'", "no rows", kind=UnsupportedError)
 
 
 def referred(folder: Path, cut: Cut | None, shape: tuple[int, ...]) -> Any:
