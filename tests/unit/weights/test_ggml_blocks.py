@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import struct
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.families.blocks import block_ref
 from penstock.families.checkpoint import Codes
 from penstock.families.registry import open_model, read_model
 from penstock.formats.ggml import GGML_FORMATS
+from penstock.formats.gguf import read_gguf
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
 from penstock.ops.ref.product import linear
 from penstock.ops.stored import StoredMatrix, alike, as_numbers
@@ -40,6 +42,7 @@ from tests.blocks import (
     random_blocks,
     write_blocks,
 )
+from tests.ggml import tensor_entry
 from tests.unit.formats.test_formats import refusal
 
 KINDS = list(GGML_FORMATS)
@@ -361,6 +364,20 @@ def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str) -> None:
     broken = open_model(tmp_path)
     for held in (HeldWeights("bfloat16"), HeldWeights("bfloat16", broken.stored)):
         refusal(lambda h=held: load_weights(broken, broken.spec, h), "'blk.0.ffn_up.weight'", "m.gguf", "NaN")
+
+
+@pytest.mark.parametrize(("type_id", "rows", "says"), [
+    (12, 128, "Q4_K codes 256 together"), (40, 32, "NVFP4 codes 64 together"), (41, 64, "Q1_0 codes 128 together"),
+    (139, 256, "type 139, which Penstock does not know; quantise the model again"), (43, 256, "type 43"),
+])  # fmt: skip
+def test_rows_of_no_whole_blocks_and_unknown_types_are_named(
+    tmp_path: Path, type_id: int, rows: int, says: str
+) -> None:  # fmt: skip
+    entry = tensor_entry("x", (2, rows), type_id, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry
+    (tmp_path / "m.gguf").write_bytes(head + bytes(4096))
+    refusal(lambda: read_gguf(tmp_path / "m.gguf"), "'x'", "m.gguf", says,
+            kind=UnsupportedError if "type" in says else ModelError)  # fmt: skip
 
 
 def test_a_file_that_ends_in_a_block_is_refused(tmp_path: Path) -> None:
