@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.backends import BACKENDS
 from penstock.backends.native.backend import NOT_BUILT
-from penstock.core.matrix_format import row_matrices
+from penstock.config import from_kwargs
+from penstock.core.matrix_format import NONE, codes_matrices
+from penstock.eval.scorer import load, make_scorer
 from penstock.families.registry import open_model
 from penstock.ops.native.library import best_library
+from penstock.plan.probe import probe
+from penstock.plan.resolve import resolve
 from tests.blocks import write_blocks
 
 MIXES: dict[str, dict[str, Any]] = {
@@ -23,7 +28,10 @@ MIXES: dict[str, dict[str, Any]] = {
     "NVFP4 with scales": {"kinds": {"": "NVFP4", "token_embd": "Q8_0"}, "factor": 0.2},
 }
 NATIVE = pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
-SMALL: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 32, "max_num_seqs": 4, "threads": 1}
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True, "num_gpu_blocks_override": 32, "max_num_seqs": 4, "threads": 1,
+    "activation_quantization": "none",
+}  # fmt: skip
 
 
 def started(path: Path, **more: Any) -> LLM:
@@ -49,16 +57,26 @@ def test_blocks_and_their_values_say_the_same(tmp_path: Path, mix: str, ops: str
     llm = started(tmp_path / "m.gguf", ops=ops, dtype="float32")
     assert tokens(llm) == want
     checkpoint = open_model(tmp_path / "m.gguf")
-    kept = row_matrices(checkpoint.spec).keys() & checkpoint.stored.keys() - {"embed"}
-    assert len(kept) >= 7
-    assert set(llm.engine.plan.held.matrices) == (set() if ops == "native" else kept)
+    kept = codes_matrices(checkpoint.spec).keys() & checkpoint.stored.keys()
+    assert len(kept) >= 8
+    assert set(llm.engine.plan.held.matrices) == kept
 
 
 @NATIVE
-def test_native_kernels_have_the_values_in_16_bits(tmp_path: Path) -> None:
-    """The same as before blocks could stay blocks, not exact values in float32."""
-    write_blocks(tmp_path / "m.gguf", MIXES["as Q4_K_M"]["kinds"])
-    plan = started(tmp_path / "m.gguf", ops="native").engine.plan
-    assert (plan.held.dtype, dict(plan.held.matrices)) == ("bfloat16", {})
-    (said,) = [d for d in plan.decisions if d.name == "weights"]
-    assert said.value == "bfloat16"
+@pytest.mark.parametrize("mix", ["as Q4_K_M", "as IQ4_XS, tied", "as IQ2_M"])
+def test_weights_take_no_more_than_their_file(tmp_path: Path, mix: str) -> None:
+    """Panels, tables, norms: all that is held, whatever of the file was mapped."""
+    write_blocks(tmp_path / "m.gguf", **MIXES[mix])
+    config = from_kwargs(model=str(tmp_path / "m.gguf"), ops="native", skip_tokenizer_init=True)
+    model = load(config)
+    forward: Any = make_scorer(model, NONE).forward
+    packed = {n for name in forward.matrices for n in name.split()}
+    held = sum(m.num_bytes for m in forward.matrices.values())
+    held += sum(w.nbytes for name, w in model.weights.items() if name not in packed)
+    in_file = sum(ref.tensor.nbytes for ref in open_model(tmp_path / "m.gguf").weights.values())
+    assert "embed" in packed
+    assert 0.9 * in_file < held <= 1.06 * in_file
+    plan = resolve(
+        config, model.spec, probe(), stored=model.stored, traits=BACKENDS.traits("native")
+    )  # fmt: skip
+    assert abs(plan.weight_bytes - held) <= 0.02 * held, "what a plan counts"

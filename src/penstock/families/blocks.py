@@ -15,7 +15,7 @@ from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.checkpoint import Codes, WeightRef
-from penstock.families.codes import is_rows
+from penstock.families.quantization.gather import is_rows
 from penstock.formats.files import quoted
 from penstock.formats.ggml import GGML_FORMATS, with_factor
 from penstock.formats.tensor_ref import TensorRef

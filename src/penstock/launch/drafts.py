@@ -10,7 +10,7 @@ from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
 from penstock.base.errors import ConfigError, ModelError, UnsupportedError
 from penstock.config import EngineConfig, SpeculativeConfig
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftModel

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from penstock.base.errors import PenstockError
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.families.registry import ARCHITECTURES, open_model, read_spec
 from penstock.weights.load import load_weights
 from tests.blocks import write_blocks

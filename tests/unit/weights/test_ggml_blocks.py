@@ -14,7 +14,8 @@ import pytest
 
 from penstock.backends import BACKENDS
 from penstock.base.errors import ModelError, UnsupportedError
-from penstock.core.matrix_format import NONE, BlockFormats, HeldWeights, parse_scheme, plain
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import NONE, parse_scheme
 from penstock.core.weight_map import Cut
 from penstock.families.blocks import block_ref
 from penstock.families.checkpoint import Codes
@@ -24,7 +25,6 @@ from penstock.formats.gguf import read_gguf
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
 from penstock.ops.ref.product import linear
 from penstock.ops.stored import StoredMatrix, alike, as_numbers
-from penstock.plan import weights as plan_weights
 from penstock.plan.weights import hold_weights
 from penstock.weights import load as loading
 from penstock.weights.load import load_weights
@@ -210,7 +210,6 @@ def test_a_file_of_blocks_is_read(tmp_path: Path, kind: str, monkeypatch: pytest
     values = write_blocks(tmp_path / "m.gguf", {"": kind})
     checkpoint = open_model(tmp_path)
     assert checkpoint.stored == read_model(tmp_path).stored
-    assert isinstance(checkpoint.stored, BlockFormats)
     assert set(checkpoint.stored.values()) == {GGML_FORMATS[kind]}
     assert len(checkpoint.stored) == 9
     assert checkpoint.spec.dtype == "bfloat16"
@@ -329,8 +328,8 @@ def read_part(folder: Path, ref: Any, shape: tuple[int, int]) -> tuple[StoredMat
     return found, oracle("Q4_K", blocks)
 
 
-def test_what_is_held_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference holds them as they are, native kernels their values: rounded, never widened to float32."""
+def test_what_is_held_of_blocks(tmp_path: Path) -> None:
+    """The blocks' codes, whoever computes, and of the table, too; a scheme keeps those that are its own."""
     write_blocks(tmp_path / "m.gguf", {"": "Q4_K", "down": "Q4_0"})
     c = open_model(tmp_path)
 
@@ -338,14 +337,11 @@ def test_what_is_held_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         traits = BACKENDS.traits(backend)
         return hold_weights(c.spec, dtype, parse_scheme(scheme), c.stored, traits=traits, exact=True)
 
-    assert held("ref").of("layers.0.q") == GGML_FORMATS["Q4_K"]
-    assert "embed" not in held("ref").matrices
-    assert held("native").matrices == {}
+    for backend in ("ref", "native"):
+        assert held(backend).of("layers.0.q") == held(backend).of("embed") == GGML_FORMATS["Q4_K"]
+        assert held(backend).of("layers.0.down") == GGML_FORMATS["Q4_0"]
     scheme = parse_scheme("int4-w4a8:32")
-    assert set(held("native", scheme.name).matrices.values()) == {scheme.format}
-    monkeypatch.setattr(plan_weights, "BLOCKS_IN_PANELS", True)
-    assert held("native").of("layers.0.down") == GGML_FORMATS["Q4_0"], "which panels of 4 bits hold"
-    assert held("native").of("layers.0.q") == plain("bfloat16")
+    assert held("native", scheme.name).of("layers.0.q") == scheme.format
     assert held("native", scheme.name).of("layers.0.down") == GGML_FORMATS["Q4_0"]
 
 
