@@ -83,6 +83,16 @@ def oracle(kind: str, blocks: U8) -> F32:
     return quants.dequantize(blocks, GGMLQuantizationType[kind])
 
 
+def with_factors(blocks: U8, factors: F32) -> F32:
+    """Blocks of NVFP4 of as many matrices: code times (scale times factor), each product rounded once."""
+    units = blocks.copy()
+    units[:, :4] = 7 << 3
+    codes = oracle("NVFP4", units).reshape(-1, 4, 16)
+    scales = (2 * quants.NVFP4.ue4m3_to_fp32(blocks[:, :4])).astype(np.float32)
+    out: F32 = codes * (scales * factors.repeat(len(blocks) // len(factors))[:, None])[:, :, None]
+    return out
+
+
 @cache
 def golden() -> dict[str, dict[str, str]]:
     path = Path(__file__).parent / "data" / "ggml_blocks.json"
@@ -117,11 +127,13 @@ def shapes(tied: bool = False, experts: int = 0) -> dict[str, tuple[int, ...]]:
 
 
 def write_blocks(
-    path: Path, kinds: dict[str, str], *, tied: bool = False, experts: int = 0, plain: Path | None = None
-) -> dict[str, F32]:
+    path: Path, kinds: dict[str, str], *, tied: bool = False, experts: int = 0, plain: Path | None = None,
+    factor: float = 0.0, further: dict[str, F32] | None = None,
+) -> dict[str, F32]:  # fmt: skip
     """A llama model at `path`, and one of its values in F32 at `plain`; returns tensor name -> values.
 
     `kinds`: a part of a tensor's name -> the type of its blocks, "" for all others; vectors and routers are F32.
+    `factor`: matrices of NVFP4 have a scale beside them of about that; `further`: tensors that are in the file besides.
     """
     rng = np.random.default_rng(7)
     files = [GGUFWriter(p, "llama") for p in (path, plain) if p is not None]
@@ -144,10 +156,18 @@ def write_blocks(
             floats_set(kind, blocks, step)
             _centre(kind, blocks, step)
             found[name] = oracle(kind, blocks).reshape(shape)
+            if factor and kind == "NVFP4":
+                stack = shape[0] if len(shape) == 3 else 1
+                factors = (factor * (1 + np.arange(stack) / 8)).astype(np.float32)
+                found[name] = with_factors(blocks, factors).reshape(shape)
+                files[0].add_tensor(name + ".scale", factors)
+                files[0].add_tensor(name + ".input_scale", factors)
             rows = blocks.reshape(*shape[:-1], shape[-1] // numbers * nbytes)
             files[0].add_tensor(name + ".weight", rows, raw_dtype=GGMLQuantizationType[kind])
         for file in files[1:]:
             file.add_tensor(name + ".weight", found[name])
+    for name, array in (further or {}).items():
+        files[0].add_tensor(name, array)
     for file in files:
         file.write_header_to_file()
         file.write_kv_data_to_file()

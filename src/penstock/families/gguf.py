@@ -16,7 +16,7 @@ from typing import Any
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, Norm, QkNorm, Rope, Router
 from penstock.core.weight_map import Cut
-from penstock.families.blocks import block_refs
+from penstock.families.blocks import beside_blocks, block_refs
 from penstock.families.chat_templates import gguf_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
@@ -103,7 +103,8 @@ def open_gguf_file(path: Path) -> Checkpoint:
     missing = sorted(wanted - tensors.keys())
     if missing:
         raise ModelError(f"{quoted(path)} lacks {len(missing)} of {len(wanted)} tensors, first {quoted(missing[0])}")
-    unexpected = sorted(n for n in tensors.keys() - wanted if n != _ROPE_FACTORS and not _IGNORED.fullmatch(n))
+    others = tensors.keys() - wanted - beside_blocks(tensors)
+    unexpected = sorted(n for n in others if n != _ROPE_FACTORS and not _IGNORED.fullmatch(n))
     if unexpected:
         raise UnsupportedError(
             f"{quoted(path)} holds {len(unexpected)} tensors that a {name} model does not have here, first "

@@ -6,6 +6,8 @@ ggml-quants.c, github.com/ggml-org/llama.cpp.
 
 from __future__ import annotations
 
+import msgspec
+
 from penstock.core.matrix_format import MatrixFormat, Shared
 from penstock.formats.tensor_ref import BLOCKS
 
@@ -55,3 +57,8 @@ GGML_FORMATS: dict[str, MatrixFormat] = {
     "IQ3_S": _grid("IQ3_S", 3),
 }
 """Type -> format, for every block type that can be read. Q8_K has sums of its codes besides, which nobody needs."""
+
+
+def with_factor(format: MatrixFormat) -> MatrixFormat:
+    """The same, and everything times one float32 that lies beside the matrix."""
+    return msgspec.structs.replace(format, scales=(*format.scales, Shared("float32", 0, 0)))

@@ -134,7 +134,7 @@ def gguf(kind: str, metadata: dict[str, Any], tensors: dict[str, Any]) -> Folder
 
 def blocks_file(folder: Path, *kinds: str) -> None:
     rest, value, down, up = kinds
-    write_blocks(folder / "m.gguf", {"": rest, "attn_v": value, "ffn_down": down, "ffn_up": up})
+    write_blocks(folder / "m.gguf", {"": rest, "attn_v": value, "ffn_down": down, "ffn_up": up}, factor=0.5)
 
 
 VOCABULARY = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"] * 16, "tokenizer.ggml.eos_token_id": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import struct
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.backends import BACKENDS
-from penstock.base.errors import ModelError
+from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.held_weights import HeldWeights
 from penstock.core.matrix_format import NONE, parse_scheme
 from penstock.core.weight_map import Cut
@@ -20,6 +21,7 @@ from penstock.families.blocks import block_ref
 from penstock.families.checkpoint import Codes
 from penstock.families.registry import open_model, read_model
 from penstock.formats.ggml import GGML_FORMATS
+from penstock.formats.gguf import read_gguf
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
 from penstock.ops.ref.product import linear
 from penstock.ops.stored import StoredMatrix, alike, as_numbers
@@ -40,6 +42,7 @@ from tests.blocks import (
     random_blocks,
     write_blocks,
 )
+from tests.ggml import tensor_entry
 from tests.unit.formats.test_formats import refusal
 
 KINDS = list(GGML_FORMATS)
@@ -183,6 +186,15 @@ def test_a_fault_is_a_value_that_is_not_finite(kind: str, monkeypatch: pytest.Mo
         assert spared.fault() is None, "rows that are no part of it"
 
 
+def test_a_scale_of_nvfp4_has_no_sign() -> None:
+    """Unsigned by definition; what ggml makes of the bit, nothing, is no reason to guess."""
+    block = random_blocks("NVFP4", 1, np.random.default_rng(0), 1.0)
+    for scale in range(256):
+        block[:, 2] = scale
+        w = BlockMatrix("NVFP4", block, (1, 64), np.dtype(np.float32))
+        assert (w.fault() is None) == (scale < 127), scale
+
+
 def test_grids_have_as_many_points_as_indices() -> None:
     sizes = {"IQ1_S": 2048, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024, "IQ3_XXS": 256, "IQ3_S": 512}
     for kind, size in sizes.items():
@@ -235,6 +247,44 @@ def test_experts_stay_blocks_of_their_stacks(tmp_path: Path) -> None:
     assert not alike(held["layers.0.experts.0.gate"], held["layers.0.experts.0.up"])
 
 
+@pytest.mark.parametrize("experts", [0, 3])
+def test_a_matrix_of_nvfp4_may_have_a_scale_beside_it(tmp_path: Path, experts: int) -> None:
+    values = write_blocks(tmp_path / "m.gguf", {"": "NVFP4"}, experts=experts, factor=0.3)
+    c = open_model(tmp_path)
+    held = load_weights(c, c.spec, HeldWeights("float32", c.stored))
+    decoded = load_weights(c, c.spec, "float32")
+    names = {"layers.0.q": values["blk.0.attn_q"], "lm_head": values["output"]}
+    names |= {f"layers.0.experts.{n}.down": values["blk.0.ffn_down_exps"][n] for n in range(experts)}
+    for name, want in names.items():
+        kept = held[name]
+        assert isinstance(kept, StoredMatrix)
+        assert [s.shape[1] for s in kept.scales(0, 5)] == [kept.shape[1] // 16, 1]
+        assert (kept.nbytes, len(kept.arrays)) == (kept.arrays[0].nbytes + 4, 2)
+        np.testing.assert_array_equal(bits(kept.values()), bits(want), err_msg=name)
+        np.testing.assert_array_equal(bits(kept.values(2, 7)), bits(want[2:7]), err_msg=name)
+        np.testing.assert_array_equal(bits(decoded[name]), bits(want), err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "factor", "says", "kind_of_error"), [
+    ("NVFP4", np.ones(2, np.float32), "(2,)", ModelError), ("NVFP4", np.ones(1, np.float16), "F16", ModelError),
+    ("NVFP4", np.ones((1, 1), np.float32), "(1, 1)", ModelError),
+    ("Q4_K", np.ones(1, np.float32), "does not have", UnsupportedError),
+])  # fmt: skip
+def test_a_scale_that_does_not_belong_there_is_refused(
+    tmp_path: Path, kind: str, factor: Any, says: str, kind_of_error: type[ModelError]
+) -> None:
+    write_blocks(tmp_path / "m.gguf", {"": kind}, further={"blk.0.attn_q.scale": factor})
+    refusal(lambda: open_model(tmp_path), "'blk.0.attn_q.scale'", says, kind=kind_of_error)
+
+
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -np.inf, 1e38])
+def test_a_scale_beside_a_matrix_is_a_number(tmp_path: Path, factor: float) -> None:
+    write_blocks(tmp_path / "m.gguf", {"": "NVFP4"}, further={"blk.0.attn_q.scale": np.array([factor], np.float32)})
+    c = open_model(tmp_path)
+    for held in (HeldWeights("bfloat16"), HeldWeights("bfloat16", c.stored)):
+        refusal(lambda h=held: load_weights(c, c.spec, h), "'blk.0.attn_q.weight'", f"{factor:.3g}")
+
+
 @pytest.mark.parametrize(("cut", "shape", "rows"), [
     (None, (12, 256), slice(None)), (Cut("x", (12, 256), ((4, 9),)), (5, 256), slice(4, 9)),
     (Cut("x", (12, 256), ((0, 12, 3), (0, 256))), (4, 256), slice(0, 12, 3)),
@@ -253,17 +303,22 @@ def test_choices_of_rows_stay_blocks(tmp_path: Path, cut: Cut | None, shape: tup
     (Cut("x", (12, 256), axes=(1, 0)), (256, 12)), (Cut("x", (12, 256), ((0, 12), (0, 128))), (12, 128)),
     (Cut("x", (12, 256), view=(24, 128)), (24, 128)), (Cut("x", (3, 4, 256), (1,), axes=(1, 0)), (256, 4)),
     (Cut("x", (12, 256), view=(12, 256, 1)), (12, 256, 1)), (Cut("x", (13, 256), ((0, 4),)), (4, 256)),
-    (Cut("x", (12, 256), (3,)), (256,)),
+    (Cut("x", (12, 256), (3,)), (256,)), (Cut("x", (12, 256), ((0, 6),)), (12, 128)),
+    (Cut("x", (256, 256), axes=(1, 0)), (256, 256)), (Cut("x", (3, 4, 256), ((0, 2),)), (8, 256)),
 ])  # fmt: skip
 def test_other_parts_are_decoded(tmp_path: Path, cut: Cut, shape: tuple[int, ...]) -> None:
-    assert referred(tmp_path, cut, shape).codes is None
+    ref = referred(tmp_path, cut, shape)
+    assert ref.codes is None
+    if cut.shape == ref.tensor.shape:  # not what is refused for its shape
+        factor = TensorRef(tmp_path / "x", "x.scale", "F32", cut.shape[:-2] or (1,), 0, 12)
+        refusal(lambda: block_ref(ref.tensor, cut, shape, factor), "'x'", "no rows", kind=UnsupportedError)
 
 
 def referred(folder: Path, cut: Cut | None, shape: tuple[int, ...]) -> Any:
-    """The reference to a part of 12 rows of one block, whose bytes are in a file."""
-    blocks = random_blocks("Q4_K", 12, np.random.default_rng(2))
+    """The reference to a part of rows of one block each, whose bytes are in a file."""
+    stored = (12, 256) if cut is None or cut.shape[0] == 13 else cut.shape
+    blocks = random_blocks("Q4_K", prod(stored) // 256, np.random.default_rng(2))
     (folder / "x").write_bytes(blocks.tobytes())
-    stored = (12, 256) if cut is None or len(cut.shape) == 2 else (3, 4, 256)
     return block_ref(TensorRef(folder / "x", "x", "Q4_K", stored, 0, blocks.nbytes), cut, shape)
 
 
@@ -305,6 +360,20 @@ def test_a_scale_that_is_no_number_is_named(tmp_path: Path, kind: str) -> None:
     broken = open_model(tmp_path)
     for held in (HeldWeights("bfloat16"), HeldWeights("bfloat16", broken.stored)):
         refusal(lambda h=held: load_weights(broken, broken.spec, h), "'blk.0.ffn_up.weight'", "m.gguf", "NaN")
+
+
+@pytest.mark.parametrize(("type_id", "rows", "says"), [
+    (12, 128, "Q4_K codes 256 together"), (40, 32, "NVFP4 codes 64 together"), (41, 64, "Q1_0 codes 128 together"),
+    (139, 256, "type 139, which Penstock does not know; quantise the model again"), (43, 256, "type 43"),
+])  # fmt: skip
+def test_rows_of_no_whole_blocks_and_unknown_types_are_named(
+    tmp_path: Path, type_id: int, rows: int, says: str
+) -> None:  # fmt: skip
+    entry = tensor_entry("x", (2, rows), type_id, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry
+    (tmp_path / "m.gguf").write_bytes(head + bytes(4096))
+    refusal(lambda: read_gguf(tmp_path / "m.gguf"), "'x'", "m.gguf", says,
+            kind=UnsupportedError if "type" in says else ModelError)  # fmt: skip
 
 
 def test_a_file_that_ends_in_a_block_is_refused(tmp_path: Path) -> None:

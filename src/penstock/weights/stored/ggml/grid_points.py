@@ -93,4 +93,5 @@ def grid(kind: str) -> F32:
     levels, size, encoded = _SETS[kind]
     bits = np.unpackbits(np.frombuffer(base64.b85decode(encoded), np.uint8), bitorder="little")
     digits = np.flatnonzero(bits)[:, None] // len(levels) ** np.arange(size) % len(levels)
-    return np.array(levels, np.float32)[digits]
+    points: F32 = np.array(levels, np.float32)[digits]
+    return points

@@ -6,6 +6,7 @@ Exactness: every product has fewer than 24 bits, so float32 has each exactly, in
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,8 @@ def _even_signs() -> F32:
     """[128, 8]: the same of seven bits with an eighth that makes the number of minuses even."""
     seven = np.arange(128, dtype=np.uint8)
     parity = np.bitwise_xor.reduce(bits_of(seven[:, None]), axis=1)
-    return _signs()[seven | parity << np.uint8(7)]
+    out: F32 = _signs()[seven | parity << np.uint8(7)]
+    return out
 
 
 def _scaled(step: F32, points: F32, signs: F32) -> F32:
@@ -92,9 +94,9 @@ def iq3_s(blocks: U8) -> F32:
     return _scaled(step, _points("IQ3_S")[index], _signs()[blocks[:, 74:106]])
 
 
-def _shifted(step: F32, index: npt.NDArray[np.uint16], minus: npt.NDArray[np.bool_]) -> F32:
+def _shifted(step: F32, index: npt.NDArray[Any], minus: npt.NDArray[np.bool_]) -> F32:
     """step (point + 1/8), minus 1/8 where `minus` says so: all [N, S], S dividing the 32 points of a block."""
-    out = _points("IQ1_S")[index]
+    out: F32 = _points("IQ1_S")[index]
     out += np.where(minus, -_DELTA, _DELTA).repeat(32 // minus.shape[1], axis=1)[:, :, None]
     out *= step.repeat(32 // step.shape[1], axis=1)[:, :, None]
     return out.reshape(len(step), -1)

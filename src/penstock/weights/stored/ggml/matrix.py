@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.formats.ggml import GGML_FORMATS
+from penstock.formats.ggml import GGML_FORMATS, with_factor
 from penstock.formats.tensor_ref import BLOCKS
 from penstock.ops.stored import Rows, StoredMatrix, as_numbers
 from penstock.weights.stored.ggml.fields import U8
@@ -25,6 +25,8 @@ _CHUNK_BLOCKS = 1 << 12
 """Looked at together: about as many as a cache holds."""
 _SAFE = np.float32(2.0**120)
 """No number that multiplies a scale is so large that a scale below this becomes infinite."""
+_SAFE_FACTOR = np.float32(2.0**100)
+"""Of all blocks: a safe scale times this is not infinite either, if it is one of E4M3."""
 
 
 class BlockMatrix(StoredMatrix):
@@ -35,22 +37,25 @@ class BlockMatrix(StoredMatrix):
         cls, codes: Codes, arrays: Mapping[str, Array], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> BlockMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. No parts: blocks hold all there is."""
-        return cls(codes.layout.upper(), arrays["codes"], shape, dtype, rows)
+        """See `weights.stored.StoredLayout`. Parts: factor?"""
+        return cls(codes.layout.upper(), arrays["codes"], shape, dtype, rows, arrays.get("factor"))
 
     def __init__(
         self, kind: str, data: U8, shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None = None,
+        rows: npt.NDArray[np.int64] | None = None, factor: F32 | None = None,
     ) -> None:  # fmt: skip
-        """`kind`: ggml's name of the type; `data`: all bytes of the stored tensor, any shape."""
-        super().__init__(GGML_FORMATS[kind], shape, dtype, None, rows)
+        """`kind`: ggml's name of the type; `data`: all bytes of the stored tensor, any shape; `factor` [1]: multiplies
+        everything, of a type that is no grid."""
+        format = GGML_FORMATS[kind]
+        super().__init__(format if factor is None else with_factor(format), shape, dtype, None, rows)
+        self._factor = factor
         numbers, size = BLOCKS[kind]
         self.kind, self._per = kind, shape[1] // numbers
         self._data = data.reshape(-1, self._per, size)
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        return (self._data,)
+        return (self._data,) if self._factor is None else (self._data, self._factor)
 
     def _blocks(self, rows: Rows) -> U8:
         return self._data[rows].reshape(-1, self._data.shape[2])
@@ -67,7 +72,8 @@ class BlockMatrix(StoredMatrix):
         return out.reshape(-1, self.shape[1])
 
     def _scales(self, rows: Rows) -> tuple[Array, ...]:
-        return self._levels(BLOCK_TYPES[self.kind].scales(self._blocks(rows)) if self.kind in BLOCK_TYPES else ())
+        parts = self._levels(BLOCK_TYPES[self.kind].scales(self._blocks(rows)) if self.kind in BLOCK_TYPES else ())
+        return parts if self._factor is None else (*parts, np.broadcast_to(self._factor, (len(parts[0]), 1)))
 
     def _zeros(self, rows: Rows) -> tuple[Array, ...]:
         return self._levels(BLOCK_TYPES[self.kind].zeros(self._blocks(rows)) if self.kind in BLOCK_TYPES else ())
@@ -77,9 +83,13 @@ class BlockMatrix(StoredMatrix):
         return tuple(part.reshape(-1, self._per * part.shape[1]) for part in parts)
 
     def _values(self, rows: Rows) -> F32:
+        if self._factor is not None:
+            return super()._values(rows)
         return decoded_blocks(self.kind, self._blocks(rows)).reshape(-1, self.shape[1])
 
     def fault(self) -> str | None:
+        if self._factor is not None and not np.abs(self._factor[0]) < _SAFE_FACTOR:
+            return f"is multiplied by {self._factor[0]:.3g} (the scale beside it), which makes weights infinite"
         step = max(1, _CHUNK_BLOCKS // self._per)
         with np.errstate(all="ignore"):
             for lo in range(0, self.shape[0], step):
