@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.base.small_floats import E2M1, E4M3, e8m0
-from penstock.core.matrix_format import MatrixFormat
+from penstock.core.matrix_format import MatrixFormat, Shared
 
 Array = npt.NDArray[Any]
 Rows = slice | npt.NDArray[np.int64]
@@ -94,8 +94,8 @@ class StoredMatrix(ABC):
     def _values(self, rows: Rows) -> F32:
         """(code - zero) * scale, or code * scale - zero. Layouts whose library computes otherwise say how."""
         codes = unpacked(self.format, self._codes(rows))
-        scales = _product(self._scales(rows), self.format)
-        zeros = _product(self._zeros(rows), self.format) if self.format.zeros else None
+        scales = _product(self._scales(rows), self.format.scales)
+        zeros = _product(self._zeros(rows), self.format.zeros) if self.format.zeros else None
         as_values = self.format.zeros_are == "values"
         offset = np.float32(self.format.offset)
         if self.order is not None:
@@ -141,9 +141,8 @@ def as_numbers(dtype: str, part: Array) -> F32:
     return part.astype(np.float32)
 
 
-def _product(parts: Sequence[Array], format: MatrixFormat) -> F32:
+def _product(parts: Sequence[Array], levels: Sequence[Shared]) -> F32:
     """Scales (or zeros) times the scales of these, and so on, one for each group: [n, G]."""
-    levels = format.scales if len(parts) == len(format.scales) else format.zeros
     out = as_numbers(levels[0].dtype, parts[0])
     for level, part in zip(levels[1:], parts[1:], strict=True):
         wide = as_numbers(level.dtype, part)

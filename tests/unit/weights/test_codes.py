@@ -388,9 +388,3 @@ def test_one_rule_finds_the_codes_of_every_family(tmp_path: Path, name: str, kin
     for logical, w in kept(tmp_path / "b").items():
         if isinstance(w, StoredMatrix):
             np.testing.assert_array_equal(w.values(1, 7), found[0][logical][1:7], err_msg=logical)
-
-
-def test_every_stored_format_is_tested_here() -> None:
-    assert set(STORED_FORMATS) == {kind.method for kind in KINDS.values()}
-    for name in STORED_FORMATS:
-        assert issubclass(STORED_FORMATS.get(name), StoredMatrix)
