@@ -40,6 +40,7 @@ HALF = torch.float16
 FORMS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     **{f"{bits} bits": ("pack-quantized", group(bits), torch.bfloat16) for bits in (2, 3, 4, 5, 6, 7, 8)},
     **{f"{bits} bits asymmetric": ("pack-quantized", group(bits, symmetric=False), HALF) for bits in (3, 4, 8)},
+    "4 bits float16": ("pack-quantized", group(4), HALF),
     "4 bits float32": ("pack-quantized", group(4), torch.float32),
     "4 bits of outputs": ("pack-quantized", group(4, strategy="channel", group_size=None), torch.bfloat16),
     "4 bits of outputs asymmetric": (

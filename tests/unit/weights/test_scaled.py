@@ -162,6 +162,8 @@ def test_broken_fp8_folders_are_refused(tmp_path: Path) -> None:
     refusal(lambda: open_model(folder), name, "F8_E4M3", kind=UnsupportedError)
     write_fp8(folder, **{"model.norm.weight_scale_inv": torch.ones(2, 2)})
     refusal(lambda: open_model(folder), "model.norm.weight", "is the checkpoint compressed")
+    write_fp8(folder, **{name + "_scale": torch.ones(1)})
+    refusal(lambda: open_model(folder), name, "weight_scale_inv and weight_scale", "leave one out")
     write_fp8(folder, **{name: torch.zeros(160, 200, dtype=torch.bfloat16)})
     refusal(lambda: open_model(folder), name, "BF16", "is the checkpoint compressed")
     for value in (float("nan"), float("inf"), 3e38):
