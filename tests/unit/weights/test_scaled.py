@@ -19,7 +19,7 @@ from penstock.base.small_floats import E2M1, E4M3
 from penstock.core.matrix_format import MatrixFormat, Shared
 from penstock.families.checkpoint import Codes
 from penstock.families.quantization.scaled import MXFP4
-from penstock.families.registry import open_model
+from penstock.families.registry import open_model, read_model
 from penstock.ops.stored import StoredMatrix
 from penstock.weights import load as weights_module
 from penstock.weights.load import load_weights
@@ -147,6 +147,8 @@ def test_an_fp8_folder_loads_what_torch_decodes(tmp_path: Path, wanted: str, mon
             np.testing.assert_array_equal(bits(loaded[logical]), bits(tensor.numpy()))
         else:
             np.testing.assert_array_equal(loaded[logical], tensor.bfloat16().view(torch.uint16).numpy())
+    (tmp_path / "config.json").write_bytes((tmp_path / "m" / "config.json").read_bytes())
+    assert dict(read_model(tmp_path).stored) == checkpoint.stored
     assert seen[-1][0] == seen[-1][1] == sum(ref.tensor.nbytes for ref in checkpoint.weights.values())
     assert {ref.tensor.dtype for ref in checkpoint.weights.values()} == {"BF16", "F8_E4M3"}
 
@@ -257,6 +259,10 @@ def test_a_gpt_oss_folder_in_mxfp4_computes_what_transformers_does_with_decoded_
         np.testing.assert_array_equal(weights[f"layers.1.experts.{i}.up"], theirs[:, 1::2].T)
         down = state["model.layers.1.mlp.experts.down_proj"][i].numpy()
         np.testing.assert_array_equal(weights[f"layers.1.experts.{i}.down"], down.T)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    assert dict(read_model(tmp_path / "plan").stored) == checkpoint.stored
+    assert set(checkpoint.stored.values()) == {MXFP4}
     for logical, matrix in kept(tmp_path).items():
         if ".experts." in logical and not logical.endswith("bias"):
             assert isinstance(matrix, StoredMatrix)
