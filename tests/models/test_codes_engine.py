@@ -34,6 +34,8 @@ from penstock.weights.load import load_weights
 from tests import specs
 from tests.codes import MODEL, Kind, coded, write
 from tests.native.running import each_isa
+from tests.quantised import write as write_quantised
+from tests.unit.weights.test_oracles import CASES
 
 KINDS = {
     "symmetric": Kind(), "act-order": Kind(ordered=True), "asymmetric": Kind(symmetric=False, version=2),
@@ -52,9 +54,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write(root / name, kind) for name, kind in KINDS.items()}
 
 
-def tokens(folder: Path, **more: Any) -> list[list[int]]:
+def tokens(folder: Path, vocab: int = 48, **more: Any) -> list[list[int]]:
     rng = random.Random(3)
-    prompts = [[rng.randrange(3, 48) for _ in range(n)] for n in (1, 3, 8, 13)]
+    prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in (1, 3, 8, 13)]
     llm = LLM(folder, **SMALL | more)
     found = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=24))
     return [output.outputs[0].token_ids for output in found]
@@ -70,6 +72,27 @@ def test_codes_and_their_values_say_the_same(folders: dict[str, Path], name: str
     want = tokens(dense_of(folders[name]), ops="ref", dtype="float32")
     assert len({tuple(t) for t in want}) == 4
     assert tokens(folders[name], ops=ops, dtype="float32") == want
+
+
+@pytest.mark.parametrize("case", [
+    "gptq: 3 bits act-order", "compressed-tensors: 4 bits float16", "compressed-tensors: nvfp4", "bitsandbytes: nf4",
+    "hqq: 4 bits", "modelopt: fp8", "bitsandbytes: nf4 across rows",
+])  # fmt: skip
+def test_a_matrix_of_any_library_says_the_same_on_all_operations(tmp_path: Path, case: str) -> None:
+    """Held as it is stored by the reference, natively by panels of its codes, or as its values."""
+    checkpoint = open_model(write_quantised(tmp_path / "m", CASES[case]))
+    values = load_weights(checkpoint, checkpoint.spec, "float32")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
+    places = find_family(config).weight_map(checkpoint.spec)
+    save_file(
+        {str(places[n]): np.ascontiguousarray(x) for n, x in values.items()}, tmp_path / "dense" / "model.safetensors"
+    )
+    want = tokens(tmp_path / "dense", 16, ops="ref", dtype="float32")
+    for ops in ["ref", *(["native"] if best_library() is not None else [])]:
+        assert tokens(tmp_path / "m", 16, ops=ops, dtype="float32") == want
 
 
 def native_of(folder: Path, isa: str) -> tuple[NativeForward, dict[str, Any]]:

@@ -85,8 +85,6 @@ def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) ->
     if not quantization:
         return None
     fields = quantization if isinstance(quantization, dict) else {}
-    if "quant_algo" in fields and not fields.get("quant_method"):
-        fields = fields | {"quant_method": "modelopt"}
     method = read_method(fields, told)
     if method is None:
         name = fields.get("quant_method") or "unnamed"

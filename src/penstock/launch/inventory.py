@@ -10,6 +10,7 @@ from penstock.base.registry import Registry
 from penstock.compress import CONTEXT_TRANSFORMS
 from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
+from penstock.families.quantization import METHODS
 from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
@@ -25,6 +26,7 @@ from penstock.weights.stored import STORED_FORMATS
 
 REGISTRIES: tuple[Registry[Any, Any], ...] = (
     FAMILIES,
+    METHODS,
     KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,

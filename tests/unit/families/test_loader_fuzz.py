@@ -30,10 +30,13 @@ from tests.blocks import write_blocks
 from tests.codes import Kind, write
 from tests.ggml import gguf_bytes
 from tests.models.test_ternary import write_ternary
+from tests.quantised import golden
+from tests.quantised import write as write_quantised
 from tests.shared import shared
 from tests.unit.families.test_families import TINY, tiny_tensors
 from tests.unit.families.test_gguf import METADATA, mixture, model_metadata, model_tensors
 from tests.unit.formats.test_formats import write_llama2c, write_tokenizer
+from tests.unit.weights.test_oracles import compressed
 
 HUNT = os.environ.get("PENSTOCK_FUZZ_EXAMPLES")
 FUZZ = settings(
@@ -111,6 +114,13 @@ def codes_folder(folder: Path, kind: Kind) -> Folder:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def quantised_folder(folder: Path, case: str) -> Folder:
+    """One matrix as a library stored it."""
+    name, _, form = case.partition(": ")
+    write_quantised(folder, compressed(form) if name == "compressed-tensors" else golden(name)[form])
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def int8_llama(path: Path) -> None:
     """A version 2 file of llama2.c: dim 8, hidden 16, one layer, 2 heads, 1 kv head, 8 tokens, groups of 4."""
     e, f, kv, v, group = 8, 16, 4, 8, 4
@@ -150,6 +160,25 @@ MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     "gptq": ("model.safetensors", lambda folder: codes_folder(folder, Kind(symmetric=False, ordered=True))),
     "gptq symmetric": ("model.safetensors", lambda folder: codes_folder(folder, Kind())),
     "awq": ("model.safetensors", lambda folder: codes_folder(folder, Kind("awq"))),
+    **{
+        case: ("model.safetensors", lambda folder, case=case: quantised_folder(folder, case))
+        for case in (
+            "gptq: 3 bits act-order",
+            "bitsandbytes: nf4 nested",
+            "bitsandbytes: int8",
+            "hqq: 4 bits",
+            "hqq: 3 bits axis 0",
+            "modelopt: nvfp4",
+            "compressed-tensors: 3 bits asymmetric",
+            "compressed-tensors: fp8 of outputs",
+            "compressed-tensors: mxfp4",
+        )
+    },
+    "compressed config": ("config.json", lambda folder: quantised_folder(folder, "compressed-tensors: nvfp4")),
+    "auto-round config": ("config.json", lambda folder: quantised_folder(folder, "auto_round: auto_awq 4 bits")),
+    "bitsandbytes config": ("config.json", lambda folder: quantised_folder(folder, "bitsandbytes: fp4")),
+    "hqq config": ("config.json", lambda folder: quantised_folder(folder, "hqq: 2 bits")),
+    "modelopt config": ("config.json", lambda folder: quantised_folder(folder, "modelopt: fp8")),
     "gptq config": ("config.json", lambda folder: codes_folder(folder, Kind())),
     "awq config": ("config.json", lambda folder: codes_folder(folder, Kind("awq"))),
     "gguf": ("m.gguf", lambda _: gguf("F32", METADATA | model_metadata() | VOCABULARY, model_tensors())),
@@ -163,7 +192,7 @@ MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     "llama2c int8": ("m.bin", from_files(lambda folder: int8_llama(folder / "m.bin"))),
     "ternary": ("m.bin", from_files(lambda folder: write_ternary(folder / "m.bin"))),
 }
-TEXTS = {"index", "config", "generation config", "tokenizer config", "gptq config", "awq config"}
+TEXTS = {"index", *(name for name in MADE if name.endswith("config"))}
 """Hardly any change of a byte leaves these whole; their values are changed by `test_fuzz_json`. (That a tokenizer of
 llama2.c is broken only shows when it is loaded: a model without one can be opened.)"""
 
@@ -223,7 +252,8 @@ CHANGES = st.lists(st.tuples(st.integers(0, 2**16), st.sampled_from(["set", "set
                    min_size=1, max_size=3)  # fmt: skip
 NEW_KEYS = ("rope_scaling", "rope_parameters", "head_dim", "sliding_window", "layer_types", "quantization_config", "x",
             "num_local_experts", "partial_rotary_factor", "auto_map", "dtype", "dynamic", "sym", "group_size",
-            "version")  # fmt: skip
+            "version", "format", "config_groups", "ignore", "weights", "quant_algo", "extra_config",
+            "quant_config")  # fmt: skip
 
 
 def changed(value: dict[str, Any], changes: list[tuple[int, str, Any]]) -> dict[str, Any]:
@@ -345,7 +375,7 @@ def test_fuzz_json(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> N
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("loader", ["safetensors", "fp8", "gptq", "awq"])
+@pytest.mark.parametrize("loader", ["safetensors", "fp8", "gptq", "awq", *(name for name in MADE if ": " in name)])
 def test_fuzz_safetensors_headers(valid: dict[str, tuple[Path, Path, bytes]], loader: str) -> None:
     """The header stays JSON, and its length is right: what it says is wrong."""
     folder, file, data = valid[loader]

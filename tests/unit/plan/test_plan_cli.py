@@ -132,9 +132,9 @@ def test_models_that_cannot_be_planned_are_one_sentence(folder: Path) -> None:
     assert "attention_magic" in refusal(attention_magic=0.5)
     assert "'gptq'" in refusal(quantization_config={"quant_method": "gptq"})
     assert "there is no model" in refusal(folder / "nothing.json")
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    assert "'FP8'" in refusal()
-    assert "'FP8'" in refusal(folder / "config.json")
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    assert "W4A8_AWQ" in refusal()
+    assert "W4A8_AWQ" in refusal(folder / "config.json")
 
 
 def test_a_folder_with_weights_is_checked_as_it_is_before_a_run(folder: Path) -> None:

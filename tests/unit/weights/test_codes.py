@@ -33,7 +33,6 @@ from penstock.families.quantization import read_method
 from penstock.families.quantization.gather import is_rows
 from penstock.families.quantization.grouped import Grouped
 from penstock.families.registry import find_family, open_model, read_model
-from penstock.formats.ggml import GGML_FORMATS
 from penstock.launch.build import plan_of
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library
@@ -389,10 +388,3 @@ def test_one_rule_finds_the_codes_of_every_family(tmp_path: Path, name: str, kin
     for logical, w in kept(tmp_path / "b").items():
         if isinstance(w, StoredMatrix):
             np.testing.assert_array_equal(w.values(1, 7), found[0][logical][1:7], err_msg=logical)
-
-
-def test_every_stored_format_is_tested_here() -> None:
-    in_blocks = {name.lower() for name in GGML_FORMATS}  # test_ggml_blocks.py
-    assert set(STORED_FORMATS) == {kind.method for kind in KINDS.values()} | in_blocks
-    for name in STORED_FORMATS:
-        assert issubclass(STORED_FORMATS.get(name), StoredMatrix)

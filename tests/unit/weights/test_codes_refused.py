@@ -19,7 +19,7 @@ from tests.unit.formats.test_formats import refusal
 
 
 @pytest.mark.parametrize(("kind", "change", "says"), [
-    (Kind(), {"bits": 3}, "bits 3"), (Kind(), {"bits": 2}, "bits 2"), (Kind(), {"bits": True}, "bits True"),
+    (Kind(), {"bits": 5}, "bits 5"), (Kind(), {"bits": 16}, "bits 16"), (Kind(), {"bits": True}, "bits True"),
     (Kind(), {"bits": "4"}, "bits 4"), (Kind(), {"bits": None}, "bits None"),
     (Kind(), {"group_size": 0}, "group_size 0"),
     (Kind(), {"group_size": -2}, "group_size -2"), (Kind(), {"group_size": 10**30}, "group_size 1000"),

@@ -27,7 +27,7 @@ _ALIASES = {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt", "model
 
 def read_method(given: Mapping[str, object], where: str) -> Method | None:
     """None for a method that none of these is. Raises UnsupportedError for a kind that is not read, by its field."""
-    name = given.get("quant_method")
+    name = given.get("quant_method") or ("modelopt" if given.get("quant_algo") else None)
     known = _ALIASES.get(name, name) if isinstance(name, str) else None
     if known is None or known not in METHODS.names():
         return None

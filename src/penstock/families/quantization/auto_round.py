@@ -57,7 +57,8 @@ def read(settings: Settings) -> Grouped:
             raise settings.refused(
                 f"packing_format {packing} with other than 4 bits; export it as auto_round:auto_gptq"
             )
-        return Grouped("auto-round", "awq", (4,), group, settings.where, by_shape=bool(extra))
+        lm_head = settings.flag("quant_lm_head", False)
+        return Grouped("auto-round", "awq", (4,), group, settings.where, by_shape=bool(extra), lm_head=lm_head)
     return Grouped(
         "auto-round",
         "gptq",

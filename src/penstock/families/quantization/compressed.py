@@ -24,6 +24,8 @@ _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
 )  # fmt: skip
+_BYTES = ("int-quantized", "naive-quantized")
+"""Integers that are a byte each, not packed."""
 _FIELDS = {
     "quant_method", "format", "config_groups", "ignore", "quantization_status", "kv_cache_scheme", "sparsity_config",
     "global_compression_ratio", "version", "transform_config", "quantization_version", "run_compressed", "dequantize",
@@ -204,7 +206,7 @@ def _scheme(settings: Settings, name: str, given: object) -> Scheme | None:
     shared = Shared("bfloat16", 0, 0) if tensor else Shared("bfloat16", 1, columns)
     if strategy == "block":
         shared = Shared("bfloat16", *_block(weights))
-    packed = kind == "int" and (group.get("format") or settings.get("format")) != "int-quantized"
+    packed = kind == "int" and (group.get("format") or settings.get("format")) not in _BYTES
     if kind == "float":
         if bits == 4:
             format = NVFP4 if columns == 16 else MXFP4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.base.errors import ModelError
 from penstock.core.matrix_format import MatrixFormat, Shared
 from penstock.families.checkpoint import Codes
 from penstock.families.quantization.method import ACTIVATIONS, Module
@@ -37,6 +38,10 @@ class Fp8:
 
     def matrix(self, module: Module) -> tuple[TensorRef, Codes]:
         """See `Method.matrix`."""
+        if all(module.get(mark) is not None for mark in self.marks):
+            raise ModelError(
+                f"{module.where} is beside weight_scale_inv and weight_scale, of one matrix: leave one out"
+            )
         return byte_matrix(module, ".weight", module.subject, [self.block] if self.block[1] else [])
 
     def expected(self, stored: str, shape: tuple[int, int]) -> MatrixFormat | None:

@@ -61,6 +61,12 @@ class Grouped:
             raise ModelError(
                 f"{where} is {words.dtype} of shape {quoted(words.shape)}; int32 words of a matrix are needed"
             )
+        other = self._other(words, scales)
+        if other:
+            raise ModelError(
+                f"{where} and its scales of shape {quoted(scales.shape)} do not go together as those of {self.method} "
+                f"do; they would fit the quant_method {other}"
+            )
         bits = next((b for b in self.bits if self._fits(b, words, zeros, order)), self.bits[0])
         n, k = self._shape(words, bits)
         group = self.group
@@ -76,7 +82,7 @@ class Grouped:
             if ref is not None and (ref.shape != shape or (part != ".scales" and ref.dtype != "I32")):
                 raise ModelError(
                     f"{where} stands for a matrix of {n} x {k} in groups of {group or k}, but its {part[1:]} is "
-                    f"{ref.dtype} of shape {quoted(ref.shape)}; {shape} is needed{self._perhaps(words, scales)}"
+                    f"{ref.dtype} of shape {quoted(ref.shape)}; {shape} is needed"
                 )
         if scales.dtype not in LOADABLE_DTYPES:
             raise ModelError(f"{where} has scales of type {scales.dtype}; {', '.join(LOADABLE_DTYPES)} are read")
@@ -94,13 +100,11 @@ class Grouped:
         n, k = self._shape(words, bits)
         return zeros.shape[1:] == (num_words(n, bits),) and (order is None or order.shape == (k,))
 
-    def _perhaps(self, words: TensorRef, scales: TensorRef) -> str:
-        """A word on what the tensors look like instead: the two layouts are each other's on their side."""
-        if self.layout == "gptq" and scales.shape[-1] == words.shape[1] * 8:
-            return " (they would fit AWQ: quant_method awq)"
-        if self.layout == "awq" and scales.shape[-1] == words.shape[1]:
-            return " (they would fit GPTQ: quant_method gptq)"
-        return ""
+    def _other(self, words: TensorRef, scales: TensorRef) -> str:
+        """The method that the tensors look like instead, if they do: the two layouts have their words turned."""
+        if self.layout == "gptq" and scales.shape[1] == words.shape[1] * 8:
+            return "awq"
+        return "gptq" if self.layout == "awq" and scales.shape[1] == words.shape[1] else ""
 
 
 def overrides(settings: Settings, patterns: object) -> list[Mapping[str, object]]:

@@ -113,11 +113,11 @@ def read(settings: Settings) -> Hqq:
     for name in ("scale_quant_params", "zero_quant_params"):
         if config.given.get(name):
             raise settings.refused(f"{name}; scales and zero points that are not quantised are read")
-    weights = config.given.get("weight_quant_params")
-    usual = None
-    if isinstance(weights, dict) and weights.get("axis") == 1 and weights.get("nbits") in _PACKING:
-        own = config.inner(weights, "weight_quant_params")
-        group = own.group("group_size") if weights.get("group_size") is not None else 0
-        shared = (Shared("float16", 1, group),)
-        usual = MatrixFormat("uint", own.bits(tuple(_PACKING), "nbits"), shared, shared)
-    return Hqq(usual, settings.names("skip_modules"))
+    spared, weights = settings.names("skip_modules"), config.given.get("weight_quant_params")
+    if not weights:  # each kind of module has its own, which a plan does without
+        return Hqq(None, spared)
+    own = config.inner(weights, "weight_quant_params")
+    bits = own.bits(tuple(_PACKING), "nbits")
+    shared = (Shared("float16", 1, own.group("group_size") if own.get("group_size") is not None else 0),)
+    runs = own.one_of("axis", (0, 1)) == 1
+    return Hqq(MatrixFormat("uint", bits, shared, shared) if runs else None, spared)

@@ -29,6 +29,9 @@ _PER_CODE = np.float32(7.874015718698502e-3)
 class ByteMatrix(StoredMatrix):
     """See the module."""
 
+    _most = 256.0
+    """What a code less its zero point stays below, of integers."""
+
     @classmethod
     def over(
         cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
@@ -72,7 +75,7 @@ class ByteMatrix(StoredMatrix):
     def fault(self) -> str | None:
         """See `StoredMatrix.fault`. Of E4M3 one code is NaN, so all codes are looked at."""
         is_int = self.format.code == "int"
-        found = scale_fault(self, 256.0 if is_int else 448.0)
+        found = scale_fault(self, self._most if is_int else 448.0)
         if found or is_int:
             return found
         step = max(1, _CHUNK // max(1, self.shape[1]))
@@ -85,6 +88,8 @@ class ByteMatrix(StoredMatrix):
 
 class ScbMatrix(ByteMatrix):
     """The int8 of bitsandbytes. `scales` are SCB / 127, rounded; `values` are in the order of its own operations."""
+
+    _most = 128.0 * 128.0  # the product comes before the division
 
     def _scales(self, rows: Rows) -> tuple[npt.NDArray[Any]]:
         (most,) = super()._scales(rows)

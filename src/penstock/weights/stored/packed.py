@@ -73,5 +73,6 @@ class PackedMatrix(StoredMatrix):
     def fault(self) -> str | None:
         """See `StoredMatrix.fault`. Codes themselves are never wrong."""
         groups = self._scale_rows.shape[1]
-        found = scale_fault(self, 2.0**self.format.bits)
+        signed = self._zero_words is not None and self._zero_words.dtype == np.int8  # and beyond what a code can be
+        found = scale_fault(self, 2.0**self.format.bits + (256 if signed else 0))
         return found or order_fault(self, self._order, groups, "set actorder group in its quantization_config")

@@ -10,16 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.base.errors import UnsupportedError
-from penstock.families.quantized import is_readable
-from penstock.families.registry import open_model
+from penstock.base.small_floats import E2M1, E4M3
+from penstock.core.matrix_format import MatrixFormat, Shared
+from penstock.families.checkpoint import Codes
+from penstock.families.quantization.scaled import MXFP4
+from penstock.families.registry import open_model, read_model
+from penstock.ops.stored import StoredMatrix
 from penstock.weights import load as weights_module
 from penstock.weights.load import load_weights
-from penstock.weights.stored.scaled import E2M1, E4M3, fp8, mxfp4
+from penstock.weights.stored.eight import ByteMatrix
+from penstock.weights.stored.fp4 import Fp4Matrix
+from tests.codes import kept
 from tests.paged import Paged
 from tests.unit.families.test_families import TINY, tiny_tensors
 from tests.unit.formats.test_formats import refusal
@@ -43,17 +49,23 @@ def test_every_code_has_the_value_that_torch_gives_it() -> None:
     assert sorted(set(E2M1)) == [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (300, 64), (5, 1000)])
-@pytest.mark.parametrize("chunk", [100, 1 << 20])
-def test_fp8_blocks_equal_torch(shape: tuple[int, int], chunk: int) -> None:
+@pytest.mark.parametrize("block", [(128, 128), (64, 32), (1, 0), (0, 0)])
+@pytest.mark.parametrize("shape", [(128, 128), (130, 257), (300, 64), (5, 1000)])
+def test_fp8_of_blocks_equals_torch(shape: tuple[int, int], block: tuple[int, int]) -> None:
     torch.manual_seed(1)
     stored = (torch.randn(shape) * 30).to(torch.float8_e4m3fn)
-    scales = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.01
-    wide = scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    rows, columns = block[0] or shape[0], block[1] or shape[1]
+    scales = torch.rand(-(-shape[0] // rows), -(-shape[1] // columns)) + 0.01
+    wide = scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
+    codes = Codes("bytes", MatrixFormat("e4m3", 8, (Shared("float32", *block),)))
+    arrays = {"codes": stored.view(torch.uint8).numpy().reshape(-1), "scales": scales.numpy()}
+    made = ByteMatrix.over(codes, arrays, shape, np.dtype(np.float32), None)
     want = (stored.float() * wide).numpy()
-    parts = list(fp8(stored.view(torch.uint8).numpy().reshape(-1), shape, scales.numpy(), chunk))
-    assert len(parts) > 1 or chunk > 100 or shape[0] == 1
-    np.testing.assert_array_equal(bits(np.concatenate(parts).reshape(shape)), bits(want))
+    np.testing.assert_array_equal(bits(made.values()), bits(want))
+    np.testing.assert_array_equal(bits(made.values(2, 4)), bits(want[2:4]))
+    assert made.fault() is None
+    some = ByteMatrix.over(codes, arrays, (2, shape[1]), np.dtype(np.float32), np.array([4, 1]))
+    np.testing.assert_array_equal(bits(some.values()), bits(want[[4, 1]]))
 
 
 def scalar_mxfp4(code: int, exponent: int) -> float:
@@ -63,24 +75,34 @@ def scalar_mxfp4(code: int, exponent: int) -> float:
     return float((-1) ** sign * value * Fraction(2) ** (exponent - 127))
 
 
-@pytest.mark.parametrize("chunk", [40, 1 << 20])
-def test_mxfp4_equals_the_specification_and_transformers(chunk: int) -> None:
+def test_mxfp4_equals_the_specification_and_transformers() -> None:
     rng = np.random.default_rng(2)
     blocks = rng.integers(0, 256, (2, 6, 3, 16), dtype=np.uint8)
     scales = rng.integers(100, 150, (2, 6, 3), dtype=np.uint8)
-    got = np.concatenate(list(mxfp4(blocks.reshape(-1), scales, chunk)))
+    got = stack(blocks, scales).values().reshape(2, 6, 96)
     want = [
         scalar_mxfp4(int(byte) >> shift & 15, int(scale))
         for block, scale in zip(blocks.reshape(-1, 16), scales.reshape(-1), strict=True)
         for byte in block for shift in (0, 4)
     ]  # fmt: skip
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got.reshape(-1), want)
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
-    np.testing.assert_array_equal(got.reshape(2, 6, 96).swapaxes(1, 2), theirs.numpy())
-    with np.errstate(over="ignore"):
-        ends = np.concatenate(list(mxfp4(np.full(32, 7, np.uint8), np.array([0, 255], np.uint8), chunk)))
-    assert ends[0] == 6 * 2.0**-127
-    assert np.isnan(ends[32:]).all()
+    np.testing.assert_array_equal(got.swapaxes(1, 2), theirs.numpy())
+    np.testing.assert_array_equal(stack(blocks, scales, rows=np.array([7, 2])).values(), got.reshape(12, 96)[[7, 2]])
+    least = stack(np.full((1, 1, 1, 16), 0x77, np.uint8), np.zeros((1, 1, 1), np.uint8))
+    assert least.values()[0, 0] == 6 * 2.0**-127
+    assert least.fault() is None
+    for exponent in (253, 255):
+        broken = stack(blocks, np.full((2, 6, 3), exponent, np.uint8))
+        assert "NaN or infinity" in str(broken.fault())
+
+
+def stack(blocks: np.ndarray, scales: np.ndarray, rows: np.ndarray | None = None) -> Fp4Matrix:
+    """All experts, one below the other, or `rows` of that."""
+    codes = Codes("fp4", MXFP4, numbers={"divides": 0.0})
+    arrays = {"codes": blocks.reshape(-1), "scales": scales}
+    shape = (scales[..., 0].size if rows is None else len(rows), scales.shape[-1] * 32)
+    return Fp4Matrix.over(codes, arrays, shape, np.dtype(np.float32), rows)
 
 
 # --- folders
@@ -125,6 +147,8 @@ def test_an_fp8_folder_loads_what_torch_decodes(tmp_path: Path, wanted: str, mon
             np.testing.assert_array_equal(bits(loaded[logical]), bits(tensor.numpy()))
         else:
             np.testing.assert_array_equal(loaded[logical], tensor.bfloat16().view(torch.uint16).numpy())
+    (tmp_path / "config.json").write_bytes((tmp_path / "m" / "config.json").read_bytes())
+    assert dict(read_model(tmp_path).stored) == checkpoint.stored
     assert seen[-1][0] == seen[-1][1] == sum(ref.tensor.nbytes for ref in checkpoint.weights.values())
     assert {ref.tensor.dtype for ref in checkpoint.weights.values()} == {"BF16", "F8_E4M3"}
 
@@ -132,14 +156,18 @@ def test_an_fp8_folder_loads_what_torch_decodes(tmp_path: Path, wanted: str, mon
 def test_broken_fp8_folders_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     folder = tmp_path / "m"
-    write_fp8(folder, **{name + "_scale_inv": torch.ones(1, 1)})
-    refusal(lambda: open_model(folder), name, "do not go with it")
+    write_fp8(folder, **{name + "_scale_inv": torch.ones(1, 2)})
+    refusal(lambda: open_model(folder), name, "(1, 2)", "128 x 128 of a matrix of 160 x 200")
     write_fp8(folder, **{name + "_scale_inv": torch.ones(2, 2, dtype=torch.int8)})
-    refusal(lambda: open_model(folder), name, "do not go with it")
+    refusal(lambda: open_model(folder), name, "weight_scale_inv of type I8")
     write_fp8(folder, **{name + "_scale_inv": None})
     refusal(lambda: open_model(folder), name, "F8_E4M3", kind=UnsupportedError)
     write_fp8(folder, **{"model.norm.weight_scale_inv": torch.ones(2, 2)})
-    refusal(lambda: open_model(folder), "model.norm.weight_scale_inv", kind=UnsupportedError)
+    refusal(lambda: open_model(folder), "model.norm.weight", "is the checkpoint compressed")
+    write_fp8(folder, **{name + "_scale": torch.ones(1)})
+    refusal(lambda: open_model(folder), name, "weight_scale_inv and weight_scale", "leave one out")
+    write_fp8(folder, **{name: torch.zeros(160, 200, dtype=torch.bfloat16)})
+    refusal(lambda: open_model(folder), name, "BF16", "is the checkpoint compressed")
     for value in (float("nan"), float("inf"), 3e38):
         write_fp8(folder, **{name + "_scale_inv": torch.full((2, 2), value)})
         checkpoint = open_model(folder)
@@ -151,16 +179,49 @@ def test_broken_fp8_folders_are_refused(tmp_path: Path) -> None:
     refusal(lambda: load_weights(checkpoint, checkpoint.spec, "bfloat16"), name, "NaN or infinity")
 
 
-@pytest.mark.parametrize("change", [
-    {"weight_block_size": [64, 64]}, {"weight_block_size": None}, {"activation_scheme": "static"}, {"fmt": "e5m2"},
-    {"quant_method": "fbgemm_fp8"}, {"quant_method": None}, {"kv_cache_scheme": "fp8"}, {"quantized_layers": {}},
+@pytest.mark.parametrize("form", ["the matrix", "the outputs", "the outputs as a vector", "static", "fbgemm", "ue8m0"])
+def test_fp8_of_the_matrix_and_of_outputs_is_read(tmp_path: Path, form: str) -> None:
+    """Scales of inputs, which others round as they go, are read over."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    scale = {"the outputs": torch.rand(160, 1) + 1, "the outputs as a vector": torch.rand(160) + 1}.get(
+        form, torch.tensor(0.5)
+    )
+    config = {"quant_method": "fp8", "activation_scheme": "static" if form == "static" else "dynamic"}
+    more = {name + "_scale_inv": None, name + "_scale": scale}
+    wide = scale.reshape(-1, 1)
+    if form == "fbgemm":
+        config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": None}
+        more[name + "_scale"] = wide = torch.rand(160, 1) + 1
+    elif form == "static":
+        more[name.replace("weight", "input_scale")] = torch.tensor(2.0)
+    elif form == "ue8m0":
+        config |= {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+        exponents = torch.tensor([[126, 127], [128, 120]], dtype=torch.uint8)
+        more = {name + "_scale_inv": exponents.view(torch.float8_e8m0fnu)}
+        wide = exponents.view(torch.float8_e8m0fnu).float().repeat_interleave(128, 0)[:160]
+        wide = wide.repeat_interleave(128, 1)[:, :200]
+    write_fp8(tmp_path / "m", **more)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    if form != "ue8m0":
+        tensors = {k: v for k, v in tensors.items() if not k.endswith("_scale_inv")}
+        tensors = {k: v.bfloat16() if "proj" in k and "down" not in k else v for k, v in tensors.items()}
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(160, 200, dtype=torch.bfloat16)
+        save_file(tensors, tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text(json.dumps(WIDE | {"quantization_config": config}))
+    found = kept(tmp_path / "m")["layers.1.down"]
+    assert isinstance(found, StoredMatrix)
+    np.testing.assert_array_equal(bits(found.values()), bits((tensors[name].float() * wide).numpy()))
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"weight_block_size": [0, 64]}, "weight_block_size"), ({"weight_block_size": "128"}, "weight_block_size"),
+    ({"activation_scheme": "hybrid"}, "activation_scheme"), ({"fmt": "e5m2"}, "fmt e5m2"),
+    ({"quant_method": "quark"}, "'quark'"), ({"quant_method": None}, "unnamed"), ({"expert_dtype": "fp4"}, "fp4"),
+    ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme"),
 ])  # fmt: skip
-def test_other_kinds_of_fp8_are_refused_by_name(tmp_path: Path, change: dict[str, Any]) -> None:
-    assert is_readable(FP8)
-    assert not is_readable(FP8 | change)
+def test_other_kinds_of_fp8_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     write_fp8(tmp_path / "m", FP8 | change)
-    method = (FP8 | change)["quant_method"] or "unnamed"
-    refusal(lambda: open_model(tmp_path / "m"), method, kind=UnsupportedError)
+    refusal(lambda: open_model(tmp_path / "m"), says, kind=UnsupportedError)
 
 
 def test_a_gpt_oss_folder_in_mxfp4_computes_what_transformers_does_with_decoded_weights(tmp_path: Path) -> None:
@@ -198,6 +259,14 @@ def test_a_gpt_oss_folder_in_mxfp4_computes_what_transformers_does_with_decoded_
         np.testing.assert_array_equal(weights[f"layers.1.experts.{i}.up"], theirs[:, 1::2].T)
         down = state["model.layers.1.mlp.experts.down_proj"][i].numpy()
         np.testing.assert_array_equal(weights[f"layers.1.experts.{i}.down"], down.T)
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    assert dict(read_model(tmp_path / "plan").stored) == checkpoint.stored
+    assert set(checkpoint.stored.values()) == {MXFP4}
+    for logical, matrix in kept(tmp_path).items():
+        if ".experts." in logical and not logical.endswith("bias"):
+            assert isinstance(matrix, StoredMatrix)
+            np.testing.assert_array_equal(matrix.values(), weights[logical])
     ids = rng.integers(0, 40, 30).tolist()
     with torch.no_grad():
         want = model(torch.tensor([ids])).logits[0].numpy()
@@ -206,10 +275,10 @@ def test_a_gpt_oss_folder_in_mxfp4_computes_what_transformers_does_with_decoded_
     np.testing.assert_allclose(got, want, atol=2e-4)
     shaped = stored | {"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(3, 32, 1, dtype=torch.uint8)}
     save_file(shaped, tmp_path / "model.safetensors")
-    refusal(lambda: open_model(tmp_path), "model.layers.0.mlp.experts.down_proj_scales", "do not go with it")
+    refusal(lambda: open_model(tmp_path), "model.layers.0.mlp.experts.down_proj_blocks", "scales of type U8")
     name = "model.embed_tokens.weight"
     odd = {k: v for k, v in stored.items() if k != name}
     odd |= {name + "_blocks": torch.zeros(1, 40, 1, 16, dtype=torch.uint8),
             name + "_scales": torch.zeros(1, 40, 1, dtype=torch.uint8)}  # fmt: skip
     save_file(odd, tmp_path / "model.safetensors")
-    refusal(lambda: open_model(tmp_path), name, "MXFP4", kind=UnsupportedError)
+    refusal(lambda: open_model(tmp_path), name, "of a stack that a weight has whole", kind=UnsupportedError)
