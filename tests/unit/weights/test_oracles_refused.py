@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.base.errors import UnsupportedError
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.families.quantization.settings import is_spared
 from penstock.families.registry import open_model
 from penstock.weights.load import load_weights
