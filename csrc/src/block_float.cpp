@@ -279,26 +279,20 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
 
 namespace {
 
-template <void (*PREPARE)(const float*, int, int, uint8_t*)>
-void prepare(const float* x, int cols, int group, uint8_t* data, float*, int32_t*) {
-    PREPARE(x, cols, group, data);
-}
-int32_t no_groups(int, int) { return 0; }
-
-constexpr Product S8{PST_M_BLOCK, PST_A_I8, MAX_TILE_ROWS, row_bytes_s8, no_groups, prepare<prepare_blocks_s8>,
+constexpr Product S8{PST_M_BLOCK, PST_A_I8, MAX_TILE_ROWS, row_bytes_s8, prepare_blocks_s8,
                      block_kernel_s8, nullptr, nullptr, nullptr, 0};
-constexpr Product F32{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_f32>,
+constexpr Product F32{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_f32,
                       kernel<Widened>, nullptr, nullptr, nullptr, 0};
-constexpr Product F32_FLOATS{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_f32>,
+constexpr Product F32_FLOATS{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_f32,
                              kernel<Floats>, nullptr, nullptr, nullptr, 0};
-constexpr Product ROUNDED_FLOATS{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, no_groups,
-                                 prepare<prepare_blocks_rounded>, kernel<Floats>, nullptr, nullptr, nullptr, 0};
+constexpr Product ROUNDED_FLOATS{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, 
+                                 prepare_blocks_rounded, kernel<Floats>, nullptr, nullptr, nullptr, 0};
 #if defined(__AVX512BF16__)
 int64_t row_bytes_bf16(int cols, int group) { return BlockRow(cols, group, 2).bytes; }
-constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_bf16, no_groups, prepare<prepare_blocks_bf16>,
+constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_bf16, prepare_blocks_bf16,
                        kernel<Pairs>, nullptr, nullptr, nullptr, 0};
 #else
-constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_rounded>,
+constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_rounded,
                        kernel<Widened>, nullptr, nullptr, nullptr, 0};
 #endif
 
