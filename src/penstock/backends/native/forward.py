@@ -22,7 +22,6 @@ from penstock.ops.plan import Planes, StepPlan
 from penstock.ops.stored import same_order
 from penstock.weights.load import release_pages
 
-
 _RELEASE_BYTES = 128 << 20
 
 
