@@ -192,7 +192,8 @@ constexpr Few BY_ROWS[FEW_ROWS] = {few_rows<Source, X, HALVES, 1>, few_rows<Sour
 
 // Null where codes are made ready even for few rows.
 template <class X>
-const Few* find_few(const BlockShape& s) {
+const Few* find_few([[maybe_unused]] const BlockShape& s) {
+#if defined(__AVX2__)
     if constexpr (X::INPUTS == 2) {
 #if defined(__AVX512F__)
         if (s.code == PST_C_U4 || s.code == PST_C_T4)
@@ -203,12 +204,9 @@ const Few* find_few(const BlockShape& s) {
         if (s.group == 16) return nullptr;
         if (s.code == PST_C_U8) return BY_ROWS<Whole<Code8>, X, false>;
         if (s.code == PST_C_E4M3) return BY_ROWS<SmallFloats, X, false>;
-    }
+    } else if (s.group != 16) return BY_ROWS<TableFloats, Widened, false>;
+#endif
     return nullptr;
-}
-template <>
-const Few* find_few<Floats>(const BlockShape& s) {
-    return s.group == 16 ? nullptr : BY_ROWS<TableFloats, Widened, false>;
 }
 
 // ---- many

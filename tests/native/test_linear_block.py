@@ -111,7 +111,7 @@ def test_integer_products(isa: str, name: str, longer: bool) -> None:
 @each_isa
 @each_format
 @pytest.mark.parametrize("act", [Act.F32, Act.BF16], ids=["f32", "bf16"])
-def test_weight_only(isa: str, name: str, act: Act) -> None:
+def test_C89_E01_weight_only(isa: str, name: str, act: Act) -> None:
     key = FORMATS[name]
     k = columns(key)
     x = normal(4, 9, k)

@@ -1,4 +1,4 @@
-"""Floats rounded to codes of 8 and 4 bits while they are packed: which values, which scales, on every instruction set."""
+"""Floats rounded to codes of 8 and 4 bits while they are packed: the same on every instruction set."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from benchmarks.common import clock_of, figures, ms, take_turns
 
 from penstock.base.bf16 import F32, narrow, widen
-from penstock.core.matrix_format import parse_scheme
-from penstock.core.panels import panels_of
+from penstock.core.panels import Panels
 from penstock.ops.blas import linear as blas_linear
 from penstock.ops.native.abi import Act, Format, Kind, StepArgs
 from penstock.ops.native.matrix import Packed, pack
@@ -21,12 +20,12 @@ from penstock.ops.ref import REF
 
 SHAPES = {"qkv": (896, 1152), "out": (896, 896), "gate+up": (896, 9728), "down": (4864, 896), "lm head": (896, 151936)}
 """[K, N] of Qwen2.5-0.5B."""
-FORMATS = {
-    "f32": (Format.F32, Act.F32, None), "bf16": (Format.BF16, Act.BF16, None), "i8": (Format.BLOCK, Act.I8, "int8-wo"),
-    "i4": (Format.BLOCK, Act.I8, "int4-wo:128"), "i8-wo": (Format.BLOCK, Act.BF16, "int8-wo"),
-    "i4-wo": (Format.BLOCK, Act.BF16, "int4-wo:64"),
+EIGHT = Panels("U8", 0, "F32", "NONE", 128)
+FORMATS: dict[str, tuple[Format, Act, Panels | None]] = {
+    "f32": (Format.F32, Act.F32, None), "bf16": (Format.BF16, Act.BF16, None), "i8": (Format.BLOCK, Act.I8, EIGHT),
+    "i4": (Format.BLOCK, Act.I8, Panels("U4", 128, "F16", "NONE", 8)), "i8-wo": (Format.BLOCK, Act.BF16, EIGHT),
+    "i4-wo": (Format.BLOCK, Act.BF16, Panels("U4", 64, "F16", "NONE", 8)),
 }  # fmt: skip
-"""Weights, activations, and the scheme that rounds the weights."""
 ERRORS = {"f32": 1e-5, "bf16": 2e-2, "i8": 3e-2, "i4": 0.5, "i8-wo": 2e-2, "i4-wo": 0.5}
 """Largest error of an output over the largest output. The tests are tighter, and know each format's rounding."""
 GRID_ROWS = (1, 2, 4, 6, 8, 12, 16, 32, 64)
@@ -45,8 +44,7 @@ def matrix(k: int, n: int) -> Weights:
 
 def packed(pool: Pool, fmt: str, w: Weights) -> Packed:
     """`w` in a format. Without products of bfloat16 rows stay float32, as in a model."""
-    kind, act, scheme = FORMATS[fmt]
-    panels = None if scheme is None else panels_of(parse_scheme(scheme).format, w.shape[1])
+    kind, act, panels = FORMATS[fmt]
     if act is Act.BF16 and pool.library.pst_isa_name() != b"avx512bf16":
         act = Act.F32
     return pack(pool.library, [widen(w) if kind is Format.F32 else w], kind, act, panels=panels)
