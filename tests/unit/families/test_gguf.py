@@ -269,7 +269,9 @@ def test_rope_scaling_is_read_or_refused(tmp_path: Path) -> None:
     factors = (1.0, 2.0, 4.0, 8.0)
     same = {"short_factor": factors, "long_factor": factors, "original_max_position": 64}
     assert rope(with_factors) == Rope(kind="longrope", **same, **base)
-    lists = {f"rope_factors_{end}.weight": with_factors["rope_freqs.weight"] * n for end, n in (("short", 1), ("long", 2))}
+    lists = {
+        f"rope_factors_{end}.weight": with_factors["rope_freqs.weight"] * n for end, n in (("short", 1), ("long", 2))
+    }
     want = {"short_factor": factors, "long_factor": (2.0, 4.0, 8.0, 16.0), "attention_factor": 1.5}
     long = rope(model_tensors() | lists, rope__scaling__attn_factor=1.5, rope__scaling__original_context_length=16)
     assert long == Rope(kind="longrope", original_max_position=16, **want, **base)

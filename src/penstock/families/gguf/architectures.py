@@ -60,7 +60,7 @@ _ROUTED: dict[str, Source] = {
     "topk_group": "expert_group_used_count?", "first_k_dense_replace": "leading_dense_block_count?",
 }  # fmt: skip
 _MIXTRAL: dict[str, Source] = {
-    **_LLAMA, "num_local_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX)
+    **_LLAMA, "num_local_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX, normed=True),
 }  # fmt: skip
 _QWEN_MOE: dict[str, Source] = {
     **_LLAMA, "intermediate_size": "feed_forward_length?", "moe_intermediate_size": "expert_feed_forward_length",
@@ -203,7 +203,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     }, neighbours=True),
     "minimax-m2": Architecture(("minimax_m2",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
-        "num_experts_per_tok": r.experts(r.SIGMOID), "rotary_dim": rotated, "rope_parameters": r.half_rotated,
+        "num_experts_per_tok": r.experts(r.SIGMOID, normed=True), "rotary_dim": rotated,
+        "rope_parameters": r.half_rotated,
     }),
     "mistral3": Architecture(("ministral3", "mistral"), {
         **_LLAMA, "rope_parameters": r.ministral_rope, "sliding_window": r.window,

@@ -84,7 +84,8 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
 def _unknown(path: Path, name: object) -> UnsupportedError:
     if isinstance(name, str) and name in NEEDS:
         return UnsupportedError(
-            f"{quoted(path)} has the architecture {quoted(name)}, which needs {NEEDS[name]}; Penstock does not have that"
+            f"{quoted(path)} has the architecture {quoted(name)}, which needs {NEEDS[name]}; Penstock does not have "
+            "that"
         )
     near = difflib.get_close_matches(name, ARCHITECTURES, n=3, cutoff=0.0) if isinstance(name, str) else []
     nearest = f"; those with the nearest names are {', '.join(near)}" if near else ""

@@ -10,8 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.core.mixers import Shapes
-from penstock.core.model_spec import Attention, Experts, FeedForward, Latent, Layer, Mamba, Mamba2, ModelSpec
-from penstock.core.model_spec import layer_shapes, weight_shapes
+from penstock.core.model_spec import (
+    Attention,
+    Experts,
+    FeedForward,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    ModelSpec,
+    layer_shapes,
+    weight_shapes,
+)
 from penstock.core.weight_map import Cut
 from penstock.formats.tensor_ref import TensorRef
 

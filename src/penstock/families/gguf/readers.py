@@ -153,8 +153,9 @@ def base_width(h: Header) -> int:
 # --- experts
 
 
-def experts(score: int) -> Read:
-    """`num_experts_per_tok` of a family whose scores are `score` and have no scale of their own."""
+def experts(score: int, *, normed: bool | None = None) -> Read:
+    """`num_experts_per_tok` of a family whose scores are `score` and have no scale of their own; `normed`: whether it
+    divides them by their sum, if that is no choice."""
 
     def read(h: Header) -> int:
         gated_as(score)(h)
@@ -162,6 +163,8 @@ def experts(score: int) -> Read:
             raise UnsupportedError(
                 f"{quoted(h.path)} scales what its router says (expert_weights_scale), which its architecture does not"
             )
+        if normed is not None and h.fields.flag("expert_weights_norm", default=normed) != normed:
+            raise UnsupportedError(f"{quoted(h.path)} sets expert_weights_norm unlike its architecture")
         total = h.fields.integer("expert_count", high=MAX_EXPERTS)
         used = h.fields.integer("expert_used_count", low=0, high=MAX_EXPERTS, default=0)
         if not 0 < used <= total:
@@ -190,7 +193,9 @@ def deepseek(h: Header) -> str:
     corrected = any(name.endswith(".exp_probs_b.bias") for name in h.tensors)
     gate = h.fields.integer("expert_gating_func", low=0, high=16, default=SIGMOID if corrected else SOFTMAX)
     if gate not in (0, SOFTMAX, SIGMOID):
-        raise UnsupportedError(f"{quoted(h.path)} has a router (expert_gating_func {gate}) that DeepSeek 2 and 3 have not")
+        raise UnsupportedError(
+            f"{quoted(h.path)} has a router (expert_gating_func {gate}) that DeepSeek 2 and 3 have not"
+        )
     return "deepseek_v3" if gate == SIGMOID else "deepseek_v2"
 
 
@@ -241,7 +246,9 @@ def ministral_rope(h: Header) -> dict[str, Any]:
     if ministral(h) == "ministral3":
         floor = h.fields.integer("rope.scaling.original_context_length", high=MAX_POSITION)
         if h.fields.integer("attention.temperature_length", high=MAX_POSITION, default=floor) != floor:
-            raise UnsupportedError(f"{quoted(h.path)} gives attention.temperature_length apart from the original context")
+            raise UnsupportedError(
+                f"{quoted(h.path)} gives attention.temperature_length apart from the original context"
+            )
         out["llama_4_scaling_beta"] = h.fields.number("attention.temperature_scale")
     return out
 

@@ -67,7 +67,8 @@ def scaled(h: Header, dim: int, **more: Any) -> dict[str, Any]:
         case "yarn":
             return out | _yarn(h, factor, original)
     raise UnsupportedError(
-        f"{quoted(h.path)} asks for rope scaling {quoted(kind)}; known: none, linear, yarn, and longrope with its factors"
+        f"{quoted(h.path)} asks for rope scaling {quoted(kind)}; known: none, linear, yarn, and longrope with the "
+        "tensors of its factors"
     )
 
 
