@@ -19,12 +19,15 @@ import pytest
 import torch
 import transformers
 
+from penstock.base.errors import ModelError
 from penstock.core.model_spec import Attention, FeedForward, Latent, Mamba, Mamba2, ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.gguf.architectures import ARCHITECTURES
 from penstock.families.gguf.missing import NEEDS
 from penstock.families.registry import FAMILIES, find_family, open_model
+from penstock.formats.gguf import read_gguf
 from penstock.weights.load import load_weights
+from tests.ggml import write_gguf
 from tests.models.gguf_writer import TURNED, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
 from tests.models.parity import VOCAB, random_model
@@ -268,6 +271,44 @@ def test_every_architecture_has_a_case_and_a_family() -> None:
         assert set(entry.families) <= set(FAMILIES.names())
     assert not set(NEEDS) & set(ARCHITECTURES)
     assert find_family({"model_type": "gemma2"}).name == "gemma2"
+
+
+ODD: list[Any] = [
+    None, 0, 1, 3, 2**32 - 1, -1, 0.0, 1e-38, float("nan"), True, False, "x", [], [0, 0, 0], [True, False, True], ["a"],
+]  # fmt: skip
+"""What a metadata entry is made to be; None takes it away."""
+MORE = [
+    "nextn_predict_layers", "attention.sliding_window_pattern", "rope.scaling.type", "expert_gating_func",
+    "logit_scale", "attention.temperature_scale", "leading_dense_block_count",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"])
+def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
+    _, checkpoint = both(case, tmp_path)
+    gguf, arch = read_gguf(checkpoint.path), architecture(case)
+    tensors = {name: ("F32", np.zeros(ref.shape, np.float32)) for name, ref in gguf.tensors.items()}
+    entries = [*(key for key in gguf.metadata if key.startswith(arch + ".")), *(f"{arch}.{key}" for key in MORE)]
+    refused: list[str] = []
+    for key, value in [(key, ODD[n % len(ODD)]) for n, key in enumerate(entries * 7)]:
+        metadata = {k: v for k, v in gguf.metadata.items() if k != key} | ({} if value is None else {key: value})
+        try:
+            open_model(write_gguf(tmp_path / "odd.gguf", metadata, tensors))
+        except ModelError as error:
+            refused.append(str(error))
+    assert len(refused) > len(entries)
+    assert all(len(message.splitlines()) == 1 for message in refused)
+
+
+def test_a_bias_that_one_block_lacks_is_missed(tmp_path: Path) -> None:
+    _, checkpoint = both("llama", tmp_path)
+    gguf = read_gguf(checkpoint.path)
+    tensors = {
+        name: ("F32", np.zeros(ref.shape, np.float32)) for name, ref in gguf.tensors.items()
+        if name != "blk.0.attn_output.bias"
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"lacks 1 of .* 'blk\.0\.attn_output\.bias'"):
+        open_model(write_gguf(tmp_path / "less.gguf", gguf.metadata, tensors))
 
 
 LLAMA_CPP = "PENSTOCK_LLAMA_CPP"

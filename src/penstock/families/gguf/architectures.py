@@ -24,13 +24,15 @@ class Architecture:
 
     `neighbours`: rotary pairs are rows that lie side by side (llama.cpp's LLAMA_ROPE_TYPE_NORM), because the family has
     them so or because the converter has put them so. `names`: logical name -> tensor, for those unlike
-    `places.NAMES`; "a|b" is the first of them that there is.
+    `places.NAMES`; "a|b" is the first of them that there is. `halves_apart`: every half of a layer is a block of its
+    own. `choose`: which of several families it is.
     """
 
     families: tuple[str, ...]
     fields: Mapping[str, Source]
     neighbours: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    halves_apart: bool = False
     choose: r.Read | None = None
 
     def family(self, h: Header) -> str:
@@ -217,12 +219,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": Architecture(("nemotron",), {
         **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_eps": _LAYER_NORM
     }),
-    "nemotron_h": Architecture(("nemotron_h",), _NEMOTRON_H, names={"ffn_norm": "attn_norm"}),
+    "nemotron_h": Architecture(("nemotron_h",), _NEMOTRON_H, names={"ffn_norm": "attn_norm"}, halves_apart=True),
     "nemotron_h_moe": Architecture(("nemotron_h",), {
         **_NEMOTRON_H, **_ROUTED, "num_experts_per_tok": r.gated_as(r.SIGMOID),
         "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         "moe_latent_size": "moe_latent_size?",
-    }, names={"ffn_norm": "attn_norm"}),
+    }, names={"ffn_norm": "attn_norm"}, halves_apart=True),
     "olmo2": Architecture(("olmo2", "olmo3"), {
         **_LLAMA, "sliding_window": _olmo_only3(r.window), "layer_types": _olmo_only3(r.layer_types(4)),
         "rope_parameters": lambda h: r.two_ropes(None)(h) if _olmo(h) == "olmo3" else rope(h),

@@ -74,9 +74,9 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     header = read_header(first, tensors, name)
     spec = _spec(first, header, architecture, find_family)
     check_count(spec)
-    apart = spec.family == "nemotron_h"
-    spec = as_stored(spec, header, neighbours=architecture.neighbours, halves_apart=apart)
-    weights = _match(path, header, spec, find_places(spec, tensors, architecture.names, halves_apart=apart), name)
+    spec = as_stored(spec, header, neighbours=architecture.neighbours)
+    places = find_places(spec, tensors, architecture.names, halves_apart=architecture.halves_apart)
+    weights = _match(path, header, spec, places, name)
     check_weights(weights, spec)
     return Checkpoint(path, spec, weights, tokenizer_files(first))
 

@@ -83,7 +83,7 @@ def layer_types(period: int | None) -> Read:
         found, n = h.fields.raw(_PATTERN), h.num_layers
         if isinstance(found, bool):
             slides = [found] * n
-        elif isinstance(found, list):
+        elif isinstance(found, list) and found:
             slides = [bool(flag) for flag in h.per_layer(_PATTERN)] if type(found[0]) is int else found[:n]
             if len(slides) < n or not all(type(flag) is bool for flag in slides):
                 raise ModelError(f"{quoted(h.path)} gives {_PATTERN} as no list of {n} truth values")
@@ -147,7 +147,8 @@ def depth_scale(h: Header) -> float:
 
 def base_width(h: Header) -> int:
     """MiniCPM's dim_model_base; files keep the hidden size over it."""
-    return max(1, round(h.hidden_size / h.fields.number("logit_scale", default=h.hidden_size / 256)))
+    scale = h.fields.number("logit_scale", above=1e-3, default=max(h.hidden_size / 256, 1.0))
+    return max(1, round(h.hidden_size / scale))
 
 
 # --- experts

@@ -23,25 +23,17 @@ _change = msgspec.structs.replace
 N = TypeVar("N", Norm, QkNorm)
 
 
-def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool, halves_apart: bool) -> ModelSpec:
-    """`spec` as the family makes it from the metadata, with what the tensors say.
+def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool) -> ModelSpec:
+    """`spec` as the family makes it from the metadata, with what the tensors say; `neighbours`: how rotary pairs lie.
 
-    `neighbours`: how rotary pairs lie. `halves_apart`: blocks are halves of layers, all of which have the same biases.
+    What one block has, all have: a file that lacks a bias in one of them is found to be incomplete.
     """
-    everywhere = {name.split(".", 2)[-1] for name in h.tensors} if halves_apart else set()
-    made: dict[tuple[Layer, tuple[bool, ...]], Layer] = {}
-    layers = []
-    for i, layer in enumerate(spec.layers):
-        has = tuple(
-            h.has(*(f"blk.{i}.{name}" for name in names)) or not everywhere.isdisjoint(names) for names in _TOLD
-        )
-        key = (layer, has)
-        if key not in made:
-            made[key] = _layer(layer, dict(zip(_TOLD, has, strict=True)), neighbours)
-        layers.append(made[key])
+    everywhere = {name.split(".", 2)[-1] for name in h.tensors if name.startswith("blk.")}
+    has = {names: not everywhere.isdisjoint(names) for names in _TOLD}
+    made = {layer: _layer(layer, has, neighbours) for layer in dict.fromkeys(spec.layers)}
     return _change(
         spec,
-        layers=tuple(layers),
+        layers=tuple(made[layer] for layer in spec.layers),
         final_norm=None if spec.final_norm is None else _plain(spec.final_norm),
         embed_norm=None if spec.embed_norm is None else _plain(spec.embed_norm),
         tie_embeddings=not h.has("output.weight"),
