@@ -19,6 +19,8 @@ NEEDS: dict[str, str] = {
     "gemma3n": "an embedding for every layer and alternating updates (altup)",
     "gemma4": "global layers with a head size of their own",
     "rwkv6": "RWKV-6 time mixing", "rwkv6qwen2": "RWKV-6 time mixing",
+    "rwkv7": "a reader of its GGUF layout (RWKV-7 is read from rwkv.cpp files)",
+    "arwkv7": "RWKV-7 time mixing with the feed-forward of Qwen2",
     **dict.fromkeys(("jamba", "plamo2", "falcon-h1", "granitehybrid", "lfm2", "lfm2moe"),
                     "a family that mixes state spaces or convolutions with attention in its own way"),
     **dict.fromkeys(("granitemoe", "ernie4_5-moe", "hunyuan-moe", "phimoe", "dbrx", "grok", "arctic", "deepseek",
