@@ -44,7 +44,7 @@ def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool) -> ModelSpec:
 
 _QKV, _O, _FFN, _KEY = ("attn_q.bias", "attn_qkv.bias"), ("attn_output.bias",), ("ffn_up.bias",), ("attn_k_b.weight",)
 _CONV, _PROJ = ("ssm_conv1d.bias",), ("ssm_in.bias",)
-_TOLD = (_QKV, _O, _FFN, _KEY, _CONV, _PROJ)
+_TOLD: tuple[tuple[str, ...], ...] = (_QKV, _O, _FFN, _KEY, _CONV, _PROJ)
 
 
 def _plain(norm: N) -> N:
