@@ -31,6 +31,7 @@ from tests.ggml import write_gguf
 from tests.models.gguf_writer import TURNED, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
 from tests.models.parity import VOCAB, random_model
+from tests.oracle import NaiveModel
 from tests.paged import Paged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,16 @@ def test_a_written_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     expected = logits(own, ids)
     assert expected.std() > 0.05, "a flat model proves nothing"
     np.testing.assert_allclose(logits(gguf, ids), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["deepseek2-v3", "mamba", "mamba2"])
+def test_the_naive_loop_equals_the_program_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """Where files hold other weights than folders: halves of latent attention, decays that are no logarithms."""
+    _, gguf = both(case, tmp_path)
+    weights = load_weights(gguf, gguf.spec, "float32")
+    ids = np.random.default_rng(3).integers(3, VOCAB, 40).tolist()
+    want = NaiveModel(gguf.spec, weights).logits(ids)
+    np.testing.assert_array_equal(Paged(gguf.spec, weights).chunked("a", ids, (7, 1, 16)), want)
 
 
 def test_every_architecture_has_a_case_and_a_family() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.families.fields import Fields
-from penstock.families.gguf import readers
+from penstock.families.gguf import readers, single
 from penstock.families.gguf.header import Header
 from penstock.families.gguf.rope import rope
 
@@ -71,14 +71,14 @@ def test_scales_that_files_leave_out() -> None:
 
 
 def test_versions_of_deepseek() -> None:
-    assert readers.deepseek(header()) == "deepseek_v2"
-    assert readers.deepseek(header(expert_gating_func=2)) == "deepseek_v3"
+    assert single.deepseek(header()) == "deepseek_v2"
+    assert single.deepseek(header(expert_gating_func=2)) == "deepseek_v3"
     corrected = Header(Path("m"), header().fields, {"blk.3.exp_probs_b.bias": None}, 32, 64)  # type: ignore[dict-item]
-    assert readers.deepseek(corrected) == "deepseek_v3"
+    assert single.deepseek(corrected) == "deepseek_v3"
     with pytest.raises(UnsupportedError, match="expert_gating_func 4"):
-        readers.deepseek(header(expert_gating_func=4))
+        single.deepseek(header(expert_gating_func=4))
     old = header(attention__key_length=10, attention__value_length=6, rope__dimension_count=4)
-    assert (readers.unrotated(old), readers.latent_values(old)) == (6, 6)
+    assert (single.unrotated(old), single.latent_values(old)) == (6, 6)
 
 
 @pytest.mark.parametrize(("read", "entries", "culprit"), [
@@ -89,12 +89,12 @@ def test_versions_of_deepseek() -> None:
     (readers.rope_for_granite, {"rope__scaling__finetuned": False}, "without positions"),
     (readers.times_four, {"feed_forward_length": 200}, "200, not 4 times 64"),
     (readers.equal_heads, {"attention__head_count_kv": 2}, "fewer kv heads"),
-    (readers.expansion, {"ssm__dt_b_c_rms": True}, "dt_b_c_rms"),
-    (readers.expansion, {"ssm__inner_size": 100}, "no multiple of 64"),
-    (readers.state_heads, {"ssm__inner_size": 100, "ssm__time_step_rank": 3}, "do not divide"),
-    (readers.blocks_of_deci, {"attention__head_count_kv": 0, "feed_forward_length": 8}, "one product"),
-    (readers.blocks_of_deci, {"attention__head_count_kv": 3, "feed_forward_length": 8}, "do not divide"),
-    (readers.ministral_rope, {
+    (single.expansion, {"ssm__dt_b_c_rms": True}, "dt_b_c_rms"),
+    (single.expansion, {"ssm__inner_size": 100}, "no multiple of 64"),
+    (single.state_heads, {"ssm__inner_size": 100, "ssm__time_step_rank": 3}, "do not divide"),
+    (single.blocks_of_deci, {"attention__head_count_kv": 0, "feed_forward_length": 8}, "one product"),
+    (single.blocks_of_deci, {"attention__head_count_kv": 3, "feed_forward_length": 8}, "do not divide"),
+    (single.ministral_rope, {
         "attention__temperature_scale": 0.1, "attention__temperature_length": 5,
         "rope__scaling__original_context_length": 64,
     }, "temperature_length"),
@@ -105,16 +105,16 @@ def test_what_does_not_go_together(read: readers.Read, entries: dict[str, Any], 
 
 
 def test_small_choices() -> None:
-    assert readers.alibi(header()) == {"alibi": False}
-    assert readers.alibi(header(attention__max_alibi_bias=8.0, attention__clamp_kqv=0.5)) == {
+    assert single.alibi(header()) == {"alibi": False}
+    assert single.alibi(header(attention__max_alibi_bias=8.0, attention__clamp_kqv=0.5)) == {
         "alibi": True, "alibi_bias_max": 8.0, "clip_qkv": 0.5
     }  # fmt: skip
-    assert readers.chunked(header())
-    assert readers.llama4_rotates(header(2, attention__sliding_window=0)) == [1, 1]
-    assert readers.llama4_types(header(2, attention__sliding_window=0)) == [F, F]
-    assert readers.llama4_rotates(header()) is readers.llama4_types(header(attention__sliding_window=9)) is None
-    assert readers.falcon_grouped(header(attention__head_count_kv=2))
-    assert not readers.falcon_grouped(header(attention__head_count_kv=1))
-    assert readers.one_kv_head(header(attention__head_count_kv=1))
-    assert readers.topk_method(header(expert_group_count=8)) == "group_limited_greedy"
+    assert single.chunked(header())
+    assert single.llama4_rotates(header(2, attention__sliding_window=0)) == [1, 1]
+    assert single.llama4_types(header(2, attention__sliding_window=0)) == [F, F]
+    assert single.llama4_rotates(header()) is single.llama4_types(header(attention__sliding_window=9)) is None
+    assert single.falcon_grouped(header(attention__head_count_kv=2))
+    assert not single.falcon_grouped(header(attention__head_count_kv=1))
+    assert single.one_kv_head(header(attention__head_count_kv=1))
+    assert single.topk_method(header(expert_group_count=8)) == "group_limited_greedy"
     assert rope(header(rope__dimension_count=4))["partial_rotary_factor"] == pytest.approx(0.28125)

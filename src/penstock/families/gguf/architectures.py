@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.families.gguf import readers as r
+from penstock.families.gguf import single as s
 from penstock.families.gguf.header import Header
 from penstock.families.gguf.rope import head_dim, rope, rotated
 
@@ -69,15 +70,15 @@ _QWEN_MOE: dict[str, Source] = {
     "num_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX),
 }  # fmt: skip
 _STATE: dict[str, Source] = {
-    **_SIZES, "state_size": "ssm.state_size", "conv_kernel": "ssm.conv_kernel", "expand": r.expansion,
+    **_SIZES, "state_size": "ssm.state_size", "conv_kernel": "ssm.conv_kernel", "expand": s.expansion,
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
 }  # fmt: skip
 _NEMOTRON_H: dict[str, Source] = {
     "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "max_position_embeddings": "context_length",
-    "hybrid_override_pattern": r.pattern_of_nemotron, "num_attention_heads": r.most("attention.head_count"),
-    "num_key_value_heads": r.most("attention.head_count_kv"), "head_dim": head_dim,
-    "intermediate_size": r.most("feed_forward_length"), "layer_norm_epsilon": r.either_epsilon,
-    "mamba_num_heads": "ssm.time_step_rank", "mamba_head_dim": r.state_heads, "ssm_state_size": "ssm.state_size",
+    "hybrid_override_pattern": s.pattern_of_nemotron, "num_attention_heads": s.most("attention.head_count"),
+    "num_key_value_heads": s.most("attention.head_count_kv"), "head_dim": head_dim,
+    "intermediate_size": s.most("feed_forward_length"), "layer_norm_epsilon": s.either_epsilon,
+    "mamba_num_heads": "ssm.time_step_rank", "mamba_head_dim": s.state_heads, "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count", "conv_kernel": "ssm.conv_kernel",
 }  # fmt: skip
 _POST_NORM = {"ffn_norm": "post_attention_norm"}
@@ -128,27 +129,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         "use_qk_norm": r.holds("attn_q_norm.weight"),
     }, neighbours=True),
     "deci": Architecture(("nemotron-nas",), {
-        **_SIZES, **_RMS, "num_attention_heads": r.most("attention.head_count"), "block_configs": r.blocks_of_deci,
+        **_SIZES, **_RMS, "num_attention_heads": s.most("attention.head_count"), "block_configs": s.blocks_of_deci,
         "rope_parameters": rope,
     }, neighbours=True),
     "deepseek2": Architecture(("deepseek_v2", "deepseek_v3"), {
-        **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": r.all_heads,
+        **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": s.all_heads,
         "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank?",
-        "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": r.unrotated, "v_head_dim": r.latent_values,
-        "rope_parameters": r.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": r.topk_method,
+        "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
+        "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": s.topk_method,
         "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
-    }, neighbours=True, choose=r.deepseek),
+    }, neighbours=True, choose=s.deepseek),
     "ernie4_5": Architecture(("ernie4_5",), _LLAMA, neighbours=True),
     "exaone": Architecture(("exaone",), {
         **_LLAMA, "num_hidden_layers": r.just(None), "num_layers": r.num_layers, "rms_norm_eps": r.just(None),
-        "layer_norm_epsilon": r.either_epsilon,
+        "layer_norm_epsilon": s.either_epsilon,
     }),
     "exaone4": Architecture(("exaone4",), {
         **_LLAMA, "sliding_window": r.window, "layer_types": r.exaone4_types
     }),
     "falcon": Architecture(("falcon",), {
         **_SIZES, "num_attention_heads": "attention.head_count", "num_kv_heads": r.kv_heads,
-        "multi_query": r.one_kv_head, "new_decoder_architecture": r.falcon_grouped,
+        "multi_query": s.one_kv_head, "new_decoder_architecture": s.falcon_grouped,
         "num_ln_in_parallel_attn": lambda h: 2 if h.has("blk.0.attn_norm_2.weight") else 1,
         "ffn_hidden_size": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM, "rope_parameters": rope,
     }, names={"attn_norm": "attn_norm_2|attn_norm", "ffn_norm": "attn_norm"}),
@@ -174,7 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(("gpt2",), _GPT2),
     "gpt-oss": Architecture(("gpt_oss",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
-        "layer_types": r.layer_types(2), "num_local_experts": "expert_count", "rope_parameters": r.yarn_exactly,
+        "layer_types": r.layer_types(2), "num_local_experts": "expert_count", "rope_parameters": s.yarn_exactly,
         "num_experts_per_tok": "expert_used_count",
     }, names=_POST_NORM),
     "gptneox": Architecture(("gpt_neox",), {
@@ -191,13 +192,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": Architecture(("llama4_text",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "intermediate_size_mlp": "feed_forward_length",
         "num_local_experts": "expert_count", "num_experts_per_tok": r.gated_as(r.SIGMOID),
-        "interleave_moe_layer_step": "interleave_moe_layer_step", "layer_types": r.llama4_types,
-        "no_rope_layers": r.llama4_rotates, "attn_temperature_tuning": r.chunked,
+        "interleave_moe_layer_step": "interleave_moe_layer_step", "layer_types": s.llama4_types,
+        "no_rope_layers": s.llama4_rotates, "attn_temperature_tuning": s.chunked,
         "use_qk_norm": lambda h: h.fields.raw("expert_count") != 128,
     }, neighbours=True),
     "mamba": Architecture(("mamba",), {**_STATE, "time_step_rank": "ssm.time_step_rank"}),
     "mamba2": Architecture(("mamba2",), {
-        **_STATE, "num_heads": "ssm.time_step_rank", "head_dim": r.state_heads, "n_groups": "ssm.group_count",
+        **_STATE, "num_heads": "ssm.time_step_rank", "head_dim": s.state_heads, "n_groups": "ssm.group_count",
     }),
     "minicpm": Architecture(("minicpm",), {
         **_LLAMA, "scale_emb": lambda h: h.fields.number("embedding_scale", default=12.0),
@@ -206,15 +207,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(("minimax_m2",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
         "num_experts_per_tok": r.experts(r.SIGMOID, normed=True), "rotary_dim": rotated,
-        "rope_parameters": r.half_rotated,
+        "rope_parameters": s.half_rotated,
     }),
     "mistral3": Architecture(("ministral3", "mistral"), {
-        **_LLAMA, "rope_parameters": r.ministral_rope, "sliding_window": r.window,
-    }, neighbours=True, choose=r.ministral),
+        **_LLAMA, "rope_parameters": s.ministral_rope, "sliding_window": r.window,
+    }, neighbours=True, choose=s.ministral),
     "mpt": Architecture(("mpt",), {
         "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
         "max_seq_len": "context_length", "num_attention_heads": r.equal_heads, "expansion_ratio": r.times_four,
-        "layer_norm_epsilon": _LAYER_NORM, "attn_config": r.alibi,
+        "layer_norm_epsilon": _LAYER_NORM, "attn_config": s.alibi,
     }),
     "nemotron": Architecture(("nemotron",), {
         **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_eps": _LAYER_NORM
@@ -235,7 +236,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     }),
     "phi2": Architecture(("phi",), {**_WITH_LAYER_NORM, "qk_layernorm": r.holds("attn_q_norm.weight")}),
     "phi3": Architecture(("phi3",), {
-        **_LLAMA, "original_max_position_embeddings": r.original_context, "sliding_window": r.window,
+        **_LLAMA, "original_max_position_embeddings": s.original_context, "sliding_window": r.window,
     }),
     "qwen2": Architecture(("qwen2",), _LLAMA),
     "qwen2moe": Architecture(("qwen2_moe",), {
@@ -249,11 +250,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(("seed_oss",), _LLAMA, names=_POST_NORM),
     "smollm3": Architecture(("smollm3",), _LLAMA, neighbours=True),
     "stablelm": Architecture(("stablelm",), {
-        **_WITH_LAYER_NORM, "use_parallel_residual": r.parallel_halves,
+        **_WITH_LAYER_NORM, "use_parallel_residual": s.parallel_halves,
         "qk_layernorm": r.holds("attn_q_norm.weight"),
     }),
     "starcoder": Architecture(("gpt_bigcode",), {
-        **_GPT2, "num_attention_heads": "attention.head_count", "multi_query": r.one_kv_head,
+        **_GPT2, "num_attention_heads": "attention.head_count", "multi_query": s.one_kv_head,
     }),
     "starcoder2": Architecture(("starcoder2",), {
         **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_epsilon": _LAYER_NORM, "sliding_window": r.window,
