@@ -234,6 +234,8 @@ class KVManager:
             return True
         if not self.grow(seq, seq.swapped.num_tokens):
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
+        if seq.swapped.generation != self._generation:
+            self._stop_following(seq.node)
         return self.swaps.back(seq)
 
     # -- growth --------------------------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ class KVManager:
             self._room.evict(self.cache.num_evictable - MAX_IDLE_BLOCKS)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks and checkpoints. What runs goes on; nothing of it enters the cache any more."""
+        """Forget all blocks and checkpoints. What runs, or is swapped out, goes on, and enters the cache no more."""
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
         self._leaving.clear()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import BlockTier, PrefixCache
-from penstock.core.sequence import LOST_LOAD
+from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import Cursor
 from penstock.kv.offload import Offload
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 
 class Swapped(NamedTuple):
-    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on."""
+    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on.
+
+    `generation`: the prefix cache's into which its blocks may go; None: into none any more.
+    """
 
     num_tokens: int
     ids: list[list[int]]
+    generation: int | None
     first: int = 0
 
 
@@ -95,7 +99,8 @@ class Swaps:
             return False
         for g, taken in enumerate(ids):
             self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
-        seq.swapped = Swapped(seq.num_computed, ids)
+        cursor: Cursor = seq.node
+        seq.swapped = Swapped(seq.num_computed, ids, None if cursor.next_commit == NEVER else cursor.generation)
         return True
 
     def find(self, seq: Seq, most_blocks: Callable[[Seq], int]) -> None:
@@ -112,7 +117,7 @@ class Swaps:
             ids = [list(column) for column in zip(*copies, strict=True)]
             self.tier.share(ids)
             num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
-            seq.swapped = Swapped(num_tokens, ids, cursor.num_blocks)
+            seq.swapped = Swapped(num_tokens, ids, cursor.generation, cursor.num_blocks)
             self._tree.num_hit_tokens += num_tokens - seq.num_cached
             seq.num_cached = num_tokens
             self._offload.num_loaded += len(copies)
