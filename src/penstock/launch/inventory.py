@@ -8,6 +8,7 @@ from typing import Any
 from penstock.backends import BACKENDS
 from penstock.base.registry import Registry
 from penstock.compress import CONTEXT_TRANSFORMS
+from penstock.core.kv_codec import KV_CODECS
 from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
 from penstock.families.registry import FAMILIES
@@ -39,6 +40,7 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     DRAFT_CONTROLLERS,
     CONTEXT_TRANSFORMS,
     KV_SELECTORS,
+    KV_CODECS,
     STORED_FORMATS,
 )
 
