@@ -176,7 +176,7 @@ def registered() -> dict[str, tuple[str, ...]]:
     from penstock.kv import KV_MANAGERS
     from penstock.kv.eviction import EVICTION_POLICIES
     from penstock.kv.prefix import PREFIX_CACHES
-    from penstock.ops.ref.attention import ATTENTION_BACKENDS
+    from penstock.ops.attention import ATTENTION_BACKENDS
     from penstock.runner.verifiers import VERIFIERS
     from penstock.sched.drafts import DRAFT_CONTROLLERS
     from penstock.sched.policy import POLICIES

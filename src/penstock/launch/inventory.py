@@ -16,7 +16,7 @@ from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.tiers import BLOCK_TIERS
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.drafts import DRAFT_CONTROLLERS

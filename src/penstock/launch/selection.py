@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
@@ -16,7 +16,9 @@ from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from penstock.select.quest import page_reads
-from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 
 class TokenKinds(NamedTuple):

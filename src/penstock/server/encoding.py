@@ -23,8 +23,8 @@ from penstock.text.template import encode_chat_steps
 
 if TYPE_CHECKING:
     from penstock.server.protocols import Serving
+    from penstock.text.limits import Limits
     from penstock.text.tokenizer import Tokenizer
-    from penstock.text.validate import Limits
 
 T = TypeVar("T")
 

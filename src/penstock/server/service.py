@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
     from penstock.engine.frontend import EngineClient
     from penstock.engine.stream import Stream
+    from penstock.text.limits import Limits
     from penstock.text.tokenizer import Tokenizer
-    from penstock.text.validate import Limits
 
 MAX_SALT_BYTES = 256
 
