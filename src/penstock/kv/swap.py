@@ -14,8 +14,8 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import BlockTier, PrefixCache
 from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.cursor import Cursor
-from penstock.kv.offload import Offload
+from penstock.kv.cursor import PrefixCursor
+from penstock.kv.offload import PrefixOffload
 from penstock.kv.prefix.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Swaps:
         self.tier = tier
         self.loads: dict[int, Load] = {}
         self._tree: PrefixTree | None = None
-        self._offload: Offload | None = None
+        self._offload: PrefixOffload | None = None
         self._next_move = 0
         self._groups = tuple(groups)
         self._pools = pools
@@ -65,7 +65,7 @@ class Swaps:
         assert isinstance(cache, PrefixTree), f"prefix cache {cache.name} has nothing to offload"
         assert all(group.spec.kind == "paged" for group in self._groups), "only full groups can be offloaded"
         self._tree = cache
-        self._offload = cache.offload = Offload(self.tier, len(self._groups))
+        self._offload = cache.offload = PrefixOffload(self.tier, len(self._groups))
 
     @property
     def num_blocks(self) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Swaps:
             return False
         for g, taken in enumerate(ids):
             self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         seq.swapped = Swapped(seq.num_computed, ids, None if cursor.next_commit == NEVER else cursor.generation)
         return True
 
@@ -111,7 +111,7 @@ class Swaps:
         """
         if self._offload is None or self._tree is None or seq.swapped is not None or seq.load == LOST_LOAD:
             return
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         copies = self._tree.stored(cursor.entry, seq.token_ids, most_blocks(seq))
         if copies:
             ids = [list(column) for column in zip(*copies, strict=True)]

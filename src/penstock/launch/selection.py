@@ -11,7 +11,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.selection import KVSelector
 from penstock.model.emitter import Reading
 from penstock.runner.rows import RowStore
-from penstock.runner.selecting import Selections
+from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
@@ -74,8 +74,8 @@ def make_selector(
 
 def make_selections(
     selector: KVSelector, spec: ModelSpec, keeping: Keeping, rows: RowStore, storage: Storage
-) -> Selections | None:
+) -> RowSelections | None:
     """`selector` chooses what these rows keep; None if it does not drop tokens."""
     if selector.drops != "tokens":
         return None
-    return Selections(selector, spec, rows, storage, observe=keeping.config.options.observe)
+    return RowSelections(selector, spec, rows, storage, observe=keeping.config.options.observe)

@@ -15,7 +15,7 @@ from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.core.vector import check_dimensions, embedding
 from penstock.server.call import Prompt
-from penstock.server.encoding import Fit
+from penstock.server.encoding import PromptFit
 from penstock.server.errors import WireError
 from penstock.server.schema.decode import read
 from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
@@ -119,8 +119,8 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
     """Raises InputError, and as `Service.encode_all`."""
     given, service = body.input, caller.server.service
     encode = partial(
-        service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=Fit.to_pool(service.limits),
-        asker=asker_of(caller, body.timeout),
+        service.encode_all, add_special_tokens=body.add_special_tokens is not False,
+        fit=PromptFit.to_pool(service.limits), asker=asker_of(caller, body.timeout),
     )  # fmt: skip
     if isinstance(given, str):
         return await encode([given], ["input"])
