@@ -107,14 +107,19 @@ def test_a_comparison_of_engines_that_are_not_real(
     log = tmp_path / "log"
     fakes = {
         name: ("fake", {"token_s": 0.001, "name": name, "log": str(log), **more})
-        for name, more in {"penstock": {}, "other": {"token_s": 0.002}, "dies": {"die": 1}}.items()
+        for name, more in {
+            "penstock": {},
+            "other": {"token_s": 0.002},
+            "dies": {"die": 1},
+            "tires": {"last": 4},
+        }.items()
     }
     monkeypatch.setattr(stored_formats, "CONTESTANTS", fakes)
     out = tmp_path / "out.json"
     asked = ["--files", str(small), "--pairs", "3", "--new", "32", "--out", str(out), "--peers", str(tmp_path)]
-    assert stored_formats.main([*asked, "--engines", "penstock,other,dies", "--threads", "1"]) == 0
+    assert stored_formats.main([*asked, "--engines", "penstock,other,dies,tires", "--threads", "1"]) == 0
     (found,) = json.loads(out.read_text())["files"]
-    ours, other, dead = (found["engines"][name] for name in ("penstock", "other", "dies"))
+    ours, other, dead, tired = (found["engines"][name] for name in ("penstock", "other", "dies", "tires"))
     assert ours["decode_tps"]["median"] > 0
     assert len(ours["rounds"]["decode"]) == 3
     assert other["parted"] == [None, None, None]
@@ -122,9 +127,13 @@ def test_a_comparison_of_engines_that_are_not_real(
     assert ours["resident"]["all"] > ours["resident"]["anonymous"] > 1e6
     assert other["decode_ratio"]["value"] > 1, "the other one takes twice as long"
     assert "the process ended" in dead["error"]
+    assert "the process ended" in tired["error"]
+    assert len(tired["rounds"]["decode"]) == len(tired["parted"]) == 1, "of what it did before its figures stay"
     runs = [line.split()[0] for line in log.read_text().splitlines() if line.endswith("run 1")]
-    rounds = [runs[i : i + 4 : 2] for i in range(5, 17, 4)]
-    assert rounds == [["penstock", "other"], ["other", "penstock"], ["penstock", "other"]]
+    turns = [name for name in runs[::2] if name in ("penstock", "other")]
+    assert turns == ["penstock", "other", "penstock", "other", "other", "penstock", "penstock", "other"]
+    shown = [row[0] for row in stored_formats.rows(found)]
+    assert shown == ["penstock", "other", "dies", "tires, failed"]
     assert "3 of 3" in capsys.readouterr().out
 
 
