@@ -27,7 +27,7 @@ from penstock.base.errors import PenstockError
 from penstock.formats.gguf import read_gguf
 
 COMMON = "Q8_0,Q4_0,Q4_1,Q5_0,Q5_1,Q2_K,Q3_K_M,Q4_K_M,Q5_K_M,Q6_K,IQ4_NL,IQ4_XS,IQ3_S,IQ3_XXS"
-RARE = "IQ2_S,IQ2_XS,IQ2_XXS,IQ1_S,IQ1_M,TQ1_0,TQ2_0,MXFP4,NVFP4"
+RARE = "IQ2_M,IQ2_S,IQ2_XS,IQ2_XXS,IQ1_S,IQ1_M,TQ1_0,TQ2_0,MXFP4,NVFP4"
 TYPES_BY_NAME = "MXFP4", "NVFP4"
 """Formats that the quantiser has only for experts: asked for by the type of every tensor instead."""
 BASE = "F16"

@@ -214,7 +214,8 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         earliest = min((at for at in where if at is not None), default=None)
         alike = f"{where.count(None)} of {len(where)}" + ("" if earliest is None else f" ({earliest})")
         out.append([
-            f"{name}, failed" if "error" in e else name, _spread(e["prefill_tps"]), _ratio(e.get("prefill_ratio")), _spread(e["decode_tps"]),
+            f"{name}, failed" if "error" in e else name,
+            _spread(e["prefill_tps"]), _ratio(e.get("prefill_ratio")), _spread(e["decode_tps"]),
             _ratio(e.get("decode_ratio")), f"{e['of_memory']['median']:.2f}", alike if where else "",
             f"{e['resident']['all'] / 1e6:,.0f} ({e['resident']['anonymous'] / 1e6:,.0f})",
         ])  # fmt: skip
