@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward
@@ -63,8 +63,9 @@ class ReferenceBackend:
         return {}
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> None:  # fmt: skip
         return None
 
 

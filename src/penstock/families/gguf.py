@@ -16,12 +16,12 @@ from typing import Any
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, Norm, QkNorm, Rope, Router
 from penstock.core.weight_map import Cut
+from penstock.families.blocks import beside_blocks, block_refs
 from penstock.families.chat_templates import gguf_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
     Checkpoint,
     TokenizerFiles,
-    WeightRef,
     check_count,
     check_weights,
 )
@@ -103,16 +103,14 @@ def open_gguf_file(path: Path) -> Checkpoint:
     missing = sorted(wanted - tensors.keys())
     if missing:
         raise ModelError(f"{quoted(path)} lacks {len(missing)} of {len(wanted)} tensors, first {quoted(missing[0])}")
-    unexpected = sorted(n for n in tensors.keys() - wanted if n != _ROPE_FACTORS and not _IGNORED.fullmatch(n))
+    others = tensors.keys() - wanted - beside_blocks(tensors)
+    unexpected = sorted(n for n in others if n != _ROPE_FACTORS and not _IGNORED.fullmatch(n))
     if unexpected:
         raise UnsupportedError(
             f"{quoted(path)} holds {len(unexpected)} tensors that a {name} model does not have here, first "
             f"{quoted(unexpected[0])}"
         )
-    weights = {
-        logical: WeightRef(tensors[place]) if isinstance(place, str) else WeightRef(tensors[place.name], place)
-        for logical, place in places.items()
-    }
+    weights = block_refs(tensors, places, spec)
     check_weights(weights, spec)
     return Checkpoint(path, spec, weights, _tokenizer(first, spec))
 

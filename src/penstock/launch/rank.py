@@ -86,6 +86,7 @@ def build_rank(
     packed = packed_weights(config, checkpoint, plan, backend)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
+    release_pages(weights)
     parts = model_parts(
         config,
         checkpoint.spec,

@@ -42,6 +42,7 @@ LABELS: dict[str, Label] = {
     "kv_selector": _SELECTOR,
     "kv_cache_dtype": _KV_CODEC,
     "quantization": _WEIGHTS,
+    "activation_quantization": _NUMBERS,
     "rope_scaling": _POSITIONS,
     "rope_theta": _POSITIONS,
     "max_model_len": _LONGER,
@@ -65,6 +66,7 @@ LABELS: dict[str, Label] = {
     "enable_chunked_prefill": _SYSTEM,
     "long_prefill_token_threshold": _SYSTEM,
     "threads": _SYSTEM,
+    "packed_weights": _SYSTEM,
     "executor": _SYSTEM,
     "depth": _SYSTEM,
 }

@@ -17,7 +17,7 @@ from penstock.core.kv_codec import scales_name
 from penstock.core.selection import PageReads
 from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Pages, Plane, Register, Rotation, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
-from penstock.ops.native.matrix import DTYPES
+from penstock.ops.native.packers import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 
 _ERROR_BYTES = 400
