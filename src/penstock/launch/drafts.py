@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
-from penstock.base.errors import ConfigError, ModelError, UnsupportedError
-from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.base.errors import ModelError, UnsupportedError
+from penstock.config import EngineConfig
 from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.drafters.bench import DraftModel
