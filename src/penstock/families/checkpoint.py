@@ -13,16 +13,15 @@ from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import Experts, ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.formats.files import quoted
+from penstock.formats.ggml import GGML_FORMATS
 from penstock.formats.tensor_ref import TensorRef
 
 LOADABLE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Stored element types that weights may have as they are -> their names in a ModelSpec."""
-BLOCK_DTYPES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
+BLOCK_DTYPES = frozenset(GGML_FORMATS)
 """Types that are decoded (`weights.stored.ggml`) and hold their scales themselves."""
-SCALED_DTYPES = frozenset({"F8_E4M3", "F4", "I8", "T2"})
+SCALED_DTYPES = frozenset({"I8", "T2"})
 """Types that are decoded and have their scales in a tensor of their own."""
-WORD_DTYPES = {4: "W4", 8: "W8"}
-"""Bits -> type of codes that can be kept as they are; see `Codes`."""
 MAX_EXPERTS = 1 << 17
 """In all layers together; Kimi K2, large as it is, has 23,040."""
 
@@ -48,27 +47,26 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What belongs to a matrix [N, K] that can stay the codes that it is stored as.
+    """What belongs to a matrix [N, K] of codes, which can stay as they are, unless `format` is plain: then groups of
+    theirs lie across rows, and only values have a description.
 
-    `layout`: who reads it, a name of `weights.stored.STORED_FORMATS`. `scales` [G, N]; `zeros`, zero points in words,
-    and `order` int32 [K], the group of every input, as far as there are any. `first_zero` is added to stored zeros.
+    `layout`: who reads it, a name of `weights.stored.STORED_FORMATS`; that class says which `parts` there are: tensors
+    beside the codes, by what they are ("scales"), and `numbers` that hold for the whole matrix.
     """
 
     layout: str
     format: MatrixFormat
-    scales: TensorRef
-    zeros: TensorRef | None = None
-    order: TensorRef | None = None
-    first_zero: int = 0
+    parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRef:
     """Where a weight is: a stored tensor, whole or cut as `cut` says.
 
-    `scales`: the tensor with the scales of a type of SCALED_DTYPES. Shapes: F8_E4M3 [R, C] has [R/128, C/128], rounded
-    up; F4 [..., C] has U8 exponents [..., C/32]; I8 has N scales for as many equal runs of elements; T2 has one, ().
-    `codes`: of a tensor of a type of WORD_DTYPES, whose shape is that of the matrix it stands for.
+    `scales`: the tensor with the scales of a type of SCALED_DTYPES. Shapes: I8 has N scales for as many equal runs of
+    elements; T2 has one, (). `codes`: of a tensor whose shape is that of the matrix, or the stack of them, that it
+    stands for.
     """
 
     tensor: TensorRef
@@ -77,9 +75,14 @@ class WeightRef:
     codes: Codes | None = None
 
     @property
+    def stored(self) -> MatrixFormat | None:
+        """How the matrix is stored, if it can stay so."""
+        return None if self.codes is None or self.codes.format.is_plain else self.codes.format
+
+    @property
     def tensors(self) -> tuple[TensorRef, ...]:
         """All that is read for it."""
-        codes = () if self.codes is None else (self.codes.scales, self.codes.zeros, self.codes.order)
+        codes = () if self.codes is None else self.codes.parts.values()
         return tuple(t for t in (self.tensor, self.scales, *codes) if t is not None)
 
 
@@ -96,7 +99,7 @@ class Checkpoint:
     @property
     def stored(self) -> dict[str, MatrixFormat]:
         """Logical name -> how a matrix is stored, for those that can stay as they are."""
-        return {name: ref.codes.format for name, ref in self.weights.items() if ref.codes is not None}
+        return {name: ref.stored for name, ref in self.weights.items() if ref.stored is not None}
 
 
 def check_count(spec: ModelSpec) -> None:
@@ -131,17 +134,15 @@ def _check_type(where: str, tensor: TensorRef, scales: TensorRef | None) -> None
             )
     elif scales is not None or (tensor.dtype not in LOADABLE_DTYPES and tensor.dtype not in BLOCK_DTYPES):
         known = ", ".join([*LOADABLE_DTYPES, *sorted(BLOCK_DTYPES)])
-        raise UnsupportedError(f"{where} is stored as {tensor.dtype}; weights are read from {known} only")
+        raise UnsupportedError(
+            f"{where} is stored as {tensor.dtype}; weights are read from {known}: store it as one of these"
+        )
 
 
 def _scales_fit(tensor: TensorRef, scales: TensorRef) -> bool:
     shape = tensor.shape
-    if tensor.dtype == "F4":
-        return scales.dtype == "U8" and shape[-1] % 32 == 0 and scales.shape == (*shape[:-1], shape[-1] // 32)
     if scales.dtype not in LOADABLE_DTYPES:
         return False
-    if tensor.dtype == "F8_E4M3":
-        return len(shape) == 2 and scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
     if tensor.dtype == "T2":
         return scales.shape == () and prod(shape) % 4 == 0
     return prod(scales.shape) > 0 and prod(shape) > 0 and prod(shape) % prod(scales.shape) == 0

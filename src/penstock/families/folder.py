@@ -24,9 +24,10 @@ from penstock.families.checkpoint import (
     check_count,
     check_weights,
 )
-from penstock.families.codes import CodesConfig, codes_ref, drop_empty_biases, gather_codes, read_codes_config
 from penstock.families.fields import Fields
-from penstock.families.quantized import is_readable, pair_scales, weight_ref
+from penstock.families.quantization import METHODS, read_method
+from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
+from penstock.families.quantization.method import Method
 from penstock.formats.files import quoted
 from penstock.formats.json_file import read_json_object
 from penstock.formats.safetensors import INDEX_NAME, read_index, read_safetensors
@@ -42,11 +43,11 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     Raises ModelError if anything in it is broken, UnsupportedError if it needs what Penstock does not have.
     """
     config = dict(config)
-    codes = read_quantization(folder, names, config.pop("quantization_config", None))
+    method = read_quantization(folder, names, config)
     spec = family.spec(config)
     check_count(spec)
     tensors = _tensors(folder, names)
-    weights = _match(folder, tensors, spec, family, codes)
+    weights = _match(folder, tensors, spec, family, method)
     check_weights(weights, spec)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))
@@ -68,25 +69,32 @@ def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
     )
 
 
-def read_quantization(folder: Path, names: list[str], quantization: object) -> CodesConfig | None:
-    """What config.json (its `quantization_config` is given) says of matrices of codes; None if there are none.
+def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) -> Method | None:
+    """How the weights are quantised as config.json (its `quantization_config` is taken out of it) or its companion
+    says; None if they are not.
 
-    Raises UnsupportedError if it, or its companion, names a method whose weights cannot be read.
+    Raises UnsupportedError for a method, or a kind of one, whose weights cannot be read.
     """
-    codes = read_codes_config(quantization)
-    if codes is not None:
-        return codes
-    where = "config.json"
+    given = [config.pop(name, None) for name in ("quantization_config", "compression_config")]
+    quantization: object = given[0] or given[1]
+    where, told = "config.json", "quantization_config of config.json"
     if not quantization and "hf_quant_config.json" in names:
-        where = "hf_quant_config.json"
-        quantization = read_json_object(folder / where).get("quantization") or {"quant_method": "modelopt"}
-    if quantization and not is_readable(quantization):
-        found = quantization if isinstance(quantization, dict) else {}
-        method = next((found[k] for k in ("quant_method", "quant_algo") if found.get(k)), "unnamed")
+        where = told = "hf_quant_config.json"
+        found = read_json_object(folder / where).get("quantization")
+        quantization = {**(found if isinstance(found, dict) else {}), "quant_method": "modelopt"}
+    if not quantization:
+        return None
+    fields = quantization if isinstance(quantization, dict) else {}
+    if "quant_algo" in fields and not fields.get("quant_method"):
+        fields = fields | {"quant_method": "modelopt"}
+    method = read_method(fields, told)
+    if method is None:
+        name = fields.get("quant_method") or "unnamed"
         raise UnsupportedError(
-            f"{quoted(folder)} is quantised with the method {quoted(method)} ({where}), which Penstock cannot read"
+            f"{quoted(folder)} is quantised with the method {quoted(name)} ({where}), which Penstock cannot read; take "
+            f"a checkpoint of one of {', '.join(METHODS)}"
         )
-    return None
+    return method
 
 
 def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
@@ -101,17 +109,17 @@ def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
 
 
 def _match(
-    folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, config: CodesConfig | None
+    folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, method: Method | None
 ) -> dict[str, WeightRef]:
     places = family.weight_map(spec)
     cuts = {name: place for name, place in places.items() if isinstance(place, Cut)}
     names = {name: place.name if isinstance(place, Cut) else place for name, place in places.items()}
     tensors = _with_outer_name(tensors, names, lambda name: family.ignores(name, spec))
-    tensors, scales = pair_scales(tensors)
     codes: dict[str, Codes] = {}
-    if config is not None:
-        tensors, codes = gather_codes(tensors, config)
+    if method is not None:
+        tensors, codes = gather(tensors, method)
         tensors = drop_empty_biases(tensors, codes, set(names.values()))
+    check_claims(tensors, set(names.values()), method)
     missing = [name for name in names.values() if name not in tensors]
     if missing:
         raise ModelError(
@@ -128,7 +136,7 @@ def _match(
     return {
         logical: codes_ref(tensors[name], cuts.get(logical), codes[name])
         if name in codes
-        else weight_ref(tensors[name], cuts.get(logical), scales.get(name))
+        else WeightRef(tensors[name], cuts.get(logical))
         for logical, name in names.items()
     }
 

@@ -14,11 +14,11 @@ from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.families.checkpoint import Checkpoint, check_count
-from penstock.families.codes import expected_codes
 from penstock.families.folder import open_folder, pickle_refusal, read_quantization
 from penstock.families.gguf.files import open_gguf_file, open_gguf_folder
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
+from penstock.families.quantization.gather import expected_codes
 from penstock.families.rwkv_cpp import open_rwkv_cpp_file
 from penstock.families.ternary import open_ternary_file
 from penstock.formats.files import quoted, unreadable
@@ -169,10 +169,10 @@ def read_model(path: str | os.PathLike[str]) -> Described:
         names = _listing(folder) if model.name == "config.json" else []
     config = read_json_object(model)
     family = find_family(config)
-    codes = read_quantization(folder, names, config.pop("quantization_config", None))
+    method = read_quantization(folder, names, config)
     spec = family.spec(config)
     check_count(spec)
-    return Described(spec, {} if codes is None else expected_codes(codes, spec, family.weight_map(spec)))
+    return Described(spec, {} if method is None else expected_codes(method, spec, family.weight_map(spec)))
 
 
 def _described(checkpoint: Checkpoint) -> Described:

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
-from penstock.weights.stored.ggml import DECODERS
-from penstock.weights.stored.scaled import fp8, int8, mxfp4
+from penstock.weights.stored.ggml.matrix import decoded_blocks
+from penstock.weights.stored.scaled import int8
 from penstock.weights.stored.ternary import ternary
 
 U8 = npt.NDArray[np.uint8]
@@ -26,10 +26,6 @@ def decoded(tensor: TensorRef, raw: U8, scales: tuple[TensorRef, U8] | None, chu
     """
     if scales is None:
         yield from _blocks(tensor.dtype, raw, chunk)
-    elif tensor.dtype == "F8_E4M3":
-        yield from fp8(raw, tensor.shape, _floats(*scales), chunk)
-    elif tensor.dtype == "F4":
-        yield from mxfp4(raw, scales[1], chunk)
     elif tensor.dtype == "I8":
         yield from int8(raw, _floats(*scales), chunk)
     elif tensor.dtype == "T2":
@@ -43,7 +39,7 @@ def _blocks(dtype: str, raw: U8, chunk: int) -> Iterator[F32]:
     blocks = raw.reshape(-1, nbytes)
     step = max(1, chunk // elements)
     for start in range(0, len(blocks), step):
-        yield DECODERS[dtype](blocks[start : start + step]).reshape(-1)
+        yield decoded_blocks(dtype, blocks[start : start + step]).reshape(-1)
 
 
 def _floats(tensor: TensorRef, raw: U8) -> F32:

@@ -16,22 +16,25 @@ import numpy.typing as npt
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.formats.tensor_ref import TensorRef, stored_bytes
+from penstock.ops.ref.product import as_float32, take_rows
 from penstock.ops.stored import StoredMatrix, Weight
 from penstock.weights.decode import decoded
 from penstock.weights.stored import STORED_FORMATS
-from penstock.weights.stored.words import Tensors, WordMatrix
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 _CHUNK = 1 << 20  # elements looked at or converted at a time; bounds what is needed beside the result
 _FINGERPRINT_ROWS = 64
 _NUMPY: dict[str, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+_ELEMENTS: dict[str, npt.DTypeLike] = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": np.int8, "I32": "<u4",
+}  # fmt: skip
 # All exponent bits set means NaN or infinity. With the sign bit gone such patterns are the largest integers.
 _BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
     "float32": ("<u4", 0x7FFFFFFF, 0x7F800000),
@@ -49,10 +52,10 @@ def load_weights(
 ) -> dict[str, Weight]:
     """Logical name -> weight of the shape `weight_shapes(spec)` says.
 
-    `held`: how the plan holds weights, or the one type that all have. A matrix that is held as it is stored is a
-    `StoredMatrix`; everything else is a read-only array of its type (bfloat16: bits as uint16), of the plan's dtype
-    where a scheme is going to round it. What is stored in that type is a view of the mapped file, and so are codes, so
-    the files must stay as they are while weights are in use.
+    `held`: how the plan holds weights, or the one type that all have. A matrix of codes that is held as it is stored,
+    or that a scheme is going to round, is a `StoredMatrix`; everything else is a read-only array of its type (bfloat16:
+    bits as uint16), of the plan's dtype where a scheme is going to round it. What is stored in that type is a view of
+    the mapped file, and so are codes, so the files must stay as they are while weights are in use.
     `progress` is called with (bytes of files done, bytes in all). Weights named in `skip` are zeros of the right shape
     that take no memory, or codes that nobody has looked at: their numbers are somewhere else already.
     Raises ModelError, before a byte is read, if weights are missing, misshapen or of a dtype that cannot be read;
@@ -65,7 +68,8 @@ def load_weights(
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
     shapes = weight_shapes(spec)
-    kept = {name for name, ref in refs.items() if ref.codes is not None and held.of(name) == ref.codes.format}
+    coded = {name for name, ref in refs.items() if ref.stored is not None and name not in held.beside}
+    kept = {name for name in coded if not held.of(name).is_plain}
     wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
     paths = {tensor.path for ref in [*wanted.values(), *(refs[n] for n in kept)] for tensor in ref.tensors}
     files = {path: _map(path) for path in sorted(paths)}
@@ -86,7 +90,7 @@ def load_weights(
             out[name] = codes = _codes(files, refs[name], shape, dtype)
             if name in wanted:
                 _check_codes(codes, refs[name].tensor)
-                advance(refs[name].tensor.nbytes)
+                advance(_num_bytes(refs[name], shape))
         elif name in wanted:
             out[name] = _load(files, wanted[name], shape, own, advance)
         else:
@@ -120,26 +124,17 @@ def _mapping_of(array: Array) -> mmap.mmap | None:
 def fingerprint(weights: Mapping[str, Weight]) -> str:
     """What tells a model from others of its shape: 16 hex digits, of some rows of the embedding and the final norm.
 
-    The same for weights loaded as bfloat16 and as float32.
+    The same for weights loaded as bfloat16 and as float32, and for codes and their values.
     """
-    table = _plain_array(weights["embed"])
-    parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
-    parts += [_plain_array(weights[name]) for name in ("final_norm", "final_norm.bias") if name in weights]
-    return digest(*(narrow(_wide(part)).astype("<u2").tobytes() for part in parts), size=8).hex()
-
-
-def embedding_rows(table: Weight, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Rows of an embedding table as it was loaded. Shapes: table [V, E], token_ids [P] -> [P, E]."""
-    return _wide(_plain_array(table)[token_ids])
-
-
-def _plain_array(weight: Weight) -> Array:
-    assert isinstance(weight, np.ndarray), "tables and vectors are never codes"
-    return weight
-
-
-def _wide(part: Array) -> npt.NDArray[np.float32]:
-    return widen(part) if part.dtype == np.uint16 else part.astype(np.float32)
+    table = weights["embed"]
+    num_rows = table.shape[0]
+    parts = [take_rows(table, np.arange(0, num_rows, max(1, num_rows // _FINGERPRINT_ROWS)))]
+    for name in ("final_norm", "final_norm.bias"):
+        if name in weights:
+            vector = weights[name]
+            assert isinstance(vector, np.ndarray), "vectors are never codes"
+            parts.append(as_float32(vector))
+    return digest(*(narrow(part).astype("<u2").tobytes() for part in parts), size=8).hex()
 
 
 def _narrowed(ref: WeightRef) -> WeightRef:
@@ -155,7 +150,9 @@ def _narrowed(ref: WeightRef) -> WeightRef:
 
 
 def _num_bytes(ref: WeightRef, shape: tuple[int, ...]) -> int:
-    """Bytes that are looked at for a weight of this shape: of coded tensors all, of others the part itself."""
+    """Bytes that are looked at for a weight of this shape: of blocks all, of codes and of numbers the part itself."""
+    if ref.codes is not None:
+        return ref.tensor.nbytes * prod(shape) // max(1, prod(ref.tensor.shape))
     return ref.tensor.nbytes if _is_coded(ref) else stored_bytes(ref.tensor.dtype, prod(shape))
 
 
@@ -179,8 +176,8 @@ def _load(
     if ref.codes is not None:
         codes = _codes(files, ref, shape, dtype)
         _check_codes(codes, ref.tensor)
-        out = _values(codes, ref.tensor, dtype)
-        advance(ref.tensor.nbytes)
+        out = dense(codes, dtype, ref.tensor)
+        advance(_num_bytes(ref, shape))
     elif _is_coded(ref):
         whole = _decoded(files, ref, dtype, advance)
         out = whole if ref.cut is None else np.ascontiguousarray(apply_cut(whole, ref.cut))
@@ -191,38 +188,40 @@ def _load(
     return out
 
 
-def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> WordMatrix:
+def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> StoredMatrix:
     """A matrix over its mapped tensors. Nothing of them is looked at."""
     codes = ref.codes
     assert codes is not None
-
-    def words(tensor: TensorRef) -> Array:
-        return _bytes(files, tensor).view("<u4")
-
-    scales = _bytes(files, codes.scales).view(_NUMPY[codes.format.scales[0].dtype]).reshape(codes.scales.shape)
-    zeros = None if codes.zeros is None else words(codes.zeros).reshape(codes.zeros.shape)
-    order = None if codes.order is None else words(codes.order).view("<i4")
-    made: type[WordMatrix] = STORED_FORMATS.get(codes.layout)
-    (n, k), (rows, columns) = ref.tensor.shape, shape
-    tensors = Tensors(made.laid_out(words(ref.tensor), n, k), scales, zeros, order, codes.first_zero)
+    arrays = {name: _array(files, tensor).reshape(tensor.shape) for name, tensor in codes.parts.items()}
+    arrays["codes"] = _array(files, ref.tensor)
     chosen = None if ref.cut is None else rows_of(ref.cut)
-    return made(codes.format, (rows, columns), np.dtype(_NUMPY[dtype]), tensors, chosen)
+    n, k = shape
+    return STORED_FORMATS.get(codes.layout).over(codes, arrays, (n, k), np.dtype(_NUMPY[dtype]), chosen)
 
 
-def _check_codes(codes: WordMatrix, tensor: TensorRef) -> None:
+def _array(files: Mapping[Path, U8], tensor: TensorRef) -> Array:
+    """Flat, of its type as far as numpy has it."""
+    return _bytes(files, tensor).view(_ELEMENTS.get(tensor.dtype, np.uint8))
+
+
+def _check_codes(codes: StoredMatrix, tensor: TensorRef) -> None:
     fault = codes.fault()
     if fault is not None:
         raise ModelError(f"tensor {quoted(tensor.name)} of {quoted(tensor.path)} {fault}")
 
 
-def _values(codes: WordMatrix, tensor: TensorRef, dtype: str) -> Array:
-    """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements."""
+def dense(codes: StoredMatrix, dtype: str, tensor: TensorRef | None = None) -> Array:
+    """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements.
+
+    Raises ModelError for values too large for it, if `tensor` says whose they are.
+    """
     n, k = codes.shape
     out = np.empty((n, k), _NUMPY[dtype])
     step = max(1, _CHUNK // k)
     for first in range(0, n, step):
         part = codes.values(first, first + step)
-        out[first : first + step] = _converted(part, "float32", dtype, tensor)
+        found = _convert(part, "float32", dtype) if tensor is None else _converted(part, "float32", dtype, tensor)
+        out[first : first + step] = found
     return out
 
 
@@ -291,10 +290,14 @@ def apply_cut(stored: Array, cut: Cut) -> Array:
 
 
 def rows_of(cut: Cut) -> npt.NDArray[np.int64]:
-    """Which rows of a stored matrix a part is (`families.codes.is_rows`), in its order."""
-    view = (cut.view or cut.shape)[:-1]
-    inner = Cut(cut.name, view, cut.take[: len(view)], axes=cut.axes[:-1])
-    return apply_cut(np.arange(prod(view)).reshape(view), inner).reshape(-1)
+    """Which rows of a stored matrix a part is (`families.quantization.gather.is_rows`), in its order."""
+    view, take, start = (cut.view or cut.shape)[:-1], cut.take, 0
+    while len(view) > 1 and take and isinstance(first := take[0], int):  # one of a stack: its rows alone
+        start += first * prod(view[1:])
+        view, take = view[1:], take[1:]
+    inner = Cut(cut.name, view, take[: len(view)], axes=cut.axes[:-1])
+    rows: npt.NDArray[np.int64] = apply_cut(np.arange(prod(view)).reshape(view), inner).reshape(-1)
+    return rows + start
 
 
 def _all_finite(part: Array, dtype: str) -> bool:

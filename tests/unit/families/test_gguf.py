@@ -343,10 +343,11 @@ def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> No
         refusal(lambda m=metadata: open_model(write_model(path, m)), "architecture", said, kind=UnsupportedError)
     data = bytearray(gguf_bytes(model_metadata(), {n: ("Q4_0" if a.ndim == 2 else "F32", a) for n, a in
                                                    model_tensors().items()}))  # fmt: skip
-    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
-    data[at : at + 4] = struct.pack("<I", 20)  # IQ4_NL has blocks of the same size as Q4_0
-    path.write_bytes(data)
-    refusal(lambda: open_model(path), "'blk.0.ffn_up.weight'", "IQ4_NL", kind=UnsupportedError)
+    name = b"blk.1.ffn_down.weight"  # the last one
+    at = data.index(name) + len(name) + 4 + 16
+    data[at : at + 4] = struct.pack("<I", 9)  # blocks of activations, which no file has
+    path.write_bytes(data + bytes(4000))
+    refusal(lambda: open_model(path), repr(name.decode()), "Q8_1", "Q8_0", kind=UnsupportedError)
 
 
 def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:

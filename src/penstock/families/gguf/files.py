@@ -15,6 +15,7 @@ from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.core.weight_map import Cut
+from penstock.families.blocks import beside_blocks, block_refs
 from penstock.families.checkpoint import Checkpoint, WeightRef, check_count, check_weights
 from penstock.families.gguf.architectures import ARCHITECTURES, Architecture
 from penstock.families.gguf.header import Header, read_header
@@ -151,16 +152,14 @@ def _match(
     if missing:
         raise ModelError(f"{quoted(path)} lacks {len(missing)} of {len(wanted)} tensors, first {quoted(missing[0])}")
     further = h.fields.raw("nextn_predict_layers") or 0
-    unexpected = sorted(n for n in h.tensors.keys() - wanted - FACTORS if not _needless(n, h.num_layers, further))
+    others = h.tensors.keys() - wanted - FACTORS - beside_blocks(h.tensors)
+    unexpected = sorted(n for n in others if not _needless(n, h.num_layers, further))
     if unexpected:
         raise UnsupportedError(
             f"{quoted(path)} holds {len(unexpected)} tensors that a {name} model does not have here, first "
             f"{quoted(unexpected[0])}"
         )
-    return {
-        logical: WeightRef(h.tensors[place]) if isinstance(place, str) else WeightRef(h.tensors[place.name], place)
-        for logical, place in places.items()
-    }
+    return block_refs(h.tensors, places, spec)
 
 
 def _needless(name: str, num_layers: int, further: int) -> bool:

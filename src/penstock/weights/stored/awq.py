@@ -6,14 +6,12 @@ scales[k // group, n]. Source: `gemm.py` of github.com/casper-hansen/AutoAWQ; Li
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
 from penstock.ops.stored import Rows
-from penstock.weights.stored.words import U32, WordMatrix
+from penstock.weights.stored.grouped import GroupedMatrix
+from penstock.weights.stored.words import U8, U32
 
 
-class AwqMatrix(WordMatrix):
+class AwqMatrix(GroupedMatrix):
     """See the module."""
 
     places = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -22,5 +20,5 @@ class AwqMatrix(WordMatrix):
     def laid_out(cls, words: U32, n: int, k: int) -> U32:
         return words.reshape(k, -1)
 
-    def _codes(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        return self.along_outputs(self.tensors.words, rows).astype(np.uint8)
+    def _codes(self, rows: Rows) -> U8:
+        return self.along_outputs(self.tensors.words, rows)

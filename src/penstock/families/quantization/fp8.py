@@ -1,0 +1,68 @@
+"""FP8 (E4M3): `x.weight` with `x.weight_scale_inv` of blocks, or with `x.weight_scale` of the matrix or of its outputs.
+
+Activations, which the originals round to 8 bits, too ("dynamic", or by a static `input_scale`), are computed as
+Penstock computes them. Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; `FineGrainedFP8Config` and
+`FbgemmFp8Config` of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.matrix_format import MatrixFormat, Shared
+from penstock.families.checkpoint import Codes
+from penstock.families.quantization.method import ACTIVATIONS, Module
+from penstock.families.quantization.scaled import Block, byte_matrix
+from penstock.families.quantization.settings import Settings, is_spared
+from penstock.formats.tensor_ref import TensorRef
+
+_FIELDS = {
+    "quant_method", "weight_block_size", "activation_scheme", "fmt", "scale_fmt", "modules_to_not_convert",
+    "ignored_layers", "dequantize", "expert_dtype", "weight_per_tensor", "act_per_tensor",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """A `Method`. `block`: what shares a scale as far as the configuration tells."""
+
+    method: str
+    block: Block
+    spared: tuple[str, ...] = ()
+    marks: tuple[str, ...] = (".weight_scale_inv", ".weight_scale")
+    parts: tuple[str, ...] = (".weight", ".weight_scale_inv", ".weight_scale")
+    whole: str = ".weight"
+    read_over: tuple[str, ...] = ACTIVATIONS
+    lm_head: bool = False
+
+    def matrix(self, module: Module) -> tuple[TensorRef, Codes]:
+        """See `Method.matrix`."""
+        return byte_matrix(module, ".weight", module.subject, [self.block] if self.block[1] else [])
+
+    def expected(self, stored: str, shape: tuple[int, int]) -> MatrixFormat | None:
+        """See `Method.expected`."""
+        if is_spared(stored, self.spared):
+            return None
+        return MatrixFormat("e4m3", 8, (Shared("float32", *self.block),))
+
+
+def read(settings: Settings) -> Fp8:
+    settings.allow(_FIELDS)
+    settings.one_of("activation_scheme", ("dynamic", "static"))
+    settings.one_of("fmt", ("e4m3", "float8_e4m3fn"))
+    settings.one_of("scale_fmt", ("float", "ue8m0"))
+    settings.one_of("expert_dtype", ("fp8",))
+    size = settings.given.get("weight_block_size")
+    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(_is_size(n) for n in size)):
+        raise settings.refused(f"weight_block_size {size!s:.40}; two numbers are needed, rows and columns")
+    block = (0, 0) if size is None else (size[0], size[1])
+    return Fp8("fp8", block, settings.names("modules_to_not_convert", "ignored_layers"))
+
+
+def read_fbgemm(settings: Settings) -> Fp8:
+    settings.allow({"quant_method", "activation_scale_ub", "modules_to_not_convert"})
+    return Fp8("fbgemm_fp8", (1, 0), settings.names("modules_to_not_convert"))
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
