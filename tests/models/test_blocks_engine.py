@@ -49,6 +49,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     ("as Q4_K_M", "ref"), ("as Q4_K_M", "blas"), pytest.param("as Q4_K_M", "native", marks=NATIVE),
     ("as IQ4_XS, tied", "ref"), pytest.param("as IQ4_XS, tied", "native", marks=NATIVE), ("as IQ2_M", "ref"),
     ("experts of MXFP4", "ref"), ("NVFP4 with scales", "ref"),
+    pytest.param("NVFP4 with scales", "native", marks=NATIVE),
 ])  # fmt: skip
 def test_blocks_and_their_values_say_the_same(tmp_path: Path, mix: str, ops: str) -> None:
     write_blocks(tmp_path / "m.gguf", plain=tmp_path / "plain.gguf", **MIXES[mix])

@@ -14,9 +14,9 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.ops.blas import BLAS
 from penstock.ops.ref import REF
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.ops.table import OpTable
 from penstock.plan.devices import Device, device_preset
 

@@ -172,13 +172,15 @@ def parse_scheme(text: str) -> Scheme:
 _KEPT = ("router", "shared_gate")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
 _ELEMENTWISE = ("conv", "a_log", "q_norm", "k_norm", "bias")
+_LATENT = ("kv_b", "k_b", "v_b")
+"""Multiplied by, but not with rows (`model.attention.latent`)."""
 TABLES = ("embed", "positions")
 """Weights that are looked up in; a tied one is multiplied with, too."""
 
 
 def is_product(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a weight, by its logical name, is the matrix of a product, and not one that is applied elementwise or
-    looked up in. The halves of `kv_b` are multiplied by, but not with rows (`model.attention.latent`)."""
+    looked up in."""
     return len(shape) == 2 and name not in TABLES and name.rsplit(".", 1)[-1] not in _ELEMENTWISE
 
 
@@ -186,7 +188,7 @@ def row_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Logical name -> shape of every matrix that rows are multiplied with; a tied table is one of them."""
     shapes = weight_shapes(spec)
     tied = {"embed"} if spec.tie_embeddings else set()
-    found = (n for n, s in shapes.items() if n in tied or (is_product(n, s) and not n.endswith(".kv_b")))
+    found = (n for n, s in shapes.items() if n in tied or (is_product(n, s) and n.rsplit(".", 1)[-1] not in _LATENT))
     return {name: (shapes[name][0], shapes[name][1]) for name in found}
 
 

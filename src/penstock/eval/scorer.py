@@ -27,8 +27,8 @@ from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
 from penstock.launch.backend import choose_ops, measuring_backend, traits_of
-from penstock.launch.build import check_names
 from penstock.launch.hub import local_path
+from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.forward import Forward

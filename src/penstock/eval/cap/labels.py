@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.speculative import parse_speculative
+from penstock.core.kv_codec import KV_CODECS
 from penstock.runner.verifiers import LOSSY, VERIFIERS
 from penstock.select import KV_SELECTORS
 
 AXES = "CAP"
-_AS_MODEL = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ LABELS: dict[str, Label] = {
 VALUES: dict[tuple[str, Any], Label | None] = {
     ("kv_selector", "none"): None,
     ("quantization", "none"): None,
-    **{("kv_cache_dtype", dtype): _NUMBERS for dtype in _AS_MODEL},
+    ("kv_cache_dtype", "auto"): _NUMBERS,
+    **{("kv_cache_dtype", codec): _NUMBERS for codec in KV_CODECS if not KV_CODECS.traits(codec).quantises},
 }
 """Values that claim something else than their setting does; None: nothing."""
 
