@@ -31,7 +31,7 @@ PROMPTS = [
 @cache
 def generated(number: int, tokens: int) -> list[tuple[list[int], list[int], str]]:
     """Ids of the first prompts, ids and text of what follows."""
-    llm = LLM(GGUF, max_model_len=128, max_num_seqs=2, threads=2)
+    llm = LLM(GGUF, max_model_len=128, max_num_seqs=2, threads=2, activation_quantization="none")
     asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     try:
         outs = [llm.generate(prompt, asked)[0] for prompt in PROMPTS[:number]]
@@ -61,7 +61,7 @@ def test_it_tells_sense() -> None:
 
 
 def test_it_goes_on_as_llama_cpp_does(tmp_path: Path) -> None:
-    """llama.cpp rounds rows to 8 bits, Penstock keeps them: where the two part, float32 must say what Penstock does, or
+    """llama.cpp rounds rows to 8 bits, Penstock keeps them here: where the two part, float32 must say what Penstock does, or
     hold both tokens for nearly the same."""
     python = os.environ.get(LLAMA_CPP)
     if not python:
