@@ -113,7 +113,7 @@ class Packing:
     def __call__(self, model: LoadedModel, scheme: Scheme) -> Mapping[str, Packed]:
         self.times += 1
         data = np.full(64 * 4 * 4, self.times, np.uint8)
-        return {scheme.name: Packed(Format.F32, Act.F32, 64, 4, 0, False, data, None, None)}
+        return {scheme.name: Packed(Format.F32, Act.F32, 64, 4, False, data)}
 
 
 def model() -> LoadedModel:
