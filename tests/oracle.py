@@ -217,7 +217,8 @@ class NaiveModel:
         kv = self._linear(h, p + "kv_a")
         latent = self._rounded(rms_norm(kv[:, : m.kv_rank], self._vector(p + "kv_a_norm"), m.eps))
         k_rope = self._rounded(self._rope(kv[:, None, m.kv_rank :], m.rope))[:, 0]
-        kv_b = as_float32(self.weights[p + "kv_b"]).reshape(m.num_heads, -1, m.kv_rank)
+        halves = [self.weights[p + name] for name in (("k_b", "v_b") if m.split else ("kv_b",))]
+        kv_b = np.concatenate([as_float32(w).reshape(m.num_heads, -1, m.kv_rank) for w in halves], axis=1)
         absorbed = np.stack(
             [[q[i, j, : m.nope_dim] @ kv_b[j, : m.nope_dim] for j in range(m.num_heads)] for i in range(t)]
         )
@@ -242,8 +243,12 @@ class NaiveModel:
                 out[i, j] = q[i, j] @ state
         return self._linear(out.reshape(t, -1), p + "o")
 
+    def _decay(self, p: str, m: Mamba | Mamba2) -> F32:
+        stored = self._vector(p + "a_log")
+        return -np.exp(stored) if m.decay_is_log else stored
+
     def _mamba(self, h: F32, p: str, m: Mamba) -> F32:
-        a, d = -np.exp(self._vector(p + "a_log")), self._vector(p + "d")
+        a, d = self._decay(p, m), self._vector(p + "d")
         xz = self._linear(h, p + "in")
         x = self._convolved(xz[:, : m.inner], p)
         dt, b, c = np.split(self._linear(x, p + "x"), [m.dt_rank, m.dt_rank + m.state], axis=1)
@@ -256,7 +261,7 @@ class NaiveModel:
         return self._linear(out * ACTIVATIONS["silu"](xz[:, m.inner :]), p + "o")
 
     def _mamba2(self, h: F32, p: str, m: Mamba2) -> F32:
-        a, d, dt_bias = -np.exp(self._vector(p + "a_log")), self._vector(p + "d"), self._vector(p + "dt.bias")
+        a, d, dt_bias = self._decay(p, m), self._vector(p + "d"), self._vector(p + "dt.bias")
         t, inner, per = len(h), m.inner, m.num_heads // m.groups
         gate, xbc, dt = np.split(self._linear(h, p + "in"), [inner, inner + m.conv_dim], axis=1)
         x, b, c = np.split(self._convolved(xbc, p), [inner, inner + m.groups * m.state], axis=1)

@@ -14,9 +14,10 @@ _WANTS = (
         re.compile(r"/shared/|are not beside the project|\bshared\b.* is not there"),
         "the folder shared beside the repository",
     ),
-    (re.compile(r"tools/smollm2\.py|\.gguf is not there"), "a real small model (python tools/smollm2.py)"),
+    (re.compile(r"tools/models\.py|\.gguf is not there"), "a real small model (python tools/models.py)"),
     (re.compile(r"native library|C\+\+17"), "the native kernels (a C++17 compiler)"),
     (re.compile(r"Chromium"), "a browser (apt-get install chromium)"),
+    (re.compile(r"llama-cpp-python"), "llama.cpp (PENSTOCK_LLAMA_CPP names a Python that has it)"),
     (re.compile(r"could not import"), "a library of the extra test"),
 )
 OTHER = "something else of this machine"

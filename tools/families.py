@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ModelError
+from penstock.families.gguf.architectures import ARCHITECTURES as GGUF
+from penstock.families.gguf.missing import NEEDS
 from penstock.families.registry import ARCHITECTURES, FAMILIES, find_family
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,8 +43,8 @@ def families_table(seen: list[dict[str, Any]]) -> list[str]:
     for entry in seen:
         by_family[entry["family"]].append(entry)
     lines = [
-        "| family | architectures | file | lines | comparisons | positions | stored as | worst logit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| family | architectures | GGUF | file | lines | comparisons | positions | stored as | worst logit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in FAMILIES.names():
         target = type(FAMILIES.get(name)()).__module__
@@ -52,10 +54,36 @@ def families_table(seen: list[dict[str, Any]]) -> list[str]:
         stored = ", ".join(sorted({e["dtype"] for e in entries}))
         worst = f"{max(e['worst'] for e in entries):.1e}" if entries else "its own suite"
         names = ", ".join(sorted(a for a, family in ARCHITECTURES.items() if family == name))
+        gguf = gguf_names(name)
         count = len(path.read_text("utf-8").splitlines())
         link = f"[{path.name}](../src/penstock/families/{path.name})"
-        lines.append(f"| {name} | {names} | {link} | {count} | {len(entries)} | {positions} | {stored} | {worst} |")
+        lines.append(
+            f"| {name} | {names} | {gguf} | {link} | {count} | {len(entries)} | {positions} | {stored} | {worst} |"
+        )
     return lines
+
+
+def gguf_names(family: str) -> str:
+    """Under which names of llama.cpp's GGUF files of a family are read."""
+    return ", ".join(sorted(name for name, entry in GGUF.items() if family in entry.families))
+
+
+def gguf_table() -> list[str]:
+    """A line per thing that GGUF files need and that is not here."""
+    needs: dict[str, list[str]] = defaultdict(list)
+    for name, need in NEEDS.items():
+        needs[need].append(name)
+    return [
+        "## GGUF", "",
+        f"Files of {len(GGUF)} architectures are read, by the names that llama.cpp gives them: the column GGUF above.",
+        "[architectures.py](../src/penstock/families/gguf/architectures.py) turns the metadata of each into the",
+        "config.json of its family; [test_gguf_architectures.py](../tests/models/test_gguf_architectures.py) writes a",
+        "tiny model of each as llama.cpp's converter does and finds the same model in the file, and, where",
+        "`PENSTOCK_LLAMA_CPP` names a Python with llama-cpp-python, llama.cpp's logits. Other names are refused; of",
+        "these it is said what they need:", "",
+        "| architecture | needs |", "|---|---|",
+        *[f"| {', '.join(sorted(names))} | {need} |" for need, names in sorted(needs.items())], "",
+    ]  # fmt: skip
 
 
 def configs_table(folder: Path) -> list[str]:
@@ -103,7 +131,7 @@ def main() -> None:
         "[test_nemotron_h_parity.py](../tests/models/test_nemotron_h_parity.py)), RWKV",
         "([test_rwkv_golden.py](../tests/models/test_rwkv_golden.py)). `nemotron-nas` has no class in transformers:",
         "its shapes are checked against the published size, its layers are Llama's.", "",
-        *families_table(seen), "",
+        *families_table(seen), "", *gguf_table(),
     ]  # fmt: skip
     if args.configs is not None:
         text += configs_table(args.configs)

@@ -27,9 +27,10 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.sched.policy import POLICIES
-from penstock.text.validate import Limits, validate_beam, validate_sampling
+from penstock.text.limits import Limits
+from penstock.text.validate import validate_beam, validate_sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference.md"

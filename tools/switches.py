@@ -168,15 +168,15 @@ def registered() -> dict[str, tuple[str, ...]]:
     from penstock.backends import BACKENDS
     from penstock.config.engine import DTYPES
     from penstock.config.positions import KEYS
+    from penstock.core.kv_codec import codecs_by_token
     from penstock.core.kv_format import ALIASES
-    from penstock.core.kv_format import PLAIN as CODECS
     from penstock.core.matrix_format import SCHEMES
     from penstock.drafters import DRAFTERS
     from penstock.executor import EXECUTORS
     from penstock.kv import KV_MANAGERS
     from penstock.kv.eviction import EVICTION_POLICIES
     from penstock.kv.prefix import PREFIX_CACHES
-    from penstock.ops.ref.attention import ATTENTION_BACKENDS
+    from penstock.ops.attention import ATTENTION_BACKENDS
     from penstock.runner.verifiers import VERIFIERS
     from penstock.sched.drafts import DRAFT_CONTROLLERS
     from penstock.sched.policy import POLICIES
@@ -187,7 +187,7 @@ def registered() -> dict[str, tuple[str, ...]]:
         "scheduling_policy": tuple(POLICIES), "ops": tuple(BACKENDS), "attention_backend": tuple(ATTENTION_BACKENDS),
         "executor": tuple(EXECUTORS), "kv_selector": tuple(KV_SELECTORS), "method": tuple(DRAFTERS),
         "verifier": tuple(VERIFIERS), "controller": tuple(DRAFT_CONTROLLERS), "rope_type": tuple(KEYS),
-        "quantization": tuple(SCHEMES.split(", ")), "kv_cache_dtype": (*CODECS, *ALIASES),
+        "quantization": tuple(SCHEMES.split(", ")), "kv_cache_dtype": (*codecs_by_token(), *ALIASES),
         "dtype": DTYPES,
     }  # fmt: skip
 

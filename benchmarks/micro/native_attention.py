@@ -18,12 +18,13 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.base.bf16 import narrow
-from penstock.core.cache_spec import scale_name
+from penstock.core.kv_codec import scales_name
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
-from penstock.ops.ref.storage import quantise, read_kv
+from penstock.ops.ref.codecs.int8 import quantise
+from penstock.ops.ref.storage import read_kv
 
 SHAPES = ((14, 2, 64), (32, 8, 64))
 CONTEXTS = (1024, 4096, 8192, 32768)
@@ -65,7 +66,7 @@ class Bench:
         x = rng.standard_normal((LAYERS * blocks, BLOCK, self.kv_heads, self.dim), dtype=np.float32)
         if dtype == "int8":
             whole, scales = quantise(x)
-            return {name: whole, scale_name(name): scales}
+            return {name: whole, scales_name(name, "int8"): scales}
         return {name: narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])}
 
     def run(self) -> None:

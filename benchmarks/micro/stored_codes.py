@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.core.matrix_format import MatrixFormat, Shared
+from penstock.core.panels import panels_of
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import pack
@@ -69,10 +70,11 @@ def main() -> None:
         table.add_row(what, *ms)
 
     if library is not None:
+        panels = panels_of(gptq.format, k)
         row(
             "into panels, GPTQ symmetric",
-            lambda: pack(library, [gptq], Format.I4, Act.F32, group=GROUP),
-            lambda: pack(library, [dense], Format.I4, Act.F32, group=GROUP),
+            lambda: pack(library, [gptq], Format.BLOCK, Act.F32, panels=panels, as_stored=True),
+            lambda: pack(library, [dense], Format.BLOCK, Act.F32, panels=panels),
         )
     for name, matrix in (("GPTQ", gptq), ("GPTQ act-order", ordered), ("AWQ", awq)):
         row(f"all values, {name}", lambda m=matrix: m.values())

@@ -113,33 +113,39 @@ def to_gguf(folder: Path, out: Path) -> None:
     sizes = {n: int(np.prod(shapes[n])) * (2 if len(shapes[n]) > 1 else 4) for n in names}
     temporary = out.with_name(out.name + ".part")
     with temporary.open("wb") as file:
-        values = metadata(config, tokenizer)
-        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(names) + bool(factors.size), len(values)))
-        for key, value in values.items():
-            file.write(_string(key) + _value(value))
-        at = 0
-        for n in names:
-            dims = shapes[n][::-1]  # the fastest first
-            kind = _GGML_BF16 if len(dims) > 1 else _GGML_F32
-            head = _string(gguf_name(n)) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims)
-            file.write(head + struct.pack("<IQ", kind, at))
-            at += sizes[n] + -sizes[n] % _ALIGNMENT
+        tensors = [(gguf_name(n), shapes[n], _GGML_BF16 if len(shapes[n]) > 1 else _GGML_F32, sizes[n]) for n in names]
         if factors.size:  # longrope: each pair of components has a frequency of its own
-            head = _string("rope_freqs.weight") + struct.pack("<IQ", 1, factors.size)
-            file.write(head + struct.pack("<IQ", _GGML_F32, at))
+            tensors.append(("rope_freqs.weight", factors.shape, _GGML_F32, factors.nbytes))
+        write_header(file, metadata(config, tokenizer), tensors)
         for n in names:
-            _pad(file)
             tensor = source.weight(n)
             if config["model_type"] == "llama" and n.endswith(("q_proj.weight", "k_proj.weight")):
                 tensor = interleaved(tensor, source.heads if "q_proj" in n else source.kv_heads)
             file.write(np.ascontiguousarray(narrow(tensor) if tensor.ndim > 1 else tensor).data)
-        _pad(file)
+            pad(file)
         file.write(factors.data)
-        _pad(file)
+        pad(file)
     temporary.replace(out)
 
 
-def _pad(file: BinaryIO) -> None:
+def write_header(
+    file: BinaryIO, values: dict[str, Any], tensors: Sequence[tuple[str, tuple[int, ...], int, int]]
+) -> None:
+    """Everything before the data. `tensors`: (name, row-major shape, ggml's type, bytes), in the order of their data,
+    each of which has to be followed by `pad`."""
+    file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)))
+    for key, value in values.items():
+        file.write(_string(key) + _value(value))
+    at = 0
+    for name, shape, kind, nbytes in tensors:
+        dims = shape[::-1]  # the fastest first
+        head = _string(name) + struct.pack("<I", len(dims)) + struct.pack(f"<{len(dims)}Q", *dims)
+        file.write(head + struct.pack("<IQ", kind, at))
+        at += nbytes + -nbytes % _ALIGNMENT
+    pad(file)
+
+
+def pad(file: BinaryIO) -> None:
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
 
 

@@ -50,6 +50,8 @@ ENGINES = {
         Engine("onnxruntime", "onnxruntime_.py", ("int4",), "onnxruntime_genai", "{model}-ort-{precision}",
                {}, 1.5, 6 * _COMPILED),
         Engine("llamacpp", "llamacpp.py", ("bf16", "q8_0", "q4_0"), "", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("llama-lib", "ggml_.py", ("bf16", "q8_0", "q4_0"), "llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("ik", "ggml_.py", ("bf16", "q8_0", "q4_0"), "ik_llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
         Engine("fake", "fake.py", ("bf16", "int8"), "", "", {}, 0.0, 1 << 20),
     )
 }  # fmt: skip

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.config import from_kwargs
-from penstock.core.cache_spec import group_size
-from penstock.core.kv_format import PACKED_BITS
+from penstock.core.cache_spec import CACHE_DTYPE_BYTES
+from penstock.core.kv_codec import KV_CODECS, group_size
 from penstock.core.model_spec import Attention, cache_groups
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
@@ -38,7 +38,7 @@ from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load
 from penstock.kv.manager import KVManager
 from penstock.ops.blas import BLAS
-from penstock.ops.ref.codec import decode_tokens, encode_tokens
+from penstock.ops.ref.codecs.packed import decode_tokens, encode_tokens
 from penstock.ops.ref.rotation import hadamard
 from penstock.ops.ref.storage import write_kv
 from penstock.runner.storage import Storage
@@ -157,10 +157,9 @@ def format_of(bench: Bench, chosen: Mapping[Unit, str], recent: int, others: str
 
 def head_bytes(codec: str, dim: int) -> int:
     """Of one head of one token."""
-    if codec == "int8":
-        return dim + 4
-    scales = 4 * dim // (BLOCK if codec in CHANNEL_CHOICES else group_size(dim))
-    return dim * PACKED_BITS[codec] // 8 + scales
+    traits = KV_CODECS.traits(codec)
+    scales = traits.width(dim) * CACHE_DTYPE_BYTES[traits.scale_dtype]
+    return dim * traits.bits // 8 + scales // (BLOCK if traits.scales == "block" else 1)
 
 
 def cheapest(costs: Mapping[Unit, Mapping[str, float]], sizes: Mapping[str, int], budget: int) -> dict[Unit, str]:

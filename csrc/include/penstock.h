@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 6
+#define PST_ABI 7
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -66,14 +66,32 @@ enum pst_dtype { PST_F32 = 0, PST_F16 = 1, PST_BF16 = 2, PST_I8 = 3 };
  *   PST_M_I4    [N/64][K/8][64][4] byte: low nibbles are inputs k ... k+3, high nibbles k+4 ... k+7; nibble = value + 8,
  *               value in -8 ... 7; one half scale per `group` inputs of an output, [N/64][K/group][64].
  *               K is padded to a multiple of the group (itself a multiple of 8) with the value 0
+ *   PST_M_BLOCK codes with whatever scales and zeros they share, as files have them: pst_pack_codes
  *
  * N is padded to a multiple of 64; outputs in the padding are never written.
  */
-enum pst_format { PST_M_F32 = 0, PST_M_F16 = 1, PST_M_BF16 = 2, PST_M_I8 = 3, PST_M_I4 = 4 };
+enum pst_format { PST_M_F32 = 0, PST_M_F16 = 1, PST_M_BF16 = 2, PST_M_I8 = 3, PST_M_I4 = 4, PST_M_BLOCK = 5 };
 
-/* What the rows x become before the product: float32; bfloat16; or 8 bits with one scale per row (max |x| / 127,
- * rounded to the nearest, ties to even). Possible pairs: F32, F16: A_F32. BF16: A_F32 or A_BF16.
- * I8 and I4: A_I8 (integer products, exact), or A_F32 and A_BF16 (weight-only). */
+/* PST_M_BLOCK: W[n, k] = value of the code * scale of its group - zero of its group.
+ *
+ * What a code is. Uxx: unsigned integers of so many bits; the value is code - offset, or the code where there are zeros.
+ * T4: an index into a table of 16 integers of -128 ... 127. F4: an index into a table of 16 floats. E4M3: the bits of a
+ * float. The others: rows of ggml's blocks of 256, scales among them, as they lie in a file. */
+enum pst_code {
+    PST_C_U8 = 0, PST_C_U6, PST_C_U5, PST_C_U4, PST_C_U3, PST_C_U2, PST_C_T4, PST_C_F4, PST_C_E4M3, PST_C_IQ3_S,
+    PST_C_IQ3_XXS, PST_C_IQ2_S, PST_C_IQ2_XS, PST_C_IQ2_XXS, PST_C_IQ1_S, PST_C_IQ1_M, PST_C_TQ1_0
+};
+/* How the scale of a group is kept. U8_F16, I8_F16: an integer per group times a half per 256 inputs. */
+enum pst_scale { PST_S_F32 = 0, PST_S_F16, PST_S_BF16, PST_S_E4M3, PST_S_E8M0, PST_S_U8_F16, PST_S_I8_F16 };
+/* What is subtracted. U8, F16_CODES: zero points in units of codes, so the scale multiplies them. F16: values. U8_F16:
+ * values, an integer per group times a half per 256 inputs. */
+enum pst_zero { PST_Z_NONE = 0, PST_Z_U8, PST_Z_F16_CODES, PST_Z_F16, PST_Z_U8_F16 };
+
+/* What the rows x become before the product: float32; bfloat16; or 8 bits: each block of a row with one float scale,
+ * max |x| / 127, values rounded to the nearest, ties to even. For PST_M_BLOCK a block is 32 inputs, or the weights' group
+ * where that is 64 or 128; for PST_M_I8 and PST_M_I4 the whole row.
+ * Possible pairs: F32, F16: A_F32. BF16: A_F32 or A_BF16. I8, I4 and BLOCK: A_I8 (integer products, exact), or A_F32
+ * and A_BF16 (weight-only); but codes of floats, F4 and E4M3, not A_I8. */
 enum pst_act { PST_A_F32 = 0, PST_A_BF16 = 1, PST_A_I8 = 2 };
 
 typedef struct pst_matrix {
@@ -81,24 +99,46 @@ typedef struct pst_matrix {
     int32_t act;    /* enum pst_act */
     int32_t rows;   /* N, without padding */
     int32_t cols;   /* K, without padding */
-    int32_t group;  /* PST_M_I4: inputs that share a scale: 32, 64 or 128; else 0 */
+    int32_t group;  /* inputs that share a scale. PST_M_I4: 32, 64 or 128. PST_M_BLOCK: 16, 32, 64, 128 or 256, or 0 for
+                       all of a row; not looked at where codes are rows of blocks. Else 0 */
     int32_t pair;   /* 1: every panel holds 32 outputs of a gate, then the same 32 of an `up`; rows counts both */
+    int32_t code;   /* PST_M_BLOCK: enum pst_code; else 0, as the next four */
+    int32_t scale;  /* enum pst_scale */
+    int32_t zero;   /* enum pst_zero */
+    int32_t offset; /* the code of zero, 0 ... 255; 0 where there are zeros, and of T4, F4, E4M3 and blocks */
+    float factor;   /* what every scale is multiplied by */
     const void *data;   /* 64-byte aligned */
-    const void *scales; /* 64-byte aligned; NULL if the format has none */
+    const void *scales; /* 64-byte aligned; NULL if the format has none beside its data */
     const float *bias;  /* [padded N] in the order of the panels, or NULL */
+    const float *table; /* [16] of T4 and F4; else NULL */
+    const int32_t *order; /* NULL, or [K]: input i of the panels is component order[i] of a row */
 } pst_matrix;
 
-/* Bytes of `data` and of `scales` of one panel. -1 for arguments that no format has. */
-PST_API int64_t pst_panel_bytes(int32_t format, int32_t cols, int32_t group);
-PST_API int64_t pst_panel_scale_bytes(int32_t format, int32_t cols, int32_t group);
+/* Bytes of `data` and of `scales` of one panel. -1 for arguments that no format has. Of `m` only what says the format is
+ * looked at: format, cols, group, code, scale, zero. */
+PST_API int64_t pst_panel_bytes(const pst_matrix *m);
+PST_API int64_t pst_panel_scale_bytes(const pst_matrix *m);
 
 /* Pack panels first ... last-1. `row_of[64 * p + j]` is the source of output j of panel p: the address of `cols`
  * numbers of `dtype` (PST_F32, PST_F16, PST_BF16), or NULL for padding. `data` and `scales` are those of panel 0.
+ * PST_M_BLOCK rounds to 8 bits (PST_C_U8, one PST_S_F32 per output, offset 128) or 4 (PST_C_U4, a PST_S_F16 per 32, 64 or
+ * 128 inputs, offset 8).
  * Uses the calling thread alone; panels may be packed by several at once. 0, or -1 for what no format has. */
-PST_API int32_t pst_pack(int32_t format, int32_t cols, int32_t group, int32_t dtype, const void *const *row_of,
-                         int32_t first, int32_t last, void *data, void *scales);
+PST_API int32_t pst_pack(const pst_matrix *m, int32_t dtype, const void *const *row_of, int32_t first, int32_t last,
+                         void *data, void *scales);
 
-/* The values that panel `panel` of `m` stands for, as float [64][cols]: for tests and for measuring losses. */
+/* Pack panels of PST_M_BLOCK from codes. Every array has a pointer per output, as `row_of` above (NULL: padding), to:
+ *   codes        [cols] bytes, one code each (signed ones with the offset added); or the row's blocks
+ *   scales       [ceil(cols / group)] of the scale's type; the integers of U8_F16 and I8_F16
+ *   supers       [ceil(cols / 256)] halves of U8_F16 and I8_F16
+ *   zeros, super_zeros    the same of zeros
+ * Arrays of what the format has not are NULL. Inputs are in the panels' order already. 0, or -1 for what no format has. */
+PST_API int32_t pst_pack_codes(const pst_matrix *m, const void *const *codes, const void *const *scales,
+                               const void *const *supers, const void *const *zeros, const void *const *super_zeros,
+                               int32_t first, int32_t last, void *data, void *scale_data);
+
+/* The values that panel `panel` of `m` stands for, as float [64][cols] in the panels' order of inputs: exact, but for the
+ * roundings to float32 of scale * factor, code * scale and what is subtracted, in this order. */
 PST_API int32_t pst_unpack(const pst_matrix *m, int32_t panel, float *out);
 
 /* ---- registers ----------------------------------------------------------------------------------------------- */
@@ -116,13 +156,15 @@ typedef struct pst_register {
  * `in` and `out` are register numbers (-1: none), `n`, `f` and `p` what is fixed. Outputs may be inputs where "in
  * place" is said; otherwise they must not overlap. "?" marks what may be absent (-1, NULL).
  *
- * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions
+ * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions.
+ *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order
  * PST_SELECT     out[r] = in0[rows[r]]
  * PST_NORM       every stretch of n0 numbers of a row by itself: in place
  *                n1: 1 rms, x / sqrt(mean(x^2) + f0) * w; 2 layer, (x - mean) / sqrt(var + f0) * w + b
  *                p0? w, p1? b; n2: 0 one w [n0] for all stretches, 1 w [width]
- * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix. Norm before it: n0 kind as in PST_NORM (0: none), p1? w,
- *                p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
+ * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix [n3 segments; 0 is 1]: outputs of one after those of another,
+ *                each in panels, a format and groups of its own; a `pair` is the only one. Norm before it: n0 kind as
+ *                in PST_NORM (0: none), p1? w, p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
  *                n2 activation, f2 limit (PST_SWIGLU_CLAMPED). Last: out = in1? + f1 * y (f1 is 1 for plain y).
  *                out may be in1.
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0

@@ -15,26 +15,43 @@ namespace {
 struct Embed final : Op {
     View out;
     const uint8_t* table;
+    const pst_matrix* matrix;
     int32_t dtype;
     bool by_position;
     float factor;
 
     Embed(const pst_op& op, const Maker& maker)
-        : out(maker.reg(op.out)), table(static_cast<const uint8_t*>(op.p[0])), dtype(op.n[0]),
-          by_position(op.n[1] == 1), factor(op.f[0]) {
-        check(table, "an embedding needs a table");
-        check(dtype >= PST_F32 && dtype <= PST_BF16, "a table is of float32, float16 or bfloat16");
+        : out(maker.reg(op.out)), table(static_cast<const uint8_t*>(op.p[0])),
+          matrix(static_cast<const pst_matrix*>(op.p[1])), dtype(op.n[0]), by_position(op.n[1] == 1), factor(op.f[0]) {
+        check(table || matrix, "an embedding needs a table");
+        check(matrix || (dtype >= PST_F32 && dtype <= PST_BF16), "a table is of float32, float16 or bfloat16");
+        if (matrix) {
+            check_matrix(*matrix);
+            check(!matrix->pair && !matrix->order, "a table is neither a pair nor in an order of its own");
+            check(matrix->cols == out.width, "an embedding is as wide as its table");
+        }
         check(op.n[1] == 0 || op.n[1] == 1, "a table is looked up by token ids (0) or positions (1)");
         check(maker.reg(op.out).rows == PST_ROWS_TOKENS, "an embedding fills rows of tokens");
     }
     void run(Team& team, const Context& context) const override {
         const int32_t* ids = by_position ? context.step.positions : context.step.token_ids;
+        if (matrix) {
+            for (int64_t first, last; team.next(1, context.step.num_tokens, first, last);)
+                for (int64_t t = first; t < last; t++) {
+                    matrix_row(*matrix, ids[t], out.row(t));
+                    scale(out.row(t), out.width);
+                }
+            return;
+        }
         int64_t item = dtype == PST_F32 ? 4 : 2;
         each_piece(team, context.step.num_tokens, out.width, [&](int64_t t, int64_t from, int64_t to) {
             float* row = out.row(t) + from;
             widen(table + (int64_t(ids[t]) * out.width + from) * item, dtype, to - from, row);
-            if (factor != 1.0f) map(row, row, to - from, [by = factor](F x) { return x * all(by); });
+            scale(row, to - from);
         });
+    }
+    void scale(float* row, int64_t n) const {
+        if (factor != 1.0f) map(row, row, n, [by = factor](F x) { return x * all(by); });
     }
 };
 

@@ -56,18 +56,4 @@ bool pack_float(int32_t format, int cols, int32_t dtype, const void* const* row_
     return true;
 }
 
-bool unpack_float(int32_t format, int cols, const uint8_t* data, float* out) {
-    if (format != PST_M_F32 && format != PST_M_F16 && format != PST_M_BF16) return false;
-    const auto* wide = reinterpret_cast<const float*>(data);
-    const auto* half = reinterpret_cast<const uint16_t*>(data);
-    for (int64_t k = 0; k < cols; k++)
-        for (int64_t j = 0; j < PANEL; j++) {
-            float& to = out[j * cols + k];
-            if (format == PST_M_F32) to = wide[k * PANEL + j];
-            else if (format == PST_M_F16) to = f16_to_f32(half[k * PANEL + j]);
-            else to = bf16_to_f32(half[(k / 2 * PANEL + j) * 2 + k % 2]);
-        }
-    return true;
-}
-
 }  // namespace pst

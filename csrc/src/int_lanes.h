@@ -27,8 +27,47 @@ inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // Whole numbers of -128 ... 127, one byte each.
 inline void store_s8(uint8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 
+template <int LEFT> inline I shifted(I a) {  // lanes of 32 bits
+    if constexpr (LEFT > 0) return {_mm512_slli_epi32(a.v, LEFT)};
+    else if constexpr (LEFT < 0) return {_mm512_srli_epi32(a.v, -LEFT)};
+    else return a;
+}
+template <int MASK> inline I masked(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))}; }
+inline I either(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline void store_line(uint8_t* p, I a) { _mm512_storeu_si512(p, a.v); }
+inline I four_times(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+inline I looked_up(I table, I nibbles) { return {_mm512_shuffle_epi8(table.v, nibbles.v)}; }
+inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline F as_floats(I a) { return {_mm512_castsi512_ps(a.v)}; }
+inline I upper_halves(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000)))}; }
+inline I times(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+inline F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline F load_i8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+inline F load_e4m3(const uint8_t* p) {
+    const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), size = _mm512_and_si512(bits, _mm512_set1_epi32(127));
+    // The exponent is 120 less than a float's; what is below its normal numbers counts as such.
+    __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(size, 20)), _mm512_set1_ps(0x1p120f));
+    value = _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(127)), value, _mm512_set1_ps(__builtin_nanf("")));
+    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), _mm512_slli_epi32(_mm512_srli_epi32(bits, 7), 31)))};
+}
+inline F load_e8m0(const uint8_t* p) {
+    const __m512i bits = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    // 2^-127 is below the normal numbers; 255 is a NaN.
+    __m512i value = _mm512_slli_epi32(bits, 23);
+    value = _mm512_mask_blend_epi32(_mm512_testn_epi32_mask(bits, bits), value, _mm512_set1_epi32(0x00400000));
+    value = _mm512_mask_blend_epi32(_mm512_cmpeq_epi32_mask(bits, _mm512_set1_epi32(255)), value, _mm512_set1_epi32(0x7fc00000));
+    return {_mm512_castsi512_ps(value)};
+}
+template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(wide, SHIFT), _mm512_set1_epi32(15)))};
+}
+
 #if defined(__AVX512VNNI__)
 inline I weights8(I line) { return line; }
+// Bytes 0 ... 255 (dot_u8), 0 ... 127 (dot_u7) times s8.
+inline void dot_u8(I& sum, I w, I x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
+inline void dot_u7(I& sum, I w, I x) { dot_u8(sum, w, x); }
 // By hand: compilers (gcc 12) copy 24 sums around in every turn of the loop, and to the stack, for the intrinsic.
 inline void dot8(I& sum, I w, I x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 inline void dot4(I& sum, I w, I x) { dot8(sum, w, x); }
@@ -43,6 +82,13 @@ inline void dot8(I& sum, I w, I x) {
     sum = add_pairs(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(x.v), turned));
 }
 inline void dot4(I& sum, I w, I x) { sum = add_pairs(sum, _mm512_maddubs_epi16(w.v, x.v)); }
+inline void dot_u7(I& sum, I w, I x) { dot4(sum, w, x); }
+// The upper bit by itself: two products of 255 do not fit 16 bits.
+inline void dot_u8(I& sum, I w, I x) {
+    dot4(sum, masked<127>(w), x);
+    __m512i upper = _mm512_maddubs_epi16(masked<1>(shifted<-7>(w)).v, x.v);
+    sum = {_mm512_add_epi32(sum.v, _mm512_madd_epi16(upper, _mm512_set1_epi16(128)))};
+}
 #endif
 
 inline void add_product(F& sum, F w, F x) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
@@ -118,6 +164,57 @@ inline void dot4(I& sum, I w, I x) {
     add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo));
     add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo));
 }
+template <int LEFT> inline __m256i shifted(__m256i a) {
+    if constexpr (LEFT > 0) return _mm256_slli_epi32(a, LEFT);
+    else if constexpr (LEFT < 0) return _mm256_srli_epi32(a, -LEFT);
+    else return a;
+}
+template <int LEFT> inline I shifted(I a) { return {shifted<LEFT>(a.lo), shifted<LEFT>(a.hi)}; }
+template <int MASK> inline I masked(I a) {
+    const __m256i mask = _mm256_set1_epi8(MASK);
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline I either(I a, I b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline void store_line(uint8_t* p, I a) {
+    _mm256_storeu_si256((__m256i*)p, a.lo);
+    _mm256_storeu_si256((__m256i*)(p + 32), a.hi);
+}
+inline I four_times(const uint8_t* p) {
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    return {twice, twice};
+}
+inline I looked_up(I table, I nibbles) {
+    return {_mm256_shuffle_epi8(table.lo, nibbles.lo), _mm256_shuffle_epi8(table.hi, nibbles.hi)};
+}
+inline I load_ints(const int32_t* p) { return load_line((const uint8_t*)p); }
+inline F as_floats(I a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline I upper_halves(I a) {
+    const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
+    return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
+}
+inline I times(I a, I b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline I wide_bytes(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline F load_u8(const uint8_t* p) { return to_float(wide_bytes(p)); }
+inline F load_i8(const uint8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
+template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
+    const __m256i mask = _mm256_set1_epi32(15);
+    I wide = shifted<-SHIFT>(wide_bytes(p));
+    return to_float({_mm256_and_si256(wide.lo, mask), _mm256_and_si256(wide.hi, mask)});
+}
+inline void dot_u7(I& sum, I w, I x) { dot4(sum, w, x); }
+// The upper bit by itself: two products of 255 do not fit 16 bits.
+inline void dot_u8(I& sum, I w, I x) {
+    dot4(sum, masked<127>(w), x);
+    const __m256i weight = _mm256_set1_epi16(128);
+    const I upper = masked<1>(shifted<-7>(w));
+    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(upper.lo, x.lo), weight));
+    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(upper.hi, x.lo), weight));
+}
 template <int SHIFT, int BITS> inline F field(I line) {
     const __m256i mask = _mm256_set1_epi32((1 << BITS) - 1);
     const __m256 middle = _mm256_set1_ps(float(1 << (BITS - 1)));
@@ -149,6 +246,35 @@ inline void dot8(I& sum, I w, I x) {
     for (int i = 0; i < 16; i++) sum.v[i] = dot_bytes(sum.v[i], w.v[i], x.v[i]);
 }
 inline void dot4(I& sum, I w, I x) { dot8(sum, w, x); }
+inline void dot_u8(I& sum, I w, I x) { dot8(sum, w, x); }
+inline void dot_u7(I& sum, I w, I x) { dot8(sum, w, x); }
+template <int LEFT> inline I shifted(I a) { PST_EACH(I, LEFT > 0 ? a.v[i] << (LEFT & 31) : a.v[i] >> (-LEFT & 31)); }
+template <int MASK> inline I masked(I a) { PST_EACH(I, a.v[i] & uint32_t(MASK) * 0x01010101u); }
+inline I either(I a, I b) { PST_EACH(I, a.v[i] | b.v[i]); }
+inline void store_line(uint8_t* p, I a) { std::memcpy(p, a.v, 64); }
+inline I four_times(const uint8_t* p) {
+    I r;
+    for (int i = 0; i < 16; i += 4) std::memcpy(r.v + i, p, 16);
+    return r;
+}
+inline I looked_up(I table, I nibbles) {
+    I r;
+    auto* out = reinterpret_cast<uint8_t*>(r.v);
+    auto *values = reinterpret_cast<const uint8_t*>(table.v), *at = reinterpret_cast<const uint8_t*>(nibbles.v);
+    for (int i = 0; i < 64; i++) out[i] = values[at[i]];
+    return r;
+}
+inline I load_ints(const int32_t* p) { return load_line(reinterpret_cast<const uint8_t*>(p)); }
+inline F as_floats(I a) {
+    F r;
+    std::memcpy(r.v, a.v, sizeof r.v);
+    return r;
+}
+inline I upper_halves(I a) { PST_EACH(I, a.v[i] & 0xffff0000u); }
+inline I times(I a, I b) { PST_EACH(I, a.v[i] * b.v[i]); }
+inline F load_u8(const uint8_t* p) { PST_EACH(F, float(p[i])); }
+inline F load_i8(const uint8_t* p) { PST_EACH(F, float(int8_t(p[i]))); }
+template <int SHIFT> inline F load_nibbles(const uint8_t* p) { PST_EACH(F, float(p[i] >> SHIFT & 15)); }
 template <int J> inline F byte_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> (8 * J)) & 255) - 128)); }
 template <int SHIFT> inline F nibble_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> SHIFT) & 15) - 8)); }
 #undef PST_EACH
@@ -156,6 +282,16 @@ template <int SHIFT> inline F nibble_value(I line) { PST_EACH(F, float(int32_t((
 #endif
 
 #if !defined(__AVX512F__)
+inline F load_e4m3(const uint8_t* p) {
+    float out[LANES];
+    for (int i = 0; i < LANES; i++) out[i] = e4m3_to_f32(p[i]);
+    return load(out);
+}
+inline F load_e8m0(const uint8_t* p) {
+    float out[LANES];
+    for (int i = 0; i < LANES; i++) out[i] = e8m0_to_f32(p[i]);
+    return load(out);
+}
 inline void add_product(F& sum, F w, F x) { sum = fma(w, x, sum); }
 #endif
 

@@ -58,11 +58,14 @@ struct Coming {
     }
 };
 
+struct BlockShape;
+
 struct Panel {
     const uint8_t* data;
     const uint8_t* scales;
     int32_t cols;   // K, without padding
     int32_t group;  // 0, or inputs that share a scale
+    const BlockShape* block = nullptr;  // of PST_M_BLOCK
     Coming* coming = nullptr;
 };
 
@@ -89,19 +92,22 @@ struct Product {
     int32_t many_rows;  // rows from which this pays
 };
 
-// Null for a pair that is none.
-const Product* find_product(int32_t format, int32_t act);
+// Null for a pair that is none. `code`: of PST_M_BLOCK.
+const Product* find_product(int32_t format, int32_t act, int32_t code = PST_C_U8);
 
-// gemm_float.cpp and gemm_int.cpp have these for their formats; null if the pair is not theirs.
+// gemm_float.cpp, gemm_int.cpp and block_float.cpp have these for their formats; null if the pair is not theirs.
 const Product* float_product(int32_t format, int32_t act);
 const Product* int_product(int32_t format, int32_t act);
+const Product* block_product(int32_t format, int32_t act, int32_t code);
 
 // A panel in its format: `row_of` as in pst_pack, of this panel's 64 outputs. False if the format is not theirs.
 bool pack_float(int32_t format, int cols, int32_t dtype, const void* const* row_of, uint8_t* data);
 bool pack_int(int32_t format, int cols, int group, int32_t dtype, const void* const* row_of, uint8_t* data,
               uint8_t* scales);
-bool unpack_float(int32_t format, int cols, const uint8_t* data, float* out);
-bool unpack_int(int32_t format, int cols, int group, const uint8_t* data, const uint8_t* scales, float* out);
+bool pack_rounded(const BlockShape& shape, int32_t dtype, const void* const* row_of, uint8_t* data);
+
+// The values of output `output` of a matrix in its format, [cols]: what pst_unpack gives of it.
+void matrix_row(const pst_matrix& m, int64_t output, float* out);
 
 // `n` numbers of `dtype` (PST_F32, PST_F16, PST_BF16) as float32.
 void widen(const void* x, int32_t dtype, int64_t n, float* out);

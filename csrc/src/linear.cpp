@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "block_rows.h"
 #include "epilogue.h"
 #include "kernels.h"
 #include "norm_row.h"
@@ -44,41 +45,79 @@ struct Cut {
     int64_t block_rows, blocks, units, grain;
 };
 
+// Outputs of one matrix, behind those of others.
+struct Segment {
+    pst_matrix matrix;
+    BlockShape shape;  // of PST_M_BLOCK
+    const Product* product;
+    int64_t panel_bytes, scale_bytes;
+    int64_t first, panels;    // its first panel, of all
+    int64_t column, columns;  // its outputs
+    size_t rows;              // which of the preparations its rows are
+
+    int32_t group() const { return matrix.format == PST_M_BLOCK ? shape.group : matrix.group; }
+    Panel panel(int64_t p) const {
+        const auto* scales = static_cast<const uint8_t*>(matrix.scales);
+        Panel panel{static_cast<const uint8_t*>(matrix.data) + p * panel_bytes,
+                    scales ? scales + p * scale_bytes : nullptr, matrix.cols, group()};
+        if (matrix.format == PST_M_BLOCK) panel.block = &shape;
+        return panel;
+    }
+};
+
+// What rows become for one or more segments.
+struct Preparation {
+    Prepare prepare;
+    int32_t group, groups;
+    const int32_t* order;
+    int64_t row_bytes;
+
+    int64_t bytes(int64_t rows) const { return aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * groups * 4); }
+    Prepared at(uint8_t* memory, int64_t rows) const {
+        uint8_t* scale = memory + aligned(rows * row_bytes);
+        return {memory, reinterpret_cast<float*>(scale), reinterpret_cast<int32_t*>(scale + aligned(rows * 4))};
+    }
+    bool operator==(const Preparation& b) const {
+        return prepare == b.prepare && group == b.group && order == b.order;
+    }
+};
+
 class Linear final : public Op {
   public:
-    Linear(const pst_matrix& matrix, const Product& product, const pst_register& in, const pst_register* residual,
+    Linear(const std::vector<pst_matrix>& matrices, const pst_register& in, const pst_register* residual,
            const pst_register& out, const Norm& norm, const Epilogue& epilogue, int64_t capacity)
-        : matrix_(matrix), product_(product), in_(in), residual_(residual ? *residual : out), out_(out), norm_(norm),
-          epilogue_(epilogue), panels_(divided(matrix.rows, PANEL)),
-          panel_bytes_(pst_panel_bytes(matrix.format, matrix.cols, matrix.group)),
-          scale_bytes_(pst_panel_scale_bytes(matrix.format, matrix.cols, matrix.group)),
-          row_bytes_(product.row_bytes(matrix.cols, matrix.group)),
-          groups_(product.row_groups(matrix.cols, matrix.group)),
-          few_(std::min(capacity, std::max<int64_t>(1, FEW_NUMBERS / matrix.cols))) {
+        : cols_(matrices[0].cols), in_(in), residual_(residual ? *residual : out), out_(out), norm_(norm),
+          epilogue_(epilogue), few_(std::min(capacity, std::max<int64_t>(1, FEW_NUMBERS / cols_))) {
+        for (const pst_matrix& matrix : matrices) add(matrix);
         shared_rows_ = capacity > few_ ? capacity : 0;
-        tile_at_ = norm.kind ? aligned(int64_t(matrix.cols) * 4) : 0;
+        bool ordered = false;
+        int64_t unpacked = 0;
+        for (const Segment& s : segments_) {
+            ordered |= s.matrix.order != nullptr;
+            if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_, s.group())));
+        }
+        ordered_at_ = norm.kind ? aligned(int64_t(cols_) * 4) : 0;
+        tile_at_ = ordered_at_ + (ordered ? aligned(int64_t(cols_) * 4) : 0);
         unpacked_at_ = tile_at_ + MAX_TILE_ROWS * PANEL * 4;
-        rows_at_ = unpacked_at_ + (product.many ? aligned(product.unpacked_bytes(matrix.cols, matrix.group)) : 0);
-        own_bytes = rows_at_ + prepared_bytes(few_);
-        shared_bytes = prepared_bytes(shared_rows_);
+        rows_at_ = unpacked_at_ + unpacked;
+        own_bytes = rows_at_;
+        for (const Preparation& p : preparations_) own_bytes += p.bytes(few_), shared_bytes += p.bytes(shared_rows_);
     }
 
     void run(Team& team, const Context& context) const override {
         const int64_t count = context.rows(in_);
         if (!count) return;
         const bool few = count <= few_;
-        const Prepared to = few ? prepared(context.own_scratch + rows_at_, few_)
-                                : prepared(context.shared_scratch, shared_rows_);
-        auto* normed = reinterpret_cast<float*>(context.own_scratch);
+        uint8_t* to = few ? context.own_scratch + rows_at_ : context.shared_scratch;
+        const int64_t room = few ? few_ : shared_rows_;
         if (few) {
-            for (int64_t r = 0; r < count; r++) prepare(r, normed, to);
+            for (int64_t r = 0; r < count; r++) prepare(r, context.own_scratch, to, room);
         } else {
             for (int64_t first, last; team.next(4, count, first, last);)
-                for (int64_t r = first; r < last; r++) prepare(r, normed, to);
+                for (int64_t r = first; r < last; r++) prepare(r, context.own_scratch, to, room);
             team.barrier();
         }
-        Rows rows{to.data, row_bytes_, to.scale, to.sums, groups_, int32_t(count)};
-        multiply(team, context, rows);
+        multiply(team, context, count, to, room);
     }
 
     void warm(const Team& team, const Context& context) const override {
@@ -87,36 +126,64 @@ class Linear final : public Op {
         const Cut c = cut(count, team.size);
         const int64_t piece = team.own_piece(divided(c.units, c.grain));
         if (piece < 0) return;
-        const Panel first = panel(piece * c.grain / c.blocks);
-        fetch(first.data, std::min(WARM_BYTES, panel_bytes_));
-        fetch(first.scales, scale_bytes_);
+        const int64_t p = piece * c.grain / c.blocks;
+        const Segment& segment = segment_of(p);
+        const Panel first = segment.panel(p - segment.first);
+        fetch(first.data, std::min(WARM_BYTES, segment.panel_bytes));
+        fetch(first.scales, segment.scale_bytes);
     }
 
   private:
+    void add(const pst_matrix& matrix) {
+        Segment s{matrix, {}, find_product(matrix.format, matrix.act, matrix.code), pst_panel_bytes(&matrix),
+                  pst_panel_scale_bytes(&matrix), panels_, divided(matrix.rows, PANEL), columns_,
+                  matrix.pair ? matrix.rows / 2 : matrix.rows, 0};
+        block_shape(matrix, s.shape);
+        const int32_t group = matrix.format == PST_M_BLOCK ? group_of_rows(cols_, s.shape.group, matrix.act) : matrix.group;
+        const Preparation wanted{s.product->prepare, group, s.product->row_groups(cols_, group), matrix.order,
+                                 s.product->row_bytes(cols_, group)};
+        const auto found = std::find(preparations_.begin(), preparations_.end(), wanted);
+        s.rows = size_t(found - preparations_.begin());
+        if (found == preparations_.end()) preparations_.push_back(wanted);
+        panels_ += s.panels;
+        columns_ += s.columns;
+        tile_rows_ = std::min(tile_rows_, s.product->tile_rows);
+        largest_panel_ = std::max(largest_panel_, s.panel_bytes);
+        segments_.push_back(s);
+    }
+
     static void fetch(const uint8_t* p, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
     }
 
     // Rows so few that a panel is read once, and the memory is what they wait for.
-    bool streams(int64_t rows) const { return rows <= std::min<int64_t>(product_.tile_rows, ROW_STEP); }
+    bool streams(int64_t rows) const { return rows <= std::min<int64_t>(tile_rows_, ROW_STEP); }
 
-    int64_t prepared_bytes(int64_t rows) const {
-        return aligned(rows * row_bytes_) + aligned(rows * 4) + aligned(rows * groups_ * 4);
+    const Segment& segment_of(int64_t panel) const {
+        size_t i = 0;
+        while (i + 1 < segments_.size() && panel >= segments_[i + 1].first) i++;
+        return segments_[i];
     }
 
-    Prepared prepared(uint8_t* memory, int64_t rows) const {
-        uint8_t* scale = memory + aligned(rows * row_bytes_);
-        uint8_t* sums = scale + aligned(rows * 4);
-        return {memory, reinterpret_cast<float*>(scale), reinterpret_cast<int32_t*>(sums)};
-    }
-
-    void prepare(int64_t r, float* normed, const Prepared& to) const {
+    // Row `r`, in every way that segments want it; `scratch` is the thread's own.
+    void prepare(int64_t r, uint8_t* scratch, uint8_t* memory, int64_t room) const {
         const float* x = in_.data + r * in_.stride;
         if (norm_.kind) {
-            norm_row(x, matrix_.cols, norm_, normed);
+            auto* normed = reinterpret_cast<float*>(scratch);
+            norm_row(x, cols_, norm_, normed);
             x = normed;
         }
-        product_.prepare(x, matrix_.cols, matrix_.group, to.data + r * row_bytes_, to.scale + r, to.sums + r * groups_);
+        for (const Preparation& p : preparations_) {
+            const float* from = x;
+            if (p.order) {
+                auto* ordered = reinterpret_cast<float*>(scratch + ordered_at_);
+                for (int32_t i = 0; i < cols_; i++) ordered[i] = x[p.order[i]];
+                from = ordered;
+            }
+            const Prepared to = p.at(memory, room);
+            p.prepare(from, cols_, p.group, to.data + r * p.row_bytes, to.scale + r, to.sums + r * p.groups);
+            memory += p.bytes(room);
+        }
     }
 
     Cut cut(int64_t rows, int64_t threads) const {
@@ -128,13 +195,12 @@ class Linear final : public Op {
             c.units = panels_ * c.blocks;
         }
         if (streams(rows))
-            c.grain = std::max<int64_t>(1, std::min(CLAIM_BYTES / panel_bytes_, panels_ / (CLAIMS * threads)));
+            c.grain = std::max<int64_t>(1, std::min(CLAIM_BYTES / largest_panel_, panels_ / (CLAIMS * threads)));
         return c;
     }
 
-    void multiply(Team& team, const Context& context, const Rows& rows) const {
-        const Cut c = cut(rows.count, team.size);
-        const bool many = product_.many && c.block_rows >= product_.many_rows;
+    void multiply(Team& team, const Context& context, int64_t count, uint8_t* memory, int64_t room) const {
+        const Cut c = cut(count, team.size);
         auto* tile = reinterpret_cast<float*>(context.own_scratch + tile_at_);
         uint8_t* unpacked = context.own_scratch + unpacked_at_;
         Coming coming;
@@ -142,41 +208,47 @@ class Linear final : public Op {
             int64_t ready = -1;
             for (int64_t unit = first; unit < last; unit++) {
                 const int64_t p = unit / c.blocks, from = unit % c.blocks * c.block_rows;
-                Panel panel = this->panel(p);
+                const Segment& segment = segment_of(p);
+                const Product& product = *segment.product;
+                const bool many = product.many && c.block_rows >= product.many_rows;
+                const Rows rows = rows_of(segment, memory, room, count);
+                Panel panel = segment.panel(p - segment.first);
                 // Scales lie apart from the weights, in a stream too thin for the processor to follow.
-                if (c.blocks == 1 && streams(rows.count)) fetch(panel.scales + scale_bytes_, scale_bytes_);
-                if (many && ready != p) product_.unpack(panel, unpacked);
+                if (c.blocks == 1 && streams(count)) fetch(panel.scales + segment.scale_bytes, segment.scale_bytes);
+                if (many && ready != p) product.unpack(panel, unpacked);
                 ready = p;
                 if (many) panel.data = unpacked;
-                const int to = int(std::min<int64_t>(rows.count, from + c.block_rows));
+                const int to = int(std::min<int64_t>(count, from + c.block_rows));
                 if (!many && to - from > FIRST_ROWS && unit % c.blocks == c.blocks - 1) {
-                    coming = behind(p, to - int(from));
+                    coming = behind(p, segment.panel_bytes, to - int(from));
                     if (coming.bytes) panel.coming = &coming;
                 }
-                for (int r = int(from); r < to; r += product_.tile_rows) {
-                    int count = std::min(product_.tile_rows, to - r);
-                    await(p, r, count);
-                    (many ? product_.many : product_.kernel)(rows, r, count, panel, tile);
-                    finish(p, r, count, tile);
+                for (int r = int(from); r < to; r += product.tile_rows) {
+                    const int some = std::min(product.tile_rows, to - r);
+                    await(segment, p, r, some);
+                    (many ? product.many : product.kernel)(rows, r, some, panel, tile);
+                    finish(segment, p, r, some, tile);
                 }
             }
         }
     }
 
-    // What of the panel behind panel p finds room beside it, for `rows` rows that meet that one first.
-    Coming behind(int64_t p, int rows) const {
-        Coming coming;
-        if (p + 1 == panels_) return coming;
-        coming.at = static_cast<const uint8_t*>(matrix_.data) + (p + 1) * panel_bytes_;
-        coming.bytes = std::max<int64_t>(0, std::min(panel_bytes_, NEAR_BYTES - panel_bytes_));
-        coming.rows = rows;
-        return coming;
+    Rows rows_of(const Segment& segment, uint8_t* memory, int64_t room, int64_t count) const {
+        for (size_t i = 0; i < segment.rows; i++) memory += preparations_[i].bytes(room);
+        const Preparation& p = preparations_[segment.rows];
+        const Prepared rows = p.at(memory, room);
+        return {rows.data, p.row_bytes, rows.scale, rows.sums, p.groups, int32_t(count)};
     }
 
-    Panel panel(int64_t p) const {
-        const auto* scales = static_cast<const uint8_t*>(matrix_.scales);
-        return {static_cast<const uint8_t*>(matrix_.data) + p * panel_bytes_,
-                scales ? scales + p * scale_bytes_ : nullptr, matrix_.cols, matrix_.group};
+    // What of the panel behind panel p finds room beside it, for `rows` rows that meet that one first.
+    Coming behind(int64_t p, int64_t bytes, int rows) const {
+        Coming coming;
+        if (p + 1 == panels_) return coming;
+        const Segment& next = segment_of(p + 1);
+        coming.at = next.panel(p + 1 - next.first).data;
+        coming.bytes = std::max<int64_t>(0, std::min(next.panel_bytes, NEAR_BYTES - bytes));
+        coming.rows = rows;
+        return coming;
     }
 
     static void fetch_to_write(const float* p) {
@@ -187,48 +259,43 @@ class Linear final : public Op {
 #endif
     }
 
+    // Outputs of panel p of all, and how many there are.
+    int64_t column_of(const Segment& segment, int64_t p) const { return segment.column + (p - segment.first) * epilogue_.width(); }
+    int64_t width_of(const Segment& segment, int64_t p) const {
+        return std::min<int64_t>(epilogue_.width(), segment.columns - (p - segment.first) * epilogue_.width());
+    }
+
     // Asks for the lines that `finish` will write: their rows lie far apart, and a store that misses holds up others.
-    void await(int64_t p, int64_t first, int count) const {
-        const int64_t column = p * epilogue_.width();
-        const int64_t width = std::min<int64_t>(epilogue_.width(), out_.width - column);
+    void await(const Segment& segment, int64_t p, int64_t first, int count) const {
+        const int64_t column = column_of(segment, p), width = width_of(segment, p);
         for (int64_t r = 0; r < count; r++) {
             const float* to = out_.data + (first + r) * out_.stride + column;
             for (int64_t i = 0; i < width; i += 16) fetch_to_write(to + i);
         }
     }
 
-    void finish(int64_t p, int64_t first, int count, const float* tile) const {
-        const int64_t column = p * epilogue_.width();
-        const float* bias = matrix_.bias ? matrix_.bias + p * PANEL : nullptr;
+    void finish(const Segment& segment, int64_t p, int64_t first, int count, const float* tile) const {
+        const int64_t column = column_of(segment, p);
+        const float* bias = segment.matrix.bias ? segment.matrix.bias + (p - segment.first) * PANEL : nullptr;
         for (int64_t r = 0; r < count; r++)
             epilogue_.row(tile + r * PANEL, bias, residual_.data + (first + r) * residual_.stride + column,
-                          out_.data + (first + r) * out_.stride + column, int(out_.width - column));
+                          out_.data + (first + r) * out_.stride + column, int(width_of(segment, p)));
     }
 
-    pst_matrix matrix_;
-    const Product& product_;
+    int32_t cols_;
+    std::vector<Segment> segments_;
+    std::vector<Preparation> preparations_;
     pst_register in_, residual_, out_;
     Norm norm_;
     Epilogue epilogue_;
-    int64_t panels_, panel_bytes_, scale_bytes_, row_bytes_;
-    int32_t groups_;
+    int64_t panels_ = 0, columns_ = 0, largest_panel_ = 1;
+    int32_t tile_rows_ = MAX_TILE_ROWS;
     int64_t few_;          // rows that every thread prepares for itself
     int64_t shared_rows_;  // room for others
-    int64_t tile_at_, unpacked_at_, rows_at_;  // in a thread's own scratch; the normed row is at 0
+    int64_t ordered_at_, tile_at_, unpacked_at_, rows_at_;  // in a thread's own scratch; the normed row is at 0
 };
 
 bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
-
-void check_matrix(const pst_matrix& m) {
-    check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
-    check(pst_panel_bytes(m.format, m.cols, m.group) > 0, "no format of matrices has this number or these groups");
-    check(m.format == PST_M_I4 || !m.group, "only 4-bit weights have groups");
-    check(m.format != PST_M_I8 || m.act != PST_A_I8 || m.cols <= MOST_BYTES_ADDED, "sums of so many bytes leave 32 bits");
-    check(m.data && is_aligned(m.data), "the weights are missing or not aligned to 64 bytes");
-    check(!pst_panel_scale_bytes(m.format, m.cols, m.group) || (m.scales && is_aligned(m.scales)),
-          "the scales are missing or not aligned to 64 bytes");
-    check(!m.pair || m.rows % 2 == 0, "a pair has as many gates as ups");
-}
 
 // Whether a row of one lies on a row of the other.
 bool overlap(const pst_register& a, const pst_register& b, int64_t rows) {
@@ -264,20 +331,49 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
 
 }  // namespace
 
+void check_matrix(const pst_matrix& m) {
+    check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
+    check(pst_panel_bytes(&m) > 0, "no format of matrices has this number or these groups");
+    check(m.format == PST_M_I4 || m.format == PST_M_BLOCK || !m.group, "only 4-bit weights have groups");
+    check(m.format != PST_M_I8 || m.act != PST_A_I8 || m.cols <= MOST_BYTES_ADDED, "sums of so many bytes leave 32 bits");
+    check(m.data && is_aligned(m.data), "the weights are missing or not aligned to 64 bytes");
+    check(!pst_panel_scale_bytes(&m) || (m.scales && is_aligned(m.scales)),
+          "the scales are missing or not aligned to 64 bytes");
+    check(!m.pair || m.rows % 2 == 0, "a pair has as many gates as ups");
+    if (m.format != PST_M_BLOCK) return;
+    const bool looked_up = m.code == PST_C_T4 || m.code == PST_C_F4;
+    check(looked_up == (m.table != nullptr), "codes of 16 values need their table, others have none");
+    for (int i = 0; m.code == PST_C_T4 && i < 16; i++)
+        check(m.table[i] >= -128 && m.table[i] <= 127 && m.table[i] == std::floor(m.table[i]),
+              "a table of integers has values of -128 ... 127");
+    check(m.offset >= 0 && m.offset <= 255, "the code of zero is 0 ... 255");
+    check(!m.offset || (m.code <= PST_C_U2 && m.zero == PST_Z_NONE), "codes have an offset or zeros, not both");
+    for (int32_t i = 0; m.order && i < m.cols; i++)
+        check(m.order[i] >= 0 && m.order[i] < m.cols, "an order names inputs that there are not");
+}
+
 OpPtr make_linear(const pst_op& op, const Maker& maker) {
-    const auto* matrix = static_cast<const pst_matrix*>(op.p[0]);
-    check(matrix, "a product needs a matrix");
-    check_matrix(*matrix);
-    const Product* product = find_product(matrix->format, matrix->act);
-    check(product, "rows of this kind do not meet matrices of this format");
-    check(product->tile_rows >= 1 && product->tile_rows <= MAX_TILE_ROWS, "a kernel takes too many rows");
+    const auto* first = static_cast<const pst_matrix*>(op.p[0]);
+    check(first, "a product needs a matrix");
+    check(op.n[3] >= 0, "a product has one segment or more");
+    const std::vector<pst_matrix> matrices(first, first + std::max(1, op.n[3]));
+    int64_t outputs = 0;
+    for (const pst_matrix& matrix : matrices) {
+        check_matrix(matrix);
+        check(matrix.cols == first->cols, "segments have equally many columns");
+        check(!matrix.pair || matrices.size() == 1, "a pair is the only segment");
+        const Product* product = find_product(matrix.format, matrix.act, matrix.code);
+        check(product, "rows of this kind do not meet matrices of this format");
+        check(product->tile_rows >= 1 && product->tile_rows <= MAX_TILE_ROWS, "a kernel takes too many rows");
+        outputs += matrix.pair ? matrix.rows / 2 : matrix.rows;
+    }
     Norm norm = make_input_norm(op);
-    Epilogue epilogue = make_epilogue(op, *matrix);
+    Epilogue epilogue = make_epilogue(op, *first);
     const pst_register &in = maker.reg(op.in[0]), &out = maker.reg(op.out);
     const pst_register* residual = epilogue.residual ? &maker.reg(op.in[1]) : nullptr;
     const int64_t capacity = maker.capacity(in);
-    check(in.width == matrix->cols, "the input is as wide as the matrix has columns");
-    check(out.width == matrix->rows / (matrix->pair ? 2 : 1), "the output is as wide as the matrix has rows");
+    check(in.width == first->cols, "the input is as wide as the matrix has columns");
+    check(out.width == outputs, "the output is as wide as the matrix has rows");
     check(in.rows == out.rows, "input and output have rows of one kind");
     check(!overlap(in, out, capacity), "the output must not lie on the input");
     if (residual) {
@@ -285,7 +381,7 @@ OpPtr make_linear(const pst_op& op, const Maker& maker) {
         check((residual->data == out.data && residual->stride == out.stride) || !overlap(*residual, out, capacity),
               "what is added is the output itself or lies elsewhere");
     }
-    return std::make_unique<Linear>(*matrix, *product, in, residual, out, norm, epilogue, capacity);
+    return std::make_unique<Linear>(matrices, in, residual, out, norm, epilogue, capacity);
 }
 
 }  // namespace pst

@@ -2,6 +2,7 @@
 #include <limits>
 #include <vector>
 
+#include "block.h"
 #include "int_rows.h"
 #include "kernels.h"
 #include "simd.h"
@@ -30,20 +31,18 @@ float largest_size(const float* w, int n) {
     return most;
 }
 
-// ---- PST_M_I8
+// ---- 8 bits, a scale per output
 
-void pack_output8(const float* w, int cols, uint8_t* to, float* scale) {
+void round_output8(const float* w, int cols, uint8_t* codes, float* scale) {
     // What is not finite must not hide behind finite weights: a scale of NaN makes the output NaN.
     const bool finite = all_finite(w, cols);
     *scale = finite ? largest_size(w, cols) / 127.0f : std::numeric_limits<float>::quiet_NaN();
     const bool any = *scale > 0;  // false where the largest weight is so small that its 127th is 0
-    for (int k = 0; k < cols; k++) {
-        float v = any ? nearest(clamp(w[k] / *scale, -127.0f, 127.0f)) : 0.0f;
-        to[int64_t(k / 4) * 4 * PANEL + k % 4] = uint8_t(int(v) + 128);
-    }
+    for (int k = 0; k < cols; k++)
+        codes[k] = uint8_t(int(any ? nearest(clamp(w[k] / *scale, -127.0f, 127.0f)) : 0.0f) + 128);
 }
 
-// ---- PST_M_I4
+// ---- 4 bits, a half per group
 
 // Values -8 ... 7 in units of `scale`; zeros for a scale of 0.
 void round4(const float* w, int n, float scale, float* values) {
@@ -96,7 +95,7 @@ void consider(const float* w, int n, float scale, float unit, float* values, Bes
 // the scale has the sign for it. Each is tried as it is, and fitted once to the values it gives.
 uint16_t round_group(const float* w, int n, float* values) {
     std::memset(values, 0, size_t(n) * 4);
-    if (!all_finite(w, n)) return 0x7e00;  // NaN: see pack_output8
+    if (!all_finite(w, n)) return 0x7e00;  // NaN: see round_output8
     float most = 0;
     for (int i = 0; i < n; i++) most = std::fabs(w[i]) > std::fabs(most) ? w[i] : most;
     if (std::fabs(most) < 0x1p-40f) return 0;  // every scale would be 0 as a half
@@ -110,17 +109,12 @@ uint16_t round_group(const float* w, int n, float* values) {
     return best.scale;
 }
 
-void pack_output4(const float* w, int cols, int group, uint8_t* to, uint16_t* scales) {
+void round_output4(const float* w, int cols, int group, uint8_t* codes, uint16_t* scales) {
     float values[MAX_GROUP];
     for (int from = 0; from < cols; from += group) {
         const int n = cols - from < group ? cols - from : group;
-        scales[int64_t(from / group) * PANEL] = round_group(w + from, n, values);
-        for (int i = 0; i < n; i++) {
-            const int k = from + i;
-            uint8_t& byte = to[int64_t(k / 8) * 4 * PANEL + k % 4];
-            const int nibble = int(values[i]) + 8;
-            byte = uint8_t(k & 4 ? (byte & 0x0f) | nibble << 4 : (byte & 0xf0) | nibble);
-        }
+        scales[from / group] = round_group(w + from, n, values);
+        for (int i = 0; i < n; i++) codes[from + i] = uint8_t(int(values[i]) + 8);
     }
 }
 
@@ -131,35 +125,48 @@ bool pack_int(int32_t format, int cols, int group, int32_t dtype, const void* co
     if ((format != PST_M_I8 && format != PST_M_I4) || !scales) return false;
     const bool eight = format == PST_M_I8;
     // Everything that is not written below is the value 0.
-    const int64_t padded = padded_inputs(cols, eight ? 0 : group);
+    const int64_t padded = padded_inputs(cols, eight ? 0 : group), groups = eight ? 1 : padded / group;
     std::memset(data, eight ? 128 : 0x88, size_t(eight ? padded : padded / 2) * PANEL);
-    std::memset(scales, 0, eight ? PANEL * 4 : size_t(padded / group) * PANEL * 2);
+    std::memset(scales, 0, eight ? PANEL * 4 : size_t(groups) * PANEL * 2);
     std::vector<float> w(static_cast<size_t>(cols));
+    std::vector<uint8_t> codes(static_cast<size_t>(cols));
+    std::vector<uint16_t> halves(static_cast<size_t>(groups));
     for (int j = 0; j < PANEL; j++) {
         if (!row_of[j]) continue;
         widen(row_of[j], dtype, cols, w.data());
-        if (eight) pack_output8(w.data(), cols, data + 4 * j, reinterpret_cast<float*>(scales) + j);
-        else pack_output4(w.data(), cols, group, data + 4 * j, reinterpret_cast<uint16_t*>(scales) + j);
+        if (eight) round_output8(w.data(), cols, codes.data(), reinterpret_cast<float*>(scales) + j);
+        else round_output4(w.data(), cols, group, codes.data(), halves.data());
+        for (int64_t g = 0; g < groups && !eight; g++)
+            reinterpret_cast<uint16_t*>(scales)[g * PANEL + j] = halves[size_t(g)];
+        for (int64_t k = 0; k < cols; k++) {
+            const uint8_t code = codes[size_t(k)];
+            uint8_t& byte = data[(k / (eight ? 4 : 8) * PANEL + j) * 4 + k % 4];
+            if (eight) byte = code;
+            else byte = uint8_t(k & 4 ? (byte & 0x0f) | code << 4 : (byte & 0xf0) | code);
+        }
     }
     return true;
 }
 
-bool unpack_int(int32_t format, int cols, int group, const uint8_t* data, const uint8_t* scales, float* out) {
-    if ((format != PST_M_I8 && format != PST_M_I4) || !scales) return false;
-    for (int j = 0; j < PANEL; j++) {
-        for (int k = 0; k < cols; k++) {
-            float& to = out[int64_t(j) * cols + k];
-            if (format == PST_M_I8) {
-                const int byte = data[(int64_t(k / 4) * PANEL + j) * 4 + k % 4];
-                to = float(byte - 128) * reinterpret_cast<const float*>(scales)[j];
-                continue;
-            }
-            const int byte = data[(int64_t(k / 8) * PANEL + j) * 4 + k % 4];
-            const float scale = f16_to_f32(reinterpret_cast<const uint16_t*>(scales)[int64_t(k / group) * PANEL + j]);
-            to = float((k & 4 ? byte >> 4 : byte & 15) - 8) * scale;
-        }
+bool pack_rounded(const BlockShape& s, int32_t dtype, const void* const* row_of, uint8_t* data) {
+    const bool eight = s.code == PST_C_U8 && s.scale == PST_S_F32 && !s.group && s.offset == 128;
+    const bool four = s.code == PST_C_U4 && s.scale == PST_S_F16 && s.group >= 32 && s.group <= MAX_GROUP && s.offset == 8;
+    if ((!eight && !four) || s.zero != PST_Z_NONE) return false;
+    const size_t cols = size_t(s.cols), groups = four ? (cols - 1) / size_t(s.group) + 1 : 1;
+    std::vector<float> w(cols);
+    std::vector<uint8_t> codes(cols * PANEL);
+    std::vector<uint16_t> halves(groups * PANEL);
+    float scales[PANEL] = {};
+    const void *codes_of[PANEL], *scales_of[PANEL];
+    for (size_t j = 0; j < PANEL; j++) {
+        codes_of[j] = row_of[j] ? codes.data() + j * cols : nullptr;
+        scales_of[j] = !row_of[j] ? nullptr : eight ? static_cast<const void*>(scales + j) : halves.data() + j * groups;
+        if (!row_of[j]) continue;
+        widen(row_of[j], dtype, s.cols, w.data());
+        if (eight) round_output8(w.data(), s.cols, codes.data() + j * cols, scales + j);
+        else round_output4(w.data(), s.cols, s.group, codes.data() + j * cols, halves.data() + j * groups);
     }
-    return true;
+    return pack_block(s, {codes_of, scales_of, nullptr, nullptr, nullptr}, data);
 }
 
 }  // namespace pst

@@ -74,6 +74,7 @@ struct ProductTest {
     static constexpr int COLS = 100, ROWS = 3;
     const Product& product;
     const int group;
+    pst_matrix m{};
     const std::string name;
     Dice dice{12345};
     Numbers weights = dice.reals(PANEL * COLS), values = Numbers(PANEL * COLS), x = Numbers(ROWS * COLS);
@@ -81,20 +82,26 @@ struct ProductTest {
     Bytes tile{ROWS * PANEL * 4}, other{ROWS * PANEL * 4};
 
     explicit ProductTest(const Product& p)
-        : product(p), group(p.format == PST_M_I4 ? 32 : 0),
-          name(product_name(p.format, p.act)),
-          data(pst_panel_bytes(p.format, COLS, group)),
-          scales(std::max<int64_t>(64, pst_panel_scale_bytes(p.format, COLS, group))) {
+        : product(p), group(p.format == PST_M_I4 ? 32 : 0), m(matrix_of(p, group)),
+          name(product_name(p.format, p.act)), data(pst_panel_bytes(&m)),
+          scales(std::max<int64_t>(64, pst_panel_scale_bytes(&m))) {
+        m.data = data.data;
+        m.scales = scales.data;
         // Whole numbers up to 127 of which one is reached: bfloat16 and 8 bits hold them without loss.
         for (int i = 0; i < ROWS * COLS; i++) x[size_t(i)] = float(i % COLS ? dice.whole(-127, 127) : 127) / 64;
+    }
+
+    static pst_matrix matrix_of(const Product& p, int group) {
+        pst_matrix made{};
+        made.format = p.format, made.act = p.act, made.rows = PANEL, made.cols = COLS, made.group = group;
+        return made;
     }
 
     std::string packing() {
         const void* row_of[PANEL];
         for (int j = 0; j < PANEL; j++) row_of[j] = weights.data() + j * COLS;
-        if (pst_pack(product.format, COLS, group, PST_F32, row_of, 0, 1, data.data, scales.data))
+        if (pst_pack(&m, PST_F32, row_of, 0, 1, data.data, scales.data))
             return name + ": packing";
-        pst_matrix m{product.format, product.act, PANEL, COLS, group, 0, data.data, scales.data, nullptr};
         if (pst_unpack(&m, 0, values.data())) return name + ": unpacking";
         std::string fault;
         for (size_t i = 0; i < values.size() && fault.empty(); i++)

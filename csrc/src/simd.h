@@ -64,6 +64,24 @@ inline uint16_t f32_to_f16(float x) {
     return uint16_t(sign | uint16_t((mag - 0x38000000 + 0xfff + ((mag >> 13) & 1)) >> 13));
 }
 
+// A float of 8 bits with 4 of exponent: no infinities, NaN where all others are set.
+inline float e4m3_to_f32(uint8_t x) {
+    const uint32_t size = x & 127;
+    float value;
+    const uint32_t bits = size == 127 ? 0x7fc00000u : size >= 8 ? (size << 20) + (120u << 23) : 0;
+    std::memcpy(&value, &bits, 4);
+    if (size < 8) value = float(size) * 0x1p-9f;
+    return x & 128 ? -value : value;
+}
+
+// A power of two; 255 is a NaN.
+inline float e8m0_to_f32(uint8_t x) {
+    const uint32_t bits = x == 255 ? 0x7fc00000u : x ? uint32_t(x) << 23 : 0x00400000u;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 #if defined(__AVX512F__)
 
 struct F { __m512 v; };

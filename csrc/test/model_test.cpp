@@ -13,8 +13,8 @@ constexpr int32_t PAGE = 4, PAGES = 16, POSITIONS = 64, QKV = (HEADS + 2) * D;
 // One matrix in panels. Of a pair, each panel is 32 rows of the first half of `rows`, then the same of the second.
 struct Matrix {
     Numbers source, bias;
-    Bytes data, scales;
     pst_matrix m;
+    Bytes data, scales;
 
     static int32_t panels(int32_t rows, bool pair) { return pair ? (rows / 2 + 31) / 32 : (rows + 63) / 64; }
     static int64_t row_at(int32_t rows, bool pair, int32_t place) {
@@ -22,17 +22,23 @@ struct Matrix {
         int32_t i = place / 64 * 32 + place % 32;
         return i >= rows / 2 ? -1 : place % 64 < 32 ? i : rows / 2 + i;
     }
+    static pst_matrix matrix_of(Pair kind, int32_t rows, int32_t cols, bool pair) {
+        pst_matrix made{};
+        made.format = kind.format, made.act = kind.act, made.rows = rows, made.cols = cols, made.group = kind.group;
+        made.pair = pair;
+        return made;
+    }
     Matrix(Pair kind, int32_t rows, int32_t cols, bool pair, Dice& dice)
         : source(dice.reals(size_t(rows * cols))), bias(size_t(panels(rows, pair) * 64), 0.125f),
-          data(panels(rows, pair) * pst_panel_bytes(kind.format, cols, kind.group)),
-          scales(panels(rows, pair) * pst_panel_scale_bytes(kind.format, cols, kind.group) + 1) {
+          m(matrix_of(kind, rows, cols, pair)), data(panels(rows, pair) * pst_panel_bytes(&m)),
+          scales(panels(rows, pair) * pst_panel_scale_bytes(&m) + 1) {
         std::vector<const void*> row_of(bias.size(), nullptr);
         for (size_t i = 0; i < row_of.size(); i++) {
             int64_t row = row_at(rows, pair, int32_t(i));
             if (row >= 0) row_of[i] = source.data() + row * cols;
         }
-        pst_pack(kind.format, cols, kind.group, PST_F32, row_of.data(), 0, panels(rows, pair), data.data, scales.data);
-        m = {kind.format, kind.act, rows, cols, kind.group, pair, data.data, scales.data, bias.data()};
+        pst_pack(&m, PST_F32, row_of.data(), 0, panels(rows, pair), data.data, scales.data);
+        m.data = data.data, m.scales = scales.data, m.bias = bias.data();
     }
 };
 

@@ -46,24 +46,31 @@ struct Source {
     const void* row(int64_t i) const { return bytes.data + i * cols * (dtype == PST_F32 ? 4 : 2); }
 };
 
+pst_matrix matrix_of(int32_t format, int32_t cols, int32_t group) {
+    pst_matrix m{};
+    m.format = format, m.act = PST_A_F32, m.rows = ROWS, m.cols = cols, m.group = group;
+    return m;
+}
+
 void pack_one(Format f, int32_t cols, const Source& source) {
-    int64_t bytes = pst_panel_bytes(f.format, cols, f.group);
-    int64_t scale_bytes = pst_panel_scale_bytes(f.format, cols, f.group);
+    pst_matrix m = matrix_of(f.format, cols, f.group);
+    int64_t bytes = pst_panel_bytes(&m), scale_bytes = pst_panel_scale_bytes(&m);
     const void* row_of[64 * PANELS];
     for (int i = 0; i < 64 * PANELS; i++) row_of[i] = i < ROWS ? source.row(i) : nullptr;
     Bytes once(bytes * PANELS, 0x5a), scales(scale_bytes * PANELS + 1, 0x5a);
-    int32_t failed = pst_pack(f.format, cols, f.group, source.dtype, row_of, 0, PANELS, once.data, scales.data);
+    int32_t failed = pst_pack(&m, source.dtype, row_of, 0, PANELS, once.data, scales.data);
     EXPECT(!failed, "packing of format %d", f.format);
     if (failed) return;
     // Each panel by itself, the last first, into other memory: every byte is written, and is the same.
     Bytes again(bytes * PANELS, 0xc3), again_scales(scale_bytes * PANELS + 1, 0xc3);
     for (int p = PANELS - 1; p >= 0; p--)
-        pst_pack(f.format, cols, f.group, source.dtype, row_of, p, p + 1, again.data, again_scales.data);
+        pst_pack(&m, source.dtype, row_of, p, p + 1, again.data, again_scales.data);
     EXPECT(!std::memcmp(once.data, again.data, once.size), "panels of format %d, %d columns", f.format, cols);
     EXPECT(!std::memcmp(scales.data, again_scales.data, scales.size - 1), "scales of format %d", f.format);
     EXPECT(scales.data[scales.size - 1] == 0x5a, "nothing behind the scales");
 
-    pst_matrix m{f.format, PST_A_F32, ROWS, cols, f.group, 0, once.data, scales.data, nullptr};
+    m.data = once.data;
+    m.scales = scales.data;
     for (int p = 0; p < PANELS; p++) {
         Bytes out(64 * int64_t(cols) * 4);
         EXPECT(!pst_unpack(&m, p, out.floats()), "unpacking of format %d", f.format);
@@ -81,14 +88,19 @@ void pack_one(Format f, int32_t cols, const Source& source) {
 }
 
 void refusals() {
-    EXPECT(pst_panel_bytes(99, 8, 0) == -1 && pst_panel_bytes(-1, 8, 0) == -1, "no such format");
-    EXPECT(pst_panel_bytes(PST_M_F32, 0, 0) == -1 && pst_panel_bytes(PST_M_F32, -8, 0) == -1, "no columns");
-    EXPECT(pst_panel_bytes(PST_M_I4, 64, 16) == -1 && pst_panel_bytes(PST_M_I4, 64, 0) == -1, "no such group");
-    EXPECT(pst_panel_scale_bytes(PST_M_I4, 64, 48) == -1 && pst_panel_scale_bytes(99, 64, 0) == -1, "nor scales of it");
+    auto bytes = [](int32_t format, int32_t cols, int32_t group) {
+        const pst_matrix m = matrix_of(format, cols, group);
+        return pst_panel_bytes(&m);
+    };
+    EXPECT(bytes(99, 8, 0) == -1 && bytes(-1, 8, 0) == -1, "no such format");
+    EXPECT(bytes(PST_M_F32, 0, 0) == -1 && bytes(PST_M_F32, -8, 0) == -1, "no columns");
+    EXPECT(bytes(PST_M_I4, 64, 16) == -1 && bytes(PST_M_I4, 64, 0) == -1, "no such group");
+    const pst_matrix odd = matrix_of(PST_M_I4, 64, 48), unknown = matrix_of(77, 4, 0), plain = matrix_of(PST_M_F32, 4, 0);
+    EXPECT(pst_panel_scale_bytes(&odd) == -1 && pst_panel_scale_bytes(&unknown) == -1, "nor scales of it");
     const void* row_of[64] = {};
     Bytes room(64 * 64 * 4);
-    EXPECT(pst_pack(PST_M_F32, 4, 0, PST_I8, row_of, 0, 1, room.data, nullptr) == -1, "no such source");
-    EXPECT(pst_pack(77, 4, 0, PST_F32, row_of, 0, 1, room.data, nullptr) == -1, "no such format");
+    EXPECT(pst_pack(&plain, PST_I8, row_of, 0, 1, room.data, nullptr) == -1, "no such source");
+    EXPECT(pst_pack(&unknown, PST_F32, row_of, 0, 1, room.data, nullptr) == -1, "no such format");
 }
 
 }  // namespace

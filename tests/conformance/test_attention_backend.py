@@ -12,8 +12,8 @@ import pytest
 from penstock.base.bf16 import narrow, widen
 from penstock.core.mixers.rope import Alibi
 from penstock.core.protocols import AttentionBackend
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.ops.ref.attention.full import attend_row
 from penstock.ops.ref.attention.online import CHUNK_TOKENS, combine, partial
 from penstock.ops.ref.attention.online import attend_row as attend_online

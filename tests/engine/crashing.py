@@ -14,8 +14,9 @@ from penstock.engine.core import EngineCore
 from penstock.engine.frontend import EngineClient
 from penstock.engine.link import Down
 from penstock.engine.stream import Stream
+from penstock.text.limits import Limits
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.validate import Limits, build_request
+from penstock.text.validate import build_request
 from tests.engine.fake_model import VOCAB
 
 EOS = 2

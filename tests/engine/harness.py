@@ -12,7 +12,7 @@ from typing import Any
 from penstock.base.clock import MonotonicClock
 from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.output import EngineOutput
 from penstock.core.request import Control, Request

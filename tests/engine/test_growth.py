@@ -17,7 +17,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.engine.frontend import EngineClient
-from penstock.engine.link import ThreadLink
+from penstock.engine.thread_link import ThreadLink
 from penstock.server.live import LiveServer
 from penstock.text.validate import build_request
 from tests.api.conftest import bundled

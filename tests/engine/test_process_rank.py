@@ -16,8 +16,10 @@ from penstock.base.errors import EngineError
 from penstock.config import EngineConfig
 from penstock.core.sampling import SamplingParams, StructuredOutputs
 from penstock.engine.frontend import EngineClient
-from penstock.engine.link import Down, ThreadLink
-from penstock.launch.front import local_engine, open_front
+from penstock.engine.link import Down
+from penstock.engine.thread_link import ThreadLink
+from penstock.launch.build import local_engine
+from penstock.launch.front import open_front
 from tests.engine.processes import Running, assert_num_fds, is_gone, nano, num_fds, running, within
 from tests.engine.test_process_link import params
 

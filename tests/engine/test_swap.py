@@ -156,3 +156,29 @@ def test_A08_on_the_virtual_clock_a_late_load_takes_its_time_and_nobody_elses() 
     assert_idle(core)
     assert (core.stats.num_preemptions, core.stats.num_swaps) == (2, 2)
     assert len(collector.requests[r.request_id].tokens[0]) == 4
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_was_swapped_out_before_a_reset_does_not_enter_the_cache_after_it(times: int) -> None:
+    """It goes on with its old blocks, as what runs does, however often it is swapped out; nobody else reads them."""
+    core, _ = fake_engine(Knobs(block_size=4, budget=64, host_blocks=64, preemption="swap"))
+    first = request([3 + i % 20 for i in range(22)], max_tokens=16)
+    collector = Collector()
+    core.add(first)
+    for i in range(times):
+        while core.stats.num_swaps == i:
+            collector.take(core.step())
+            core.add(Control(kind="preempt", request_id=first.request_id))
+            if i == 0:
+                core.add(Control(kind="reset_prefix_cache"))
+            collector.take(core.step())
+    drain(core, collector)
+    assert core.stats.num_swaps == times
+    assert collector.requests[first.request_id].tokens[0] == generate(fake_logits, first)[0]
+    assert core.kv.cache.contents() == ([], []), "blocks of before the reset"
+    second = request([3 + i % 20 for i in range(22)], max_tokens=2)
+    core.add(second)
+    drain(core, collector)
+    assert collector.requests[second.request_id].cached == 0
+    assert core.kv.cache.contents() != ([], []), "what is computed after the reset does"
+    assert_idle(core)

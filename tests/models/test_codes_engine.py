@@ -24,6 +24,7 @@ from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, 
 from penstock.families.registry import find_family, open_model, read_model
 from penstock.model.builder import build
 from penstock.ops.blas import BLAS
+from penstock.ops.native.abi import Format
 from penstock.ops.native.library import best_library, libraries, open_library
 from penstock.ops.native.matrix import order
 from penstock.ops.native.program import Pool
@@ -41,7 +42,10 @@ KINDS = {
     "whole rows": Kind(group=-1, lm_head=True), "8 bits": Kind(bits=8, ordered=True), "awq": Kind("awq"),
 }  # fmt: skip
 OPS = ["ref", pytest.param("native", marks=pytest.mark.skipif(best_library() is None, reason=NOT_BUILT))]
-SMALL: dict[str, Any] = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 32, "max_num_seqs": 4, "threads": 1}
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True, "num_gpu_blocks_override": 32, "max_num_seqs": 4, "threads": 1,
+    "activation_quantization": "none",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def tokens(folder: Path, vocab: int = 48, **more: Any) -> list[list[int]]:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, vocab) for _ in range(n)] for n in (1, 3, 8, 13)]
-    llm = LLM(folder, **SMALL, **more)
+    llm = LLM(folder, **SMALL | more)
     found = llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=24))
     return [output.outputs[0].token_ids for output in found]
 
@@ -104,8 +108,8 @@ def native_of(folder: Path, isa: str) -> tuple[NativeForward, dict[str, Any]]:
 
 
 @each_isa
-@pytest.mark.parametrize("name", ["symmetric", "whole rows"])
-def test_panels_of_four_bits_hold_the_stored_codes_exactly(folders: dict[str, Path], name: str, isa: str) -> None:
+@pytest.mark.parametrize("name", list(KINDS))
+def test_panels_hold_the_stored_codes_exactly(folders: dict[str, Path], name: str, isa: str) -> None:
     forward, weights = native_of(folders[name], isa)
     coded = {n for n, w in weights.items() if isinstance(w, StoredMatrix)}
     assert len(coded) == 14 + KINDS[name].lm_head
@@ -113,20 +117,33 @@ def test_panels_of_four_bits_hold_the_stored_codes_exactly(folders: dict[str, Pa
         parts = [weights[n] for n in label.split()]
         if not isinstance(parts[0], StoredMatrix):
             continue
-        assert packed.struct.format == 4
-        assert packed.num_bytes < 0.75 * sum(w.shape[0] for w in parts) * packed.num_cols + 64 * 128
+        assert packed.struct.format == Format.BLOCK
         where = order([w.shape[0] for w in parts], bool(packed.struct.pair))
         values = np.concatenate([w.values() for w in parts])
         want = np.where(where[:, None] < 0, np.float32(0), values[where])
-        np.testing.assert_array_equal(packed.values(forward.pool.library), want, err_msg=label)
-    assert {"layers.0.q layers.0.k layers.0.v", "layers.0.gate layers.0.up"} <= set(forward.matrices)
+        inputs = slice(None) if packed.order is None else packed.order
+        np.testing.assert_array_equal(packed.values(forward.pool.library), want[:, inputs], err_msg=label)
+    if not KINDS[name].ordered:
+        assert {"layers.0.q layers.0.k layers.0.v", "layers.0.gate layers.0.up"} <= set(forward.matrices)
 
 
 @pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
-def test_what_is_of_different_codes_is_not_fused_and_starts_again_from_the_disk(
+@pytest.mark.parametrize("name", ["symmetric", "act-order", "awq", "8 bits"])
+def test_tokens_of_rounded_activations_depend_on_nothing_else(folders: dict[str, Path], name: str) -> None:
+    more: dict[str, Any] = {"ops": "native", "dtype": "float32", "activation_quantization": "int8"}
+    want = tokens(folders[name], **more)
+    assert tokens(folders[name], **more | {"threads": 2, "max_num_seqs": 1}) == want
+    assert tokens(folders[name], **more | {"max_num_batched_tokens": 4, "block_size": 4}) == want
+    (said,) = (d for d in LLM(folders[name], **SMALL | more).engine.decisions if d.name == "activation_quantization")
+    assert said.value == "int8"
+    assert "per 32 inputs" in said.why
+
+
+@pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
+def test_what_is_of_different_codes_lies_side_by_side_and_starts_again_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """v is 8 bits, so it is values; q and k are codes. The second start finds the same matrices packed."""
+    """v has 8 bits, q and k have 4. The second start finds the same matrices packed."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
     name = "model.layers.1.self_attn.v_proj."
@@ -138,25 +155,47 @@ def test_what_is_of_different_codes_is_not_fused_and_starts_again_from_the_disk(
     config["quantization_config"]["dynamic"] = {"+:.*v_proj": {"bits": 8}}
     (folder / "config.json").write_text(json.dumps(config))
     forward, weights = native_of(folder, best_library().pst_isa_name().decode())
-    assert "layers.1.q layers.1.k" in forward.matrices
-    assert "layers.1.v" in forward.matrices
-    assert isinstance(weights["layers.1.q"], StoredMatrix)
-    assert weights["layers.1.v"].dtype == np.float32
+    assert {"layers.1.q layers.1.k", "layers.1.v", "layers.0.q layers.0.k layers.0.v"} <= set(forward.matrices)
+    assert "linear layers.1.q layers.1.k layers.1.v" in forward.describe()
+    assert isinstance(weights["layers.1.v"], StoredMatrix)
     want = tokens(dense_of(folder), ops="ref", dtype="float32")
     for _ in range(2):
         assert tokens(folder, ops="native", dtype="float32") == want
         assert len(list((tmp_path / "cache").rglob("*.pst"))) == 1
-    assert tokens(folder, ops="native", quantization="int4-w4a8:32")
-    assert len(list((tmp_path / "cache").rglob("*.pst"))) == 2
-    # v rounded to 16 bits, or exact beside tables of 16 bits: other bytes, so other files.
-    for count, dtype in ((3, "float16"), (4, "auto")):
-        assert tokens(folder, ops="native", dtype=dtype)
+    # Rounded weights, another type of the rest, rounded activations: other bytes, so other files.
+    others: list[dict[str, str]] = [
+        {"quantization": "int4-w4a8:32"}, {"dtype": "float16"}, {"activation_quantization": "int8"},
+    ]  # fmt: skip
+    for count, more in enumerate(others, 2):
+        first = tokens(folder, ops="native", **{"dtype": "float32"} | more)
+        assert tokens(folder, ops="native", **{"dtype": "float32"} | more) == first
         assert len(list((tmp_path / "cache").rglob("*.pst"))) == count
 
 
 @pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
+def test_a_second_start_reads_no_codes_and_holds_each_number_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied table of codes is looked up in the panels that it is multiplied with."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
+    name = "model.embed_tokens."
+    parts, _ = coded_matrix(48, 64, Kind())
+    changes: dict[str, Any] = {name + part: value for part, value in parts.items()} | {name + "weight": None}
+    folder = write(tmp_path / "m", Kind(), MODEL | {"tie_word_embeddings": True}, **changes)
+    more: dict[str, Any] = {"ops": "native", "activation_quantization": "int8"}
+    want = tokens(folder, **more)
+    for memory in ("copied", "mapped"):
+        assert tokens(folder, **more, packed_weights=memory) == want
+    llm = LLM(folder, **SMALL | more)
+    assert llm.engine.plan.held.matrices["embed"].bits == 4
+    (only,) = (tmp_path / "cache").rglob("*.pst")
+    assert only.stat().st_size < 100_000
+
+
+@pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
 def test_what_a_checkpoint_spared_starts_again_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """q and k are values in float32, v has always been 16 bits: they share no matrix, at no start."""
+    """q and k are codes, v has always been 16 bits: they share no matrix, at no start."""
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
     spared: dict[str, Any] = {}
@@ -265,7 +304,12 @@ def run_one_token(spec: ModelSpec, weights: Any, ops: Any) -> None:
 
 @pytest.mark.parametrize("ops", OPS)
 def test_an_evaluation_measures_codes_as_the_engine_holds_them(folders: dict[str, Path], ops: str) -> None:
-    model = load(from_kwargs(model=str(folders["symmetric"]), ops=ops, dtype="float32", skip_tokenizer_init=True))
+    model = load(
+        from_kwargs(
+            model=str(folders["symmetric"]), ops=ops, dtype="float32", skip_tokenizer_init=True,
+            activation_quantization="none",
+        )
+    )  # fmt: skip
     dense = load(from_kwargs(model=str(dense_of(folders["symmetric"])), ops=ops, skip_tokenizer_init=True))
     ids = [1, 7, 9, 30, 2, 2, 11]
     want = make_scorer(dense, NONE).logits(ids)

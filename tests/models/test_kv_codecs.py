@@ -21,7 +21,7 @@ from penstock.eval.perplexity import Passage, passage
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import LoadedModel, ProgramScorer, load
 from penstock.ops.blas import BLAS
-from penstock.ops.ref.codec import decode_tokens, encode_tokens
+from penstock.ops.ref.codecs.packed import decode_tokens, encode_tokens
 from penstock.ops.ref.rotation import hadamard
 from penstock.ops.ref.storage import write_kv
 

@@ -1,4 +1,4 @@
-"""A small model that was really trained, where it has been fetched (tools/smollm2.py): what needs one to be seen.
+"""A small model that was really trained, where it has been fetched (tools/models.py): what needs one to be seen.
 
 A selector can only be judged on attention that learnt to sink into the first token and to pick out a few others, which
 nano's hardly did (docs/concepts/kv-selection.md).
@@ -25,7 +25,7 @@ from penstock.ops.native.library import best_library
 
 GGUF = Path.home() / ".cache" / "penstock" / "smollm2-135m-instruct.gguf"
 pytestmark = [
-    pytest.mark.skipif(not GGUF.is_file(), reason=f"{GGUF} is not there: python tools/smollm2.py"),
+    pytest.mark.skipif(not GGUF.is_file(), reason=f"{GGUF} is not there: python tools/models.py smollm2-135m"),
     pytest.mark.skipif(best_library() is None, reason=NOT_BUILT),
 ]
 TOKENS = 768

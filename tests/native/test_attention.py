@@ -13,11 +13,13 @@ import pytest
 
 from penstock.base.bf16 import F32, narrow, widen
 from penstock.base.errors import EngineError
-from penstock.core.cache_spec import scale_name, vector_planes
+from penstock.core.cache_spec import vector_planes
+from penstock.core.kv_codec import scales_name
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import NativeOp
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
-from penstock.ops.ref.storage import quantise, write_kv
+from penstock.ops.ref.codecs.int8 import quantise
+from penstock.ops.ref.storage import write_kv
 from penstock.ops.step import Step
 from tests.native.running import each_isa, each_threads, execute, plan_of, within
 
@@ -75,7 +77,7 @@ def stored(x: F32, dtype: str, name: str = "") -> Planes:
     """What planes hold of x [..., heads, dim]: the one called `name`, and that of its scales."""
     if dtype == "int8":
         whole, scales = quantise(x)
-        return {name: whole, scale_name(name): scales}
+        return {name: whole, scales_name(name, "int8"): scales}
     return {name: narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])}
 
 

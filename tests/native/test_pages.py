@@ -12,7 +12,7 @@ import pytest
 
 from penstock.base.bf16 import F32, widen
 from penstock.base.errors import EngineError
-from penstock.core.cache_spec import scale_name
+from penstock.core.kv_codec import scales_name
 from penstock.core.selection import BOUNDS, PageReads
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import ChosenPages, NativeOp
@@ -280,4 +280,4 @@ def test_F13_what_does_not_fit_is_told(isa: str) -> None:
             run(good, reads)
     with pytest.raises(EngineError, match="chosen pages go without window"):
         run(good, PageReads(share=0.5), replace(rule, window=9))
-    assert scale_name("k") in good
+    assert scales_name("k", "int8") in good

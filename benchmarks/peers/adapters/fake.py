@@ -1,6 +1,7 @@
 """No engine: answers without computing. For tests of the harness.
 
 Options: `token_s` seconds per token, `fail` / `hang` / `die` workload sizes (number of requests) at which it does that,
+`last` the number of runs behind which it dies,
 `refuse` a message with which it does not start, `log` a file that gets a line per operation (and, with ".pids" behind
 its name, one with the process ids).
 """
@@ -21,7 +22,7 @@ class Fake(Engine):
     weight_bytes = 1_000_000
 
     def start(self, model: str, precision: str, threads: int, options: dict[str, Any]) -> None:
-        self.options = options
+        self.options, self.runs = options, 0
         self._note("start")
         if "log" in options:
             with Path(options["log"] + ".pids").open("a") as pids:
@@ -36,7 +37,8 @@ class Fake(Engine):
             raise RuntimeError("made to fail")
         if self.options.get("hang") == len(requests):
             time.sleep(3600)
-        if self.options.get("die") == len(requests):
+        self.runs += 1
+        if self.options.get("die") == len(requests) or self.runs > self.options.get("last", self.runs):
             os._exit(9)
         for step in range(max(new for _, new in requests)):
             time.sleep(self.options.get("token_s", 0.0))

@@ -1,4 +1,7 @@
-"""Penstock in this process, through `penstock.LLM`. Options are settings of the engine (`{"ops": "blas"}`)."""
+"""Penstock in this process, through `penstock.LLM`. Options are settings of the engine (`{"ops": "blas"}`).
+
+The precision `stored` leaves to Penstock what it makes of the file.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from peer_worker import Engine, Recorder, Request, serve
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
+    "stored": {},
     "int8": {"dtype": "bfloat16", "quantization": "int8-w8a8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4-w4a8:128"},
 }

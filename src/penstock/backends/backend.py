@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -79,10 +79,11 @@ class Backend(Protocol):
         ...
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> WeightStore | None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> WeightStore | None:  # fmt: skip
         """Where weights of these files are kept as it holds them; None where making them anew is quicker.
 
-        `num_bytes`: of all weights.
+        `num_bytes`: of all weights. `copy`: what is kept is read into memory; else it is mapped.
         """
         ...

@@ -19,7 +19,7 @@ from penstock.ops.table import Op, OpTable
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundCall:
     """`registers[output] = fn(*registers[inputs], *bound, **named)`; the first registers are STEP_INPUTS.
 
     `output` is -1, which nobody reads, for a call that only writes a cache. `text` is the call for people.
@@ -101,7 +101,7 @@ class Program:
         logits: F32 = registers[self._logits]
         return logits
 
-    def _execute(self, code: Sequence[Call], registers: list[Any]) -> None:
+    def _execute(self, code: Sequence[BoundCall], registers: list[Any]) -> None:
         for call in code:
             inputs = [registers[i] for i in call.inputs]
             registers[call.output] = call.fn(*inputs, *call.bound, **call.named)
@@ -136,7 +136,7 @@ class _Lowering:
     def __init__(self, graph: Graph, ops: OpTable, attention: AttentionBackend) -> None:
         self.num_registers = len(STEP_INPUTS)
         self._ops, self._attention = ops, attention
-        self._made: list[tuple[Call, tuple[_Key | int, ...], _Key | None]] = []
+        self._made: list[tuple[BoundCall, tuple[_Key | int, ...], _Key | None]] = []
         self._names: dict[_Key, str] = {}
         self._registers: dict[_Key, int] = {}
         for i, node in enumerate(graph.nodes):
@@ -150,7 +150,7 @@ class _Lowering:
     def register(self, value: Value) -> int:
         return self._registers[self._key(value)]
 
-    def calls(self) -> tuple[tuple[Call, ...], int]:
+    def calls(self) -> tuple[tuple[BoundCall, ...], int]:
         """All of them, and how many come before the head."""
         last = {key: i for i, (_, inputs, _) in enumerate(self._made) for key in inputs if not isinstance(key, int)}
         free: list[int] = []
@@ -184,7 +184,7 @@ class _Lowering:
         fn = self._attention.attend if node.op == "attention" else self._ops[node.op]
         named = {**node.named, "linear": self._ops["linear"]} if node.op == "experts" else node.named
         out = None if node.out is None else self._key(node.out)
-        self._add(Call(node.op, fn, (), -1, node.bound, named, node.label), inputs, out, node.out)
+        self._add(BoundCall(node.op, fn, (), -1, node.bound, named, node.label), inputs, out, node.out)
 
     def _reach(self, value: Value) -> _Key:
         """The value in a register of its own."""
@@ -203,11 +203,11 @@ class _Lowering:
         return self._view("columns", base, (value.start, value.start + value.width), value)
 
     def _view(self, op: str, base: _Key, bound: tuple[int, ...], value: Value) -> _Key:
-        call = Call(op, self._ops[op], (), -1, bound, {}, ", ".join(map(str, bound)))
+        call = BoundCall(op, self._ops[op], (), -1, bound, {}, ", ".join(map(str, bound)))
         self._add(call, [base], self._key(value), value)
         return self._key(value)
 
-    def _add(self, call: Call, inputs: Sequence[_Key | int], output: _Key | None, value: Value | None) -> None:
+    def _add(self, call: BoundCall, inputs: Sequence[_Key | int], output: _Key | None, value: Value | None) -> None:
         arguments = [STEP_INPUTS[k] if isinstance(k, int) else self._names[k] for k in inputs]
         arguments += [call.text] if call.text else []
         text = f"{call.op}({', '.join(arguments)})"

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.ops.blas import BLAS
 from penstock.ops.ref import REF
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.ops.table import OpTable
 from penstock.plan.devices import Device, device_preset
 
@@ -63,8 +63,9 @@ class ReferenceBackend:
         return {}
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> None:  # fmt: skip
         return None
 
 

@@ -54,7 +54,7 @@ def register_peak(format: Format, act: Act, threads: int | None = None) -> Peak 
                 rates.append(done / took_s)
     finally:
         pool.close()
-    numbers = {Act.F32: "float32", Act.BF16: "bfloat16", Act.I8: "8 bits" if format == Format.I8 else "4 bits by 8"}
+    numbers = {Act.F32: "float32", Act.BF16: "bfloat16", Act.I8: "8 bits"}
     return Peak(max(rates), f"registers, {pool.num_threads} threads, {numbers[act]}")
 
 

@@ -90,8 +90,8 @@ def peaks(ops: str, dtype: str, quantization: str) -> tuple[Peak, Peak]:
         isa = library.pst_isa_name().decode() if library is not None else "base"
         stored = np.dtype(_STORED.get(dtype, np.float32))
         for scheme in (parse_scheme(quantization), NONE):
-            format, act, _ = packing(scheme, np.zeros((), stored), isa)
-            peak = register_peak(format, act)
+            how = packing(scheme, np.zeros((1, 1), stored), isa)
+            peak = register_peak(how.format, how.act)
             if peak is not None:
                 found.append(peak)
     if len(found) < 2:

@@ -98,8 +98,8 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 async def _run(config: ServeConfig, source: Path, target: Path, most: int | None) -> int:
-    from penstock.engine.link import ThreadLink
-    from penstock.launch.front import local_engine
+    from penstock.engine.thread_link import ThreadLink
+    from penstock.launch.build import local_engine
     from penstock.launch.progress import loading
     from penstock.server.app import make_app
     from penstock.server.batches.job import Job, OpenGate

@@ -50,9 +50,9 @@ def plan(args: argparse.Namespace) -> int:
     from penstock.families.registry import read_model
     from penstock.families.stretch import stretched
     from penstock.launch.backend import choose_ops, device_of, traits_of
-    from penstock.launch.build import check_names
     from penstock.launch.drafts import draft_specs
     from penstock.launch.hub import local_path
+    from penstock.launch.names import check_names
     from penstock.launch.selection import keeping_of
     from penstock.plan.devices import find_device
     from penstock.plan.probe import probe

@@ -226,7 +226,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[EngineConfig, ModelSpec, st
     from penstock.base.errors import ConfigError
     from penstock.config import SETTINGS, from_args
     from penstock.families.stretch import stretched
-    from penstock.launch.build import check_names
+    from penstock.launch.names import check_names
 
     spec, name = _spec(args)
     given = {key: value for key, value in vars(args).items() if key != "model"}

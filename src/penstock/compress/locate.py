@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-
-import numpy as np
+from itertools import accumulate
 
 from penstock.base.errors import InputError
 from penstock.core.compression import Span
@@ -28,12 +28,12 @@ def find_once(pieces: Sequence[bytes], text: str, param: str) -> Span:
 
 def tokens_within(pieces: Sequence[bytes], stretches: Sequence[Span]) -> list[Span]:
     """For each stretch of bytes the tokens that lie wholly within it; (n, n) where there are none."""
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    ends = list(accumulate(map(len, pieces)))
+    starts = [0, *ends[:-1]] if ends else ends
     out = []
     for a, b in stretches:
-        first = int(np.searchsorted(starts, a))
-        out.append((first, max(first, int(np.searchsorted(ends, b, side="right")))))
+        first = bisect_left(starts, a)
+        out.append((first, max(first, bisect_right(ends, b))))
     return out
 
 

@@ -36,9 +36,15 @@ class ModelConfig(Section):
     )
     quantization: str = setting(
         "none",
-        "How native kernels hold weights. none: in dtype. int8-w8a8, int4-w4a8: integer products, activations rounded "
-        "to 8 bits per token. int8-wo, int4-wo: only weights are rounded. int4 takes a group size, as int4-w4a8:128 "
-        "(by default 64).",
+        "What native kernels round weights to. none: nothing, as they are stored. int8-w8a8, int4-w4a8: integer "
+        "products, activations have 8 bits, too. int8-wo, int4-wo: weights only. int4 takes a group size, as "
+        "int4-w4a8:128 (by default 64).",
+    )
+    activation_quantization: str = setting(
+        "int8",
+        "What native kernels round activations to before products with codes of a checkpoint. int8: 8 bits with a "
+        "scale per 32 inputs (64 or 128 where weights have such groups). none: nothing; products are slower.",
+        choices=("int8", "none"),
     )
     max_model_len: int | None = setting(
         None,
@@ -181,6 +187,12 @@ class ExecutionConfig(Section):
         "Threads that compute, with native kernels; by default one for each core this process may use.",
         minimum=1,
         maximum=1024,
+    )
+    packed_weights: str = setting(
+        "auto",
+        "Where weights are that an earlier start has packed. copied: in huge pages, which are quicker to read. mapped: "
+        "in the file, whose pages the system may give back and processes share. auto: copied, unless memory is short.",
+        choices=("auto", "copied", "mapped"),
     )
     attention_backend: str = setting("ref", "Which implementation of attention.")
     executor: str = setting(

@@ -8,14 +8,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from penstock.core.kv_format import CHANNEL, PACKED_BITS
+from penstock.core.kv_codec import KV_CODECS, scales_name
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types that a model computes with, and bytes of a number."""
 CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "uint8": 1}
-"""Types that a plane may hold. int8 goes with scales, uint8 with scales and minima: see `vector_planes`."""
-GROUP = 32
-"""Most numbers of a token's head that share a scale and a minimum, if they are packed."""
+"""Types that a plane may hold."""
 
 
 class Plane(NamedTuple):
@@ -31,54 +29,40 @@ class Plane(NamedTuple):
         return self.heads * self.dim * CACHE_DTYPE_BYTES[self.dtype]
 
 
-def scale_name(plane: str) -> str:
-    """What the plane with the scales of an int8 plane is called."""
-    return plane + "_scale"
-
-
-def bounds_name(plane: str, codec: str) -> str:
-    """What the plane with scales and minima of a packed plane is called: it says how that one is packed."""
-    return f"{plane}_{codec}"
-
-
 def run_name(plane: str, run: int) -> str:
     """Heads next to each other that share a codec have planes of their own: `k`, `k.1`, `k.2`."""
     return f"{plane}.{run}" if run else plane
 
 
-def group_size(dim: int) -> int:
-    """Numbers that share a scale: the largest divisor of `dim` up to `GROUP`."""
-    return max(n for n in range(1, min(dim, GROUP) + 1) if dim % n == 0)
+def vector_planes(shapes: Mapping[str, tuple[int, int]], codec: str) -> tuple[Plane, ...]:
+    """Planes for the vectors of a token by one codec: name -> (heads, dim). Those with their scales follow.
 
-
-def vector_planes(shapes: Mapping[str, tuple[int, int]], dtype: str) -> tuple[Plane, ...]:
-    """Planes for the vectors of a token: name -> (heads, dim). Those of int8 are followed by one float32 each per head.
-    Those of int4 and int2 are packed into bytes, the first number in the lowest bits, and followed by a scale and a
-    minimum for every `group_size` numbers, float16: all scales, then all minima.
-
-    A scale per token and head: a page is written token by token, so nothing wider would leave old tokens as they were.
+    A scale per token and head at most: a page is written token by token, so nothing wider would leave old tokens as
+    they were. Codecs by block go through `head_planes`.
     """
-    if dtype in PACKED_BITS:
-        packed = [Plane(name, heads, dim * PACKED_BITS[dtype] // 8, "uint8") for name, (heads, dim) in shapes.items()]
-        return (*packed, *(Plane(bounds_name(name, dtype), heads, 2 * dim // group_size(dim), "float16")
-                           for name, (heads, dim) in shapes.items()))  # fmt: skip
-    planes = [Plane(name, *shape, dtype) for name, shape in shapes.items()]
-    if dtype == "int8":
-        planes += [Plane(scale_name(name), heads, 1, "float32") for name, (heads, _) in shapes.items()]
-    return tuple(planes)
+    traits = KV_CODECS.traits(codec)
+    assert traits.scales != "block", f"{codec} has scales of pages"
+    own = tuple(Plane(name, heads, dim // traits.per_element, traits.dtype) for name, (heads, dim) in shapes.items())
+    return own if traits.scales == "none" else (*own, *(_scales(name, *shape, codec) for name, shape in shapes.items()))
+
+
+def _scales(name: str, heads: int, dim: int, codec: str) -> Plane:
+    traits = KV_CODECS.traits(codec)
+    return Plane(scales_name(name, codec), heads, traits.width(dim), traits.scale_dtype)
 
 
 def head_planes(name: str, heads: int, dim: int, codecs: tuple[str, ...]) -> tuple[list[Plane], list[Plane]]:
     """Planes of vectors of which each head has its codec (`codecs`: one for all, or one per head): those of a token,
-    and those of a page, which hold scale and minimum of every channel, [heads, 2 dim] in float16."""
+    and those of a page, which hold the scales of codecs by block."""
     each = codecs * heads if len(codecs) == 1 else codecs
     tokens: list[Plane] = []
     pages: list[Plane] = []
     for run, (codec, group) in enumerate(groupby(each)):
         own, count = run_name(name, run), len(list(group))
-        if codec in CHANNEL:
-            tokens.append(Plane(own, count, dim * PACKED_BITS[codec] // 8, "uint8"))
-            pages.append(Plane(bounds_name(own, codec), count, 2 * dim, "float16"))
+        traits = KV_CODECS.traits(codec)
+        if traits.scales == "block":
+            tokens.append(Plane(own, count, dim // traits.per_element, traits.dtype))
+            pages.append(_scales(own, count, dim, codec))
         else:
             tokens += vector_planes({own: (count, dim)}, codec)
     return tokens, pages

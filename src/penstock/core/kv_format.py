@@ -1,8 +1,6 @@
 """How each layer keeps its keys and values: what the setting kv_cache_dtype says, as data.
 
-A *codec* is a name of `CODECS`: a type of numbers, `int8` (one scale per token and head), `int4` and `int2` (a scale
-and a minimum for every 32 numbers of a token's head) or, for keys, `channel4` and `channel2` (a scale and a minimum for
-each channel of a head over the tokens of a block). Source: FlexGen, arXiv 2303.06865, section 4.2 (group-wise); KIVI,
+A *codec* is a name in `core.kv_codec.KV_CODECS`; an *alias* gives one to keys and another to values. Source: KIVI,
 arXiv 2402.02750, section 3 (keys by channel, values by token, the newest tokens whole).
 """
 
@@ -16,13 +14,8 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ConfigError
+from penstock.core.kv_codec import KV_CODECS, codecs_by_token
 
-PACKED_BITS = {"int4": 4, "int2": 2, "channel4": 4, "channel2": 2}
-"""Codecs whose numbers share bytes, and the bits of one."""
-CHANNEL = ("channel4", "channel2")
-"""Codecs of keys that need all tokens of a block at once."""
-PLAIN = ("float32", "float16", "bfloat16", "int8", "int4", "int2")
-CODECS = (*PLAIN, *CHANNEL)
 ALIASES = {"kivi4": ("channel4", "int4"), "kivi2": ("channel2", "int2")}
 """Name -> codecs of keys and of values."""
 DEFAULT_RECENT = 64
@@ -103,13 +96,13 @@ def _layer(given: Any, besides: Mapping[str, int], where: str) -> LayerFormat:
     elif isinstance(given, str) and given in ALIASES:
         (key, value) = ALIASES[given]
         keys, values = (key,), (value,)
-    elif isinstance(given, str) and given in PLAIN:
+    elif isinstance(given, str) and given in codecs_by_token():
         keys = values = (given,)
     else:
-        known = ", ".join((*(() if where else ("auto",)), *PLAIN, *ALIASES))
+        known = ", ".join((*(() if where else ("auto",)), *codecs_by_token(), *ALIASES))
         raise wrong(f"{where}must be one of {known}{' or a JSON object' * (not where)}, not {json.dumps(given)}")
     sinks = besides.get("sinks", 0)
-    whole = bool(sinks) or any(codec in CHANNEL for codec in keys)
+    whole = bool(sinks) or any(KV_CODECS.traits(codec).scales == "block" for codec in keys)
     recent = besides.get("recent", DEFAULT_RECENT if whole else 0)
     if whole and not recent:
         raise wrong(f"{where}recent: 0 leaves nowhere to collect a block; use at least 1 (by default {DEFAULT_RECENT})")
@@ -118,7 +111,7 @@ def _layer(given: Any, besides: Mapping[str, int], where: str) -> LayerFormat:
 
 def _codecs(given: Any, where: str, of_keys: bool) -> tuple[str, ...]:
     names = given if isinstance(given, list) else [given]
-    known = CODECS if of_keys else PLAIN
+    known = KV_CODECS.names() if of_keys else codecs_by_token()
     for name in names:
         if not isinstance(name, str) or name not in known:
             raise wrong(f"{where}must be one of {', '.join(known)}, not {json.dumps(name)}")

@@ -7,8 +7,6 @@ neighbours and may be codes with scales of their own. Shape letters: N outputs (
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping
 from math import prod
 from typing import Literal
 
@@ -144,10 +142,6 @@ class Scheme(msgspec.Struct, frozen=True):
         assert self.weight_bits, "none is no format"
         return MatrixFormat("int", self.weight_bits, (Shared("float16" if self.group else "float32", 1, self.group),))
 
-    def takes(self, format: MatrixFormat, columns: int) -> bool:
-        """Whether codes of this format go into the scheme's panels as they are."""
-        return self.weight_bits == 4 and panel_group(format, columns) == self.group
-
 
 NONE = Scheme("none")
 
@@ -178,82 +172,32 @@ def parse_scheme(text: str) -> Scheme:
 _KEPT = ("router", "shared_gate")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
 _ELEMENTWISE = ("conv", "a_log", "q_norm", "k_norm", "bias")
+_LATENT = ("kv_b", "k_b", "v_b")
+"""Multiplied by, but not with rows (`model.attention.latent`)."""
 TABLES = ("embed", "positions")
-"""Weights that are looked up in, so that they are never codes, though a tied one is multiplied with, too."""
+"""Weights that are looked up in; a tied one is multiplied with, too."""
 
 
 def is_product(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a weight, by its logical name, is the matrix of a product, and not one that is applied elementwise or
-    looked up in. The halves of `kv_b` are multiplied by, but not with rows (`model.attention.latent`)."""
+    looked up in."""
     return len(shape) == 2 and name not in TABLES and name.rsplit(".", 1)[-1] not in _ELEMENTWISE
 
 
 def row_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Logical name -> shape of every matrix that rows are multiplied with: these alone may be held as codes.
-
-    A tied table is one of them; it is looked up in its own type besides.
-    """
+    """Logical name -> shape of every matrix that rows are multiplied with; a tied table is one of them."""
     shapes = weight_shapes(spec)
     tied = {"embed"} if spec.tie_embeddings else set()
-    found = (n for n, s in shapes.items() if n in tied or (is_product(n, s) and not n.endswith(".kv_b")))
+    found = (n for n, s in shapes.items() if n in tied or (is_product(n, s) and n.rsplit(".", 1)[-1] not in _LATENT))
     return {name: (shapes[name][0], shapes[name][1]) for name in found}
+
+
+def codes_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Those of `row_matrices`, and the table of embeddings, tied or not: what may be held as codes."""
+    table = weight_shapes(spec)["embed"]
+    return {"embed": (table[0], table[1])} | row_matrices(spec)
 
 
 def rounded_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Those of `row_matrices` that a scheme rounds."""
     return {name: shape for name, shape in row_matrices(spec).items() if not name.endswith(_KEPT)}
-
-
-class HeldWeights(msgspec.Struct, frozen=True):
-    """How all weights of a model are held: `matrices` by logical name, everything else as `dtype`."""
-
-    dtype: str = "float32"
-    matrices: Mapping[str, MatrixFormat] = {}
-
-    def of(self, name: str) -> MatrixFormat:
-        return self.matrices.get(name) or plain(self.dtype)
-
-    def __str__(self) -> str:
-        """For people: `14 matrices of 4-bit codes, a float16 scale per 32 inputs; the rest float16`."""
-        counts = Counter(map(str, self.matrices.values()))
-        return "; ".join([*(f"{n} matrices of {name}" for name, n in sorted(counts.items())), f"the rest {self.dtype}"])
-
-    def bytes_each(self, spec: ModelSpec) -> float | None:
-        """Bytes of a number in the matrices that rows are multiplied with, on the mean; None if all are plain."""
-        if not self.matrices:
-            return None
-        shapes = row_matrices(spec)
-        total = sum(self.of(name).bytes_each * prod(shape) for name, shape in shapes.items())
-        return total / sum(map(prod, shapes.values()))
-
-    def num_bytes(self, spec: ModelSpec) -> int:
-        """Bytes of all weights in memory."""
-        size = DTYPE_BYTES[self.dtype]
-        if not self.matrices:
-            return spec.num_params * size
-        total = 0
-        for name, shape in weight_shapes(spec).items():
-            held = self.matrices.get(name)
-            if held is not None:
-                total += held.num_bytes((shape[0], shape[1]))
-                if held.code == "int" and held.group:  # about what panels of a scheme pad
-                    total += 4 * shape[0]
-            if held is None or name in TABLES:  # rows of a table are looked up in its own type
-                total += prod(shape) * size
-        return total
-
-
-def panel_group(format: MatrixFormat, columns: int) -> int | None:
-    """The group of the native panels of 4 bits that hold a matrix of this format exactly; None: there are none.
-
-    They take codes -8 ... 7 with one half for every 32, 64 or 128 inputs in a run; a scale may be repeated.
-    """
-    offset = {"uint": 8, "int": 0}.get(format.code)
-    if format.bits != 4 or offset != format.offset or format.zeros or format.ordered or len(format.scales) != 1:
-        return None
-    (scale,) = format.scales
-    if scale.dtype != "float16" or scale.rows != 1:
-        return None
-    # A scale of a whole row is repeated in whatever groups pad the row least.
-    per, least = (scale.columns, None) if scale.columns else (columns, GROUPS[0])
-    return next((g for g in reversed(GROUPS) if per % g == 0), least)

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Latent, QkNorm
@@ -164,7 +165,7 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
     if bounds:
         keys = spec.planes[0]
-        dtype = "float32" if keys.dtype == "int8" else keys.dtype
+        dtype = KV_CODECS.traits(kv_dtype).bounds
         besides = tuple(Plane(name, keys.heads, keys.dim, dtype) for name in BOUNDS)
         spec = msgspec.structs.replace(spec, page_planes=besides)
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def embedding(pooled: bytes, *, normalize: bool = True, dimensions: int | None = None) -> npt.NDArray[np.float32]:
@@ -14,6 +17,8 @@ def embedding(pooled: bytes, *, normalize: bool = True, dimensions: int | None =
     Shapes: [dimensions]. Cutting a vector and normalising what is left is OpenAI's meaning of `dimensions`; it is
     useful only with models that were trained for it (Kusupati et al., Matryoshka Representation Learning, 2022).
     """
+    import numpy as np  # a server's front end has no other use for it: 86 modules at its start
+
     vector = np.frombuffer(pooled, "<f4").astype(np.float64)[:dimensions]
     if normalize:
         # Divided by its largest number first: squares of large ones would overflow, of small ones vanish.

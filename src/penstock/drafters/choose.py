@@ -11,7 +11,7 @@ import numpy.typing as npt
 from penstock.base.rng import uniform
 from penstock.core.draft import ROOT, UNKNOWN, DraftJob, Outcome
 from penstock.drafters.aligned import MAX_ALIGNED_VOCAB, Alignment, Draw
-from penstock.runner.sampler import SICK, Node, Sampler
+from penstock.runner.sampler import SICK, DraftNode, Sampler
 from penstock.runner.truncate import truncate
 
 F32 = npt.NDArray[np.float32]
@@ -150,7 +150,7 @@ class Chooser:
 
     def tokens(self, sprouts: Sequence[Sprout], final: F32) -> list[int]:
         """The choice at every row; SICK where there is none."""
-        nodes: list[Node] = []
+        nodes: list[DraftNode] = []
         drafted: dict[int, int] = {}
         r = 0
         for sprout in sprouts:
@@ -161,7 +161,7 @@ class Chooser:
                         final[r], job.rules, job.sample_index, position
                     )
                 else:
-                    nodes.append(Node(r, job.rules, job.sample_index, position))
+                    nodes.append(DraftNode(r, job.rules, job.sample_index, position))
                 r += 1
         rest = iter(self._sampler.sample(final, (), nodes).choices)
         return [drafted[i] if i in drafted else next(rest) for i in range(r)]

@@ -7,6 +7,8 @@ import faulthandler
 import signal
 import sys
 
+EXIT_BROKEN = 70
+"""Exit status of a process whose step raised an exception: its traceback is on stderr."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -24,14 +24,13 @@ from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Outputs, 
 from penstock.core.request import Intake
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
+from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.link import Down, Listener
 from penstock.engine.pulse import Pulse
 from penstock.engine.spawn import COMMAND, Spawned, spawn
 
 log = logging.getLogger("penstock.engine")
 
-EXIT_BROKEN = 70
-"""Exit code of an engine whose step raised an exception: its traceback is on stderr."""
 _BACKOFF_S = (0.0, 0.1, 0.3, 1.0, 3.0)
 _MINUTE_S = 60.0
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import socket
 import traceback
-from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from typing import Any
 
 import msgspec
 
+from penstock import __version__
 from penstock.base import errors
 from penstock.base.errors import ConfigError, EngineError, PenstockError
 from penstock.base.hashing import digest
@@ -32,11 +31,8 @@ def schema() -> str:
 
 def identity(*messages: Any) -> str:
     """Version and structs. Equal if both sides are of the same build."""
-    version = "0"
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("penstock")
     types = msgspec.inspect.multi_type_info(messages)
-    return version + "-" + digest(repr(types).encode()).hex()
+    return __version__ + "-" + digest(repr(types).encode()).hex()
 
 
 def failed_of(error: Exception, what: str) -> Failed:

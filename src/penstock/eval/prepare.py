@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from penstock.backends import BACKENDS
+from penstock.backends.native.backend import NativeBackend
 from penstock.backends.native.packed import weights_key
 from penstock.base.errors import UnsupportedError
 from penstock.core.matrix_format import Scheme
@@ -31,7 +32,8 @@ def packed(model: LoadedModel, scheme: Scheme) -> Mapping[str, Packed]:
 
 def key_of(model: LoadedModel, scheme: Scheme, folder: Path | None = None) -> str:
     """What the packed weights of a model are kept under."""
-    return weights_key(model.files, scheme, model.held(scheme), model.spec, folder)
+    row_bits = model.backend.row_bits if isinstance(model.backend, NativeBackend) else 0
+    return weights_key(model.files, scheme, model.held(scheme), model.spec, row_bits, folder)
 
 
 def prepare(model: LoadedModel, scheme: Scheme, store: PackedStore, pack: Packer) -> tuple[str, bool]:

@@ -20,20 +20,21 @@ from penstock.backends.backend import Backend
 from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
 from penstock.config import EngineConfig
-from penstock.core.matrix_format import HeldWeights, Scheme, rounded_matrices
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import Scheme, parse_scheme, rounded_matrices
 from penstock.core.model_spec import ModelSpec, cache_groups
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
 from penstock.launch.backend import choose_ops, measuring_backend, traits_of
-from penstock.launch.build import check_names
 from penstock.launch.hub import local_path
+from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.model.forward import Forward
 from penstock.ops.blas import BLAS
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.stored import Weight
+from penstock.ops.stored import StoredMatrix, Weight
 from penstock.plan.probe import probe
 from penstock.plan.resolve import resolve
 from penstock.plan.weights import StoredFormats, hold_weights
@@ -41,7 +42,7 @@ from penstock.quant.reference import QuantisedLinear, panels_bytes
 from penstock.runner.assemble import DecoderModel
 from penstock.runner.storage import Storage
 from penstock.text.tokenizer import Tokenizer
-from penstock.weights.load import load_weights
+from penstock.weights.load import dense, load_weights
 
 Weights = Mapping[str, Weight]
 _BLOCK = 32
@@ -86,6 +87,11 @@ class LoadedModel:
         traits = BACKENDS.traits(self.backend.name)
         return hold_weights(self.spec, self.dtype, scheme, self.stored, traits=traits, exact=self.exact)
 
+    def weights_under(self, scheme: Scheme) -> Weights:
+        """What the engine would load: tables that are looked up in beside what a scheme has rounded are no codes."""
+        tables = {name: self.weights[name] for name in self.held(scheme).beside}
+        return {**self.weights, **{n: dense(w, self.dtype) for n, w in tables.items() if isinstance(w, StoredMatrix)}}
+
 
 @dataclass(frozen=True)
 class WeightSizes:
@@ -114,8 +120,9 @@ class ProgramScorer:
         self.seconds, self.num_tokens = 0.0, 0
         groups = cache_groups(spec, model.kv_dtype)
         made = DecoderModel(
-            spec=spec, weights=model.weights, groups=groups, max_model_len=model.max_len, rotation=model.rotation
-        )
+            spec=spec, weights=model.weights_under(parse_scheme(quantization)), groups=groups,
+            max_model_len=model.max_len, rotation=model.rotation,
+        )  # fmt: skip
         self.forward: Forward = made.on(backend, max_tokens=_STEP_TOKENS, quantization=quantization)
         blocks = -(-model.max_len // _BLOCK)
         self._sizes = [blocks if g.spec.per_token else 1 for g in groups]
@@ -191,9 +198,11 @@ def make_scorer(model: LoadedModel, scheme: Scheme) -> ProgramScorer:
 
 
 def weight_sizes(model: LoadedModel, scheme: Scheme) -> WeightSizes:
-    """What the weights take. A table of embeddings that is the output matrix, too, is kept in both forms."""
+    """What the weights take. A table of embeddings that is the output matrix, too, is kept in both forms, unless it
+    stays the codes that it is stored as."""
     held, matrices = model.held(scheme), rounded_matrices(model.spec)
     matrix_bytes = sum(panels_bytes(shape, held.of(name)) for name, shape in matrices.items())
-    only_packed = matrices.keys() - {"embed"}
+    beside = {"embed"} - (held.matrices.keys() - {*held.beside})
+    only_packed = matrices.keys() - beside
     other = sum(w.nbytes for name, w in model.weights.items() if name not in only_packed)
     return WeightSizes(matrix_bytes, sum(rows * columns for rows, columns in matrices.values()), matrix_bytes + other)

@@ -22,11 +22,12 @@ from penstock.base.memory import trim
 from penstock.core.messages import Failed, Loading
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
+from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.prepare import NUM_THREADS
 from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, Step, ToRank
 from penstock.executor.rank import Rank, RankFactory
 
-EXIT_NOT_BUILT, EXIT_BROKEN = 72, 70
+EXIT_NOT_BUILT = 72
 _SIGN_S = 0.25
 
 

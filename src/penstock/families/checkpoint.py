@@ -13,11 +13,12 @@ from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import Experts, ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.formats.files import quoted
+from penstock.formats.ggml import GGML_FORMATS
 from penstock.formats.tensor_ref import TensorRef
 
 LOADABLE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Stored element types that weights may have as they are -> their names in a ModelSpec."""
-BLOCK_DTYPES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
+BLOCK_DTYPES = frozenset(GGML_FORMATS)
 """Types that are decoded (`weights.stored.ggml`) and hold their scales themselves."""
 SCALED_DTYPES = frozenset({"I8", "T2"})
 """Types that are decoded and have their scales in a tensor of their own."""
@@ -133,7 +134,9 @@ def _check_type(where: str, tensor: TensorRef, scales: TensorRef | None) -> None
             )
     elif scales is not None or (tensor.dtype not in LOADABLE_DTYPES and tensor.dtype not in BLOCK_DTYPES):
         known = ", ".join([*LOADABLE_DTYPES, *sorted(BLOCK_DTYPES)])
-        raise UnsupportedError(f"{where} is stored as {tensor.dtype}; weights are read from {known} only")
+        raise UnsupportedError(
+            f"{where} is stored as {tensor.dtype}; weights are read from {known}: store it as one of these"
+        )
 
 
 def _scales_fit(tensor: TensorRef, scales: TensorRef) -> bool:

@@ -15,7 +15,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.families.checkpoint import Checkpoint, check_count
 from penstock.families.folder import open_folder, pickle_refusal, read_quantization
-from penstock.families.gguf import open_gguf_file, open_gguf_folder
+from penstock.families.gguf.files import open_gguf_file, open_gguf_folder
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
 from penstock.families.quantization.gather import expected_codes
@@ -124,7 +124,7 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
         config = read_json_object(model / "config.json")
         return open_folder(model, names, config, find_family(config))
     if gguf:
-        return open_gguf_folder(model, names)
+        return open_gguf_folder(model, names, find_family)
     if any(name.startswith("pytorch_model") for name in names):
         refusal = pickle_refusal(model, names)
         if refusal is not None:
@@ -232,7 +232,7 @@ def _open_file(path: Path) -> Checkpoint:
             raise refusal
         return (_by_magic(path) or open_llama2c_file)(path, _listing(path.parent))
     if path.suffix == ".gguf":
-        return open_gguf_file(path)
+        return open_gguf_file(path, find_family)
     raise ModelError(f"{quoted(path)} is a file; name the folder it is in, or a .gguf or .bin file")
 
 

@@ -38,6 +38,7 @@ _TYPES = {
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -218,7 +219,10 @@ def _tensor(path: Path, reader: _Reader, alignment: int) -> TensorRef:
         raise ModelError(f"{where} has the shape {quoted(shape)}, which no tensor can have")
     kind = reader.number("I")
     if kind not in _TYPES:
-        raise UnsupportedError(f"{where} is stored as ggml's type {kind}, which Penstock does not know")
+        raise UnsupportedError(
+            f"{where} is stored as ggml's type {kind}, which Penstock does not know; quantise the model again to a "
+            "type that llama.cpp has, such as Q4_K"
+        )
     dtype = _TYPES[kind]
     if dtype in BLOCKS and shape[-1] % BLOCKS[dtype][0]:
         raise ModelError(f"{where} has rows of {shape[-1]} elements, but {dtype} codes {BLOCKS[dtype][0]} together")

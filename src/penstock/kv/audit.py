@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.batch import GONE
 from penstock.kv.block_pool import BROKEN, BlockPool
 from penstock.kv.block_table import BlockTable
-from penstock.kv.cursor import Cursor
+from penstock.kv.cursor import PrefixCursor
 from penstock.kv.window_pool import WindowPool
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Audit:
             assert not table.spare or seq.num_inflight, f"{seq} has set memory aside, and no step works on it"
             for pages in table.held_pages:
                 self.pages[g].update(pages)
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         assert cursor is not None, f"{seq} owns memory but has no cursor"
         if cursor.staged is not None:
             self._count(self.slots, [(slab,) for slab in cursor.staged[1]])
@@ -153,7 +153,7 @@ class Audit:
         if not table.dropped:
             assert len({len(pages) for pages in table.layers}) == 1, f"{seq}: layers of group {g} differ in length"
 
-    def _path(self, seq: Seq, cursor: Cursor) -> None:
+    def _path(self, seq: Seq, cursor: PrefixCursor) -> None:
         """A sequence's table begins with the slabs of the entry it stands on."""
         path = self.cache.path(cursor.entry)
         if self.cache.name != "none":

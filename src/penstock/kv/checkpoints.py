@@ -11,7 +11,7 @@ from typing import Any
 from penstock.core.protocols import PrefixCache
 from penstock.core.sequence import Sequence
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.cursor import Cursor
+from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
 
 
@@ -98,13 +98,13 @@ class Checkpoints:
 
         When the former is committed the slots have moved on already; only now can they be caught.
         """
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         if cursor.staged is None and cursor.next_commit <= start and self._due(seq, start):
             slabs = self.copy(seq)
             if slabs is not None:
                 cursor.staged = (start, slabs)
 
-    def attach(self, seq: Sequence, cursor: Cursor) -> None:
+    def attach(self, seq: Sequence, cursor: PrefixCursor) -> None:
         """`seq` stands at a block boundary of the cache: keep a checkpoint there if one is due and there is room."""
         position = seq.num_computed
         wanted = position == cursor.num_blocks * self.block_size and self._due(seq, position)
@@ -119,7 +119,7 @@ class Checkpoints:
         if cursor.staged is not None and cursor.staged[0] <= position:
             self.drop_staged(cursor)
 
-    def drop_staged(self, cursor: Cursor) -> None:
+    def drop_staged(self, cursor: PrefixCursor) -> None:
         if cursor.staged is not None:
             self.drop(cursor.staged[1])
             cursor.staged = None

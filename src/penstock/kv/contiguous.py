@@ -16,7 +16,7 @@ from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.block_table import BlockTable
-from penstock.kv.cursor import Cursor, PrefixMatch
+from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.manager import KVManager
 
 Reserve = Literal["max", "pow2", "oracle"]
@@ -189,7 +189,7 @@ class ContiguousManager(KVManager):
                 self._outbox.copy_slab(g, src, dst)
         self._open(child, used)
         self.num_copied_blocks += used
-        child.node = Cursor(None, 0, NEVER, self._generation)
+        child.node = PrefixCursor(None, 0, NEVER, self._generation)
         child.num_computed = parent.num_computed
         child.num_cached = child.writable = 0
         child.taint_start = parent.taint_start

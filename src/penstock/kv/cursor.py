@@ -20,7 +20,7 @@ class PrefixMatch(NamedTuple):
     tails: tuple[tuple[int, ...], ...] = ()
 
 
-class Cursor:
+class PrefixCursor:
     """Lives in `Sequence.node` while the sequence owns memory.
 
     Attributes:
@@ -44,8 +44,8 @@ class Cursor:
         self.holding = True
         self.staged: tuple[int, tuple[int, ...]] | None = None
 
-    def copy(self) -> Cursor:
+    def copy(self) -> PrefixCursor:
         """Of a fork: where the sequence stands, without its staged checkpoint."""
-        copy = Cursor(self.entry, self.num_blocks, self.next_commit, self.generation)
+        copy = PrefixCursor(self.entry, self.num_blocks, self.next_commit, self.generation)
         copy.next_slide, copy.holding = self.next_slide, self.holding
         return copy

@@ -24,7 +24,7 @@ from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import Checkpoints
-from penstock.kv.cursor import Cursor, PrefixMatch
+from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.lines import share_table
@@ -197,7 +197,7 @@ class KVManager:
         for g, table in enumerate(seq.tables):
             self._outbox.whole_table(seq.seq_id, g, table)
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
-        seq.node = Cursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
+        seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
         self.selections.enter(seq)
@@ -234,6 +234,8 @@ class KVManager:
             return True
         if not self.grow(seq, seq.swapped.num_tokens):
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
+        if seq.swapped.generation != self._generation:
+            self._stop_following(seq.node)
         return self.swaps.back(seq)
 
     # -- growth --------------------------------------------------------------------------------------------------
@@ -292,7 +294,7 @@ class KVManager:
         """`seq` has given up a part of its cache: what it computes from now on is lossy."""
         if seq.taint_start is None:
             seq.taint_start = seq.num_computed
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
         self._leave(cursor)
 
@@ -301,7 +303,7 @@ class KVManager:
 
         Mutates: seq.node.
         """
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
         self._room.evict(self.cache.num_evictable)  # what goes on from its blocks, and nobody stands on
         if cursor.holding and cursor.generation == self._generation:
@@ -316,7 +318,7 @@ class KVManager:
         that lie before a window: no step from now on looks there, and none in flight does (it began at `num_computed`
         or later).
         """
-        cursor: Cursor | None = seq.node
+        cursor: PrefixCursor | None = seq.node
         if cursor is None:
             return
         if seq.num_computed >= cursor.next_commit:
@@ -326,7 +328,7 @@ class KVManager:
         if seq.num_computed >= seq.next_selection and self.selections.passed(seq):
             self._lost(seq)
 
-    def _follow(self, seq: Sequence, cursor: Cursor) -> None:
+    def _follow(self, seq: Sequence, cursor: PrefixCursor) -> None:
         if cursor.generation != self._generation:
             self._stop_following(cursor)  # what follows blocks of before the reset must not be found after it
             return
@@ -343,7 +345,7 @@ class KVManager:
         if self._slots:
             self._states.attach(seq, cursor)
 
-    def _stop_following(self, cursor: Cursor) -> None:
+    def _stop_following(self, cursor: PrefixCursor) -> None:
         cursor.next_commit = NEVER
         self._states.drop_staged(cursor)
 
@@ -369,7 +371,7 @@ class KVManager:
                 copy = share_table(table, self.pools[g], parent.num_computed, self.block_size)
             child.tables.append(copy)
             self._outbox.whole_table(child.seq_id, g, copy)
-        cursor: Cursor = parent.node
+        cursor: PrefixCursor = parent.node
         child.node = cursor.copy()
         if cursor.holding and cursor.generation == self._generation:
             self.cache.share(cursor.entry)
@@ -395,7 +397,7 @@ class KVManager:
         if not self._room.reserve([Want(group_index, 0, len(table.held) * pool.pages_per_slab)]):
             return False
         make_ragged(table, pool, seq.seq_id, group_index, self._outbox)
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
         if all(seq.tables[g].layers is not None for g in self._paged):
             self._leave(cursor)
@@ -422,7 +424,7 @@ class KVManager:
         seq.next_selection = NEVER
         seq.load = NO_LOAD
 
-    def _leave(self, cursor: Cursor) -> None:
+    def _leave(self, cursor: PrefixCursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
         if cursor.holding and cursor.generation == self._generation:
             if self._submitted > self._retired:
@@ -437,7 +439,7 @@ class KVManager:
             self._room.evict(self.cache.num_evictable - MAX_IDLE_BLOCKS)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks and checkpoints. What runs goes on; nothing of it enters the cache any more."""
+        """Forget all blocks and checkpoints. What runs, or is swapped out, goes on, and enters the cache no more."""
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
         self._leaving.clear()

@@ -13,7 +13,7 @@ Block = tuple[int, ...]
 """One slab, or one id of the tier, per cache group."""
 
 
-class Offload:
+class PrefixOffload:
     """Between a prefix tree, which says what moves and what goes, and a tier.
 
     Attributes:

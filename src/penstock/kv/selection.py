@@ -15,7 +15,7 @@ from penstock.config.selection import Keeping
 from penstock.core.sequence import NEVER, Sequence
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
-from penstock.kv.cursor import Cursor
+from penstock.kv.cursor import PrefixCursor
 from penstock.kv.growth import apply_growth, plan_growth
 from penstock.kv.lines import apply_lines, cut_lines, line_blocks, num_missing, plan_lines
 from penstock.kv.outbox import Outbox
@@ -182,7 +182,7 @@ class Selections(KeepAll):
         if end != seq.next_selection or self._num_over(end, min(table.dropped, default=0)) <= 0:
             return 0
         kept = kept_blocks(self._keeping, end, self._block_size)
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         if cursor.next_commit != NEVER:
             return kept
         pool = self._pool

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from penstock.core.protocols import PrefixCache
 from penstock.core.sequence import Sequence as Seq
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.cursor import Cursor
+from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
 from penstock.kv.windows import Block, Windows
 
@@ -45,7 +45,7 @@ class Sharing:
                 self._pools[g].ref_slabs(ids)
                 seq.tables[g].ids = ids
 
-    def insert(self, seq: Seq, cursor: Cursor, end: int) -> None:
+    def insert(self, seq: Seq, cursor: PrefixCursor, end: int) -> None:
         """Put the blocks from the cursor's up to `end` into the cache, which may refuse the rest of them.
 
         Where the cache has a block already, the sequence goes over to it and drops its own. Mutates: cursor.entry,

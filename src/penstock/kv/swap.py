@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.protocols import BlockTier, PrefixCache
-from penstock.core.sequence import LOST_LOAD
+from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.cursor import Cursor
-from penstock.kv.offload import Offload
+from penstock.kv.cursor import PrefixCursor
+from penstock.kv.offload import PrefixOffload
 from penstock.kv.prefix.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 
 class Swapped(NamedTuple):
-    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on."""
+    """Where a sequence waits: `ids[g]` of the tier hold what is seen of `num_tokens` tokens, from block `first` on.
+
+    `generation`: the prefix cache's into which its blocks may go; None: into none any more.
+    """
 
     num_tokens: int
     ids: list[list[int]]
+    generation: int | None
     first: int = 0
 
 
@@ -50,7 +54,7 @@ class Swaps:
         self.tier = tier
         self.loads: dict[int, Load] = {}
         self._tree: PrefixTree | None = None
-        self._offload: Offload | None = None
+        self._offload: PrefixOffload | None = None
         self._next_move = 0
         self._groups = tuple(groups)
         self._pools = pools
@@ -61,7 +65,7 @@ class Swaps:
         assert isinstance(cache, PrefixTree), f"prefix cache {cache.name} has nothing to offload"
         assert all(group.spec.kind == "paged" for group in self._groups), "only full groups can be offloaded"
         self._tree = cache
-        self._offload = cache.offload = Offload(self.tier, len(self._groups))
+        self._offload = cache.offload = PrefixOffload(self.tier, len(self._groups))
 
     @property
     def num_blocks(self) -> tuple[int, int]:
@@ -95,7 +99,8 @@ class Swaps:
             return False
         for g, taken in enumerate(ids):
             self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
-        seq.swapped = Swapped(seq.num_computed, ids)
+        cursor: PrefixCursor = seq.node
+        seq.swapped = Swapped(seq.num_computed, ids, None if cursor.next_commit == NEVER else cursor.generation)
         return True
 
     def find(self, seq: Seq, most_blocks: Callable[[Seq], int]) -> None:
@@ -106,13 +111,13 @@ class Swaps:
         """
         if self._offload is None or self._tree is None or seq.swapped is not None or seq.load == LOST_LOAD:
             return
-        cursor: Cursor = seq.node
+        cursor: PrefixCursor = seq.node
         copies = self._tree.stored(cursor.entry, seq.token_ids, most_blocks(seq))
         if copies:
             ids = [list(column) for column in zip(*copies, strict=True)]
             self.tier.share(ids)
             num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
-            seq.swapped = Swapped(num_tokens, ids, cursor.num_blocks)
+            seq.swapped = Swapped(num_tokens, ids, cursor.generation, cursor.num_blocks)
             self._tree.num_hit_tokens += num_tokens - seq.num_cached
             seq.num_cached = num_tokens
             self._offload.num_loaded += len(copies)

@@ -25,6 +25,7 @@ from penstock.launch.parts import Parts, make_rank
 from penstock.launch.selection import NO_KINDS, TokenKinds, keeping_of, make_selector, reading_of
 from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
+from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
@@ -32,7 +33,7 @@ from penstock.runner.assemble import DecoderModel
 from penstock.runner.runner import Runner
 from penstock.sched.policy import make_policy
 from penstock.sched.scheduler import Scheduler
-from penstock.weights.load import embedding_rows, fingerprint
+from penstock.weights.load import fingerprint
 
 if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
@@ -142,7 +143,7 @@ def model_parts(
         spec=spec,
         forward=forward,
         part=lambda layers: model.part(backend, forward, layers, max_tokens=plan.max_num_seqs, rank_groups=plan.groups),
-        embeddings=partial(embedding_rows, weights["embed"]),
+        embeddings=partial(take_rows, weights["embed"]),
         fingerprint=partial(fingerprint, weights),
     )
     return Parts(

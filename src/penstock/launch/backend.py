@@ -68,8 +68,9 @@ def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, bac
     """Where the backend keeps the model's weights as it holds them; None where making them anew is quicker."""
     files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
     return backend.store(
-        files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes
-    )
+        files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes,
+        copy=plan.packed_weights == "copied",
+    )  # fmt: skip
 
 
 def _name(config: EngineConfig) -> str:

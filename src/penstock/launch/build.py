@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import parse_scheme
+from penstock.core.messages import EngineInfo
 from penstock.core.model_spec import ModelSpec
-from penstock.drafters import DRAFTERS
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
-from penstock.executor import EXECUTORS
 from penstock.executor.rank import Progress, RankSpec
 from penstock.families.registry import read_model
 from penstock.families.stretch import stretch_decision, stretched
-from penstock.kv import KV_MANAGERS
-from penstock.kv.eviction import EVICTION_POLICIES
-from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.assemble import engine_over
 from penstock.launch.backend import choose_ops, device_of, traits_of
-from penstock.launch.drafts import check_method, check_tokens, draft_specs, open_drafts
+from penstock.launch.drafts import check_tokens, draft_specs, open_drafts
 from penstock.launch.hub import local_path
+from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.rank import build_rank, limits_of, open_files
 from penstock.launch.selection import keeping_of
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
-from penstock.sched.policy import make_policy
-from penstock.text.tokenizer import Tokenizer
-from penstock.text.validate import Limits
+from penstock.text.limits import Limits
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -144,18 +142,37 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
 
 
-def check_names(config: EngineConfig) -> None:
-    """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened."""
-    PREFIX_CACHES.get(config.cache.prefix_cache)
-    EVICTION_POLICIES.get(config.cache.eviction)
-    KV_MANAGERS.get(config.cache.kv_allocator)
-    make_policy(config.scheduler.scheduling_policy)
-    if config.execution.ops != "auto":
-        BACKENDS.get(config.execution.ops)
-    parse_scheme(config.model.quantization)
-    keeping_of(config)
-    ATTENTION_BACKENDS.get(config.execution.attention_backend)
-    EXECUTORS.get(config.execution.executor)
-    if config.speculation is not None:
-        DRAFTERS.get(config.speculation.method)
-        check_method(config.speculation)
+def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:
+    """What a front end needs to know of a running engine."""
+    limits, core = engine.limits, engine.core
+    return EngineInfo(
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        kv_capacity_tokens=limits.kv_capacity_tokens,
+        eos_token_ids=list(limits.eos_token_ids),
+        block_size=config.cache.block_size,
+        num_blocks=sum(group.total for group in core.kv.stats().groups),
+        max_num_seqs=core.scheduler.max_num_seqs,
+        max_num_batched_tokens=engine.plan.max_num_batched_tokens,
+        num_params=engine.spec.num_params,
+        embedding_size=engine.spec.embed_size or engine.spec.hidden_size,
+        dtype=engine.plan.dtype,
+        kv_dtype=engine.plan.kv_dtype,
+        pid=pid,
+        memory_bytes={"weights": engine.plan.weight_bytes, "kv_limit": engine.plan.kv_bytes},
+        load_s=load_s,
+        decisions=[(d.name, d.value, d.why) for d in engine.decisions],
+    )
+
+
+def local_engine(
+    config: EngineConfig, progress: Progress | None = None, *, serving: bool = True
+) -> Callable[[], tuple[EngineCore, EngineInfo]]:
+    """For `ThreadLink` and for the engine process: makes the engine when it is called. `serving`: see `start`."""
+
+    def make() -> tuple[EngineCore, EngineInfo]:
+        began = time.monotonic()
+        engine = start(config, progress=progress, serving=serving)
+        return engine.core, info_of(engine, config, time.monotonic() - began)
+
+    return make

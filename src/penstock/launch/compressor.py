@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import ConfigError, InputError
 from penstock.compress import DEFAULT_COMPRESSOR
@@ -17,10 +17,12 @@ from penstock.compress.locate import compressible, find_once, texts_of, tokens_w
 from penstock.compress.options import keep_last, make_transform, target
 from penstock.config import EngineConfig
 from penstock.core.compression import ContextJob, PromptCompression, Span
-from penstock.launch.prompt_reader import PromptReader
 from penstock.text.contents import CHANGED, chosen, find_contents
 from penstock.text.encoding import TOO_LONG
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.launch.prompt_reader import PromptReader
 
 MAX_TOKENS = 1 << 18
 MAX_WINDOWS = 64
@@ -183,6 +185,9 @@ class Compressor:
 
     def _load(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError."""
+        # A server's front end runs no other model, and most of them never this one.
+        from penstock.launch.prompt_reader import PromptReader
+
         reader = PromptReader(self._name, self._ops)
         difference = _difference(tokenizer, reader.tokenizer)
         if difference is not None:

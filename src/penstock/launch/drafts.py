@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
-from penstock.base.errors import ConfigError, ModelError, UnsupportedError
-from penstock.config import EngineConfig, SpeculativeConfig
-from penstock.core.matrix_format import HeldWeights
+from penstock.base.errors import ModelError, UnsupportedError
+from penstock.config import EngineConfig
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
-from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftModel
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import Described, open_model, read_model
 from penstock.launch.hub import local_path
+from penstock.launch.names import model_names, wrong_draft
 from penstock.launch.tokenizer import load_tokenizer
 from penstock.ops.stored import Weight
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
-from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_weights
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 LoadedDraft = tuple[ModelSpec, Mapping[str, Weight]]
@@ -39,33 +41,6 @@ class OpenDraft:
 
     def load(self, held: HeldWeights) -> LoadedDraft:
         return self.checkpoint.spec, load_weights(self.checkpoint, self.checkpoint.spec, held)
-
-
-def check_method(config: SpeculativeConfig) -> None:
-    """Raises ConfigError for a draft model that the method cannot use, and for one that it lacks."""
-    method, most = config.method, DRAFTERS.traits(config.method).most_models
-    parts = _parts(config)
-    if parts and not most:
-        raise _error(f"the method {method} takes no draft model; leave it away, or use the method draft-model")
-    if most and not parts:
-        raise _error(
-            f"is missing: the method {method} needs a draft model's folder, file or id; for example "
-            f'{{"method": "{method}", "model": "pico"}}'
-        )
-    if len(parts) > most and most == 1:
-        raise _error(f"the method {method} takes one draft model, not {len(parts)}; use the method specinfer")
-    if len(parts) > most > 1:
-        raise _error(f"the method {method} takes at most {most} drafters, not {len(parts)}")
-    nested = [part for part in parts if part in DRAFTERS.names() and DRAFTERS.traits(part).most_models]
-    if nested:
-        raise _error(f"{nested[0]} is a method that needs a draft model; name that model itself")
-
-
-def model_names(config: EngineConfig) -> list[str]:
-    """The draft models that `speculative_config` names, in order; drafters of other kinds (specinfer) left out."""
-    if config.speculation is None or not DRAFTERS.traits(config.speculation.method).most_models:
-        return []
-    return [part for part in _parts(config.speculation) if part not in DRAFTERS.names()]
 
 
 def draft_specs(config: EngineConfig) -> list[NamedSpec]:
@@ -97,7 +72,7 @@ def check_tokens(draft: OpenDraft, spec: ModelSpec, tokenizer: Tokenizer | None)
     else:
         ours, theirs = tokenizer.vocab_size, own.vocab_size
     if ours != theirs:
-        raise _error(
+        raise wrong_draft(
             f"{draft.name} has {theirs} tokens and the model has {ours}; use a draft model with the model's own "
             "tokenizer"
         )
@@ -105,7 +80,7 @@ def check_tokens(draft: OpenDraft, spec: ModelSpec, tokenizer: Tokenizer | None)
         return
     for token_id in range(ours):
         if tokenizer.id_to_piece(token_id) != own.id_to_piece(token_id):
-            raise _error(
+            raise wrong_draft(
                 f"token {token_id} of {draft.name} is {own.id_to_piece(token_id)!r} and the model's is "
                 f"{tokenizer.id_to_piece(token_id)!r}; use a draft model with the model's own tokenizer"
             )
@@ -126,16 +101,8 @@ def draft_models(
     return made
 
 
-def _parts(config: SpeculativeConfig) -> list[str]:
-    return [part.strip() for part in (config.model or "").split(",") if part.strip()]
-
-
 def _had(name: str, get: Callable[[str], T]) -> T:
     try:
         return get(name)
     except (ModelError, UnsupportedError) as error:
-        raise _error(f"{name!r} cannot be used: {error}") from None
-
-
-def _error(text: str) -> ConfigError:
-    return ConfigError(f"speculative_config: model: {text}", field="speculative_config")
+        raise wrong_draft(f"{name!r} cannot be used: {error}") from None

@@ -29,12 +29,11 @@ from penstock.core.messages import EngineInfo, Failed, Hello, Loading, Ready, Se
 from penstock.core.protocols import Executor
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
+from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.core import EngineCore
 from penstock.engine.faults import Faults
 from penstock.engine.loop import EngineLoop
-from penstock.engine.process_link import EXIT_BROKEN
-from penstock.launch.build import Engine, start
-from penstock.launch.front import info_of
+from penstock.launch.build import Engine, info_of, start
 
 EXIT_OTHER_BUILD, EXIT_NOT_STARTED = 71, 72
 _STUCK = 5

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import EngineConfig
 from penstock.core.messages import EngineInfo
-from penstock.engine.core import EngineCore
-from penstock.executor.rank import Progress
 from penstock.families.registry import open_model
-from penstock.launch.build import Engine, check_names, start
 from penstock.launch.hub import local_path
+from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.text.limits import Limits
 from penstock.text.tokenizer import Tokenizer
-from penstock.text.validate import Limits
 
 
 @dataclass(frozen=True)
@@ -63,29 +60,6 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
     return load
 
 
-def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:
-    """What a front end needs to know of a running engine."""
-    limits, core = engine.limits, engine.core
-    return EngineInfo(
-        vocab_size=limits.vocab_size,
-        max_model_len=limits.max_model_len,
-        kv_capacity_tokens=limits.kv_capacity_tokens,
-        eos_token_ids=list(limits.eos_token_ids),
-        block_size=config.cache.block_size,
-        num_blocks=sum(group.total for group in core.kv.stats().groups),
-        max_num_seqs=core.scheduler.max_num_seqs,
-        max_num_batched_tokens=engine.plan.max_num_batched_tokens,
-        num_params=engine.spec.num_params,
-        embedding_size=engine.spec.embed_size or engine.spec.hidden_size,
-        dtype=engine.plan.dtype,
-        kv_dtype=engine.plan.kv_dtype,
-        pid=pid,
-        memory_bytes={"weights": engine.plan.weight_bytes, "kv_limit": engine.plan.kv_bytes},
-        load_s=load_s,
-        decisions=[(d.name, d.value, d.why) for d in engine.decisions],
-    )
-
-
 def limits_from(
     info: EngineInfo, *, max_n: int = 16384, max_logprobs: int = 20, max_logprob_entries: int | None = None
 ) -> Limits:
@@ -99,16 +73,3 @@ def limits_from(
         max_logprobs=max_logprobs,
         max_logprob_entries=max_logprob_entries,
     )
-
-
-def local_engine(
-    config: EngineConfig, progress: Progress | None = None, *, serving: bool = True
-) -> Callable[[], tuple[EngineCore, EngineInfo]]:
-    """For `ThreadLink` and for the engine process: makes the engine when it is called. `serving`: see `build.start`."""
-
-    def make() -> tuple[EngineCore, EngineInfo]:
-        began = time.monotonic()
-        engine = start(config, progress=progress, serving=serving)
-        return engine.core, info_of(engine, config, time.monotonic() - began)
-
-    return make

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.backends import BACKENDS
 from penstock.base.registry import Registry
 from penstock.compress import CONTEXT_TRANSFORMS
+from penstock.core.kv_codec import KV_CODECS
 from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
 from penstock.families.quantization import METHODS
@@ -16,7 +17,7 @@ from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.tiers import BLOCK_TIERS
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.runner.tiers import PAGE_STORES
 from penstock.sched.drafts import DRAFT_CONTROLLERS
@@ -41,6 +42,7 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     DRAFT_CONTROLLERS,
     CONTEXT_TRANSFORMS,
     KV_SELECTORS,
+    KV_CODECS,
     STORED_FORMATS,
 )
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import InputError
@@ -26,9 +27,11 @@ from penstock.plan.resolve import Plan
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.runner.runner import Runner
 from penstock.text.grammar.compile import Compiler, encoder_of, vocabulary_of
-from penstock.text.tokenizer import Tokenizer
-from penstock.text.validate import Limits
+from penstock.text.limits import Limits
 from penstock.weights.load import load_weights, release_pages
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ def build_rank(
     packed = packed_weights(config, checkpoint, plan, backend)
     skip = packed.names() if packed is not None else ()
     weights = load_weights(checkpoint.weights, checkpoint.spec, plan.held, loading, skip)
+    release_pages(weights)
     parts = model_parts(
         config,
         checkpoint.spec,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
@@ -11,12 +11,14 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.selection import KVSelector
 from penstock.model.emitter import Reading
 from penstock.runner.rows import RowStore
-from penstock.runner.selecting import Selections
+from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from penstock.select.quest import page_reads
-from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 
 class TokenKinds(NamedTuple):
@@ -72,8 +74,8 @@ def make_selector(
 
 def make_selections(
     selector: KVSelector, spec: ModelSpec, keeping: Keeping, rows: RowStore, storage: Storage
-) -> Selections | None:
+) -> RowSelections | None:
     """`selector` chooses what these rows keep; None if it does not drop tokens."""
     if selector.drops != "tokens":
         return None
-    return Selections(selector, spec, rows, storage, observe=keeping.config.options.observe)
+    return RowSelections(selector, spec, rows, storage, observe=keeping.config.options.observe)

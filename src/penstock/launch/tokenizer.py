@@ -4,57 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles
 from penstock.families.folder import read_tokenizer_files, tokenizer_file
-from penstock.formats.gguf import read_gguf
-from penstock.formats.llama2c import looks_like_tokenizer, read_tokenizer
-from penstock.formats.sentencepiece import read_sentencepiece
-from penstock.formats.ternary import read_pair_tokenizer
-from penstock.formats.vocab_files import read_bpe, read_rwkv_vocab, read_tiktoken
-from penstock.text.byte_bpe import bpe_tokenizer, tiktoken_tokenizer
-from penstock.text.gguf import tokenizer_from_gguf
-from penstock.text.pairs import pair_tokenizer
-from penstock.text.sentencepiece import ScoredPieces, sentencepiece_tokenizer
-from penstock.text.tokenizer import Tokenizer
-from penstock.text.world import byte_tokenizer, world_tokenizer
+from penstock.formats.llama2c import looks_like_tokenizer
+
+if TYPE_CHECKING:
+    from penstock.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(files: TokenizerFiles, spec: ModelSpec) -> Tokenizer | None:
     """None if the model came without one. Raises ModelError for a broken file, or one of another vocabulary."""
-    if files.kind == "bytes":
-        return byte_tokenizer()
-    if files.path is None:
+    # All kinds of tokenizers, and the library behind them: the engine of a server reads none.
+    from penstock.launch.tokenizer_kinds import read_tokenizer_of
+
+    if files.path is None and files.kind != "bytes":
         return None
-    tokenizer = _read(files, files.path, spec)
-    if tokenizer.vocab_size > spec.vocab_size:
+    tokenizer = read_tokenizer_of(files, spec)
+    if files.path is not None and tokenizer.vocab_size > spec.vocab_size:
         raise ModelError(
             f"the tokenizer {files.path.name!r} has ids up to {tokenizer.vocab_size - 1}, but the model has only "
             f"{spec.vocab_size} tokens; it belongs to another model"
         )
     return tokenizer
-
-
-def _read(files: TokenizerFiles, path: Path, spec: ModelSpec) -> Tokenizer:
-    if files.kind == "llama2c":
-        bos = spec.bos_token_id if spec.bos_token_id is not None else 1
-        eos = spec.eos_token_ids[0] if spec.eos_token_ids else 2
-        return Tokenizer.from_pieces(read_tokenizer(path, spec.vocab_size), bos, eos)
-    if files.kind == "sentencepiece":
-        return sentencepiece_tokenizer(ScoredPieces(**vars(read_sentencepiece(path))), files.config, path.name)
-    if files.kind == "bpe" and files.merges is not None:
-        return bpe_tokenizer(*read_bpe(path, files.merges), files.config, name=path.name)
-    if files.kind == "tiktoken":
-        return tiktoken_tokenizer(read_tiktoken(path), path.stem, files.config)
-    if files.kind == "rwkv":
-        return world_tokenizer(read_rwkv_vocab(path))
-    if files.kind == "pairs":
-        return pair_tokenizer(*read_pair_tokenizer(path))
-    if files.kind == "gguf":
-        return tokenizer_from_gguf(read_gguf(path).metadata)
-    return Tokenizer.from_hf(path, files.config)
 
 
 def named_tokenizer(path: str, checkpoint: Checkpoint) -> TokenizerFiles:

@@ -91,12 +91,16 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.emit("heads", ("k_rope",), "k_rope", bound=(1,))
     b.rope("k_rope", m.rope)
     b.emit("write_kv", ("step", "latent", "k_rope"), "", bound=(*place, ("latent", "k_rope")))
-    kv_b = b.array(p + "kv_b").reshape(m.num_heads, m.nope_dim + m.v_dim, m.kv_rank)
-    b.emit("latent_query", ("q",), "q", bound=(kv_b[:, : m.nope_dim],))
+    if m.split:
+        k_b, v_b = (b.array(p + name).reshape(m.num_heads, -1, m.kv_rank) for name in ("k_b", "v_b"))
+    else:
+        kv_b = b.array(p + "kv_b").reshape(m.num_heads, m.nope_dim + m.v_dim, m.kv_rank)
+        k_b, v_b = kv_b[:, : m.nope_dim], kv_b[:, m.nope_dim :]
+    b.emit("latent_query", ("q",), "q", bound=(k_b,))
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("latent", "k_rope"), value="latent",
         scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale, width=m.num_heads * m.kv_rank,
     )  # fmt: skip
-    b.emit("latent_output", ("a",), "a", bound=(kv_b[:, m.nope_dim :],))
+    b.emit("latent_output", ("a",), "a", bound=(v_b,))
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")

@@ -8,7 +8,8 @@ factor * y; `norm`: the node whose norm comes first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.model.graph import SELECTED, Graph, Node, Value
@@ -23,18 +24,28 @@ class Part(NamedTuple):
     bias: Any
 
 
+Same = Callable[[Any, Any], bool]
+"""An equivalence of weights."""
 PASSES = ("selection", "gates", "activations", "siblings", "residuals", "norms")
 """Each does without the others; they run in this order."""
 
 
-def fuse(graph: Graph, passes: Collection[str] = PASSES) -> None:
-    """Mutates: `graph`. The order of what is left stays. `passes`: fewer of them to see what one is worth."""
+def fuse(graph: Graph, passes: Collection[str] = PASSES, *, same: Same = alike, together: Same | None = None) -> None:
+    """Mutates: `graph`. The order of what is left stays. `passes`: fewer of them to see what one is worth.
+
+    `same`: whether two weights can be rows of one matrix, so that those of a pair must be; `together`, by default the
+    same: whether one operation can multiply rows with both side by side. Those that are the same lie next to each
+    other.
+    """
     assert set(passes) <= set(PASSES), f"passes are {PASSES}"
     for node in graph.nodes:
         if node.op == "linear":
             bias = node.bound[1] if len(node.bound) > 1 else None
             node.more = {"parts": [Part(node.weights[0], node.bound[0], bias)], "pair": False, "factor": 1.0}
-    for name, run in zip(PASSES, (_selection, _gates, _activations, _siblings, _residuals, _norms), strict=True):
+    gates, siblings = partial(_gates, same=same), partial(_siblings, same=same, together=together or same)
+    runs: tuple[Callable[[Graph], None], ...]
+    runs = (_selection, gates, _activations, siblings, _residuals, _norms)
+    for name, run in zip(PASSES, runs, strict=True):
         if name in passes:
             run(graph)
 
@@ -133,7 +144,18 @@ def _selected(value: Value, only: Collection[int], nodes: list[Node]) -> Value:
     return Value(found, value.width, SELECTED, 0, value.heads)
 
 
-def _gates(graph: Graph) -> None:
+def runs_of(parts: Collection[Part], same: Same = alike) -> list[list[Part]]:
+    """Parts of a product, those together that are the same as the one before."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if runs and same(runs[-1][0].weight, part.weight):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return runs
+
+
+def _gates(graph: Graph, same: Same) -> None:
     """act(gate) * up of one input: both products at once, so that a tile has what it needs."""
     counts = readers(graph)
     for node in graph.nodes:
@@ -145,7 +167,7 @@ def _gates(graph: Graph) -> None:
         first, second = gate.maker, up.maker
         assert first is not None
         assert second is not None
-        if not first.inputs[0].same(second.inputs[0]) or not _alike(first, second):
+        if not first.inputs[0].same(second.inputs[0]) or not same(_weight(first), _weight(second)):
             continue
         activation, limit = node.bound
         node.op, node.inputs = "linear", [first.inputs[0]]
@@ -156,8 +178,8 @@ def _gates(graph: Graph) -> None:
         _remove(graph, [first, second])
 
 
-def _alike(a: Node, b: Node) -> bool:
-    return alike(a.more["parts"][0].weight, b.more["parts"][0].weight)
+def _weight(node: Node) -> Any:
+    return node.more["parts"][0].weight
 
 
 def _activations(graph: Graph) -> None:
@@ -174,15 +196,16 @@ def _activations(graph: Graph) -> None:
             _remove(graph, [node])
 
 
-def _siblings(graph: Graph) -> None:
+def _siblings(graph: Graph, same: Same, together: Same) -> None:
     """Products of one input, as q, k and v, become one with their outputs side by side."""
     plain = [n for n in graph.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
     families: list[list[Node]] = []
     for node in plain:
         for family in families:
             first = family[0]
-            if first.inputs[0].same(node.inputs[0]) and _alike(first, node):
-                family.append(node)
+            if first.inputs[0].same(node.inputs[0]) and together(_weight(first), _weight(node)):
+                places = [i for i, other in enumerate(family, 1) if same(_weight(other), _weight(node))]
+                family.insert(places[-1] if places else len(family), node)
                 break
         else:
             families.append([node])

@@ -94,8 +94,8 @@ class StoredMatrix(ABC):
     def _values(self, rows: Rows) -> F32:
         """(code - zero) * scale, or code * scale - zero. Layouts whose library computes otherwise say how."""
         codes = unpacked(self.format, self._codes(rows))
-        scales = _product(self._scales(rows), self.format.scales)
-        zeros = _product(self._zeros(rows), self.format.zeros) if self.format.zeros else None
+        scales = product_of(self.format.scales, self._scales(rows))
+        zeros = product_of(self.format.zeros, self._zeros(rows)) if self.format.zeros else None
         as_values = self.format.zeros_are == "values"
         offset = np.float32(self.format.offset)
         if self.order is not None:
@@ -141,7 +141,7 @@ def as_numbers(dtype: str, part: Array) -> F32:
     return part.astype(np.float32)
 
 
-def _product(parts: Sequence[Array], levels: Sequence[Shared]) -> F32:
+def product_of(levels: Sequence[Shared], parts: Sequence[Array]) -> F32:
     """Scales (or zeros) times the scales of these, and so on, one for each group: [n, G]."""
     out = as_numbers(levels[0].dtype, parts[0])
     for level, part in zip(levels[1:], parts[1:], strict=True):
@@ -156,8 +156,22 @@ Weight: TypeAlias = Array | StoredMatrix
 
 
 def alike(a: Weight, b: Weight) -> bool:
-    """Whether both can be rows of one matrix: of one type; codes of one format, their inputs in the same order."""
+    """Whether both can be rows of one matrix: of one type; codes of one format, their inputs in the same order, their
+    scales times the same number, where they have one that a whole matrix shares."""
     if isinstance(a, StoredMatrix) and isinstance(b, StoredMatrix):
-        same = a.order is b.order or (a.order is not None and b.order is not None and np.array_equal(a.order, b.order))
-        return a.format == b.format and same
+        return a.format == b.format and same_order(a, b) and _whole_scale(a) == _whole_scale(b)
     return isinstance(a, StoredMatrix) == isinstance(b, StoredMatrix) and bool(a.dtype == b.dtype)
+
+
+def same_order(a: Weight, b: Weight) -> bool:
+    """Whether both take the inputs of a row in the same order."""
+    one, other = (w.order if isinstance(w, StoredMatrix) else None for w in (a, b))
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _whole_scale(matrix: StoredMatrix) -> float | None:
+    """What multiplies all scales of groups of a matrix, if one number does."""
+    levels = matrix.format.scales
+    if len(levels) < 2 or levels[-1].rows or levels[-1].columns:
+        return None
+    return float(as_numbers(levels[-1].dtype, matrix.scales(0, 1)[-1]).reshape(-1)[0])

@@ -10,8 +10,8 @@ import msgspec
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.core.cache_spec import CacheGroup, group_layers, without_windows
 from penstock.core.events import Decision
+from penstock.core.held_weights import HeldWeights
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec, cache_spec
 from penstock.plan.memory import gib
 from penstock.plan.weights import NO_CODES, StoredFormats

@@ -6,7 +6,8 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.selection import Keeping
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.kv_format import PACKED_BITS
+from penstock.core.kv_codec import KV_CODECS
+from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers.attention import Attention
 from penstock.core.model_spec import ModelSpec, cache_groups
 
@@ -22,8 +23,11 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
         raise wrong(f"gives pages back one by one, and kv_allocator {config.cache.kv_allocator} has none; use paged")
     if config.execution.speculative_config is not None:
         raise wrong("cannot be combined with speculative_config: drafts are verified against the whole context")
-    if keeping.drops == "nothing" and config.cache.kv_cache_dtype in PACKED_BITS:
-        raise wrong(f"keeps bounds of keys, and {config.cache.kv_cache_dtype} has none of its own; use int8 or auto")
+    given = config.cache.kv_cache_dtype
+    if keeping.drops == "nothing" and given != "auto":
+        codecs = [how.plain for how in parse_kv_format(given).every if how.plain is not None]
+        if not all(KV_CODECS.traits(codec).bounds for codec in codecs):
+            raise wrong(f"keeps bounds of keys, and {given} has none of its own; use int8 or auto")
     if keeping.cache_positions and config.cache.kv_rotation != "none":
         raise wrong(f"turns keys when they are read, and kv_rotation {config.cache.kv_rotation} before; leave it away")
     for n, layer in enumerate(spec.layers):

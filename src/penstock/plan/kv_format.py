@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
-from penstock.core.kv_format import CHANNEL, PACKED_BITS, KvFormat, LayerFormat, parse_kv_format, wrong
+from penstock.core.kv_codec import KV_CODECS, codecs_by_token
+from penstock.core.kv_format import KvFormat, LayerFormat, parse_kv_format, wrong
 from penstock.core.model_spec import Attention, Latent, ModelSpec, cache_spec
 
 LEAST_CHANNEL_BLOCK = 16
@@ -20,16 +21,16 @@ def check_kv_format(config: EngineConfig, spec: ModelSpec) -> None:
         return
     kv = parse_kv_format(given)
     short = given if not given.lstrip().startswith("{") else "what it says"
-    codecs = [codec for how in kv.every for codec in (*how.keys, *how.values)]
-    if all(codec in ("float32", "float16", "bfloat16") for codec in codecs) and kv.default.plain and not kv.layers:
+    traits = [KV_CODECS.traits(codec) for how in kv.every for codec in (*how.keys, *how.values)]
+    if not any(each.quantises for each in traits) and kv.default.plain and not kv.layers:
         return
-    if not any(c.per_token for layer in spec.layers if (c := cache_spec(layer, "int8")) is not None):
+    if not any(c.per_token for layer in spec.layers if (c := cache_spec(layer, spec.dtype)) is not None):
         raise wrong(
             f"{short} is for keys and values, of which this model keeps none (recurrent states are always float32); "
             "use auto"
         )
     _check_layers(kv, spec)
-    if any(codec in CHANNEL for codec in codecs) and config.cache.block_size < LEAST_CHANNEL_BLOCK:
+    if any(each.scales == "block" for each in traits) and config.cache.block_size < LEAST_CHANNEL_BLOCK:
         raise wrong(
             f"keys by channel share their scales over the tokens of a block, and block_size {config.cache.block_size} "
             f"would make the scales as large as the keys; use a block_size of at least {LEAST_CHANNEL_BLOCK}"
@@ -76,11 +77,13 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
 
 def _check_dims(how: LayerFormat, layer: int, dim: int) -> None:
     for codec in (*how.keys, *how.values):
-        per = 8 // PACKED_BITS.get(codec, 8)
+        per = KV_CODECS.traits(codec).per_element
         if dim % per:
+            others = ((name, KV_CODECS.traits(name)) for name in codecs_by_token())
+            fit = [name for name, traits in others if traits.quantises and dim % traits.per_element == 0]
             raise wrong(
                 f"{codec} packs {per} numbers into a byte, and vectors of layer {layer} have {dim}; use "
-                f"{'int4 or int8' if per == 4 and dim % 2 == 0 else 'int8'}"
+                f"{' or '.join(fit)}"
             )
 
 

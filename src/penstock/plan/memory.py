@@ -18,8 +18,8 @@ from penstock.config.held import most_blocks
 from penstock.config.selection import Keeping
 from penstock.core.cache_spec import DTYPE_BYTES, CacheGroup, CacheSpec
 from penstock.core.events import Decision
+from penstock.core.held_weights import HeldWeights
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import HeldWeights
 from penstock.core.model_spec import ModelSpec
 
 MIB = 1024**2

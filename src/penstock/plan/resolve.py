@@ -13,16 +13,25 @@ from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.events import Decision
+from penstock.core.held_weights import HeldWeights
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
-from penstock.core.matrix_format import NONE, HeldWeights
+from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
 from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory
 from penstock.plan.positions import rope_decision
-from penstock.plan.weights import NO_CODES, StoredFormats, held_by, hold_weights, weight_decisions
+from penstock.plan.weights import (
+    NO_CODES,
+    StoredFormats,
+    activation_decision,
+    copies_packed,
+    held_by,
+    hold_weights,
+    weight_decisions,
+)
 
 DEFAULT_NUM_SEQS = 64
 DEFAULT_BATCHED_TOKENS = 512
@@ -55,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
     drafts: tuple[DraftPlan, ...] = ()
     held: HeldWeights = HeldWeights()
+    packed_weights: str = "copied"
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
@@ -95,6 +105,12 @@ def resolve(
     weight_bytes = held.num_bytes(spec)
     check_weights(weight_bytes, held, spec, machine)
     decisions.extend(weight_decisions(spec, held, stored))
+    packed_weights = copies_packed(config, weight_bytes, machine)
+    if traits.quantizes:
+        decisions.append(packed_weights)
+    activations = activation_decision(config, spec, held, stored)
+    if activations is not None:
+        decisions.append(activations)
     max_model_len = _max_model_len(config, spec, keeping, decisions)
     regime = rope_decision(spec, max_model_len)
     if regime is not None:
@@ -153,6 +169,7 @@ def resolve(
         kv_capacity_tokens=capacity,
         weight_bytes=weight_bytes,
         held=held,
+        packed_weights=packed_weights.value,
         kv_bytes=kv_bytes,
         num_host_slabs=_host_slabs(config, groups, memory.max_num_seqs, max_model_len, decisions),
         step_tokens=step_tokens,

@@ -8,23 +8,27 @@ from types import MappingProxyType
 from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
+from penstock.core.held_weights import HeldWeights
+from penstock.core.machine import Machine
 from penstock.core.matrix_format import (
     TABLES,
-    HeldWeights,
     MatrixFormat,
     Scheme,
-    panel_group,
+    codes_matrices,
     parse_scheme,
     plain,
     rounded_matrices,
     row_matrices,
 )
 from penstock.core.model_spec import ModelSpec
+from penstock.core.panels import panels_of, takes
 from penstock.plan.memory import gib
 
 StoredFormats = Mapping[str, MatrixFormat]
 """Logical name -> how the checkpoint stores a matrix, for those that it stores as codes that can be held."""
 NO_CODES: StoredFormats = MappingProxyType({})
+MOST_COPIED_PERCENT = 75
+"""Of the available memory, for weights that are copied out of their file."""
 
 
 def hold_weights(
@@ -32,26 +36,29 @@ def hold_weights(
 ) -> HeldWeights:
     """`dtype`: of everything that is held as plain numbers.
 
-    A scheme rounds every matrix that it may, but for codes that are what it rounds to already. Without a scheme a
-    matrix stays the codes that it was stored as; where native panels cannot hold these, it is their values: in float32,
-    which has each of them exactly, if `exact`, else in `dtype`. What rows are not multiplied with is always values in
-    `dtype`.
+    A scheme rounds every matrix that it may, but for codes that are what it rounds to already; a table is then looked
+    up in `dtype`. Without a scheme a matrix, and the table of embeddings, stays the codes that it was stored as; where
+    native panels cannot hold these, it is their values: in float32, which has each of them exactly, if `exact`, else in
+    `dtype`. What rows are not multiplied with and tokens not looked up in is always values in `dtype`.
     """
     if scheme.weight_bits:
         shapes = rounded_matrices(spec)
         mine = [name for name in shapes if name in stored and name not in TABLES]
-        kept = {name: stored[name] for name in mine if scheme.takes(stored[name], shapes[name][1])}
-        return HeldWeights(dtype, dict.fromkeys(shapes, scheme.format) | kept)
+        kept = {name: stored[name] for name in mine if takes(scheme, stored[name], shapes[name][1])}
+        tables = tuple(name for name in shapes if name in TABLES)
+        return HeldWeights(dtype, dict.fromkeys(shapes, scheme.format) | kept, tables, traits.quantizes)
     matrices: dict[str, MatrixFormat] = {}
-    for name, shape in row_matrices(spec).items() if stored else ():
+    for name, shape in codes_matrices(spec).items() if stored else ():
         format = stored.get(name)
-        if format is None or name in TABLES:
+        if format is None:
             continue
-        if not traits.quantizes or panel_group(format, shape[1]) is not None:
+        # Rows cannot be looked up in a table whose inputs are in an order of their own.
+        panels = panels_of(format, shape[1]) if traits.quantizes else None
+        if not traits.quantizes or (panels is not None and not (name in TABLES and format.ordered)):
             matrices[name] = format
-        elif exact and dtype != "float32":
+        elif exact and dtype != "float32" and name not in TABLES:
             matrices[name] = plain("float32")
-    return HeldWeights(dtype, matrices)
+    return HeldWeights(dtype, matrices, (), traits.quantizes)
 
 
 def held_by(
@@ -62,16 +69,50 @@ def held_by(
     return hold_weights(spec, dtype, scheme, stored, traits=traits, exact=config.model.dtype == "auto")
 
 
+def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> Decision:
+    """Whether weights that were packed before are read into memory ("copied"), or mapped."""
+    given, available = config.execution.packed_weights, machine.available_bytes
+    if given != "auto":
+        return Decision("packed_weights", given, "as given")
+    if weight_bytes <= available * MOST_COPIED_PERCENT // 100:
+        return Decision("packed_weights", "copied", "into huge pages, which products read faster than a mapped file")
+    why = (
+        f"{gib(weight_bytes)} of weights are more than {MOST_COPIED_PERCENT} % of the available {gib(available)}: the "
+        "system can give pages of a file back"
+    )
+    return Decision("packed_weights", "mapped", why)
+
+
+def activation_decision(
+    config: EngineConfig, spec: ModelSpec, held: HeldWeights, stored: StoredFormats
+) -> Decision | None:
+    """What activations become before products with codes as stored; None where there are none."""
+    shapes = row_matrices(spec)
+    kept = [name for name in shapes if name in stored and held.matrices.get(name) == stored[name]]
+    if not held.packed or not kept or config.model.quantization != "none":
+        return None
+    found = [panels_of(stored[name], shapes[name][1]) for name in kept]
+    blocks = sorted({panels.row_block for panels in found if panels is not None})
+    if config.model.activation_quantization == "none":
+        return Decision("activation_quantization", "none", "as given: products take activations as they are")
+    rounded = [size for size in blocks if size]
+    if not rounded:
+        return Decision("activation_quantization", "none", "codes of floats are multiplied with floats")
+    sizes = " or ".join(map(str, rounded))
+    why = f"8 bits with a scale per {sizes} inputs, as the groups of the weights are; none keeps them as they are"
+    return Decision("activation_quantization", "int8", why)
+
+
 def weight_decisions(spec: ModelSpec, held: HeldWeights, stored: StoredFormats) -> list[Decision]:
     """What is held how, and what that costs; nothing for a model of plain weights."""
     if not held.matrices and not stored:
         return []
-    shapes = row_matrices(spec)
+    shapes = codes_matrices(spec)
     told = [name for name in shapes if name in held.matrices or name in stored]
     out = []
     for format in sorted({held.of(name) for name in told}, key=str):
         names = [name for name in told if held.of(name) == format]
-        num_bytes = sum(format.num_bytes(shapes[name]) for name in names)
+        num_bytes = sum(held.matrix_bytes(name, shapes[name]) for name in names)
         kept = sum(stored[name].num_bytes(shapes[name]) for name in names if name in stored)
         as_stored = all(stored.get(name) == format for name in names)
         why = f"{gib(num_bytes)} for {len(names)} matrices, "

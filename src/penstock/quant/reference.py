@@ -1,12 +1,13 @@
 """Rounding weights and rows to few bits, in numpy: what the native formats stand for.
 
-This is the oracle of the packed formats (`csrc/include/penstock.h`) and the way to measure what a scheme costs without
+This is the oracle of the native products (`csrc/include/penstock.h`) and the way to measure what a scheme costs without
 them. Shape letters: T rows, N outputs and K inputs of a matrix, G groups of inputs.
 
 Rules. int8, one scale per output: scale = max |w| / 127 as float32, code = w / scale rounded to the nearest, ties to
 even, cut to -127 ... 127. int4, one half scale per `group` inputs: see `int4_groups`. Rows, 8 bits: scale = max |x| /
-127 per token. A scale of zero gives zeros. Source of per-row and per-output 8 bits: Dettmers et al., LLM.int8(), arXiv
-2208.07339, section 2.1; groups: Frantar et al., GPTQ, arXiv 2210.17323, section 5 ("grouping").
+127 of a block of 32 neighbours, or of a group of the weights where that is 64 or 128. A scale of zero gives zeros.
+Source of 8 bits: Dettmers et al., LLM.int8(), arXiv 2208.07339, section 2.1; groups: Frantar et al., GPTQ, arXiv
+2210.17323, section 5 ("grouping"); blocks of 32 in rows: `block_q8_0` of github.com/ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
-from penstock.core.matrix_format import MatrixFormat, Scheme, panel_group, parse_scheme
-from penstock.ops.native.abi import Format
-from penstock.ops.native.packed_format import array_sizes
+from penstock.core.matrix_format import MatrixFormat, Scheme
+from penstock.core.panels import PANEL_ROWS, panels_of, takes
 from penstock.ops.ref.product import product, rows_as_float32
 from penstock.ops.stored import StoredMatrix, Weight
 
@@ -99,27 +99,40 @@ def quantised(weight: Weight, scheme: Scheme) -> Codes:
     return Codes(codes, scales, scheme.group)
 
 
-def rounded_rows(x: F32) -> F32:
-    """x [T, K] with each row rounded to 8 bits and back. NaN and infinity spoil their own row, whole."""
-    scale: F32 = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
-    rounded: F32 = np.rint(_divided(x, scale)) * scale
+def rounded_rows(x: F32, block: int, order: npt.NDArray[np.int32] | None = None) -> F32:
+    """x [T, K] with each block of a row rounded to 8 bits and back. NaN and infinity spoil their own block, whole.
+
+    `order`: [K] the group of every input, if groups are no runs: blocks are then of inputs in the order of groups.
+    """
+    if order is not None:
+        inputs = np.argsort(order, kind="stable")
+        rows = np.empty_like(x)
+        rows[:, inputs] = rounded_rows(x[:, inputs], block)
+        return rows
+    t, k = x.shape
+    padded = np.zeros((t, -(-k // block) * block), np.float32)
+    padded[:, :k] = x
+    blocks = padded.reshape(t, -1, block)
+    scale: F32 = np.abs(blocks).max(axis=2, keepdims=True) / np.float32(127)
+    rounded: F32 = np.rint(_divided(blocks, scale)) * scale
     out: F32 = np.where(np.isfinite(scale), rounded, np.float32(np.nan))
-    return out
+    return out.reshape(t, -1)[:, :k]
 
 
 class QuantisedLinear:
     """An entry for `linear` of an op table: the same product with weights, and rows, of few bits.
 
-    One matrix product for all rows, so it is not batch-invariant: it measures. Each matrix is rounded when it is first
-    met, and kept as codes (one byte each).
+    Without a scheme, what is stored as codes stays so, and rows are rounded as native products with such codes do, or
+    not if `row_bits` is 0. One matrix product for all rows, so it is not batch-invariant: it measures. Each matrix is
+    rounded when it is first met, and kept as codes (one byte each).
 
     Args:
         kept: matrices that stay as they are.
     """
 
-    def __init__(self, scheme: Scheme, kept: Collection[Weight] = ()) -> None:
-        assert scheme.weight_bits, "none is no quantisation"
+    def __init__(self, scheme: Scheme, kept: Collection[Weight] = (), row_bits: int = 8) -> None:
         self.scheme = scheme
+        self._row_bits = scheme.row_bits if scheme.weight_bits else row_bits
         # The arrays are kept beside their ids: an id alone may be another array's by now.
         self._kept = {id(w): w for w in kept}
         self._codes: dict[int, tuple[Weight, Codes]] = {}
@@ -130,15 +143,27 @@ class QuantisedLinear:
 
     def __call__(self, x: F32, weight: Weight, bias: F32 | None = None) -> F32:
         """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]."""
-        if id(weight) in self._kept:
+        format = self._format_of(weight)
+        if format is None:
             out = product(x, weight)
         else:
-            rows = rounded_rows(x) if self.scheme.row_bits else x
-            out = self._product(rows, self._of(weight))
+            panels = panels_of(format, weight.shape[1])
+            block = panels.row_block if panels is not None and self._row_bits else 0
+            order = weight.order if isinstance(weight, StoredMatrix) else None
+            out = self._product(rounded_rows(x, block, order) if block else x, self._of(weight))
         return out if bias is None else out + bias
 
+    def _format_of(self, weight: Weight) -> MatrixFormat | None:
+        """Of its codes, rounded or stored; None for one that stays plain."""
+        if id(weight) in self._kept:
+            return None
+        if self.scheme.weight_bits:
+            return self.scheme.format
+        return weight.format if isinstance(weight, StoredMatrix) else None
+
     def _of(self, weight: Weight) -> Codes | StoredMatrix:
-        if isinstance(weight, StoredMatrix) and self.scheme.takes(weight.format, weight.shape[1]):
+        stays = not self.scheme.weight_bits
+        if isinstance(weight, StoredMatrix) and (stays or takes(self.scheme, weight.format, weight.shape[1])):
             return weight
         if id(weight) not in self._codes:
             self._codes[id(weight)] = weight, quantised(weight, self.scheme)
@@ -154,15 +179,9 @@ class QuantisedLinear:
         return out
 
 
-_INT8 = parse_scheme("int8-wo").format
-_PLAIN = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
-
-
 def panels_bytes(shape: tuple[int, int], held: MatrixFormat) -> int:
-    """Bytes of a matrix in the panels that hold it exactly, padding included; its own bytes where there are none."""
-    group = panel_group(held, shape[1])
-    if not held.is_plain and group is None and held != _INT8:
-        return held.num_bytes(shape)
-    format = _PLAIN[held.code] if held.is_plain else Format.I8 if group is None else Format.I4
-    data, scales, _ = array_sizes(format, *shape, group or 0, False)
-    return data + scales
+    """About the bytes of a matrix in the panels that hold it, its rows padded; its own bytes where there are none."""
+    panels = panels_of(held, shape[1])
+    if held.is_plain:
+        return held.num_bytes((-(-shape[0] // PANEL_ROWS) * PANEL_ROWS, shape[1]))
+    return held.num_bytes(shape) if panels is None else panels.num_bytes(shape)

@@ -15,7 +15,7 @@ from penstock.core.sampling import TokenRules
 from penstock.ops.native.sample import Kernel, Ranked, SampleRows
 from penstock.runner.input_batch import Pick
 from penstock.runner.logprobs import log_sum
-from penstock.runner.sampler import F32, SICK, Node, Sampler, SamplerOutput, sick
+from penstock.runner.sampler import F32, SICK, DraftNode, Sampler, SamplerOutput, sick
 from penstock.runner.weights import scale_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class NativeSampler(Sampler):
         self._kernel = Kernel(pool, vocab_size)
         self._raw, self._changed = SampleRows(self._kernel), SampleRows(self._kernel)
 
-    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[Node] = ()) -> SamplerOutput:
+    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[DraftNode] = ()) -> SamplerOutput:
         """See `Sampler.sample`."""
         if not picks and not nodes:
             return SamplerOutput([], [], [])
@@ -142,7 +142,7 @@ def _ask_for(rows: SampleRows, r: int, rules: TokenRules, sample_index: int, pos
     )  # fmt: skip
 
 
-def _choices(nodes: Sequence[Node], best: list[int], healthy: list[int], drawn: list[list[int]]) -> list[int]:
+def _choices(nodes: Sequence[DraftNode], best: list[int], healthy: list[int], drawn: list[list[int]]) -> list[int]:
     """The token of each node; `drawn` has those of the nodes that are not greedy."""
     tokens = iter(drawn)
     chosen = [best[node.row] if node.rules.greedy else next(tokens)[0] for node in nodes]

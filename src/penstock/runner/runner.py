@@ -24,7 +24,7 @@ from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
-from penstock.runner.selecting import Selections
+from penstock.runner.selecting import RowSelections
 from penstock.runner.storage import Storage
 from penstock.runner.undo import States, Undo
 from penstock.runner.verify import Verifier, Verifying
@@ -76,7 +76,7 @@ class Runner:
         grammars: GrammarCache | None = None,
         drafter: Drafter | None = None,
         verifier: Verifying | None = None,
-        selections: Selections | None = None,
+        selections: RowSelections | None = None,
         keeping: Keeping | None = None,
         num_own_groups: int | None = None,
         strict: bool = False,

@@ -34,7 +34,7 @@ F32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
 
-class Node(NamedTuple):
+class DraftNode(NamedTuple):
     """A row of the logits [R, V] whose token is wanted, and no more: by its own rules, no processor's state."""
 
     row: int
@@ -67,7 +67,7 @@ class Sampler:
         assert vocab_size <= MAX_VOCAB, f"a vocabulary of {vocab_size} tokens"
         self.chain = LogitsChain(vocab_size, grammars)
 
-    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[Node] = ()) -> SamplerOutput:
+    def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[DraftNode] = ()) -> SamplerOutput:
         """Choose tokens and collect logprobs. Shapes: logits [R, V], not written to."""
         if not picks and not nodes:
             return SamplerOutput([], [], [])
@@ -112,7 +112,7 @@ class Sampler:
                 choices += draw(logits[node.row], node.rules, node.sample_index, node.position, 1)
         return out
 
-    def choose_followed(self, seq_id: int, logits: F32, node: Node) -> int | str:
+    def choose_followed(self, seq_id: int, logits: F32, node: DraftNode) -> int | str:
         """The token behind a node of a sequence that processors follow, with their states as they are now.
 
         A text: no token; "" if the row is complete, else what is wrong. Shapes: logits [V], not written to.

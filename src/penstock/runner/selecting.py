@@ -68,7 +68,7 @@ class _Sequence:
         return other
 
 
-class Selections:
+class RowSelections:
     """`observe`: last tokens whose queries are remembered.
 
     Raises nothing: what a model cannot do was refused by `launch.selection`.

@@ -18,7 +18,7 @@ from penstock.core.batch import RowError, TokenLogprobs, Verified
 from penstock.core.draft import ROOT, UNKNOWN, Outcome
 from penstock.runner.drafted import DraftedRow
 from penstock.runner.logprobs import RowLogprobs
-from penstock.runner.sampler import F32, SICK, Node, Sampler, sick_at
+from penstock.runner.sampler import F32, SICK, DraftNode, Sampler, sick_at
 
 
 class VerifyOutput(NamedTuple):
@@ -37,7 +37,7 @@ Walked = tuple[list[int], list[int], list[int], str | None]
 class Verifying(Protocol):
     """What a step asks of a verifier. Others than the default: `runner.verifiers`."""
 
-    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[Node]:
+    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[DraftNode]:
         """Nodes whose own tokens, as the sampler chooses them, shall be given to `verify`."""
         ...
 
@@ -52,15 +52,15 @@ class Verifier:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
-    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[Node]:
+    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[DraftNode]:
         """The nodes whose tokens can be chosen all at once: those of rows that no processor follows."""
-        wanted: list[Node] = []
+        wanted: list[DraftNode] = []
         for drafted in drafted_rows:
             if not self._sampler.chain.follows(drafted.seq_id):
                 rules, index = drafted.rules, drafted.sample_index
-                wanted.append(Node(drafted.row, rules, index, drafted.position))
+                wanted.append(DraftNode(drafted.row, rules, index, drafted.position))
                 for i, depth in enumerate(drafted.tree.depths()):
-                    wanted.append(Node(drafted.row + 1 + i, rules, index, drafted.position + depth))
+                    wanted.append(DraftNode(drafted.row + 1 + i, rules, index, drafted.position + depth))
         return wanted
 
     def verify(self, logits: F32, drafted_rows: Sequence[DraftedRow], choices: Sequence[int]) -> VerifyOutput:
@@ -86,7 +86,7 @@ class Verifier:
         choices = [UNKNOWN] * (1 + len(tree.token_ids))
         here, problem = ROOT, None
         while True:
-            node = Node(drafted.row + 1 + here, drafted.rules, drafted.sample_index, drafted.position + len(path))
+            node = DraftNode(drafted.row + 1 + here, drafted.rules, drafted.sample_index, drafted.position + len(path))
             choice = self._sampler.choose_followed(drafted.seq_id, logits[node.row], node)
             if isinstance(choice, str):
                 problem = choice

@@ -14,10 +14,10 @@ from penstock.base.errors import ConfigError, InputError
 from penstock.config import ServeConfig
 from penstock.engine.faults import parse as parse_fault
 from penstock.engine.frontend import EngineClient
-from penstock.engine.link import Link, ThreadLink
+from penstock.engine.link import Link
 from penstock.engine.process_link import ProcessLink
 from penstock.engine.spawn import Spawned
-from penstock.launch.front import begin_front, limits_from, local_engine
+from penstock.launch.front import begin_front, limits_from
 from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
 from penstock.server.batches import files, runner
@@ -120,6 +120,10 @@ def make_link(config: ServeConfig, spare: Spawned | None = None) -> Link:
         )  # fmt: skip
     if faults:
         raise ConfigError("fault: an engine in the server's own process would take it along", field="fault")
+    # All of an engine, which the process of a front end has no use for otherwise.
+    from penstock.engine.thread_link import ThreadLink
+    from penstock.launch.build import local_engine
+
     return ThreadLink(local_engine(config.engine))
 
 

@@ -23,8 +23,8 @@ from penstock.text.template import encode_chat_steps
 
 if TYPE_CHECKING:
     from penstock.server.protocols import Serving
+    from penstock.text.limits import Limits
     from penstock.text.tokenizer import Tokenizer
-    from penstock.text.validate import Limits
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ MAX_NODES = 100_000
 
 
 @dataclass(frozen=True)
-class Fit:
+class PromptFit:
     """How many tokens a text may have. `why` ends the sentence "prompt has 5 tokens"; `code` is the error's.
 
     `charged`: they count in the tokens that a tenant may use in a minute.
@@ -54,23 +54,23 @@ class Fit:
         return InputError(f"{param} has {number} tokens{self.why}", param=param, code=self.code)
 
     @classmethod
-    def to_generate(cls, limits: Limits) -> Fit:
+    def to_generate(cls, limits: Limits) -> PromptFit:
         room, what = limits.context
         return cls(room - 1, f", but {what} {room}, of which at least 1 must be left to generate: at most {room - 1} "
                    "are possible")  # fmt: skip
 
     @classmethod
-    def to_pool(cls, limits: Limits) -> Fit:
+    def to_pool(cls, limits: Limits) -> PromptFit:
         room, what = limits.context
         return cls(room, f", but {what} 1 to {room}")
 
     @classmethod
-    def to_predict(cls, limits: Limits) -> Fit:
+    def to_predict(cls, limits: Limits) -> PromptFit:
         most = limits.max_model_len
         return cls(most, f"; the context holds {most}, more are not possible", None, charged=False)
 
     @classmethod
-    def to_count(cls, limits: Limits) -> Fit:
+    def to_count(cls, limits: Limits) -> PromptFit:
         most = max(MAX_COUNTED_TOKENS, limits.context[0])
         return cls(most, f"; at most {most} are possible", charged=False)
 
@@ -92,7 +92,7 @@ class TextEncoding:
         self.queue = Offload(on_begun=self.waited.observe)
 
     async def texts(
-        self, tokenizer: Tokenizer, texts: Sequence[str], params: Sequence[str], fit: Fit, asker: Asker,
+        self, tokenizer: Tokenizer, texts: Sequence[str], params: Sequence[str], fit: PromptFit, asker: Asker,
         *, add_special_tokens: bool = True,
     ) -> list[list[int]]:  # fmt: skip
         """Ids of each text; errors call it by its name in `params`. Raises: as `work`."""
@@ -104,7 +104,7 @@ class TextEncoding:
 
     async def chat(
         self, tokenizer: Tokenizer, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any],
-        fit: Fit, asker: Asker, param: str,
+        fit: PromptFit, asker: Asker, param: str,
     ) -> list[int]:  # fmt: skip
         """Ids of a conversation. `options`: as for `text.template.encode_chat`. Raises: as `work`."""
         size = size_of((messages, options.get("tools"), options.get("kwargs")))
@@ -130,7 +130,7 @@ class TextEncoding:
         """The server ends: what waits is refused, and nothing more is taken."""
         self.queue.drop()
 
-    async def _run(self, size: int, steps: Callable[[int], Steps[T]], fit: Fit, asker: Asker, param: str) -> T:
+    async def _run(self, size: int, steps: Callable[[int], Steps[T]], fit: PromptFit, asker: Asker, param: str) -> T:
         admission = self._service.admission
         try:
             if size <= INLINE_CHARS:
@@ -168,7 +168,7 @@ class TextEncoding:
     async def _in_time(self, work: Awaitable[T], asker: Asker) -> T:
         return await in_time(work, self._service, asker, on_late=lambda: self.refused.update(deadline=1))
 
-    def _too_many(self, error: TooManyTokens, fit: Fit, asker: Asker, param: str) -> Exception:
+    def _too_many(self, error: TooManyTokens, fit: PromptFit, asker: Asker, param: str) -> Exception:
         name = error.param or param
         if error.at_least > fit.most:
             self.refused["length"] += 1
@@ -187,7 +187,7 @@ class TextEncoding:
         return self._service.shutting_down()
 
 
-_ANY = Fit(MAX_REQUEST_TOKENS, "", charged=False)
+_ANY = PromptFit(MAX_REQUEST_TOKENS, "", charged=False)
 
 
 async def in_time(

@@ -18,7 +18,7 @@ from penstock.base.rng import derive_seed
 from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
-from penstock.server.encoding import Fit, TextEncoding
+from penstock.server.encoding import PromptFit, TextEncoding
 from penstock.server.protocols import Admission
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from penstock.config.server import ServerConfig
     from penstock.engine.frontend import EngineClient
     from penstock.engine.stream import Stream
+    from penstock.text.limits import Limits
     from penstock.text.tokenizer import Tokenizer
-    from penstock.text.validate import Limits
 
 MAX_SALT_BYTES = 256
 
@@ -105,15 +105,15 @@ class Service:
         return self.tokenizer
 
     async def encode(
-        self, text: str, *, param: str = "prompt", add_special_tokens: bool = True, fit: Fit | None = None,
+        self, text: str, *, param: str = "prompt", add_special_tokens: bool = True, fit: PromptFit | None = None,
         asker: Asker,
     ) -> Prompt:  # fmt: skip
         """A text as a prompt. Raises: as `encode_all`."""
         return (await self.encode_all([text], [param], add_special_tokens=add_special_tokens, fit=fit, asker=asker))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], params: Sequence[str], *, add_special_tokens: bool = True, fit: Fit | None = None,
-        asker: Asker,
+        self, texts: Sequence[str], params: Sequence[str], *, add_special_tokens: bool = True,
+        fit: PromptFit | None = None, asker: Asker,
     ) -> list[Prompt]:  # fmt: skip
         """Texts as prompts; `params` is how errors call them, `fit` by default what can be generated from.
 
@@ -124,14 +124,14 @@ class Service:
             if not text:
                 raise InputError(f"{param} must not be empty", param=param)
         found = await self.encoding.texts(
-            self.need_tokenizer(), texts, params, fit or Fit.to_generate(self.limits), asker,
+            self.need_tokenizer(), texts, params, fit or PromptFit.to_generate(self.limits), asker,
             add_special_tokens=add_special_tokens,
         )  # fmt: skip
         return [Prompt(ids, text, param) for ids, text, param in zip(found, texts, params, strict=True)]
 
     async def encode_reference(self, text: str, *, param: str = "prediction", asker: Asker) -> list[int]:
         """Ids of a text that an output is likely to repeat. Raises: as `encode_all`, for one too long for an output."""
-        fit = Fit.to_predict(self.limits)
+        fit = PromptFit.to_predict(self.limits)
         if not text:
             return []
         found = await self.encode(text, param=param, add_special_tokens=False, fit=fit, asker=asker)
@@ -159,7 +159,7 @@ class Service:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         param: str = "messages",
-        fit: Fit | None = None,
+        fit: PromptFit | None = None,
         asker: Asker,
     ) -> Prompt:
         """A conversation as a prompt. Raises: as `encode_all`, also for a template in a request that is not allowed."""
@@ -172,7 +172,7 @@ class Service:
             "tools": tools, "kwargs": chat_template_kwargs, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }  # fmt: skip
-        fit = fit or Fit.to_generate(self.limits)
+        fit = fit or PromptFit.to_generate(self.limits)
         ids = await self.encoding.chat(tokenizer, template, messages, options, fit, asker, param)
         return Prompt(ids, None, param)
 

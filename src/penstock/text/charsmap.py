@@ -9,9 +9,8 @@ Source: `normalizer.cc` of github.com/google/sentencepiece. The rules are a doub
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
-
-import numpy as np
 
 from penstock.base.errors import ModelError
 
@@ -26,7 +25,7 @@ class Charsmap:
         size = int.from_bytes(blob[:4], "little")
         if len(blob) < 8 or size % 4 or not 4 <= size < len(blob) - 3:
             raise ModelError("the normalisation rules are broken: their index is longer than they are")
-        self._units: list[int] = np.frombuffer(blob, "<u4", size // 4, 4).tolist()
+        self._units = struct.unpack_from(f"<{size // 4}I", blob, 4)
         self._replacements = blob[4 + size :]
         self._kept: dict[bytes, str] = {}
         """Characters with which no rule begins."""

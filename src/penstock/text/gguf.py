@@ -25,6 +25,7 @@ from penstock.text.sentencepiece import (
     sentencepiece_tokenizer,
 )
 from penstock.text.split_patterns import split_pattern
+from penstock.text.token_bytes import SPACE_MARK
 from penstock.text.tokenizer import Tokenizer, guarded
 from penstock.text.world import END_OF_TEXT, unescaped, world_tokenizer
 
@@ -70,8 +71,10 @@ def _scored(metadata: Mapping[str, object]) -> Tokenizer:
     charsmap = metadata.get(_KEY + "precompiled_charsmap") or []
     if not isinstance(charsmap, list | bytes) or not all(isinstance(b, int) and -128 <= b < 256 for b in charsmap):
         raise ModelError("tokenizer.ggml.precompiled_charsmap is not a list of bytes")
+    # Converters write spaces into user-defined pieces, which the model has with the mark that stands for a space.
+    pieces = [t.replace(" ", SPACE_MARK) if k == USER_DEFINED else t for t, k in zip(tokens, types, strict=True)]
     vocab = ScoredPieces(
-        tokens, scores, types,
+        pieces, scores, types,
         model_type=UNIGRAM if is_t5 else BPE,
         byte_fallback=BYTE in types,
         charsmap=bytes(b & 0xFF for b in charsmap),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32, widen
 from penstock.formats.tensor_ref import BLOCKS, TensorRef
-from penstock.weights.stored.ggml import DECODERS
+from penstock.weights.stored.ggml.matrix import decoded_blocks
 from penstock.weights.stored.scaled import int8
 from penstock.weights.stored.ternary import ternary
 
@@ -39,7 +39,7 @@ def _blocks(dtype: str, raw: U8, chunk: int) -> Iterator[F32]:
     blocks = raw.reshape(-1, nbytes)
     step = max(1, chunk // elements)
     for start in range(0, len(blocks), step):
-        yield DECODERS[dtype](blocks[start : start + step]).reshape(-1)
+        yield decoded_blocks(dtype, blocks[start : start + step]).reshape(-1)
 
 
 def _floats(tensor: TensorRef, raw: U8) -> F32:

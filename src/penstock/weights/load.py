@@ -16,12 +16,13 @@ import numpy.typing as npt
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.formats.tensor_ref import TensorRef, stored_bytes
+from penstock.ops.ref.product import as_float32, take_rows
 from penstock.ops.stored import StoredMatrix, Weight
 from penstock.weights.decode import decoded
 from penstock.weights.stored import STORED_FORMATS
@@ -51,10 +52,10 @@ def load_weights(
 ) -> dict[str, Weight]:
     """Logical name -> weight of the shape `weight_shapes(spec)` says.
 
-    `held`: how the plan holds weights, or the one type that all have. A matrix that is held as it is stored is a
-    `StoredMatrix`; everything else is a read-only array of its type (bfloat16: bits as uint16), of the plan's dtype
-    where a scheme is going to round it. What is stored in that type is a view of the mapped file, and so are codes, so
-    the files must stay as they are while weights are in use.
+    `held`: how the plan holds weights, or the one type that all have. A matrix of codes that is held as it is stored,
+    or that a scheme is going to round, is a `StoredMatrix`; everything else is a read-only array of its type (bfloat16:
+    bits as uint16), of the plan's dtype where a scheme is going to round it. What is stored in that type is a view of
+    the mapped file, and so are codes, so the files must stay as they are while weights are in use.
     `progress` is called with (bytes of files done, bytes in all). Weights named in `skip` are zeros of the right shape
     that take no memory, or codes that nobody has looked at: their numbers are somewhere else already.
     Raises ModelError, before a byte is read, if weights are missing, misshapen or of a dtype that cannot be read;
@@ -67,7 +68,8 @@ def load_weights(
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
     shapes = weight_shapes(spec)
-    kept = {name for name, ref in refs.items() if ref.stored is not None and held.of(name) == ref.stored}
+    coded = {name for name, ref in refs.items() if ref.stored is not None and name not in held.beside}
+    kept = {name for name in coded if not held.of(name).is_plain}
     wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
     paths = {tensor.path for ref in [*wanted.values(), *(refs[n] for n in kept)] for tensor in ref.tensors}
     files = {path: _map(path) for path in sorted(paths)}
@@ -122,26 +124,17 @@ def _mapping_of(array: Array) -> mmap.mmap | None:
 def fingerprint(weights: Mapping[str, Weight]) -> str:
     """What tells a model from others of its shape: 16 hex digits, of some rows of the embedding and the final norm.
 
-    The same for weights loaded as bfloat16 and as float32.
+    The same for weights loaded as bfloat16 and as float32, and for codes and their values.
     """
-    table = _plain_array(weights["embed"])
-    parts = [table[:: max(1, len(table) // _FINGERPRINT_ROWS)]]
-    parts += [_plain_array(weights[name]) for name in ("final_norm", "final_norm.bias") if name in weights]
-    return digest(*(narrow(_wide(part)).astype("<u2").tobytes() for part in parts), size=8).hex()
-
-
-def embedding_rows(table: Weight, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Rows of an embedding table as it was loaded. Shapes: table [V, E], token_ids [P] -> [P, E]."""
-    return _wide(_plain_array(table)[token_ids])
-
-
-def _plain_array(weight: Weight) -> Array:
-    assert isinstance(weight, np.ndarray), "tables and vectors are never codes"
-    return weight
-
-
-def _wide(part: Array) -> npt.NDArray[np.float32]:
-    return widen(part) if part.dtype == np.uint16 else part.astype(np.float32)
+    table = weights["embed"]
+    num_rows = table.shape[0]
+    parts = [take_rows(table, np.arange(0, num_rows, max(1, num_rows // _FINGERPRINT_ROWS)))]
+    for name in ("final_norm", "final_norm.bias"):
+        if name in weights:
+            vector = weights[name]
+            assert isinstance(vector, np.ndarray), "vectors are never codes"
+            parts.append(as_float32(vector))
+    return digest(*(narrow(part).astype("<u2").tobytes() for part in parts), size=8).hex()
 
 
 def _narrowed(ref: WeightRef) -> WeightRef:
@@ -183,7 +176,7 @@ def _load(
     if ref.codes is not None:
         codes = _codes(files, ref, shape, dtype)
         _check_codes(codes, ref.tensor)
-        out = _values(codes, ref.tensor, dtype)
+        out = dense(codes, dtype, ref.tensor)
         advance(_num_bytes(ref, shape))
     elif _is_coded(ref):
         whole = _decoded(files, ref, dtype, advance)
@@ -217,14 +210,18 @@ def _check_codes(codes: StoredMatrix, tensor: TensorRef) -> None:
         raise ModelError(f"tensor {quoted(tensor.name)} of {quoted(tensor.path)} {fault}")
 
 
-def _values(codes: StoredMatrix, tensor: TensorRef, dtype: str) -> Array:
-    """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements."""
+def dense(codes: StoredMatrix, dtype: str, tensor: TensorRef | None = None) -> Array:
+    """What codes stand for in `dtype`, decoded in parts of about _CHUNK elements.
+
+    Raises ModelError for values too large for it, if `tensor` says whose they are.
+    """
     n, k = codes.shape
     out = np.empty((n, k), _NUMPY[dtype])
     step = max(1, _CHUNK // k)
     for first in range(0, n, step):
         part = codes.values(first, first + step)
-        out[first : first + step] = _converted(part, "float32", dtype, tensor)
+        found = _convert(part, "float32", dtype) if tensor is None else _converted(part, "float32", dtype, tensor)
+        out[first : first + step] = found
     return out
 
 

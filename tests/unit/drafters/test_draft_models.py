@@ -26,7 +26,7 @@ from penstock.drafters.specinfer import Merged, Rates, SpecInferDrafter, best_no
 from penstock.drafters.tree_shapes import RankStatistics, best_shape
 from penstock.launch.build import plan_of, start
 from penstock.launch.bundled import bundled_model
-from penstock.launch.drafts import check_method
+from penstock.launch.names import check_method
 from penstock.plan import resolve
 from penstock.plan.devices import device_preset
 from penstock.plan.memory import gib

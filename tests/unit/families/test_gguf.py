@@ -13,7 +13,6 @@ import pytest
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, Rope, weight_shapes
-from penstock.families.gguf import ARCHITECTURES
 from penstock.families.registry import open_model, read_spec
 from penstock.formats.gguf import read_gguf
 from penstock.weights.load import load_weights
@@ -268,7 +267,16 @@ def test_rope_scaling_is_read_or_refused(tmp_path: Path) -> None:
     assert yarn == Rope(kind="yarn", factor=4.0, original_max_position=32, attention_factor=1.138629436111989, **base)
     with_factors = model_tensors() | {"rope_freqs.weight": np.array([1, 2, 4, 8], np.float32)}
     factors = (1.0, 2.0, 4.0, 8.0)
-    assert rope(with_factors) == Rope(kind="longrope", short_factor=factors, long_factor=factors, **base)
+    same = {"short_factor": factors, "long_factor": factors, "original_max_position": 64}
+    assert rope(with_factors) == Rope(kind="longrope", **same, **base)
+    lists = {
+        f"rope_factors_{end}.weight": with_factors["rope_freqs.weight"] * n for end, n in (("short", 1), ("long", 2))
+    }
+    want = {"short_factor": factors, "long_factor": (2.0, 4.0, 8.0, 16.0), "attention_factor": 1.5}
+    long = rope(model_tensors() | lists, rope__scaling__attn_factor=1.5, rope__scaling__original_context_length=16)
+    assert long == Rope(kind="longrope", original_max_position=16, **want, **base)
+    del lists["rope_factors_long.weight"]
+    refusal(lambda: rope(model_tensors() | lists), "only one of", "rope_factors_long.weight")
     both = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
     refusal(lambda: rope(with_factors, **both), "rope_freqs.weight", "'linear'", kind=UnsupportedError)
     refusal(lambda: rope(rope__scaling__type="longrope"), "'longrope'", kind=UnsupportedError)
@@ -283,12 +291,12 @@ def test_rope_scaling_is_read_or_refused(tmp_path: Path) -> None:
     ({"rope__scaling__attn_factor": 1.5}, "'rope.scaling.attn_factor'", UnsupportedError),
     ({"attention__causal": False}, "causal", UnsupportedError),
     ({"attention__value_length": 4}, "components", UnsupportedError),
-    ({"rope__dimension_count": 4}, "components", UnsupportedError),
+    ({"rope__dimension_count": 4}, "rope.dimension_count", UnsupportedError),
     ({"attention__head_count": [4, 2]}, "attention.head_count as a list", ModelError),
     ({"feed_forward_length": [64, 32]}, "feed_forward_length", ModelError),
-    ({"attention__head_count_kv": 3}, "do not divide", ModelError),
+    ({"attention__head_count_kv": 3}, "attention.head_count_kv 3 does not divide attention.head_count 4", ModelError),
     ({"attention__head_count_kv": 0}, "head_count_kv", ModelError),
-    ({"attention__head_count": None}, "lacks attention.head_count", ModelError),
+    ({"attention__head_count": None}, "attention.head_count", ModelError),
     ({"attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon", ModelError),
     ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon", ModelError),
     ({"block_count": 2**31}, "block_count", ModelError),
@@ -327,15 +335,19 @@ def test_tensors_must_be_the_expected_ones(tmp_path: Path) -> None:
 
 def test_other_architectures_and_types_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    for arch in ("mamba", "bert", "", None, 3):
+    for arch, said in (
+        ("qwen3next", "delta-rule"), ("bert", "encoder"), ("lama", "nearest names are llama"), ("", "none of"),
+        (None, "none of"), (3, "none of"),
+    ):  # fmt: skip
         metadata = {"general.architecture": arch} if arch is not None else {}
-        refusal(lambda m=metadata: open_model(write_model(path, m)), "architecture", "qwen3", kind=UnsupportedError)
+        refusal(lambda m=metadata: open_model(write_model(path, m)), "architecture", said, kind=UnsupportedError)
     data = bytearray(gguf_bytes(model_metadata(), {n: ("Q4_0" if a.ndim == 2 else "F32", a) for n, a in
                                                    model_tensors().items()}))  # fmt: skip
-    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
-    data[at : at + 4] = struct.pack("<I", 20)  # IQ4_NL has blocks of the same size as Q4_0
-    path.write_bytes(data)
-    refusal(lambda: open_model(path), "'blk.0.ffn_up.weight'", "IQ4_NL", kind=UnsupportedError)
+    name = b"blk.1.ffn_down.weight"  # the last one
+    at = data.index(name) + len(name) + 4 + 16
+    data[at : at + 4] = struct.pack("<I", 9)  # blocks of activations, which no file has
+    path.write_bytes(data + bytes(4000))
+    refusal(lambda: open_model(path), repr(name.decode()), "Q8_1", "Q8_0", kind=UnsupportedError)
 
 
 def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
@@ -480,7 +492,3 @@ def test_more_experts_than_there_can_be_are_refused_at_once(tmp_path: Path) -> N
     config = TINY | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4096}))
     refusal(lambda: read_spec(tmp_path / "config.json"), "16777216 experts")
-
-
-def test_architectures_are_those_that_are_tested() -> None:
-    assert set(ARCHITECTURES) == {"llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe"}

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from penstock.base.errors import PenstockError
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.families.registry import ARCHITECTURES, open_model, read_spec
 from penstock.weights.load import load_weights
+from tests.blocks import write_blocks
 from tests.codes import Kind, write
 from tests.ggml import gguf_bytes
 from tests.models.test_ternary import write_ternary
@@ -141,6 +142,11 @@ def gguf(kind: str, metadata: dict[str, Any], tensors: dict[str, Any]) -> Folder
     return {"m.gguf": gguf_bytes(metadata, {n: (kind if a.ndim > 1 else "F32", a) for n, a in tensors.items()})}
 
 
+def blocks_file(folder: Path, *kinds: str) -> None:
+    rest, value, down, up = kinds
+    write_blocks(folder / "m.gguf", {"": rest, "attn_v": value, "ffn_down": down, "ffn_up": up}, factor=0.5)
+
+
 VOCABULARY = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"] * 16, "tokenizer.ggml.eos_token_id": 2}
 MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     # Loader: (the file that is changed, the folder).
@@ -178,6 +184,9 @@ MADE: dict[str, tuple[str, Callable[[Path], Folder]]] = {
     "gguf": ("m.gguf", lambda _: gguf("F32", METADATA | model_metadata() | VOCABULARY, model_tensors())),
     "gguf coded": ("m.gguf", lambda _: gguf("Q4_0", model_metadata("qwen2"), model_tensors())),
     "gguf experts": ("m.gguf", lambda _: gguf("Q8_0", *mixture("qwen2moe", shared=True))),
+    "gguf k-quants": ("m.gguf", from_files(lambda folder: blocks_file(folder, "Q4_K", "Q6_K", "Q3_K", "Q2_K"))),
+    "gguf tables": ("m.gguf", from_files(lambda folder: blocks_file(folder, "IQ4_XS", "IQ4_NL", "MXFP4", "NVFP4"))),
+    "gguf grids": ("m.gguf", from_files(lambda folder: blocks_file(folder, "IQ2_S", "IQ3_XXS", "IQ1_M", "TQ1_0"))),
     "llama2c": ("m.bin", from_files(llama2c_folder)),
     "llama2c tokenizer": ("tokenizer.bin", from_files(llama2c_folder)),
     "llama2c int8": ("m.bin", from_files(lambda folder: int8_llama(folder / "m.bin"))),

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from penstock.families.gguf.architectures import ARCHITECTURES as GGUF
 from penstock.families.registry import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,6 +165,8 @@ def test_the_families_page_names_every_family_and_architecture() -> None:
     assert set(FAMILIES.names()) <= set(rows)
     for architecture, family in ARCHITECTURES.items():
         assert architecture in rows[family]
+    for name, entry in GGUF.items():
+        assert all(name in rows[family].split("|")[3].replace(",", "").split() for family in entry.families)
 
 
 def test_every_registered_name_is_in_the_list_of_switches(monkeypatch: pytest.MonkeyPatch) -> None:

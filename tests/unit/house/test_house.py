@@ -60,6 +60,23 @@ def test_a_server_starts_without_what_reports_are_made_of() -> None:
     assert not {name for name in loaded if name.startswith(("penstock.report", "rich"))}
 
 
+FRONT = "import penstock.cli.serve, penstock.server.main, penstock.launch.tokenizer_kinds"
+RANK = "import penstock.launch.engine_process, penstock.backends.native.backend"
+
+
+@pytest.mark.parametrize(
+    ("code", "without"),
+    [(FRONT, ("numpy", "penstock.runner", "penstock.model", "penstock.weights", "penstock.plan", "penstock.ops.ref",
+              "penstock.kv.manager", "penstock.engine.core")),
+     (RANK, ("asyncio", "tokenizers", "email", "penstock.server", "penstock.text.tokenizer"))],
+    ids=["front", "engine"],
+)  # fmt: skip
+def test_a_process_of_a_server_starts_without_the_other_ones_modules(code: str, without: tuple[str, ...]) -> None:
+    """Start time, and memory for good."""
+    loaded = modules_after(code)
+    assert not {name for name in loaded if any(name == w or name.startswith(w + ".") for w in without)}
+
+
 def test_pages_have_one_rule_of_escaping() -> None:
     """A page that is put together by hand forgets to escape one day."""
     by_hand = [

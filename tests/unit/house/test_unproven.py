@@ -21,13 +21,16 @@ def test_lines_are_grouped_by_what_is_missing() -> None:
     skipped = [
         ("tests/x.py::test_K19_a", "Skipped: /here/shared/data/traces/a.csv is not there"),
         ("tests/x.py::test_C82_b[1]", "Skipped: /here/shared/models/stories260K is not there"),
-        ("tests/y.py::test_F01_c", "Skipped: /root/smollm2-135m-instruct.gguf is not there: python tools/smollm2.py"),
+        (
+            "tests/y.py::test_F01_c",
+            "Skipped: /root/smollm2-135m-instruct.gguf is not there: python tools/models.py smollm2-135m",
+        ),
         ("tests/z.py::test_d", "Skipped: could not import 'sentencepiece': No module"),
         ("tests/z.py::test_e", "Skipped: reads /proc"),
     ]
     assert unproven(skipped, TABLE) == [
         "2 tests for want of the folder shared beside the repository; of the catalogue's rows C82, K19",
-        "1 test for want of a real small model (python tools/smollm2.py); of the catalogue's row F01",
+        "1 test for want of a real small model (python tools/models.py); of the catalogue's row F01",
         "1 test for want of a library of the extra test",
         f"1 test for want of {OTHER}",
     ]

@@ -11,13 +11,14 @@ import pytest
 from penstock.base.bf16 import F32
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
-from penstock.core.cache_spec import CacheGroup, group_size, vector_planes
+from penstock.core.cache_spec import CacheGroup, vector_planes
+from penstock.core.kv_codec import group_size
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec, cache_groups, cache_specs
 from penstock.kv.manager import KVManager
 from penstock.launch.backend import choose_ops
-from penstock.ops.ref.codec import (
+from penstock.ops.ref.codecs.packed import (
     decode_channels,
     decode_tokens,
     encode_channels,
@@ -241,7 +242,7 @@ def test_planes_say_how_they_are_packed() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("int5", "must be one of auto, .*, int4, int2, kivi4, kivi2 or a JSON object, not"),
+        ("int5", "must be one of auto, .*, int2, int4, int8, kivi4, kivi2 or a JSON object, not"),
         ("channel2", "must be one of"),
         ('{"dtype": "int4"', "is not JSON: .*; for example"),
         ('{"layers": {"0": "int4"}}', "dtype is missing"),

@@ -234,7 +234,9 @@ class World:
         for token in seq.token_ids[: seq.num_computed]:
             history.append(self.value(seq, history[-1] if history else None, token, self.weights, False))
         swapped = self.swapped.pop(seq.seq_id, [])
-        self.history[seq.seq_id] = swapped if len(swapped) == seq.num_computed else history
+        if len(swapped) == seq.num_computed:
+            history[seq.num_cached :] = swapped[seq.num_cached :]
+        self.history[seq.seq_id] = history
 
     def drop(self, seq: Sequence) -> None:
         if self.config.host and seq.seq_id in self.history and seq.num_inflight == 0 and self.kv.swap_out(seq):
@@ -406,10 +408,8 @@ class World:
         self.seqs.remove(seq)
 
     def reset(self) -> None:
-        """New weights: nothing computed with the old ones may be found again."""
+        """New weights: nothing computed with the old ones may be found again. Who runs or is swapped keeps its own."""
         self.kv.reset_prefix_cache()
-        for seq in self.seqs:
-            self.kv.swaps.drop(seq)
         self.weights += 1
 
     def check(self) -> None:

@@ -383,6 +383,14 @@ def test_G26_a_swap_moves_what_is_seen(prefix: str) -> None:
     kv.check_invariants([seq])
 
 
+def forget(kv: KVManager, num_blocks: int) -> None:
+    """Somebody takes all blocks, and goes before anything is computed: the prefix cache has given up all it had."""
+    filler = make_seq(99, [1] * (num_blocks * S))
+    assert start(kv, filler, num_blocks * S)
+    kv.release(filler)
+    assert kv.cache.contents() == ([], [])
+
+
 def test_after_a_swap_blocks_that_are_gone_enter_the_cache_hollow() -> None:
     """Their full groups are kept, and whoever computes them again fills in the windows."""
     kv = KVManager(MIXED, [30, 30], S, host_slabs=[12, 2])
@@ -390,7 +398,7 @@ def test_after_a_swap_blocks_that_are_gone_enter_the_cache_hollow() -> None:
     begin(kv, seq)
     compute(kv, seq)
     assert kv.swap_out(seq)
-    kv.reset_prefix_cache()
+    forget(kv, 30)
     seq.token_ids.extend([1, 2, 3, 4])
     assert begin(kv, seq) == 0
     compute(kv, seq)
@@ -405,12 +413,12 @@ def test_after_a_swap_blocks_that_are_gone_enter_the_cache_hollow() -> None:
 
 def test_after_a_swap_a_sequence_goes_over_to_blocks_that_others_have() -> None:
     """It has been away while somebody computed the same: of what it sees it takes theirs, of what is gone nothing."""
-    kv = KVManager(MIXED, [40, 20], S, host_slabs=[12, 2])
+    kv = KVManager(MIXED, [40, 40], S, host_slabs=[12, 2])
     seq = make_seq(0, TEXT)
     begin(kv, seq)
     compute(kv, seq)
     assert kv.swap_out(seq)
-    kv.reset_prefix_cache()
+    forget(kv, 40)
     seq.token_ids.extend(range(8))
     assert begin(kv, seq) == 0
     other = make_seq(1, seq.token_ids.tolist())

@@ -14,8 +14,8 @@ from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ConfigError, ModelError
 from penstock.model.builder import build
+from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.ops.ref import REF
-from penstock.ops.ref.attention import ATTENTION_BACKENDS
 from penstock.ops.table import CONTRACTS, OpTable
 from tests import specs
 from tests.oracle import NaiveModel, naive_generate

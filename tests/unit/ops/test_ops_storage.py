@@ -7,7 +7,9 @@ import pytest
 
 from penstock.base.bf16 import narrow, widen
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.ref.storage import gather, quantise, read_kv, to_storage, write_kv
+from penstock.ops.ref.codecs.int8 import quantise
+from penstock.ops.ref.codecs.number import to_storage
+from penstock.ops.ref.storage import gather, read_kv, write_kv
 from penstock.ops.step import Step
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -17,46 +18,45 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.backends.native.backend import NOT_BUILT
 from penstock.base.errors import ModelError
+from penstock.core.panels import Panels
 from penstock.ops.native import content_key as keys
 from penstock.ops.native.abi import ABI, PANEL, Act, Format
 from penstock.ops.native.content_key import FileHashes, content_key
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import SUFFIX, PackedStore, huge_pages
-from penstock.ops.native.packed_format import (
-    PAGE,
-    VERSION,
-    PageSums,
-    UnsoundError,
-    array_sizes,
-    num_panels,
-    panel_sizes,
-    sealed,
-)
+from penstock.ops.native.packed_format import PAGE, VERSION, PageSums, array_sizes, num_panels, sealed
 from penstock.ops.native.private_folder import cache_folder
+
+pytestmark = pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
 
 KEY = hashlib.sha256(b"key").hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()
-SHAPES: list[tuple[Format, Act, int, int, int, bool, bool]] = [
-    # format, act, rows, cols, group, pair, bias
-    (Format.F32, Act.F32, 65, 3, 0, False, False),
-    (Format.F16, Act.F32, 64, 7, 0, False, True),
-    (Format.BF16, Act.BF16, 130, 33, 0, False, False),
-    (Format.I8, Act.I8, 100, 18, 0, False, True),
-    (Format.I4, Act.I8, 70, 100, 64, False, False),
-    (Format.I4, Act.F32, 90, 129, 32, True, True),
+_CODES = Panels("U4", 32, "F16", "U8")
+SHAPES: list[tuple[Format, Act, int, int, Panels | None, bool, bool, bool]] = [
+    # format, act, rows, cols, panels, pair, bias, order
+    (Format.F32, Act.F32, 65, 3, None, False, False, False),
+    (Format.F16, Act.F32, 64, 7, None, False, True, False),
+    (Format.BF16, Act.BF16, 130, 33, None, False, False, False),
+    (Format.BLOCK, Act.I8, 100, 18, Panels("U8", 0, "F32", offset=128), False, True, False),
+    (Format.BLOCK, Act.I8, 70, 96, Panels("T4", 32, "E8M0", factor=0.5, table=tuple(range(16))), False, False, False),
+    (Format.BLOCK, Act.F32, 90, 128, _CODES, True, True, True),
 ]
 
 
-def some(format: Format, act: Act, rows: int, cols: int, group: int, pair: bool, bias: bool) -> Packed:
-    """A matrix of noise: the store does not look into what it keeps."""
+def some(
+    format: Format, act: Act, rows: int, cols: int, panels: Panels | None, pair: bool, bias: bool, order: bool
+) -> Packed:
+    """A matrix of noise: the store does not look into what it keeps, but for the order of inputs."""
     rng = np.random.default_rng(rows * 1000 + cols)
-    data, scales, of_bias = array_sizes(format, rows, cols, group, pair)
-    noise = [rng.integers(0, 256, n, dtype=np.uint8) for n in (data, scales, of_bias)]
+    sizes = array_sizes(best_library(), format, rows, cols, pair, panels)
+    data, scales, of_bias = (rng.integers(0, 256, n, dtype=np.uint8) for n in sizes[:3])
     return Packed(
-        format, act, rows, cols, group, pair, noise[0], noise[1] if scales else None,
-        noise[2].view(np.float32) if bias else None,
+        format, act, rows, cols, 0, pair, data, scales if len(scales) else None,
+        of_bias.view(np.float32) if bias else None, panels=panels,
+        order=rng.permutation(cols).astype(np.int32) if order else None,
     )  # fmt: skip
 
 
@@ -65,10 +65,10 @@ def model() -> dict[str, Packed]:
 
 
 def same(a: Packed, b: Packed) -> bool:
-    fields = [name for name, _ in a.struct._fields_[:6]]
+    fields = [name for name, kind in a.struct._fields_ if kind is not ctypes.c_void_p]
     if any(getattr(a.struct, n) != getattr(b.struct, n) for n in fields):
         return False
-    for x, y in ((a.data, b.data), (a.scales, b.scales), (a.bias, b.bias)):
+    for x, y in ((a.data, b.data), (a.scales, b.scales), (a.bias, b.bias), (a.order, b.order)):
         if (x is None) != (y is None) or (x is not None and y is not None and x.tobytes() != y.tobytes()):
             return False
     return True
@@ -101,8 +101,10 @@ def test_what_was_saved_comes_back(store: PackedStore, copy: bool) -> None:
         assert same(m, saved[name])
         assert m.struct.data == m.data.ctypes.data
         assert m.data.ctypes.data % 64 == 0
-        for array in (m.data, m.scales, m.bias):
+        for array in (m.data, m.scales, m.bias, m.order):
             assert array is None or not array.flags.writeable
+        if m.panels is not None and m.panels.table:
+            assert np.ctypeslib.as_array((ctypes.c_float * 16).from_address(m.struct.table)).tolist() == [*range(16)]
         assert (m.struct.scales or 0) % 64 == (m.struct.bias or 0) % 64 == 0
     assert store.load(OTHER, copy=copy) is None
     # Memory stays while a matrix does, also without the name of the file.
@@ -185,7 +187,7 @@ def test_a_file_of_another_length_means_absent(store: PackedStore, copy: bool) -
 
 
 def test_pages_in_another_order_and_zeroed_ones_are_found(store: PackedStore) -> None:
-    store.save(KEY, {"m": some(Format.F32, Act.F32, 640, 16, 0, False, False)})
+    store.save(KEY, {"m": some(Format.F32, Act.F32, 640, 16, None, False, False, False)})
     path, good = file_of(store), file_of(store).read_bytes()
     pages = [good[i : i + PAGE] for i in range(0, len(good), PAGE)]
     path.write_bytes(b"".join([pages[0], pages[2], pages[1], *pages[3:]]))
@@ -209,6 +211,10 @@ def matrix(**fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda index: index["matrices"][5].update(fields)
 
 
+def panels(number: int = 5, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index["matrices"][number]["panels"].update(fields)
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "offset": lambda i: i["matrices"][0]["data"].__setitem__(0, 2**40),
     "negative offset": lambda i: i["matrices"][0]["data"].__setitem__(0, -PAGE),
@@ -220,9 +226,17 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "more rows": matrix(rows=194), "many rows": matrix(rows=2**31), "no rows": matrix(rows=0),
     "negative rows": matrix(rows=-64), "odd pair": matrix(rows=89), "more columns": matrix(cols=161),
     "no columns": matrix(cols=0), "many columns": matrix(cols=2**62), "no pair": matrix(pair=False, rows=900),
-    "group": matrix(group=48), "no group": matrix(group=0), "another format": matrix(format=3),
+    "group": panels(group=48), "no group": panels(group=0), "negative group": panels(group=-32),
+    "another code": panels(code="U8"), "no code": panels(code="U9"), "no scale": panels(scale="F64"),
+    "another scale": panels(scale="F32"), "no zero": panels(zero="F32"), "offset of codes": panels(offset=1 << 20),
+    "factor of its own": panels(has_factor=True), "table of none": panels(table=[1.0] * 16),
+    "short table": panels(4, table=[1.0]), "no table": panels(4, table=[]),
+    "huge number": panels(4, table=[1e300] * 16),
+    "large number": panels(4, table=[200.0] * 16), "half a number": panels(4, table=[0.5] * 16),
+    "no panels": matrix(panels=None), "panels of floats": lambda i: i["matrices"][0].update(panels={"code": "U8"}),
+    "short order": lambda i: i["matrices"][5]["order"].__setitem__(1, 4), "another format": matrix(format=3),
+    "factor": panels(factor=1e300),
     "no format": matrix(format=9), "negative format": matrix(format=-1), "act": matrix(act=7),
-    "no scales": matrix(scales=None),
     "short bias": lambda i: i["matrices"][5]["bias"].__setitem__(1, 4),
     "kind of rows": lambda i: i["matrices"][0].update(act=2),
     "scales of float32": lambda i: i["matrices"][0].update(scales=[2**40, 8]),
@@ -352,7 +366,7 @@ def test_a_full_disk_leaves_nothing(
             raise OSError(28, "No space left on device")
         return real(fd, data)
 
-    big = {"m": some(Format.F32, Act.F32, 640, 1000, 0, False, False)}
+    big = {"m": some(Format.F32, Act.F32, 640, 1000, None, False, False, False)}
     monkeypatch.setattr(os, "write", write)
     assert not store.save(KEY, big)
     assert "No space left" in warnings()
@@ -367,7 +381,7 @@ def test_a_full_disk_leaves_nothing(
 
 
 def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
-    one = {"m": some(Format.F32, Act.F32, 64, 64, 0, False, False)}
+    one = {"m": some(Format.F32, Act.F32, 64, 64, None, False, False, False)}
     probe = PackedStore(tmp_path / "probe")
     probe.save(KEY, one)
     size = file_of(probe).stat().st_size
@@ -435,30 +449,21 @@ def test_two_processes_that_save_the_same_key_end_well(store: PackedStore) -> No
 # -- sizes and sums ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(best_library() is None, reason="no native library was built: no C++17 compiler")
-def test_sizes_are_those_of_the_library() -> None:
-    library: Any = best_library()
-    for format in Format:
-        for cols in (1, 2, 31, 32, 33, 64, 100, 129, 1000):
-            for group in (0, 32, 64, 128, 48):
-                if format != Format.I4 and group:
-                    continue  # the library ignores a group there; we refuse one
-                theirs = (
-                    library.pst_panel_bytes(format, cols, group),
-                    library.pst_panel_scale_bytes(format, cols, group),
-                )
-                if theirs[0] < 0:
-                    with pytest.raises(UnsoundError):
-                        panel_sizes(format, cols, group)
-                else:
-                    assert panel_sizes(format, cols, group) == theirs
+def test_an_order_that_leads_out_of_a_row_means_absent(store: PackedStore, warnings: Callable[[], str]) -> None:
+    for wrong in (-1, 128, 1 << 30):
+        m = some(*SHAPES[5])
+        assert m.order is not None
+        m.order[7] = wrong
+        assert store.save(KEY, {"m": m})
+        assert store.load(KEY) is None
+    assert "in an order that is none" in warnings()
 
 
 @pytest.mark.parametrize(("rows", "pair", "panels"), [(1, False, 1), (64, False, 1), (65, False, 2), (64, True, 1),
                                                      (66, True, 2), (128, True, 2), (130, True, 3)])  # fmt: skip
 def test_panels(rows: int, pair: bool, panels: int) -> None:
     assert num_panels(rows, pair) == panels
-    assert array_sizes(Format.F32, rows, 3, 0, pair)[2] == panels * PANEL * 4
+    assert array_sizes(best_library(), Format.F32, rows, 3, pair, None)[2] == panels * PANEL * 4
 
 
 def test_page_sums_do_not_depend_on_the_parts() -> None:

@@ -93,16 +93,20 @@ def test_rows_are_rounded_by_themselves() -> None:
     x = noise(5, 40)
     x[1] *= 1000
     x[3] = 0
-    whole = rounded_rows(x)
-    assert np.array_equal(whole, np.concatenate([rounded_rows(row[None]) for row in x]))
-    assert np.all(np.abs(whole - x) <= np.abs(x).max(axis=1, keepdims=True) / 127 * 0.5001)
+    whole = rounded_rows(x, 32)
+    assert np.array_equal(whole, np.concatenate([rounded_rows(row[None], 32) for row in x]))
+    assert np.array_equal(whole, np.concatenate([rounded_rows(x[:, :32], 32), rounded_rows(x[:, 32:], 32)], 1))
+    for part in (slice(0, 32), slice(32, 40)):
+        largest = np.abs(x[:, part]).max(axis=1, keepdims=True)
+        assert np.all(np.abs(whole - x)[:, part] <= largest / 127 * 0.5001)
+    assert np.abs(rounded_rows(x, 64) - whole)[1].max() > 0, "larger blocks have larger steps"
     assert not whole[3].any()
     for bad in (np.nan, np.inf, -np.inf):
         spoilt = x.copy()
         spoilt[2, 7] = bad
         with np.errstate(all="ignore"):
-            out = rounded_rows(spoilt)
-        assert np.isnan(out[2]).all()
+            out = rounded_rows(spoilt, 32)
+        assert np.isnan(out[2, :32]).all()
         assert np.array_equal(np.delete(out, 2, 0), np.delete(whole, 2, 0))
 
 
@@ -111,7 +115,7 @@ def test_the_linear_entry_is_the_product_of_what_is_stood_for(name: str) -> None
     scheme = parse_scheme(name)
     x, w, bias, kept = noise(6, 100, seed=1), noise(70, 100, seed=2), noise(70, seed=3), noise(5, 100, seed=4)
     entry = QuantisedLinear(scheme, [kept])
-    rows = rounded_rows(x) if scheme.row_bits else x
+    rows = rounded_rows(x, 32) if scheme.row_bits else x
     expected = rows.astype(np.float64) @ quantised(w, scheme).values().astype(np.float64).T + bias
     for _ in range(2):
         assert np.allclose(entry(x, w, bias), expected, rtol=1e-5, atol=1e-5)

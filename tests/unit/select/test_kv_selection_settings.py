@@ -133,6 +133,7 @@ def test_a_plan_and_a_simulation_refuse_what_an_engine_refuses(capsys: pytest.Ca
     for command, *more in (
         ("plan", "nano", "--kv-selector", "snapkv", "--kv-allocator", "contiguous"),
         ("plan", "nano", "--kv-selector", "quest", "--kv-cache-dtype", "int4"),
+        ("plan", "nano", "--kv-selector", "quest", "--kv-cache-dtype", '{"dtype": "int8", "layers": {"0": "int4"}}'),
     ):
         assert main([command, *more]) != 0
         assert "kv_selector:" in capsys.readouterr().err

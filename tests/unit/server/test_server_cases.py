@@ -23,7 +23,7 @@ from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchObject, RequestCounts
 from penstock.server.schema.openapi import _operations
 from penstock.server.turns.defaults import model_defaults
-from penstock.text.validate import Limits
+from penstock.text.limits import Limits
 
 
 def asking(**query: str) -> Any:

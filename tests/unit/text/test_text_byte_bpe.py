@@ -224,6 +224,20 @@ def test_patterns_split_as_they_are_known_to():
     assert words("deepseek-v3", "中文ab 12345") == ["中文", "ab", " ", "123", "45"]
 
 
+@pytest.mark.parametrize(("name", "text", "found"), [
+    ("deepseek-llm", "Ab 12 你好, x_y!\n日", ["Ab", " ", "12", " ", "你好", ",", " x", "_", "y", "!", "\n", "日"]),
+    ("deepseek-coder", "Ab 123 你好, x!\n", ["Ab", " ", "1", "2", "3", " ", "你好", ",", " x", "!", "\n"]),
+    ("bloom", "Hi there, friend. 12", ["Hi", " there", ",", " friend", ".", " 12"]),
+    ("viking", "Hi there, 12", ["Hi", " there", ",", " ", "1", "2"]),
+    ("seed-coder", "it's x!\r\n12", ["it", "'s", " x", "!", "\r\n", "1", "2"]),
+    ("bailingmoe", "it's DON'T 12!\n\nx", ["it", "'s", " DON", "'T", " ", "1", "2", "!\n\n", "x"]),
+    ("kimi-k2", "汉字 camelCase it's 1234!!\n", ["汉字", " camel", "Case", " it's", " ", "123", "4", "!!\n"]),
+])  # fmt: skip
+def test_words_of_less_common_patterns(name: str, text: str, found: list[str]) -> None:
+    """The same words as llama.cpp's: compared on texts in many scripts with the merges of a large vocabulary."""
+    assert words(name, text) == found
+
+
 def test_lines_that_are_no_merges(tmp_path: Path):
     (tmp_path / "vocab.json").write_text(json.dumps(small() | {"##": 259}))
     for text in ("#version: 0.2\n# #\n", "# #\r\n\r\n", "# #"):

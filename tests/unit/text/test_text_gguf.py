@@ -166,6 +166,21 @@ def bpe_like(**changes: object) -> dict[str, object]:
     return prefixed(model="gpt2", pre="gpt-2", tokens=tokens, merges=merges) | prefixed(**changes)
 
 
+def test_runs_of_spaces_are_pieces_of_their_own():
+    """Converters write the space into user-defined pieces as it is, not as its mark; Gemma has runs of up to 31."""
+    letters = [f"{mark}{letter}" for letter in "ab" for mark in ("", "\u2581")]
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "   ", "\n", "\u2581", *letters]
+    metadata = prefixed(
+        model="llama", tokens=pieces, scores=[-float(i) for i in range(len(pieces))],
+        token_type=[3, 3, 3, 2, 4, 4, 4, 1, 1, 1, 1, 1], bos_token_id=2, eos_token_id=1, add_space_prefix=False,
+        unknown_token_id=3,
+    )  # fmt: skip
+    tokenizer = tokenizer_from_gguf(metadata)
+    ids = [pieces.index(piece) for piece in ("a", "  ", "b", "\n", "   ", "a", "\u2581b")]
+    assert tokenizer.encode("a  b\n   a b", add_special_tokens=False) == ids
+    assert tokenizer.decode(ids) == "a  b\n   a b"
+
+
 def test_flags_and_defaults():
     assert tokenizer_from_gguf(small()).encode("a a") == [1, 261, 261]
     assert tokenizer_from_gguf(small(add_space_prefix=False)).encode("a a") == [1, 260, 261]

@@ -15,19 +15,19 @@ from penstock.backends import BACKENDS
 from penstock.backends.native.backend import NOT_BUILT
 from penstock.base.errors import CapacityError
 from penstock.config import from_kwargs
+from penstock.core.held_weights import HeldWeights
 from penstock.core.machine import Machine
 from penstock.core.matrix_format import (
     NONE,
-    HeldWeights,
     MatrixFormat,
     Shared,
-    panel_group,
     parse_scheme,
     plain,
     rounded_matrices,
     row_matrices,
 )
 from penstock.core.model_spec import weight_shapes
+from penstock.core.panels import panels_of
 from penstock.core.weight_map import Cut
 from penstock.families.quantization import read_method
 from penstock.families.quantization.gather import is_rows
@@ -57,6 +57,7 @@ KINDS = {
     "asymmetric act-order": Kind(symmetric=False, ordered=True),
     "whole rows": Kind(group=-1),
     "whole rows, act-order": Kind(group=-1, ordered=True, symmetric=False),
+    "groups of 8": Kind(group=8, symmetric=False),
     "8 bits": Kind(bits=8),
     "8 bits asymmetric act-order": Kind(bits=8, symmetric=False, ordered=True),
     "8 bits version 2": Kind(bits=8, version=2),
@@ -159,20 +160,6 @@ def test_formats_of_other_publishers_have_a_description_of_the_right_size() -> N
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "group"), [
-    ({}, 64), ({"offset": 0}, None), ({"ordered": True}, None), ({"bits": 8}, None),
-    ({"zeros": (Shared("uint4", 1, 64),)}, None), ({"scales": (Shared("bfloat16", 1, 64),)}, None),
-    ({"scales": (Shared("float16", 1, 16),)}, None), ({"scales": (Shared("float16", 1, 0),)}, 128),
-    ({"scales": (Shared("float16", 1, 256),)}, 128), ({"scales": (Shared("float16", 1, 96),)}, 32),
-    ({"scales": (Shared("float16", 2, 64),)}, None), ({"scales": ()}, None),
-])  # fmt: skip
-def test_which_codes_the_panels_of_four_bits_hold(change: dict[str, Any], group: int | None) -> None:
-    fields: dict[str, Any] = {"code": "uint", "bits": 4, "scales": (Shared("float16", 1, 64),), "offset": 8}
-    assert panel_group(MatrixFormat(**(fields | change)), 768) == group
-    if change == {"scales": (Shared("float16", 1, 0),)}:
-        assert [panel_group(MatrixFormat(**(fields | change)), k) for k in (4096, 96, 88)] == [128, 32, 32]
-
-
 def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
     """A matrix over arrays in memory, and its values."""
     parts, values = coded(np.random.default_rng(n), n, k, kind)
@@ -186,20 +173,26 @@ def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
 
 
 @pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
-@pytest.mark.parametrize(("group", "k", "panels"), [
-    (32, 64, 32), (64, 192, 64), (96, 192, 32), (256, 512, 128), (128, 256, 128), (-1, 88, 32),
-    (-1, 192, 64), (-1, 256, 128),
+@pytest.mark.parametrize(("kind", "k", "group"), [
+    (Kind(group=32), 64, 32), (Kind(group=96, symmetric=False), 192, 32), (Kind(group=-1), 88, 0),
+    (Kind("awq", group=64), 192, 64), (Kind(group=32, ordered=True), 128, 32), (Kind(bits=8, symmetric=False), 96, 32),
 ])  # fmt: skip
-@pytest.mark.parametrize("sizes", [(40, 16), (64, 64), (8,), (200, 72, 8)])
-def test_panels_are_the_codes_of_matrices_of_any_size(group: int, k: int, panels: int, sizes: tuple[int, ...]) -> None:
-    library, kind = best_library(), Kind(group=group)
+@pytest.mark.parametrize("sizes", [(40, 16), (64, 64), (200, 72, 8)])
+def test_panels_are_the_codes_of_matrices_of_any_size(kind: Kind, k: int, group: int, sizes: tuple[int, ...]) -> None:
+    library: Any = best_library()
+    if kind.ordered:
+        sizes = sizes[:1]  # each has an order of its own
     made = [matrix(n, k, kind) for n in sizes]
     stored, values = [m for m, _ in made], np.concatenate([v for _, v in made])
-    assert panel_group(stored[0].format, k) == panels
+    panels = panels_of(stored[0].format, k)
+    assert panels is not None
+    assert panels.group == group
     for pair in (False, True) if len(set(sizes)) == 1 and len(sizes) == 2 else (False,):
-        found = pack(library, stored, Format.I4, Act.F32, group=panels, pair=pair)
+        found = pack(library, stored, Format.BLOCK, Act.F32, panels=panels, as_stored=True, pair=pair)
         where = order(sizes, pair)
-        np.testing.assert_array_equal(found.values(library), np.where(where[:, None] < 0, 0, values[where]))
+        inputs = slice(None) if found.order is None else found.order
+        want = np.where(where[:, None] < 0, 0, values[where])[:, inputs]
+        np.testing.assert_array_equal(found.values(library), want)
 
 
 def test_a_scheme_of_the_same_groups_multiplies_with_the_codes_themselves() -> None:
@@ -227,10 +220,11 @@ def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict
     asymmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), (Shared("uint4", 1, 32),))
     assert held("symmetric") == (symmetric, plain("bfloat16"))
     assert held("awq", native=False) == (asymmetric, plain("bfloat16"))
-    assert held("awq") == (plain("float32"), plain("bfloat16")), "no panel has zero points: exact values"
-    assert held("awq", exact=False) == (plain("bfloat16"), plain("bfloat16")), "somebody gave a dtype"
-    assert held("act-order")[0] == plain("float32")
-    assert held("8 bits")[0] == plain("float32")
+    assert held("awq") == held("awq", exact=False) == (asymmetric, plain("bfloat16")), "whatever the dtype is"
+    assert held("act-order")[0] == msgspec.structs.replace(symmetric, ordered=True)
+    assert held("8 bits")[0].bits == 8
+    assert held("groups of 8") == (plain("float32"), plain("bfloat16")), "no panels have such groups: exact values"
+    assert held("groups of 8", exact=False) == (plain("bfloat16"), plain("bfloat16")), "somebody gave a dtype"
     assert held("whole rows, act-order", native=False)[0].ordered is False, "one group has no order"
     rounded = parse_scheme("int4-wo").format
     assert held("symmetric", scheme="int4-wo") == (rounded, rounded), "groups of 64, not the checkpoint's"
@@ -240,15 +234,19 @@ def test_what_is_held_is_decided_by_checkpoint_setting_and_kernels(folders: dict
 
 @pytest.mark.parametrize("name", specs.ALL)
 @pytest.mark.parametrize("scheme", ["none", "int4-wo:32"])
-def test_only_what_rows_are_multiplied_with_stays_codes(name: str, scheme: str) -> None:
-    """Whatever a checkpoint stores as codes: a table, the halves of a latent projection, a convolution are values."""
+def test_only_what_rows_are_multiplied_with_or_looked_up_in_stays_codes(name: str, scheme: str) -> None:
+    """Whatever a checkpoint stores as codes: the halves of a latent projection, a convolution are values, and a table
+    whose codes a scheme rounds is values beside these."""
     spec = specs.make(name)[0]
     symmetric = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8)
     stored = {n: symmetric for n, shape in weight_shapes(spec).items() if len(shape) == 2}
     held = hold_weights(spec, "bfloat16", parse_scheme(scheme), stored, traits=BACKENDS.traits("ref"), exact=True)
     codes = {n for n, format in held.matrices.items() if format == symmetric}
-    wanted = rounded_matrices(spec) if scheme != "none" else row_matrices(spec)
-    assert codes == wanted.keys() - {"embed"}
+    if scheme != "none":
+        assert codes == rounded_matrices(spec).keys() - {"embed"}
+        assert held.beside == (("embed",) if spec.tie_embeddings else ())
+    else:
+        assert codes == {"embed", *row_matrices(spec)}
 
 
 def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
@@ -276,10 +274,12 @@ def test_the_plan_says_what_is_held_how_and_what_it_costs(folders: dict[str, Pat
     assert "14 matrices" in why
     assert "neither decoded nor rounded" in why
     ((value, why),) = said("awq", ops="native")
+    assert value == "4-bit codes, a float16 scale per 32 inputs, zero points"
+    ((value, why),) = said("groups of 8", ops="native")
     assert value == "float32"
-    assert "zero points" in why
+    assert "per 8 inputs, zero points" in why
     assert "a dtype of 16 bits" in why
-    ((value, why),) = said("awq", ops="native", dtype="bfloat16")
+    ((value, why),) = said("groups of 8", ops="native", dtype="bfloat16")
     assert value == "bfloat16"
     assert "rounded" in why
     assert len(said("symmetric", quantization="int8-wo", ops="native")) == 1
@@ -292,10 +292,10 @@ def test_values_that_do_not_fit_are_refused_with_the_dtype_that_does(folders: di
     with pytest.raises(
         CapacityError, match=r"\(14 matrices of float32; the rest float16\).*use dtype float16"
     ) as refused:
-        plan_of(from_kwargs(model=str(folders["awq"]), ops="native"), small)
+        plan_of(from_kwargs(model=str(folders["groups of 8"]), ops="native"), small)
     assert refused.value.field == "dtype"
     wide = Machine(num_cores=1, memory_bytes=1 << 34, available_bytes=1 << 34)
-    plan = plan_of(from_kwargs(model=str(folders["awq"]), ops="native", dtype="float16"), wide)
+    plan = plan_of(from_kwargs(model=str(folders["groups of 8"]), ops="native", dtype="float16"), wide)
     assert plan.weight_bytes < 180_000
 
 

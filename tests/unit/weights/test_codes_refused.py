@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock.base.errors import UnsupportedError
-from penstock.core.matrix_format import HeldWeights
+from penstock.core.held_weights import HeldWeights
 from penstock.families.registry import open_model, read_model
 from penstock.weights.load import load_weights
 from tests.codes import MODEL, Kind, coded, kept, write

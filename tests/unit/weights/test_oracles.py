@@ -15,7 +15,8 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 
-from penstock.core.matrix_format import HeldWeights, MatrixFormat, Shared
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import MatrixFormat, Shared
 from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.bitsandbytes import TABLES
 from penstock.families.registry import open_model, read_model

@@ -11,7 +11,8 @@ from penstock.backends.native.obstacle import native_obstacle
 from penstock.backends.native.packed import PackedWeights, weights_key
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import HeldWeights, parse_scheme
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import TABLES, parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -33,13 +34,16 @@ class NativeBackend:
 
     name = "native"
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, row_bits: int = 8) -> None:
+        """`row_bits`: see `schemes.packing`."""
         self.pool = self.draws = pool
+        self.row_bits = row_bits
         self.label = f"native kernels on {pool.num_threads} threads"
 
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> NativeBackend:
-        return cls(Pool(_library(), config.execution.threads or num_cores))
+        row_bits = 8 if config.model.activation_quantization == "int8" else 0
+        return cls(Pool(_library(), config.execution.threads or num_cores), row_bits)
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -71,7 +75,7 @@ class NativeBackend:
             matrices = like.matrices
         return NativeForward(
             graph, groups, self.pool, parse_scheme(quantization), max_tokens=max_tokens,
-            matrices=None if matrices is None else dict(matrices),
+            matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
         )  # fmt: skip
 
     def matrices(self, forward: Forward) -> Mapping[str, Packed]:
@@ -79,12 +83,15 @@ class NativeBackend:
         return forward.matrices
 
     def store(
-        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int
-    ) -> PackedWeights | None:
+        self, files: Sequence[Path], spec: ModelSpec, *, held: HeldWeights, quantization: str, num_bytes: int,
+        copy: bool = True,
+    ) -> PackedWeights | None:  # fmt: skip
         if num_bytes < SMALL_BYTES:
             return None
         store, scheme = PackedStore(), parse_scheme(quantization)
-        return PackedWeights(store, weights_key(files, scheme, held, spec, store.folder))
+        key = weights_key(files, scheme, held, spec, self.row_bits, store.folder)
+        tables = [name for name in TABLES if name not in held.matrices or name in held.beside]
+        return PackedWeights(store, key, tables, copy=copy)
 
 
 def _library() -> Any:

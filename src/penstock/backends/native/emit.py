@@ -10,11 +10,13 @@ import numpy as np
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
-from penstock.model.fuse import inputs_of
+from penstock.model.fuse import Part, Same, inputs_of, runs_of
 from penstock.model.graph import Graph, Node, Value
 from penstock.ops.native.abi import ACTIVATIONS, NORMS, Kind
-from penstock.ops.native.matrix import DTYPES, Packed
+from penstock.ops.native.matrix import Packed, Segments
+from penstock.ops.native.packers import DTYPES
 from penstock.ops.native.program import ChosenPages, Layout, NativeOp, RawKeys
+from penstock.ops.stored import StoredMatrix, alike
 
 
 class NotNativeError(Exception):
@@ -39,14 +41,29 @@ class Emitted:
     """Registers that keep observed queries until the next run, and into how many heads they fall."""
 
 
-def matrix_name(node: Node) -> str:
-    """What a fused product's matrix is called: the names of its weights."""
-    return " ".join(part.name for part in node.more["parts"])
+def matrix_name(run: list[Part]) -> str:
+    """What the matrix of weights that lie one below the other is called: their names."""
+    return " ".join(part.name for part in run)
 
 
-def emit(graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1) -> Emitted:
-    """`max_tokens`: of a sequence. Raises: NotNativeError for what has no native form."""
-    e = _Emitter(graph, groups, matrices, max_tokens)
+def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, tuple[list[Part], bool]]:
+    """Every matrix of a fused program: the parts it is packed of, and whether they are a pair. `same`: see `fuse`."""
+    found = {}
+    for node in graph.nodes:
+        runs = runs_of(node.more["parts"], same) if node.op == "linear" else []
+        found.update({matrix_name(run): (run, node.more["pair"]) for run in runs})
+    for node in graph.nodes:
+        if node.op == "embed" and isinstance(node.bound[0], StoredMatrix):
+            found.setdefault(node.weights[0], ([Part(node.weights[0], node.bound[0], None)], False))
+    return found
+
+
+def emit(
+    graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], *, max_tokens: int = 1,
+    same: Same = alike,
+) -> Emitted:  # fmt: skip
+    """`max_tokens`: of a sequence; `same`: see `fuse`. Raises: NotNativeError for what has no native form."""
+    e = _Emitter(graph, groups, matrices, max_tokens, same)
     head = 0
     for i, node in enumerate(graph.nodes):
         if i == graph.head:
@@ -57,13 +74,13 @@ def emit(graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Pack
 
 class _Emitter:
     def __init__(
-        self, graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int
+        self, graph: Graph, groups: Sequence[CacheGroup], matrices: Mapping[str, Packed], max_tokens: int, same: Same
     ) -> None:
         self.ops: list[NativeOp] = []
         self.labels: list[str] = []
         self.layout = Layout()
         self.queries: list[tuple[int, int]] = []
-        self._groups, self._matrices, self._max_tokens = groups, matrices, max_tokens
+        self._groups, self._matrices, self._max_tokens, self._same = groups, matrices, max_tokens, same
         self._homes: dict[int, Home] = {}
         self._free: list[int] = []
         self._last_read = _last_reads(graph)
@@ -141,9 +158,11 @@ class _Emitter:
         self._add_op(kind, "", inputs, self._out(i, node, *node.inputs[:2]), **more)
 
     def _embed(self, i: int, node: Node) -> None:
-        table = node.bound[0]
-        n = (int(DTYPES[table.dtype]), int(node.takes is not None and node.takes[0] == "positions"))
-        self._add_op(Kind.EMBED, node.weights[0], (), self._new_home(node), n=n, f=(1.0,), pointers=(table,))
+        table, name = node.bound[0], node.weights[0]
+        coded = isinstance(table, StoredMatrix)
+        n = (0 if coded else int(DTYPES[table.dtype]), int(node.takes is not None and node.takes[0] == "positions"))
+        pointers = (None, self._matrices[name]) if coded else (table,)
+        self._add_op(Kind.EMBED, name, (), self._new_home(node), n=n, f=(1.0,), pointers=pointers)
 
     def _select(self, i: int, node: Node) -> None:
         self._add_op(Kind.SELECT, "", (self.register(node.inputs[0]),), self._new_home(node))
@@ -170,7 +189,7 @@ class _Emitter:
 
     def _linear(self, i: int, node: Node) -> None:
         more = node.more
-        name = matrix_name(node)
+        names = [matrix_name(run) for run in runs_of(more["parts"], self._same)]
         x, residual, norm = node.inputs[0], more.get("residual"), more.get("norm")
         inputs = [self.register(x)]
         if residual is not None:
@@ -187,10 +206,10 @@ class _Emitter:
         in_place = [] if residual is None or residual.maker is x.maker else [residual]
         out = self._out(i, node, *in_place)
         self._add_op(
-            Kind.LINEAR, name, tuple(inputs), out,
-            n=(NORMS[kind], then, 0 if activation is None else ACTIVATIONS[activation]),
+            Kind.LINEAR, " ".join(names), tuple(inputs), out,
+            n=(NORMS[kind], then, 0 if activation is None else ACTIVATIONS[activation], len(names)),
             f=(eps, more["factor"], 0.0 if limit is None else limit),
-            pointers=(self._matrices[name], weight, bias),
+            pointers=(Segments([self._matrices[name] for name in names]), weight, bias),
         )  # fmt: skip
 
     def _rope(self, i: int, node: Node) -> None:

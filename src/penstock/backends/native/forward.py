@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from operator import is_
 
 import numpy as np
 
-from penstock.backends.native.emit import Emitted, emit, matrix_name
-from penstock.backends.native.schemes import packing
+from penstock.backends.native.emit import Emitted, emit, matrix_runs
+from penstock.backends.native.schemes import alike_under, packing
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.matrix_format import Scheme
 from penstock.model.fuse import PASSES, check_order, fuse
-from penstock.model.graph import Graph, Node
+from penstock.model.graph import Graph
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import Planes, StepPlan
+from penstock.ops.stored import same_order
+from penstock.weights.load import release_pages
+
+_RELEASE_BYTES = 128 << 20
 
 
 class NativeForward:
@@ -31,19 +36,32 @@ class NativeForward:
 
     def __init__(
         self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
-        matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES,
+        matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES, row_bits: int = 8,
     ) -> None:  # fmt: skip
-        """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`."""
+        """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`. `row_bits`: of
+        rows before products with stored codes, where no scheme rounds; see `packing`."""
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
         graph = graph.copy()
-        fuse(graph, passes)
+        # Rows are prepared once for all matrices side by side, whatever their formats.
+        same = partial(alike_under, scheme)
+        fuse(graph, passes, same=same, together=same_order)
         check_order(graph)
-        linears = [node for node in graph.nodes if node.op == "linear"]
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
-            matrices = {matrix_name(node): _pack(node, pool, scheme, isa) for node in linears}
+            matrices, num_bytes = {}, 0
+            for name, (parts, pair) in matrix_runs(graph, same).items():
+                how = packing(scheme, parts[0].weight, isa, row_bits)
+                matrices[name] = pack(
+                    pool.library, [part.weight for part in parts], how.format, how.act, pair=pair, panels=how.panels,
+                    as_stored=how.as_stored, biases=[part.bias for part in parts], num_threads=pool.num_threads,
+                )  # fmt: skip
+                num_bytes += matrices[name].num_bytes
+                if num_bytes > _RELEASE_BYTES:
+                    # What is packed would be in memory twice otherwise, as long as files are mapped.
+                    release_pages({part.name: part.weight for part in parts})
+                    num_bytes = 0
         self.matrices = matrices
-        self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len)
+        self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
         self._pool = pool
         self._max_tokens = max_tokens
         self._planes: tuple[Planes, ...] | None = None
@@ -133,11 +151,3 @@ class NativeForward:
             self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
             self._best, self._finite = best.data, finite
         return self._native
-
-
-def _pack(node: Node, pool: Pool, scheme: Scheme, isa: str) -> Packed:
-    parts, pair = node.more["parts"], node.more["pair"]
-    format, act, group = packing(scheme, parts[0].weight, isa)
-    biases = [part.bias for part in parts]
-    weights = [part.weight for part in parts]
-    return pack(pool.library, weights, format, act, group=group, pair=pair, biases=biases, num_threads=pool.num_threads)

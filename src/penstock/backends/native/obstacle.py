@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from penstock.backends.native.emit import NotNativeError, emit, matrix_name
+from penstock.backends.native.emit import NotNativeError, emit, matrix_runs
 from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import Attention, Experts, ModelSpec, cache_spec, weight_shapes
 from penstock.model.builder import build
 from penstock.model.fuse import fuse
+from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.matrix import Packed
 
 
 class _NoMatrices(dict[str, Packed]):
     """Stands for every packed matrix where nothing will run."""
 
-    def __missing__(self, name: str) -> Any:
-        return None
+    def __missing__(self, name: str) -> Packed:
+        return Packed(Format.F32, Act.F32, 0, 0, 0, False, np.zeros(0, np.uint8), None, None)
 
 
 def native_obstacle(spec: ModelSpec) -> str | None:
@@ -44,4 +43,4 @@ def native_matrices(spec: ModelSpec) -> list[str]:
     graph = build(spec, weights, groups, max_model_len=1)
     fuse(graph)
     emit(graph, groups, _NoMatrices())
-    return [matrix_name(node) for node in graph.nodes if node.op == "linear"]
+    return list(matrix_runs(graph))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from penstock.backends.native.obstacle import native_matrices
-from penstock.core.matrix_format import HeldWeights, Scheme
+from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import Scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.ops.native.content_key import content_key
 from penstock.ops.native.library import best_library
@@ -17,14 +18,15 @@ from penstock.ops.native.packed_file import PackedStore
 class PackedWeights:
     """The packed weights of one model, kept on disk from the first start to the next under a `weights_key`."""
 
-    def __init__(self, store: PackedStore, key: str) -> None:
-        self._store, self._key = store, key
-        self.matrices: Mapping[str, Packed] | None = store.load(key)
+    def __init__(self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True) -> None:
+        """`tables`: looked up in their own type, whatever is packed of them; `copy`: see `PackedStore.load`."""
+        self._store, self._key, self._tables = store, key, frozenset(tables)
+        self.matrices: Mapping[str, Packed] | None = store.load(key, copy=copy)
         """What an earlier start has left; None if there is nothing, or nothing sound."""
 
     def names(self) -> frozenset[str]:
-        """The weights that are in it, and need not be loaded. A table is looked up in its own type as well."""
-        return frozenset(n for name in self.matrices or () for n in name.split()) - {"embed", "positions"}
+        """The weights that are in it, and need not be loaded."""
+        return frozenset(n for name in self.matrices or () for n in name.split()) - self._tables
 
     def keep(self, matrices: Mapping[str, Packed]) -> None:
         """For the next start; a warning in the log if the disk does not take it."""
@@ -33,16 +35,17 @@ class PackedWeights:
 
 
 def weights_key(
-    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, folder: Path | None = None
+    files: Sequence[Path], scheme: Scheme, held: HeldWeights, spec: ModelSpec, row_bits: int, folder: Path | None = None
 ) -> str:
     """What packed weights are kept under: the files they come from and what else decides their bytes.
 
     Which weights share a matrix is among that: a version that fuses otherwise must not find those of another.
+    `row_bits`: see `schemes.packing`.
     """
     library = best_library()
     assert library is not None, "why_not has looked"
     identity = f"{held.dtype} {library.pst_isa_name().decode()} {spec!r} {native_matrices(spec)}"
     beside = {n: f for n, f in held.matrices.items() if not scheme.weight_bits or f != scheme.format}
     if beside:  # what becomes of codes
-        identity += f" {sorted(beside.items())}"
+        identity += f" {row_bits} {sorted(beside.items())}"
     return content_key(files, scheme.name, identity, folder=folder)

@@ -122,7 +122,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     """Multi-head latent attention: caches one latent [kv_rank] and one rotary key [rope_dim] per token.
 
     Computed in absorbed form for prefill and decode alike, so that no switch can change a token. `bias`: on the two
-    projections down (`q_a`, `kv_a`) and on the output.
+    projections down (`q_a`, `kv_a`) and on the output. `split`: weights `k_b` [H * nope_dim, kv_rank] and `v_b`
+    [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -136,6 +137,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     scale: float | None = None
     eps: float = 1e-6
     bias: bool = False
+    split: bool = False
 
     def weight_shapes(self, e: int) -> Shapes:
         q = self.num_heads * (self.nope_dim + self.rope_dim)
@@ -148,9 +150,10 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
         out |= {
             "kv_a": (self.kv_rank + self.rope_dim, e),
             "kv_a_norm": (self.kv_rank,),
-            "kv_b": (self.num_heads * (self.nope_dim + self.v_dim), self.kv_rank),
-            "o": (e, self.num_heads * self.v_dim),
         }
+        halves = {"k_b": self.nope_dim, "v_b": self.v_dim} if self.split else {"kv_b": self.nope_dim + self.v_dim}
+        out |= {name: (self.num_heads * dim, self.kv_rank) for name, dim in halves.items()}
+        out["o"] = (e, self.num_heads * self.v_dim)
         if self.bias:
             out |= {"kv_a.bias": (self.kv_rank + self.rope_dim,), "o.bias": (e,)}
         return out

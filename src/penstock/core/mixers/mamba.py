@@ -11,7 +11,8 @@ from penstock.core.mixers import Shapes
 class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     """Mamba-1: a causal convolution of `conv` taps and a diagonal state of `state` numbers per inner channel.
 
-    `proj_bias`: on the projections in and out. Source: Gu & Dao, arXiv 2312.00752, section 3 and algorithm 2.
+    `proj_bias`: on the projections in and out. `decay_is_log`: weight `a_log` is log(-A), as the training code has it,
+    not A. Source: Gu & Dao, arXiv 2312.00752, section 3 and algorithm 2.
     """
 
     inner: int
@@ -20,6 +21,7 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     dt_rank: int
     conv_bias: bool = True
     proj_bias: bool = False
+    decay_is_log: bool = True
 
     def weight_shapes(self, e: int) -> Shapes:
         i = self.inner
@@ -55,7 +57,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     """Mamba-2: heads with one scalar decay each, B and C shared by the heads of a group.
 
     In front of `o`, the RMS norm `gate_norm` of what the gate let through, over the channels of each group by itself.
-    `dt_min`, `dt_max` cut the time step. Source: Dao & Gu, arXiv 2405.21060, sections 6 and 7.
+    `dt_min`, `dt_max` cut the time step; `decay_is_log` as in `Mamba`. Source: Dao & Gu, arXiv 2405.21060,
+    sections 6 and 7.
     """
 
     num_heads: int
@@ -68,6 +71,7 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     dt_max: float = float("inf")
     conv_bias: bool = True
     proj_bias: bool = False
+    decay_is_log: bool = True
 
     @property
     def inner(self) -> int:

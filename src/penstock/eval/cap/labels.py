@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.speculative import parse_speculative
+from penstock.core.kv_codec import KV_CODECS
 from penstock.runner.verifiers import LOSSY, VERIFIERS
 from penstock.select import KV_SELECTORS
 
 AXES = "CAP"
-_AS_MODEL = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ LABELS: dict[str, Label] = {
     "kv_selector": _SELECTOR,
     "kv_cache_dtype": _KV_CODEC,
     "quantization": _WEIGHTS,
+    "activation_quantization": _NUMBERS,
     "rope_scaling": _POSITIONS,
     "rope_theta": _POSITIONS,
     "max_model_len": _LONGER,
@@ -65,6 +66,7 @@ LABELS: dict[str, Label] = {
     "enable_chunked_prefill": _SYSTEM,
     "long_prefill_token_threshold": _SYSTEM,
     "threads": _SYSTEM,
+    "packed_weights": _SYSTEM,
     "executor": _SYSTEM,
     "depth": _SYSTEM,
 }
@@ -73,7 +75,8 @@ LABELS: dict[str, Label] = {
 VALUES: dict[tuple[str, Any], Label | None] = {
     ("kv_selector", "none"): None,
     ("quantization", "none"): None,
-    **{("kv_cache_dtype", dtype): _NUMBERS for dtype in _AS_MODEL},
+    ("kv_cache_dtype", "auto"): _NUMBERS,
+    **{("kv_cache_dtype", codec): _NUMBERS for codec in KV_CODECS if not KV_CODECS.traits(codec).quantises},
 }
 """Values that claim something else than their setting does; None: nothing."""
 

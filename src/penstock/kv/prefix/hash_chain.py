@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock.base.hashing import digest
 from penstock.core.protocols import EvictionPolicy
-from penstock.kv.prefix.node import Node, Slabs
+from penstock.kv.prefix.node import PrefixNode, Slabs
 from penstock.kv.prefix.tree import PrefixTree
 
 
@@ -26,7 +26,7 @@ class HashChain(PrefixTree):
         self, block_size: int, policy: EvictionPolicy, hash_block: Callable[[bytes, bytes], bytes] = digest
     ) -> None:
         """`hash_block(parent's key, tokens)` names a block; a namespace is the parent of its first blocks."""
-        self._index: dict[bytes, Node] = {}
+        self._index: dict[bytes, PrefixNode] = {}
         self._hash = hash_block
         self._hash_again = lru_cache(maxsize=4096)(hash_block)  # for checks, which ask for the same ones at every step
         super().__init__(block_size, policy)
@@ -37,13 +37,13 @@ class HashChain(PrefixTree):
 
     def match(
         self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool
-    ) -> tuple[Node | None, int]:
+    ) -> tuple[PrefixNode | None, int]:
         node = self._roots.get(namespace)
         if node is None or num_blocks <= 0 or not node.children:
             return None, 0
         size = self.block_bytes
         raw = tokens[: num_blocks * self.block_size].tobytes()
-        best: Node | None = None
+        best: PrefixNode | None = None
         found = 0
         for i in range(num_blocks):
             block = raw[i * size : (i + 1) * size]
@@ -57,7 +57,7 @@ class HashChain(PrefixTree):
                 best, found = child, i + 1
         return best, found
 
-    def insert(self, entry: Node, tokens: bytes, slabs: list[Slabs]) -> tuple[Node, list[Slabs], int]:
+    def insert(self, entry: PrefixNode, tokens: bytes, slabs: list[Slabs]) -> tuple[PrefixNode, list[Slabs], int]:
         size = self.block_bytes
         node = entry
         existing: list[Slabs] = []
@@ -67,7 +67,7 @@ class HashChain(PrefixTree):
             key = self._hash(node.key, block)
             child = self._index.get(key)
             if child is None:
-                child = Node(node, key, node.end, block, [mine])
+                child = PrefixNode(node, key, node.end, block, [mine])
                 child.locks = 1
                 self._index[key] = child
                 node.children[key] = child
@@ -84,17 +84,17 @@ class HashChain(PrefixTree):
             node = child
         return node, existing, num_new
 
-    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+    def _next(self, node: PrefixNode, raw: bytes) -> tuple[PrefixNode | None, int]:
         block = raw[node.end * self.block_bytes : (node.end + 1) * self.block_bytes]
         child = self._index.get(self._hash(node.key, block))
         found = child is not None and child.parent is node and child.tokens == block
         return (child, 1) if found else (None, 0)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         del self._index[node.key]
         super()._remove(node)
 
-    def _check_key(self, node: Node) -> None:
+    def _check_key(self, node: PrefixNode) -> None:
         assert node.parent is not None
         assert node.key == self._hash_again(node.parent.key, bytes(node.tokens)), "an entry is not named by its hash"
         assert self._index.get(node.key) is node, "an entry is not in the index"

@@ -6,19 +6,19 @@ TOKEN_BYTES = 4
 Slabs = tuple[int, ...]
 
 
-class Checkpoint:
+class SlotCheckpoint:
     """State of the slot groups at the end of `node`: one slab per slot group."""
 
     __slots__ = ("node", "queued", "slabs", "tick")
 
-    def __init__(self, node: Node, slabs: Slabs) -> None:
+    def __init__(self, node: PrefixNode, slabs: Slabs) -> None:
         self.node = node
         self.slabs = slabs
         self.tick = 0
         self.queued = 0
 
 
-class Node:
+class PrefixNode:
     """A run of blocks that follow one another, all in one place; a root stands for a namespace and has no blocks.
 
     Attributes:
@@ -38,7 +38,7 @@ class Node:
     )  # fmt: skip
 
     def __init__(
-        self, parent: Node | None, key: bytes, start: int, tokens: bytes | bytearray, slabs: list[Slabs]
+        self, parent: PrefixNode | None, key: bytes, start: int, tokens: bytes | bytearray, slabs: list[Slabs]
     ) -> None:
         self.parent = parent
         self.key = key
@@ -47,11 +47,11 @@ class Node:
         self.slabs = slabs
         self.copies: list[Slabs] = []
         self.near = 0
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, PrefixNode] = {}
         self.locks = 0
         self.tick = 0
         self.queued = 0
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: SlotCheckpoint | None = None
 
     @property
     def end(self) -> int:

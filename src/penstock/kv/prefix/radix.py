@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from penstock.kv.prefix.node import Node, Slabs
+from penstock.kv.prefix.node import PrefixNode, Slabs
 from penstock.kv.prefix.tree import PrefixTree
 
 
@@ -19,13 +19,13 @@ class RadixCache(PrefixTree):
 
     def match(
         self, namespace: bytes, tokens: array[int], num_blocks: int, keys: list[bytes], at_checkpoint: bool
-    ) -> tuple[Node | None, int]:
+    ) -> tuple[PrefixNode | None, int]:
         node = self._roots.get(namespace)
         if node is None or num_blocks <= 0 or not node.children:
             return None, 0
         size = self.block_bytes
         raw = tokens[: num_blocks * self.block_size].tobytes()
-        best: Node | None = None
+        best: PrefixNode | None = None
         found = 0
         done = 0
         while done < num_blocks:
@@ -41,7 +41,7 @@ class RadixCache(PrefixTree):
                 break
         return best, found
 
-    def _common(self, node: Node, raw: bytes, at: int) -> int:
+    def _common(self, node: PrefixNode, raw: bytes, at: int) -> int:
         """Blocks that the run of `node` and `raw` from block `at` on have in common; the first is known to be equal."""
         size = self.block_bytes
         tokens = node.tokens
@@ -58,7 +58,7 @@ class RadixCache(PrefixTree):
                 high = middle - 1
         return low
 
-    def _ending_at(self, entry: Node, num_blocks: int) -> Node:
+    def _ending_at(self, entry: PrefixNode, num_blocks: int) -> PrefixNode:
         node = entry
         while node.start >= num_blocks:  # it was split since it was matched
             assert node.parent is not None
@@ -66,17 +66,17 @@ class RadixCache(PrefixTree):
         assert node.end >= num_blocks, "the entry lost blocks since it was matched"
         return node if node.end == num_blocks else self._split(node, num_blocks - node.start)
 
-    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+    def _next(self, node: PrefixNode, raw: bytes) -> tuple[PrefixNode | None, int]:
         at, size = node.end, self.block_bytes
         child = node.children.get(raw[at * size : (at + 1) * size])
         return child, 0 if child is None else self._common(child, raw, at)
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         parent = node.parent
         assert parent is not None
         assert 0 < at < node.end - node.start, f"a run of {node.end - node.start} blocks is split at {at}"
         cut = at * self.block_bytes
-        upper = Node(parent, node.key, node.start, node.tokens[:cut], node.slabs[:at])
+        upper = PrefixNode(parent, node.key, node.start, node.tokens[:cut], node.slabs[:at])
         upper.copies = node.copies[:at]
         upper.near = int(bool(node.slabs))
         upper.locks = node.locks
@@ -91,7 +91,7 @@ class RadixCache(PrefixTree):
         upper.children[node.key] = node
         return upper
 
-    def insert(self, entry: Node, tokens: bytes, slabs: list[Slabs]) -> tuple[Node, list[Slabs], int]:
+    def insert(self, entry: PrefixNode, tokens: bytes, slabs: list[Slabs]) -> tuple[PrefixNode, list[Slabs], int]:
         size = self.block_bytes
         node = entry
         existing: list[Slabs] = []
@@ -109,14 +109,14 @@ class RadixCache(PrefixTree):
             done += common
         return node, existing, len(slabs) - len(existing)
 
-    def _grow(self, node: Node, tokens: bytes, slabs: list[Slabs]) -> Node:
+    def _grow(self, node: PrefixNode, tokens: bytes, slabs: list[Slabs]) -> PrefixNode:
         """New blocks after `node`, on which the inserting holder stands."""
         if node.parent is not None and node.locks == 1 and not node.children and node.checkpoint is None:
             node.tokens += tokens
             node.slabs += slabs
             return node
         key = tokens[: self.block_bytes]
-        child = Node(node, key, node.end, tokens, slabs)
+        child = PrefixNode(node, key, node.end, tokens, slabs)
         child.locks = 1
         node.children[key] = child
         node.near += 1
@@ -124,5 +124,5 @@ class RadixCache(PrefixTree):
         self.policy.on_insert(child, self._tick)
         return child
 
-    def _check_key(self, node: Node) -> None:
+    def _check_key(self, node: PrefixNode) -> None:
         assert node.key == node.tokens[: self.block_bytes], "a node is not named by the tokens of its first block"

@@ -1,7 +1,7 @@
 """What the tree-shaped prefix caches share: holders, eviction from the leaves, checkpoints, invariants.
 
-With an `Offload` what is evicted from the device waits in a tier instead: on every path, blocks on the device come
-first, then blocks in the tier. Sources: SGLang, arXiv 2312.07104, section 3 (reference counts along the path,
+With a `PrefixOffload` what is evicted from the device waits in a tier instead: on every path, blocks on the device
+come first, then blocks in the tier. Sources: SGLang, arXiv 2312.07104, section 3 (reference counts along the path,
 leaf-first eviction), and its hierarchical cache.
 """
 
@@ -12,13 +12,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.core.protocols import EvictionPolicy
-from penstock.kv.prefix.node import TOKEN_BYTES, Checkpoint, Node, Slabs
+from penstock.kv.prefix.node import TOKEN_BYTES, PrefixNode, Slabs, SlotCheckpoint
 from penstock.kv.prefix.queue import EvictionQueue
 
 if TYPE_CHECKING:
     from array import array
 
-    from penstock.kv.offload import Offload
+    from penstock.kv.offload import PrefixOffload
 
 
 class PrefixTree:
@@ -35,14 +35,14 @@ class PrefixTree:
         self.block_bytes = block_size * TOKEN_BYTES
         self.policy = policy
         self.version = 0
-        self.offload: Offload | None = None
+        self.offload: PrefixOffload | None = None
         """Where evicted blocks wait; None: they are forgotten."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._roots: dict[bytes, Node] = {}
+        self._roots: dict[bytes, PrefixNode] = {}
         self._leaves = EvictionQueue(self.policy)
         self._checkpoints = EvictionQueue(self.policy)
         self._far = EvictionQueue(self.policy)
@@ -60,7 +60,7 @@ class PrefixTree:
 
     # -- standing on an entry ------------------------------------------------------------------------------------
 
-    def num_idle(self, entry: Node | None, num_blocks: int) -> int:
+    def num_idle(self, entry: PrefixNode | None, num_blocks: int) -> int:
         """Walks up to the first node that somebody holds."""
         idle = 0
         while entry is not None and entry.locks == 0:
@@ -69,19 +69,19 @@ class PrefixTree:
         return idle
 
     def acquire(
-        self, namespace: bytes, entry: Node | None, num_blocks: int, num_query_tokens: int
-    ) -> tuple[Node, list[Slabs]]:
+        self, namespace: bytes, entry: PrefixNode | None, num_blocks: int, num_query_tokens: int
+    ) -> tuple[PrefixNode, list[Slabs]]:
         self.num_query_tokens += num_query_tokens
         self.num_hit_tokens += num_blocks * self.block_size
         if num_blocks == 0 or entry is None:
             root = self._roots.get(namespace)
             if root is None:
-                root = self._roots[namespace] = Node(None, namespace, 0, b"", [])
+                root = self._roots[namespace] = PrefixNode(None, namespace, 0, b"", [])
             root.locks += 1
             return root, []
         node = self._ending_at(entry, num_blocks)
         self._tick += 1
-        up: Node | None = node
+        up: PrefixNode | None = node
         while up is not None:
             self.policy.on_hit(up, self._tick)
             up = up.parent
@@ -91,21 +91,21 @@ class PrefixTree:
         self.share(node)
         return node, self.path(node)
 
-    def path(self, entry: Node) -> list[Slabs]:
+    def path(self, entry: PrefixNode) -> list[Slabs]:
         nodes = []
-        node: Node | None = entry
+        node: PrefixNode | None = entry
         while node is not None:
             nodes.append(node)
             node = node.parent
         return [slabs for node in reversed(nodes) for slabs in node.slabs]
 
-    def _ending_at(self, entry: Node, num_blocks: int) -> Node:
+    def _ending_at(self, entry: PrefixNode, num_blocks: int) -> PrefixNode:
         """The node whose end is at `num_blocks` on the path of `entry`."""
         assert entry.end == num_blocks, "the entry is not the match's"
         return entry
 
-    def share(self, entry: Node) -> None:
-        node: Node | None = entry
+    def share(self, entry: PrefixNode) -> None:
+        node: PrefixNode | None = entry
         while node is not None:
             if node.locks == 0:
                 self._num_evictable -= len(node.slabs)
@@ -113,9 +113,9 @@ class PrefixTree:
             node.locks += 1
             node = node.parent
 
-    def release(self, entry: Node) -> None:
+    def release(self, entry: PrefixNode) -> None:
         self._tick += 1
-        node: Node | None = entry
+        node: PrefixNode | None = entry
         while node is not None:
             node.locks -= 1
             assert node.locks >= 0, "an entry is released more often than it was held"
@@ -123,7 +123,7 @@ class PrefixTree:
                 self._idle(node)
             node = node.parent
 
-    def _idle(self, node: Node) -> None:
+    def _idle(self, node: PrefixNode) -> None:
         """Nobody stands on `node` or below any more."""
         if node.parent is None:
             if not node.children:
@@ -134,7 +134,7 @@ class PrefixTree:
         if not node.near:
             self._leaves.push(node)
 
-    def _bare(self, node: Node) -> None:
+    def _bare(self, node: PrefixNode) -> None:
         """A child of `node` is gone, or is not on the device any more: `node` may be the next to go."""
         if node.locks:
             return
@@ -147,7 +147,7 @@ class PrefixTree:
         elif not node.children:
             self._far.push(node)
 
-    def withdraw(self, entry: Node) -> tuple[Node, list[Slabs]]:
+    def withdraw(self, entry: PrefixNode) -> tuple[PrefixNode, list[Slabs]]:
         node = entry
         blocks: list[Slabs] = []
         while node.parent is not None and node.locks == 1 and not node.children and node.checkpoint is None:
@@ -164,7 +164,7 @@ class PrefixTree:
         blocks: list[Slabs] = []
         checkpoints: list[Slabs] = []
         while len(blocks) < num_blocks:
-            node: Node | None = self._leaves.pop()
+            node: PrefixNode | None = self._leaves.pop()
             if node is None:
                 break
             if node.checkpoint is not None:
@@ -187,7 +187,7 @@ class PrefixTree:
             self.version += 1
         return blocks, checkpoints
 
-    def _cut(self, node: Node, ids: list[Slabs], n: int, queue: EvictionQueue) -> None:
+    def _cut(self, node: PrefixNode, ids: list[Slabs], n: int, queue: EvictionQueue) -> None:
         """The last `n` blocks of a node without children are forgotten; `ids`: what it has of its blocks."""
         if n == len(ids):
             self._remove(node)
@@ -196,7 +196,7 @@ class PrefixTree:
         del node.tokens[-n * self.block_bytes :]
         queue.push(node)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         """Take a node without children out of the tree."""
         parent = node.parent
         assert parent is not None
@@ -206,7 +206,7 @@ class PrefixTree:
 
     # -- in a tier -----------------------------------------------------------------------------------------------
 
-    def stored(self, entry: Node, tokens: array[int], limit: int) -> list[Slabs]:
+    def stored(self, entry: PrefixNode, tokens: array[int], limit: int) -> list[Slabs]:
         """Copies in the tier of the blocks that go on from a held `entry`, in order, up to block number `limit`."""
         node = entry
         found: list[Slabs] = []
@@ -224,7 +224,7 @@ class PrefixTree:
     def drop_copies(self, num_blocks: int) -> None:
         """Forget up to `num_blocks` blocks in the tier, ends of paths first."""
         while num_blocks > 0 and self.offload is not None:
-            node: Node | None = self._far.pop()
+            node: PrefixNode | None = self._far.pop()
             if node is None:
                 return
             n = min(num_blocks, len(node.copies))
@@ -243,7 +243,7 @@ class PrefixTree:
         self.drop_copies(len(blocks) - self.offload.num_free)
         return self.offload.keep(blocks)
 
-    def _move_out(self, node: Node, copies: list[Slabs]) -> None:
+    def _move_out(self, node: PrefixNode, copies: list[Slabs]) -> None:
         """The last blocks of an evicted node leave the device for the tier; what follows them is there already."""
         if len(copies) < len(node.slabs):
             upper = self._split(node, len(node.slabs) - len(copies))
@@ -256,7 +256,7 @@ class PrefixTree:
         node.slabs, node.copies = [], copies
         self._bare(node)
 
-    def _join(self, node: Node, mine: list[Slabs]) -> list[Slabs]:
+    def _join(self, node: PrefixNode, mine: list[Slabs]) -> list[Slabs]:
         """A holder that stands on the node's parent has computed its blocks, too, and goes on to stand on it.
 
         Returns the slabs that it shall have for `mine`; none if the blocks had left the device: then `mine` take the
@@ -276,7 +276,7 @@ class PrefixTree:
         node.locks += 1
         return existing
 
-    def _forget_below(self, node: Node) -> None:
+    def _forget_below(self, node: PrefixNode) -> None:
         """What goes on from `node` in the tier cannot be found without it."""
         below = list(node.children.values())
         for child in below:
@@ -287,29 +287,29 @@ class PrefixTree:
             self.offload.drop(child.copies)
             self._remove(child)
 
-    def _next(self, node: Node, raw: bytes) -> tuple[Node | None, int]:
+    def _next(self, node: PrefixNode, raw: bytes) -> tuple[PrefixNode | None, int]:
         """The child of `node` that goes on as `raw` does, and how many blocks of its run are the same; or (None, 0)."""
         raise NotImplementedError
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: PrefixNode, at: int) -> PrefixNode:
         """Cut `node` after its first `at` blocks; returns the new upper node. Holders of `node` keep standing on it."""
         raise NotImplementedError
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def checkpoint(self, entry: Node) -> Slabs | None:
+    def checkpoint(self, entry: PrefixNode) -> Slabs | None:
         return None if entry.checkpoint is None else entry.checkpoint.slabs
 
-    def add_checkpoint(self, entry: Node, slabs: Slabs) -> None:
+    def add_checkpoint(self, entry: PrefixNode, slabs: Slabs) -> None:
         assert entry.checkpoint is None, "there is a checkpoint already"
         assert entry.parent is not None, "a checkpoint of nothing"
-        entry.checkpoint = Checkpoint(entry, slabs)
+        entry.checkpoint = SlotCheckpoint(entry, slabs)
         self._tick += 1
         self.policy.on_insert(entry.checkpoint, self._tick)
         self._checkpoints.push(entry.checkpoint)
 
-    def evict_checkpoint(self, keep: Node | None) -> Slabs | None:
-        victim: Checkpoint | None = self._checkpoints.pop()
+    def evict_checkpoint(self, keep: PrefixNode | None) -> Slabs | None:
+        victim: SlotCheckpoint | None = self._checkpoints.pop()
         if victim is not None and victim.node is keep:
             kept, victim = victim, self._checkpoints.pop()
             self._checkpoints.push(kept)
@@ -318,7 +318,7 @@ class PrefixTree:
         self.version += 1
         return self._drop_checkpoint(victim)
 
-    def _drop_checkpoint(self, checkpoint: Checkpoint) -> Slabs:
+    def _drop_checkpoint(self, checkpoint: SlotCheckpoint) -> Slabs:
         self._checkpoints.discard(checkpoint)
         checkpoint.node.checkpoint = None
         return checkpoint.slabs
@@ -358,7 +358,7 @@ class PrefixTree:
 
     # -- laws ----------------------------------------------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[Node]:
+    def _nodes(self) -> Iterator[PrefixNode]:
         """All nodes, parents before children."""
         stack = list(self._roots.values())
         while stack:
@@ -366,10 +366,10 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def check_invariants(self, held: Iterable[Node]) -> None:
+    def check_invariants(self, held: Iterable[PrefixNode]) -> None:
         standing: dict[int, int] = {}
         for entry in held:
-            up: Node | None = entry
+            up: PrefixNode | None = entry
             while up is not None:
                 standing[id(up)] = standing.get(id(up), 0) + 1
                 up = up.parent
@@ -410,6 +410,6 @@ class PrefixTree:
         evictable = sum(len(node.slabs) for node in nodes if node.locks == 0)
         assert evictable == self._num_evictable, f"{self._num_evictable} blocks counted, {evictable} are evictable"
 
-    def _check_key(self, node: Node) -> None:
+    def _check_key(self, node: PrefixNode) -> None:
         """Raises AssertionError unless `node.key` follows from its tokens."""
         raise NotImplementedError

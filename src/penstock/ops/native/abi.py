@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 6
+ABI = 7
 PANEL = 64
 
 
@@ -25,6 +25,45 @@ class Format(IntEnum):
     BF16 = 2
     I8 = 3
     I4 = 4
+    BLOCK = 5
+
+
+class Code(IntEnum):
+    U8 = 0
+    U6 = 1
+    U5 = 2
+    U4 = 3
+    U3 = 4
+    U2 = 5
+    T4 = 6
+    F4 = 7
+    E4M3 = 8
+    IQ3_S = 9
+    IQ3_XXS = 10
+    IQ2_S = 11
+    IQ2_XS = 12
+    IQ2_XXS = 13
+    IQ1_S = 14
+    IQ1_M = 15
+    TQ1_0 = 16
+
+
+class Scale(IntEnum):
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    E4M3 = 3
+    E8M0 = 4
+    U8_F16 = 5
+    I8_F16 = 6
+
+
+class Zero(IntEnum):
+    NONE = 0
+    U8 = 1
+    F16_CODES = 2
+    F16 = 3
+    U8_F16 = 4
 
 
 class Act(IntEnum):
@@ -78,9 +117,16 @@ class Matrix(c.Structure):
         ("cols", c.c_int32),
         ("group", c.c_int32),
         ("pair", c.c_int32),
+        ("code", c.c_int32),
+        ("scale", c.c_int32),
+        ("zero", c.c_int32),
+        ("offset", c.c_int32),
+        ("factor", c.c_float),
         ("data", c.c_void_p),
         ("scales", c.c_void_p),
         ("bias", c.c_void_p),
+        ("table", c.c_void_p),
+        ("order", c.c_void_p),
     )
 
 
@@ -206,11 +252,23 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_pool_free": (None, [c.c_void_p]),
     "pst_pool_threads": (c.c_int32, [c.c_void_p]),
     "pst_pool_watch": (None, [c.c_void_p, c.c_void_p]),
-    "pst_panel_bytes": (c.c_int64, [c.c_int32, c.c_int32, c.c_int32]),
-    "pst_panel_scale_bytes": (c.c_int64, [c.c_int32, c.c_int32, c.c_int32]),
-    "pst_pack": (
+    "pst_panel_bytes": (c.c_int64, [c.POINTER(Matrix)]),
+    "pst_panel_scale_bytes": (c.c_int64, [c.POINTER(Matrix)]),
+    "pst_pack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_void_p]),
+    "pst_pack_codes": (
         c.c_int32,
-        [c.c_int32, c.c_int32, c.c_int32, c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_void_p],
+        [
+            c.POINTER(Matrix),
+            c.c_void_p,
+            c.c_void_p,
+            c.c_void_p,
+            c.c_void_p,
+            c.c_void_p,
+            c.c_int32,
+            c.c_int32,
+            c.c_void_p,
+            c.c_void_p,
+        ],
     ),
     "pst_unpack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p]),
     "pst_program_new": (

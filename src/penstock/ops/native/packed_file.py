@@ -13,9 +13,11 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import PAGE, U8, Index, PageSums, UnsoundError, decoded, encoded, matrices_of
 from penstock.ops.native.private_folder import PrivateFolder, cache_folder
@@ -71,7 +73,7 @@ class PackedStore:
         Raises ValueError for a matrix whose arrays do not fit its format.
         """
         _check_key(key)
-        num_bytes, parts = encoded(key, matrices)
+        num_bytes, parts = encoded(_library(), key, matrices)
         if num_bytes > self.max_bytes:
             _log.warning("packed weights of %d bytes are not kept: the cache holds %d", num_bytes, self.max_bytes)
             return False
@@ -114,6 +116,12 @@ class _Closing:
             self._folder.close()
 
 
+def _library() -> Any:
+    library = best_library()
+    assert library is not None, "only native kernels have packed weights"
+    return library
+
+
 def _check_key(key: str) -> None:
     if not _KEY.fullmatch(key):
         raise ValueError(f"a key is 64 hexadecimal digits, not {key!r}")
@@ -137,7 +145,7 @@ def _read(fd: int, key: str, copy: bool) -> dict[str, Packed]:
             raise UnsoundError("became shorter")
         return data
 
-    index, start = decoded(os.pread(fd, PAGE, 0), exactly, key, file_bytes)
+    index, start = decoded(_library(), os.pread(fd, PAGE, 0), exactly, key, file_bytes)
     num_bytes = file_bytes - start
     arrays = _copied(fd, start, num_bytes, index) if copy else _mapped(fd, start, num_bytes, index)
     arrays.flags.writeable = False

@@ -2,8 +2,8 @@
 
 A file is: 56 bytes of head (magic, version of this format, of the ABI, bytes of the index, SHA-256 of all this and of
 the index), the index (JSON), then the arrays, each from a multiple of 4,096 bytes on, with zeros between. Nothing of an
-index is believed: offsets and sizes have to be exactly those that its matrices need, one after the other to the file's
-end, so no pointer can lead out of it.
+index is believed: offsets and sizes have to be exactly those that the library needs for its matrices, one after the
+other to the file's end, so no pointer can lead out of it.
 
 **Is the content right?** Every load checks it: the sum of each page of 4,096 bytes (as 512 words of 64 bits, modulo
 2^64), and a SHA-256 over these sums. That finds flipped bits, zeroed or stale sectors, pages in another order; what it
@@ -18,28 +18,30 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
+from math import isfinite
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.ops.native.abi import ABI, PANEL, Act, Format
-from penstock.ops.native.matrix import Packed
+from penstock.core.panels import Panels
+from penstock.ops.native.abi import ABI, PANEL, Act, Code, Format, Scale, Zero
+from penstock.ops.native.matrix import Packed, described
 
 U8 = npt.NDArray[np.uint8]
 MAGIC = b"PSTPACK\n"
-VERSION = 1
+VERSION = 2
 PAGE = 4096
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIQ32s")
 _COUNTED = _HEAD.size - 32
 _MOST = 2**31 - 1
-_ACTS = {
-    Format.F32: (Act.F32,), Format.F16: (Act.F32,), Format.BF16: (Act.F32, Act.BF16),
-    Format.I8: tuple(Act), Format.I4: tuple(Act),
-}  # fmt: skip
-_GROUPS = (32, 64, 128)
+_FLOAT_ACTS = {Format.F32: (Act.F32,), Format.F16: (Act.F32,), Format.BF16: (Act.F32, Act.BF16)}
+_TABLE_CODES = {"T4", "F4"}
+_TABLE_SIZE = 16
+_MOST_OFFSET = 255
+_MOST_FLOAT = float(np.finfo(np.float32).max)
 Span = tuple[int, int]
 """Offset in the file and number of bytes."""
 
@@ -49,18 +51,19 @@ class UnsoundError(ValueError):
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One matrix: the fields of `pst_matrix`, with spans in place of pointers."""
+    """One matrix: what `ops.native.matrix.Packed` takes, with spans in place of arrays."""
 
     name: str
     format: int
     act: int
     rows: int
     cols: int
-    group: int
     pair: bool
+    panels: Panels | None
     data: Span
     scales: Span | None
     bias: Span | None
+    order: Span | None
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,39 +75,43 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     matrices: list[Entry]
 
 
-def panel_sizes(format: int, cols: int, group: int) -> tuple[int, int]:
-    """Bytes of data and of scales of one panel: what `pst_panel_bytes` and `pst_panel_scale_bytes` say.
-
-    Raises UnsoundError for what no format has.
-    """
-    if cols <= 0 or (group not in _GROUPS if format == Format.I4 else group != 0):
-        raise UnsoundError(f"has a matrix of {cols} columns in groups of {group}, which format {format} has not")
-    groups = -(-cols // group) if group else 0
-    if format == Format.F32:
-        return cols * 256, 0
-    if format == Format.F16:
-        return cols * 128, 0
-    if format == Format.BF16:
-        return (cols + 1) // 2 * 256, 0
-    if format == Format.I8:
-        return (cols + 3) // 4 * 256, PANEL * 4
-    if format == Format.I4:
-        return groups * group * PANEL // 2, groups * PANEL * 2
-    raise UnsoundError(f"has a matrix of format {format}, which does not exist")
-
-
 def num_panels(rows: int, pair: bool) -> int:
     """A pair has half a panel of each part in every panel."""
     return -(-(rows // 2) // (PANEL // 2)) if pair else -(-rows // PANEL)
 
 
-def array_sizes(format: int, rows: int, cols: int, group: int, pair: bool) -> tuple[int, int, int]:
-    """Bytes of the data, the scales (0: none) and the bias, if there is one. Raises UnsoundError."""
+def array_sizes(library: Any, format: int, rows: int, cols: int, pair: bool, panels: Panels | None) -> tuple[int, ...]:
+    """Bytes of the data, the scales (0: none), the bias and the order, if there are any. Raises UnsoundError."""
     if not 0 < rows <= _MOST or not 0 < cols <= _MOST or (pair and rows % 2):
         raise UnsoundError(f"has a {'pair' if pair else 'matrix'} of {rows} x {cols}")
-    data, scales = panel_sizes(format, cols, group)
-    panels = num_panels(rows, pair)
-    return panels * data, panels * scales, panels * PANEL * 4
+    if format not in Format.__members__.values() or (panels is None) == (format == Format.BLOCK):
+        raise UnsoundError(f"has a matrix of format {format}, which does not exist")
+    if panels is not None:
+        _check_panels(panels)
+    asked = described(format, Act.F32, rows, cols, pair=pair, panels=panels)
+    data, scales = library.pst_panel_bytes(asked), library.pst_panel_scale_bytes(asked)
+    if data <= 0 or scales < 0:
+        raise UnsoundError(f"has a matrix of {cols} columns as {panels}, which no format has")
+    count = num_panels(rows, pair)
+    return count * data, count * scales, count * PANEL * 4, cols * 4
+
+
+def _check_panels(p: Panels) -> None:
+    """Raises UnsoundError for names that no enum has, and numbers that nobody writes."""
+    has_table = p.code in _TABLE_CODES
+    numbers = (p.factor, *p.table)
+    if (
+        p.code not in Code.__members__
+        or p.scale not in Scale.__members__
+        or p.zero not in Zero.__members__
+        or not 0 <= p.group <= _MOST
+        or not 0 <= p.offset <= _MOST_OFFSET
+        or len(p.table) != (_TABLE_SIZE if has_table else 0)
+        or p.has_factor
+        or not all(isfinite(x) and abs(x) <= _MOST_FLOAT for x in numbers)
+        or (p.code == "T4" and not all(x == int(x) and -128 <= x <= 127 for x in p.table))
+    ):
+        raise UnsoundError(f"has a matrix as {p}, which no format has")
 
 
 def _page_up(num_bytes: int) -> int:
@@ -134,25 +141,24 @@ class PageSums:
 
 
 def _arrays(m: Packed) -> list[U8 | None]:
-    """Data, scales and bias as bytes."""
-    parts: list[npt.NDArray[Any] | None] = [m.data, m.scales, m.bias]
+    """Data, scales, bias and order as bytes."""
+    parts: list[npt.NDArray[Any] | None] = [m.data, m.scales, m.bias, m.order]
     return [None if a is None else np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in parts]
 
 
-def _check_arrays(m: Packed, arrays: list[U8 | None]) -> None:
-    s = m.struct
-    data, scales, bias = array_sizes(s.format, m.num_rows, m.num_cols, s.group, bool(s.pair))
+def _check_arrays(library: Any, m: Packed, arrays: list[U8 | None]) -> None:
+    wanted = array_sizes(library, m.struct.format, m.num_rows, m.num_cols, bool(m.struct.pair), m.panels)
     sizes = [0 if a is None else a.nbytes for a in arrays]
-    if sizes[:2] != [data, scales] or sizes[2] not in (0, bias):
-        raise ValueError(f"a matrix with arrays of {sizes} bytes where its format has {[data, scales, bias]}")
+    if tuple(sizes[:2]) != wanted[:2] or any(size not in (0, most) for size, most in zip(sizes, wanted, strict=True)):
+        raise ValueError(f"a matrix with arrays of {sizes} bytes where its format has {list(wanted)}")
 
 
-def encoded(key: str, matrices: Mapping[str, Packed]) -> tuple[int, Iterator[memoryview | bytes]]:
+def encoded(library: Any, key: str, matrices: Mapping[str, Packed]) -> tuple[int, Iterator[memoryview | bytes]]:
     """Bytes of the file, and its parts in order. Raises ValueError for a matrix whose arrays do not fit its format."""
     arrays = {name: _arrays(m) for name, m in matrices.items()}
     sums = PageSums()
     for name, of_matrix in arrays.items():
-        _check_arrays(matrices[name], of_matrix)
+        _check_arrays(library, matrices[name], of_matrix)
         for array in of_matrix:
             if array is not None:
                 sums.add(array)
@@ -176,10 +182,10 @@ def _laid_out(
         for array in arrays[name]:
             spans.append(None if array is None else (at, array.nbytes))
             at += 0 if array is None else _page_up(array.nbytes)
-        data, scales, bias = spans
+        data, *others = spans
         assert data is not None
         s = m.struct
-        entries.append(Entry(name, s.format, s.act, s.rows, s.cols, s.group, bool(s.pair), data, scales, bias))
+        entries.append(Entry(name, s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels, data, *others))
     return msgspec.json.encode(Index(key, at, digest, entries)), at
 
 
@@ -199,7 +205,7 @@ def sealed(index: bytes, version: int = VERSION, abi: int = ABI) -> bytes:
     return counted + sha256(counted + index).digest()
 
 
-def decoded(head: bytes, read: Any, key: str, file_bytes: int) -> tuple[Index, int]:
+def decoded(library: Any, head: bytes, read: Any, key: str, file_bytes: int) -> tuple[Index, int]:
     """The index of a file that begins with `head`, checked, and where its arrays begin.
 
     `read(offset, num_bytes)` gives bytes of the file. Raises UnsoundError.
@@ -225,21 +231,25 @@ def decoded(head: bytes, read: Any, key: str, file_bytes: int) -> tuple[Index, i
     start = max(PAGE, _page_up(_HEAD.size + index_bytes))
     if start > file_bytes:
         raise UnsoundError("ends inside its index")
-    _check_entries(index, start)
+    _check_entries(library, index, start)
     return index, start
 
 
-def _check_entries(index: Index, start: int) -> None:
+def _check_entries(library: Any, index: Index, start: int) -> None:
     at, names = start, set()
     for e in index.matrices:
         if e.name in names:
             raise UnsoundError(f"names {e.name!r} twice")
         names.add(e.name)
-        data, scales, bias = array_sizes(e.format, e.rows, e.cols, e.group, e.pair)
-        if e.act not in _ACTS[Format(e.format)]:
+        sizes = array_sizes(library, e.format, e.rows, e.cols, e.pair, e.panels)
+        if e.act not in _FLOAT_ACTS.get(Format(e.format), tuple(Act)):
             raise UnsoundError(f"has rows of kind {e.act} with matrices of format {e.format}")
-        for span, needed in ((e.data, data), (e.scales, scales), (e.bias, bias if e.bias is not None else 0)):
-            if (span or (at, 0)) != (at, needed):
+        for span, needed, is_needed in zip(
+            (e.data, e.scales, e.bias, e.order), sizes, (True, sizes[1] > 0, False, False), strict=True
+        ):
+            if span is None and not is_needed:
+                continue
+            if span != (at, needed):
                 raise UnsoundError(f"keeps {e.name!r} where it cannot be")
             at += _page_up(needed)
     if at != index.file_bytes:
@@ -247,17 +257,23 @@ def _check_entries(index: Index, start: int) -> None:
 
 
 def matrices_of(index: Index, arrays: U8, start: int) -> dict[str, Packed]:
-    """The matrices of a checked index over `arrays`, the bytes of its file from `start` on; no copy."""
+    """The matrices of a checked index over `arrays`, the bytes of its file from `start` on; no copy.
+
+    Raises UnsoundError for inputs in an order that is none.
+    """
 
     def bytes_of(span: Span | None) -> U8 | None:
         return None if span is None else arrays[span[0] - start : span[0] - start + span[1]]
 
     found = {}
     for e in index.matrices:
-        data, bias = bytes_of(e.data), bytes_of(e.bias)
+        data, bias, order = bytes_of(e.data), bytes_of(e.bias), bytes_of(e.order)
         assert data is not None
+        inputs = None if order is None else order.view(np.int32)
+        if inputs is not None and not 0 <= int(inputs.min()) <= int(inputs.max()) < e.cols:
+            raise UnsoundError(f"has inputs of {e.name!r} in an order that is none")
         found[e.name] = Packed(
-            Format(e.format), Act(e.act), e.rows, e.cols, e.group, e.pair, data, bytes_of(e.scales),
-            None if bias is None else bias.view(np.float32),
+            Format(e.format), Act(e.act), e.rows, e.cols, 0, e.pair, data, bytes_of(e.scales),
+            None if bias is None else bias.view(np.float32), panels=e.panels, order=inputs,
         )  # fmt: skip
     return found

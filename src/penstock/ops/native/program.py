@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
-from penstock.core.cache_spec import scale_name
+from penstock.core.kv_codec import scales_name
 from penstock.core.selection import PageReads
 from penstock.ops.native.abi import SELECTED, TOKENS, DType, Group, Kind, Pages, Plane, Register, Rotation, StepArgs
 from penstock.ops.native.abi import Op as OpStruct
-from penstock.ops.native.matrix import DTYPES
+from penstock.ops.native.packers import DTYPES
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 
 _ERROR_BYTES = 400
@@ -214,7 +214,7 @@ def _plane(name: str, group: Planes) -> Plane:
     array = group[name]
     dtype, scales = DType.I8, -1
     if array.dtype == np.int8:
-        scales = list(group).index(scale_name(name))
+        scales = list(group).index(scales_name(name, "int8"))
     else:
         dtype = DTYPES[array.dtype]
     page, token, head, _ = (s // array.dtype.itemsize for s in array.strides)

@@ -85,4 +85,4 @@ REF = OpTable(
         "mamba2_scan": mamba2_scan,
     },
 )
-"""Every op but attention, which `ops.ref.attention.ATTENTION_BACKENDS` names."""
+"""Every op but attention, which `ops.attention.ATTENTION_BACKENDS` names."""

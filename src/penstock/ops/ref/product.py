@@ -27,9 +27,14 @@ def rows_as_float32(weight: Weight, first: int, last: int) -> F32:
     return weight.values(first, last) if isinstance(weight, StoredMatrix) else as_float32(weight[first:last])
 
 
-def embed(token_ids: I32, weight: npt.NDArray[Any]) -> F32:
+def embed(token_ids: I32, weight: Weight) -> F32:
     """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]."""
-    return as_float32(weight[token_ids])
+    return take_rows(weight, token_ids)
+
+
+def take_rows(weight: Weight, rows: npt.NDArray[np.integer[Any]]) -> F32:
+    """Rows of a matrix [M, N], in this order -> [len(rows), N]."""
+    return weight.take(rows) if isinstance(weight, StoredMatrix) else as_float32(weight[rows])
 
 
 def select(x: F32, rows: I32) -> F32:

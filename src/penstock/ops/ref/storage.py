@@ -1,9 +1,8 @@
-"""Reading and writing planes: paged [num_pages, S, heads, dim] in float32, float16, bfloat16 bits (uint16) or int8.
+"""Reading and writing planes: paged [num_pages, S, heads, elements], bfloat16 as its bits (uint16).
 
-An int8 plane has beside it one of scales, float32 [num_pages, S, heads, 1]: a head of a token stands for scale * int8.
-A uint8 plane is packed (`ops.ref.codec`) and has beside it one of scales and minima, float16, whose name says how:
-[num_pages, S, heads, 2 D / group] by token, [num_pages, 1, heads, 2 D] by channel. Heads that share a codec have planes
-of their own (`core.cache_spec.run_name`).
+What encodes numbers in fewer bits has a plane of scales beside it (`core.kv_codec`), whose name says how:
+[num_pages, S, heads, width] by token and by group, [num_pages, 1, heads, width] by block. Heads that share a codec have
+planes of their own (`core.cache_spec.run_name`).
 """
 
 from __future__ import annotations
@@ -14,36 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.base.bf16 import F32, narrow
-from penstock.core.cache_spec import bounds_name, group_size, run_name, scale_name
-from penstock.core.kv_format import CHANNEL, PACKED_BITS
+from penstock.base.bf16 import F32
+from penstock.core.cache_spec import run_name
+from penstock.core.kv_codec import KV_CODECS, scales_name
 from penstock.ops.plan import I32, Planes
-from penstock.ops.ref.codec import decode_channels, decode_tokens, encode_channels, encode_tokens
+from penstock.ops.ref.codecs.number import to_storage
 from penstock.ops.ref.product import as_float32
 from penstock.ops.step import Step
 
-
-def to_storage(x: F32, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """x rounded to a plane's dtype. float16 turns what is too large into infinity. Shapes: any."""
-    if dtype == np.uint16:
-        return narrow(x)
-    with np.errstate(over="ignore"):
-        return x.astype(dtype, copy=False)
-
-
-def quantise(x: F32) -> tuple[npt.NDArray[np.int8], F32]:
-    """x [..., D] in 8 bits and one scale [..., 1] per vector: max |x| / 127, to the nearest, ties to even.
-
-    The scale is 0 if all of a vector is 0, and NaN if one number of it is not finite, so that what is read back is no
-    number either. Source: ZeroQuant, arXiv 2206.01861, section 4.1 (token-wise).
-    """
-    largest = np.abs(x).max(axis=-1, keepdims=True)
-    scale: F32 = largest / np.float32(127)
-    scale[~np.isfinite(largest)] = np.nan
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        # The quotient is beyond 127 where the scale is so small that it has lost digits.
-        whole = np.clip(np.rint(x / scale), -127, 127)
-    return np.where(scale > 0, whole, np.float32(0)).astype(np.int8), scale
+_DTYPES = {"uint16": "bfloat16"}
+"""numpy's name -> ours, where they differ."""
 
 
 def write_kv(
@@ -100,16 +79,10 @@ def store(planes: Planes, name: str, at: tuple[I32, ...], x: F32) -> None:
         plane = planes[own]
         heads = x[..., first : first + plane.shape[2], :]
         first += plane.shape[2]
-        if plane.dtype == np.int8:
-            plane[at], planes[scale_name(own)][at] = quantise(heads)
-        elif plane.dtype == np.uint8:
-            bounds, bits, by_channel = _packing(planes, own)
-            if by_channel:
-                plane[at], bounds[at] = encode_channels(heads, bits)
-            else:
-                plane[at], bounds[at] = encode_tokens(heads, bits, group_size(x.shape[-1]))
-        else:
-            plane[at] = to_storage(heads, plane.dtype)
+        codec, scales = codec_of(planes, own)
+        plane[at], beside = KV_CODECS.get(codec).encode(heads)
+        if scales is not None:
+            scales[at] = beside
 
 
 def read_kv(planes: Planes, name: str, pages: I32, lo: int, hi: int) -> F32:
@@ -119,19 +92,14 @@ def read_kv(planes: Planes, name: str, pages: I32, lo: int, hi: int) -> F32:
 
 
 def _read(planes: Planes, name: str, pages: I32, lo: int, hi: int) -> F32:
-    plane = planes[name]
-    if plane.dtype == np.uint8:
-        bounds, bits, by_channel = _packing(planes, name)
-        if not by_channel:
-            return decode_tokens(_tokens(plane, pages, lo, hi), gather(bounds, pages, lo, hi), bits)
-        size = plane.shape[1]
-        own = pages[lo // size : -(-hi // size)]
-        x = decode_channels(plane[own], bounds[own].astype(np.float32), bits)
-        return x.reshape(-1, *x.shape[2:])[lo % size :][: hi - lo]
-    x = gather(plane, pages, lo, hi)
-    if plane.dtype == np.int8:
-        x *= gather(planes[scale_name(name)], pages, lo, hi)
-    return x
+    plane, (codec, scales) = planes[name], codec_of(planes, name)
+    decode = KV_CODECS.get(codec).decode
+    if KV_CODECS.traits(codec).scales != "block":
+        return decode(_tokens(plane, pages, lo, hi), None if scales is None else _tokens(scales, pages, lo, hi))
+    size = plane.shape[1]
+    own = pages[lo // size : -(-hi // size)]
+    x = decode(plane[own], None if scales is None else scales[own])
+    return x.reshape(-1, *x.shape[2:])[lo % size :][: hi - lo]
 
 
 def _runs(planes: Planes, name: str) -> Iterator[str]:
@@ -142,12 +110,17 @@ def _runs(planes: Planes, name: str) -> Iterator[str]:
         run += 1
 
 
-def _packing(planes: Planes, name: str) -> tuple[npt.NDArray[Any], int, bool]:
-    """The plane of scales and minima beside a packed one, its bits, and whether they are those of channels."""
-    for codec, bits in PACKED_BITS.items():
-        if bounds_name(name, codec) in planes:
-            return planes[bounds_name(name, codec)], bits, codec in CHANNEL
-    raise AssertionError(f"plane {name} is packed, and nothing says how")
+def codec_of(planes: Planes, name: str) -> tuple[str, npt.NDArray[Any] | None]:
+    """How the plane `name` is encoded, and the plane of its scales, if there is one."""
+    found, dtype = None, _DTYPES.get(planes[name].dtype.name, planes[name].dtype.name)
+    for codec in KV_CODECS:
+        traits = KV_CODECS.traits(codec)
+        if traits.dtype == dtype and traits.scales == "none":
+            found = codec
+        elif traits.dtype == dtype and (beside := scales_name(name, codec)) in planes:
+            return codec, planes[beside]
+    assert found is not None, f"plane {name} is encoded, and nothing says how"
+    return found, None
 
 
 def gather(plane: npt.NDArray[Any], pages: I32, lo: int, hi: int) -> F32:

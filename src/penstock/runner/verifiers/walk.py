@@ -12,7 +12,7 @@ from penstock.base.rng import uniform
 from penstock.core.draft import ROOT, UNKNOWN
 from penstock.core.sampling import TokenRules
 from penstock.runner.drafted import DraftedRow
-from penstock.runner.sampler import F32, Node, Sampler, draw, sick_at
+from penstock.runner.sampler import F32, DraftNode, Sampler, draw, sick_at
 from penstock.runner.truncate import truncate
 from penstock.runner.verify import Verifier, VerifyOutput, put
 
@@ -143,7 +143,7 @@ class RuleVerifier(Verifier):
         super().__init__(sampler)
         self.rule = rule
 
-    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[Node]:
+    def nodes(self, drafted_rows: Sequence[DraftedRow]) -> list[DraftNode]:
         return super().nodes([drafted for drafted in drafted_rows if self._matched(drafted)])
 
     def verify(self, logits: F32, drafted_rows: Sequence[DraftedRow], choices: Sequence[int]) -> VerifyOutput:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -16,7 +15,7 @@ from penstock.base.errors import EngineError, InputError
 from penstock.core.sampling import SamplingParams
 from penstock.core.vector import check_dimensions, embedding
 from penstock.server.call import Prompt
-from penstock.server.encoding import Fit
+from penstock.server.encoding import PromptFit
 from penstock.server.errors import WireError
 from penstock.server.schema.decode import read
 from penstock.server.schema.embeddings import EmbeddingList, EmbeddingObject, EmbeddingRequest, EmbeddingUsage
@@ -27,13 +26,18 @@ from penstock.server.transport.sse import encoder, unless_gone
 from penstock.server.turns.asking import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
 from penstock.text.validate import build_pooling_request
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Vector = npt.NDArray[np.float32]
+
 AT_ONCE = 16
 """Inputs of one request that are with the engine at a time: a long list must not fill the queue."""
 _REFUSED = {
     "truncate_prompt_tokens": ((), "is not supported: an input is never cut; shorten it before it is sent"),
     "messages": ((), "is not supported; send the text as input"),
 }
-Vector = npt.NDArray[np.float32]
 
 
 async def embeddings(request: Request) -> Response:
@@ -63,7 +67,9 @@ async def embed(caller: Caller, body: EmbeddingRequest) -> Pieces:
     async def one(i: int, prompt: Prompt) -> Vector:
         async with places:
             pooled = await _pooled(caller, body, prompt, pooling, f"{request_id}-{i}")
-            return embedding(pooled, normalize=body.normalize is not False, dimensions=body.dimensions)
+            # In a thread: the first one imports numpy, for which no other stream should wait.
+            normalize = body.normalize is not False
+            return await asyncio.to_thread(embedding, pooled, normalize=normalize, dimensions=body.dimensions)
 
     request_id = new_id("embd-")
     tasks = [asyncio.ensure_future(one(i, prompt)) for i, prompt in enumerate(prompts)]
@@ -90,7 +96,7 @@ async def embed(caller: Caller, body: EmbeddingRequest) -> Pieces:
 def _written(vector: Vector, coded: str) -> list[float] | str:
     if coded == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
-    floats: list[float] = vector.astype(np.float64).tolist()
+    floats: list[float] = vector.tolist()
     return floats
 
 
@@ -113,8 +119,8 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
     """Raises InputError, and as `Service.encode_all`."""
     given, service = body.input, caller.server.service
     encode = partial(
-        service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=Fit.to_pool(service.limits),
-        asker=asker_of(caller, body.timeout),
+        service.encode_all, add_special_tokens=body.add_special_tokens is not False,
+        fit=PromptFit.to_pool(service.limits), asker=asker_of(caller, body.timeout),
     )  # fmt: skip
     if isinstance(given, str):
         return await encode([given], ["input"])

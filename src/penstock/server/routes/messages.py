@@ -19,7 +19,7 @@ from penstock.server.anthropic.input import (
     form,
     template_kwargs,
 )
-from penstock.server.encoding import Fit
+from penstock.server.encoding import PromptFit
 from penstock.server.errors import told
 from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
@@ -185,7 +185,7 @@ async def count_tokens(request: Request) -> Response:
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
-        fit=Fit.to_count(service.limits),
+        fit=PromptFit.to_count(service.limits),
         asker=asker_of(caller),
     )
     prompt = await unless_gone(request, counting)

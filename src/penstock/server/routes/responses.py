@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
-from penstock.server.encoding import Fit
+from penstock.server.encoding import PromptFit
 from penstock.server.responses.events import Item, replay
 from penstock.server.responses.input import (
     chat_messages,
@@ -228,7 +228,7 @@ async def count_input(request: Request) -> Response:
         tools=None if asked.tool_choice == "none" else asked.tools or None,
         chat_template_kwargs=asked.chat_template_kwargs,
         param="input",
-        fit=Fit.to_count(service.limits),
+        fit=PromptFit.to_count(service.limits),
         asker=asker_of(caller),
     )
     prompt = await unless_gone(request, counting)

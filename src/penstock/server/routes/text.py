@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 from penstock.base.errors import InputError
 from penstock.server.call import Asker, Prompt
 from penstock.server.context import Server
-from penstock.server.encoding import Fit
+from penstock.server.encoding import PromptFit
 from penstock.server.parsing import check_tools
 from penstock.server.schema.decode import read
 from penstock.server.schema.text import (
@@ -41,7 +41,7 @@ async def _tokenized(caller: Caller, body: TokenizeRequest) -> TokenizeResponse:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        special, fit = body.add_special_tokens is not False, Fit.to_count(server.service.limits)
+        special, fit = body.add_special_tokens is not False, PromptFit.to_count(server.service.limits)
         prompt = await server.service.encode(body.prompt, add_special_tokens=special, fit=fit, asker=asker)
     else:
         prompt = await _chat(server, body, asker)
@@ -119,7 +119,7 @@ async def _chat(server: Server, body: TokenizeRequest | TemplateRequest, asker: 
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        fit=Fit.to_count(server.service.limits),
+        fit=PromptFit.to_count(server.service.limits),
         asker=asker,
     )
 

@@ -19,7 +19,7 @@ from penstock.launch.compressor import MAX_TOKENS, ChatSource, Compressed, Compr
 from penstock.server.call import Asker, Prompt
 from penstock.server.context import Server
 from penstock.server.distribution import TTFT_S, Distribution
-from penstock.server.encoding import Fit, in_time
+from penstock.server.encoding import PromptFit, in_time
 from penstock.text.encoding import Steps, one_step
 from penstock.text.offload import Crowded, Dropped, Offload
 from penstock.text.roles import known_roles
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_QUEUED_TOKENS = 1 << 20
 """Of prompts that wait to be compressed or are being compressed: some minutes of work at most."""
 
-TO_COMPRESS = Fit(MAX_TOKENS, f"; at most {MAX_TOKENS} can be compressed", charged=False)
+TO_COMPRESS = PromptFit(MAX_TOKENS, f"; at most {MAX_TOKENS} can be compressed", charged=False)
 """How long a prompt may be that is to be compressed."""
 
 

@@ -14,7 +14,7 @@ from penstock.text.validate import validate_sampling
 
 if TYPE_CHECKING:
     from penstock.server.context import Server
-    from penstock.text.validate import Limits
+    from penstock.text.limits import Limits
 
 log = logging.getLogger("penstock.server")
 _NAMES = {

@@ -1,4 +1,4 @@
-"""One file per published format of codes. `STORED_FORMATS`: those whose matrices can stay as they are stored."""
+"""A file or room per published format of codes. `STORED_FORMATS`: those whose matrices can stay as they are stored."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.base.registry import Registry
+from penstock.formats.ggml import GGML_FORMATS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,5 +37,7 @@ STORED_FORMATS.add("bnb8", "penstock.weights.stored.eight:ScbMatrix")
 STORED_FORMATS.add("bytes", "penstock.weights.stored.eight:ByteMatrix")
 STORED_FORMATS.add("fp4", "penstock.weights.stored.fp4:Fp4Matrix")
 STORED_FORMATS.add("gptq", "penstock.weights.stored.gptq:GptqMatrix")
+for _kind in GGML_FORMATS:
+    STORED_FORMATS.add(_kind.lower(), "penstock.weights.stored.ggml.matrix:BlockMatrix")
 STORED_FORMATS.add("hqq", "penstock.weights.stored.hqq:HqqMatrix")
 STORED_FORMATS.add("packed", "penstock.weights.stored.packed:PackedMatrix")

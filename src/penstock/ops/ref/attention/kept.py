@@ -11,8 +11,9 @@ import numpy.typing as npt
 from penstock.base.bf16 import F32
 from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
+from penstock.ops.ref.codecs.number import to_storage
 from penstock.ops.ref.product import as_float32
-from penstock.ops.ref.storage import read_kv, store, to_storage
+from penstock.ops.ref.storage import read_kv, store
 from penstock.ops.step import Step
 
 

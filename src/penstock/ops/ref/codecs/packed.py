@@ -6,10 +6,13 @@ x stands as code * scale + minimum with codes 0 ... 2^bits - 1; scale and minimu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
+from penstock.core.kv_codec import group_size
 
 U8 = npt.NDArray[np.uint8]
 F16 = npt.NDArray[np.float16]
@@ -72,3 +75,35 @@ def decode_channels(packed: U8, bounds: F32, bits: int) -> F32:
     """The inverse of `encode_channels`, as far as there is one."""
     scale, minimum = np.split(bounds, 2, axis=-1)
     return unpack(packed, bits).astype(np.float32) * scale + minimum
+
+
+@dataclass(frozen=True)
+class GroupCodes:
+    """By token: a scale and a minimum for every `group_size` numbers of a head."""
+
+    bits: int
+
+    def encode(self, x: F32) -> tuple[U8, F16]:
+        return encode_tokens(x, self.bits, group_size(x.shape[-1]))
+
+    def decode(self, elements: U8, scales: F16 | None) -> F32:
+        assert scales is not None, "codes without their scales"
+        return decode_tokens(elements, scales.astype(np.float32), self.bits)
+
+
+@dataclass(frozen=True)
+class ChannelCodes:
+    """By block: a scale and a minimum for each channel of a head."""
+
+    bits: int
+
+    def encode(self, x: F32) -> tuple[U8, F16]:
+        return encode_channels(x, self.bits)
+
+    def decode(self, elements: U8, scales: F16 | None) -> F32:
+        assert scales is not None, "codes without their scales"
+        return decode_channels(elements, scales.astype(np.float32), self.bits)
+
+
+INT4, INT2 = GroupCodes(4), GroupCodes(2)
+CHANNEL4, CHANNEL2 = ChannelCodes(4), ChannelCodes(2)

@@ -1,0 +1,29 @@
+// Few rows and codes as they lie, turned in registers: what is read is what waits for the memory.
+#include "block_int.h"
+
+namespace pst {
+
+const Add* find_few(int32_t code, Scales scales, bool zeros) {
+    struct Kernel {
+        int32_t code;
+        Scales scales;
+        bool zeros;
+        const Add* by_rows;
+    };
+    // Those that files have: others are made ready.
+    static constexpr Kernel KERNELS[] = {
+        {PST_C_U6, HALVES, false, BY_ROWS<Code6, HALVES, false>},
+        {PST_C_U5, BLOCKS, false, BY_ROWS<Code5, BLOCKS, false>}, {PST_C_U5, BLOCKS, true, BY_ROWS<Code5, BLOCKS, true>},
+        {PST_C_U4, ROW, false, BY_ROWS<Code4, ROW, false>},       {PST_C_U4, ROW, true, BY_ROWS<Code4, ROW, true>},
+        {PST_C_U4, BLOCKS, false, BY_ROWS<Code4, BLOCKS, false>}, {PST_C_U4, BLOCKS, true, BY_ROWS<Code4, BLOCKS, true>},
+        {PST_C_U3, HALVES, false, BY_ROWS<Code3, HALVES, false>}, {PST_C_U3, BLOCKS, false, BY_ROWS<Code3, BLOCKS, false>},
+        {PST_C_U3, BLOCKS, true, BY_ROWS<Code3, BLOCKS, true>},   {PST_C_U2, HALVES, true, BY_ROWS<Code2, HALVES, true>},
+        {PST_C_U2, BLOCKS, false, BY_ROWS<Code2, BLOCKS, false>}, {PST_C_U2, BLOCKS, true, BY_ROWS<Code2, BLOCKS, true>},
+        {PST_C_T4, HALVES, false, BY_ROWS<CodeT4, HALVES, false>}, {PST_C_T4, BLOCKS, false, BY_ROWS<CodeT4, BLOCKS, false>},
+    };
+    for (const Kernel& kernel : KERNELS)
+        if (kernel.code == code && kernel.scales == scales && kernel.zeros == zeros) return kernel.by_rows;
+    return nullptr;
+}
+
+}  // namespace pst

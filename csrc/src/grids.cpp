@@ -1,0 +1,175 @@
+// ggml's blocks of 256: IQ1 to IQ3 and TQ1_0 (https://github.com/ggml-org/ggml, src/ggml-common.h and ggml-quants.c).
+#include "grids.h"
+
+#include <cstring>
+
+#include "grid_tables.h"
+#include "penstock.h"
+#include "simd.h"
+
+namespace pst {
+
+namespace {
+
+constexpr int32_t BYTES[] = {110, 98, 82, 74, 66, 50, 56, 54};
+constexpr int32_t GROUPS[] = {32, 32, 16, 16, 32, 32, 16, 256};  // PST_C_IQ3_S ... PST_C_TQ1_0
+
+// A vector as it is multiplied, one byte each.
+template <int N>
+struct Vectors {
+    int8_t values[N][8];
+    // `numbers` a word of `bits` each.
+    Vectors(const uint16_t (&words)[N], int numbers, int bits, const int8_t* levels) : values{} {
+        for (int i = 0; i < N; i++)
+            for (int k = 0; k < numbers; k++) values[i][k] = levels[words[i] >> (bits * k) & ((1 << bits) - 1)];
+    }
+};
+
+constexpr int8_t LEVELS2[] = {8, 25, 43}, LEVELS3_XXS[] = {4, 12, 20, 28, 36, 44, 52, 62};
+constexpr int8_t LEVELS3[] = {1, 3, 5, 7, 9, 11, 13, 15}, LEVELS1[] = {-8, 0, 8};  // in eighths
+const Vectors<256> IQ2_XXS(GRID_IQ2_XXS, 8, 2, LEVELS2);
+const Vectors<512> IQ2_XS(GRID_IQ2_XS, 8, 2, LEVELS2);
+const Vectors<1024> IQ2_S(GRID_IQ2_S, 8, 2, LEVELS2);
+const Vectors<256> IQ3_XXS(GRID_IQ3_XXS, 4, 3, LEVELS3_XXS);
+const Vectors<512> IQ3_S(GRID_IQ3_S, 4, 3, LEVELS3);
+const Vectors<2048> IQ1(GRID_IQ1, 8, 2, LEVELS1);
+
+inline uint16_t word(const uint8_t* p) {
+    uint16_t x;
+    std::memcpy(&x, p, 2);
+    return x;
+}
+inline uint32_t word32(const uint8_t* p) {
+    uint32_t x;
+    std::memcpy(&x, p, 4);
+    return x;
+}
+
+// Seven signs are kept; the eighth makes their number even.
+inline int all_signs(uint32_t seven) { return int(seven | uint32_t(__builtin_parity(seven)) << 7); }
+
+inline void put_signed(int8_t* to, const int8_t* from, int n, int signs) {
+    for (int i = 0; i < n; i++) to[i] = signs >> i & 1 ? int8_t(-from[i]) : from[i];
+}
+
+void iq2_xxs(const uint8_t* b, int8_t* to) {
+    for (int g = 0; g < 8; g++) {
+        const uint8_t* at = b + 2 + 8 * g;
+        const uint32_t rest = word32(at + 4);
+        for (int l = 0; l < 4; l++, to += 8) put_signed(to, IQ2_XXS.values[at[l]], 8, all_signs(rest >> 7 * l & 127));
+    }
+}
+
+void iq2_xs(const uint8_t* b, int8_t* to) {
+    for (int i = 0; i < 32; i++, to += 8) {
+        const uint16_t code = word(b + 2 + 2 * i);
+        put_signed(to, IQ2_XS.values[code & 511], 8, all_signs(code >> 9));
+    }
+}
+
+void iq2_s(const uint8_t* b, int8_t* to) {
+    for (int i = 0; i < 32; i++, to += 8) {
+        const int high = b[66 + i / 4] >> 2 * (i % 4) & 3;
+        put_signed(to, IQ2_S.values[b[2 + i] | high << 8], 8, b[34 + i]);
+    }
+}
+
+void iq3_xxs(const uint8_t* b, int8_t* to) {
+    for (int g = 0; g < 8; g++) {
+        const uint32_t rest = word32(b + 66 + 4 * g);
+        for (int l = 0; l < 8; l++, to += 4)
+            put_signed(to, IQ3_XXS.values[b[2 + 8 * g + l]], 4, all_signs(rest >> 7 * (l / 2) & 127) >> 4 * (l % 2));
+    }
+}
+
+void iq3_s(const uint8_t* b, int8_t* to) {
+    for (int g = 0; g < 8; g++) {
+        for (int l = 0; l < 8; l++, to += 4) {
+            const int code = b[2 + 8 * g + l] | (b[66 + g] >> l & 1) << 8;
+            put_signed(to, IQ3_S.values[code], 4, b[74 + 4 * g + l / 2] >> 4 * (l % 2));
+        }
+    }
+}
+
+// A vector of -1, 0 and 1, an eighth more or less, in eighths.
+inline void put_shifted(int8_t* to, const int8_t* from, bool less) {
+    for (int i = 0; i < 8; i++) to[i] = int8_t(from[i] + (less ? -1 : 1));
+}
+
+void iq1_s(const uint8_t* b, int8_t* to) {
+    for (int g = 0; g < 8; g++) {
+        const int high = word(b + 34 + 2 * g);
+        for (int l = 0; l < 4; l++, to += 8)
+            put_shifted(to, IQ1.values[b[2 + 4 * g + l] | (high >> 3 * l & 7) << 8], high & 0x8000);
+    }
+}
+
+void iq1_m(const uint8_t* b, int8_t* to) {
+    for (int i = 0; i < 32; i++, to += 8) {
+        const int high = b[32 + i / 2] >> 4 * (i % 2) & 15;
+        put_shifted(to, IQ1.values[b[i] | (high & 7) << 8], high & 8);
+    }
+}
+
+void tq1_0(const uint8_t* b, int8_t* to) {
+    constexpr uint8_t POWERS[] = {1, 3, 9, 27, 81};
+    auto digits = [&](const uint8_t* from, int bytes, int count) {
+        for (int n = 0; n < count; n++)
+            for (int i = 0; i < bytes; i++) *to++ = int8_t((uint8_t(from[i] * POWERS[n]) * 3 >> 8) - 1);
+    };
+    digits(b, 32, 5);
+    digits(b + 32, 16, 5);
+    digits(b + 48, 4, 4);
+}
+
+}  // namespace
+
+int32_t grid_bytes(int32_t code) { return BYTES[code - PST_C_IQ3_S]; }
+int32_t grid_group(int32_t code) { return GROUPS[code - PST_C_IQ3_S]; }
+
+void grid_values(int32_t code, const uint8_t* block, int8_t* values) {
+    switch (code) {
+        case PST_C_IQ3_S: return iq3_s(block, values);
+        case PST_C_IQ3_XXS: return iq3_xxs(block, values);
+        case PST_C_IQ2_S: return iq2_s(block, values);
+        case PST_C_IQ2_XS: return iq2_xs(block, values);
+        case PST_C_IQ2_XXS: return iq2_xxs(block, values);
+        case PST_C_IQ1_S: return iq1_s(block, values);
+        case PST_C_IQ1_M: return iq1_m(block, values);
+        default: return tq1_0(block, values);
+    }
+}
+
+void grid_scales(int32_t code, const uint8_t* b, float* scales) {
+    const float first = f16_to_f32(word(b));  // what all of them are multiplied by, in most types
+    auto nibble = [](const uint8_t* from, int i) { return float(from[i / 2] >> 4 * (i % 2) & 15); };
+    switch (code) {
+        case PST_C_IQ3_S:
+            for (int g = 0; g < 8; g++) scales[g] = first * (1.0f + 2.0f * nibble(b + 106, g));
+            return;
+        case PST_C_IQ3_XXS:
+            for (int g = 0; g < 8; g++) scales[g] = first * (0.5f + float(b[66 + 4 * g + 3] >> 4)) * 0.5f;
+            return;
+        case PST_C_IQ2_S:
+        case PST_C_IQ2_XS:
+            for (int i = 0; i < 16; i++)
+                scales[i] = first * (0.5f + nibble(b + (code == PST_C_IQ2_S ? 74 : 66), i)) * 0.25f;
+            return;
+        case PST_C_IQ2_XXS:
+            for (int g = 0; g < 8; g++) scales[g] = first * (0.5f + float(b[2 + 8 * g + 7] >> 4)) * 0.25f;
+            return;
+        case PST_C_IQ1_S:
+            for (int g = 0; g < 8; g++) scales[g] = first * 0.125f * float(2 * (b[35 + 2 * g] >> 4 & 7) + 1);
+            return;
+        case PST_C_IQ1_M: {
+            uint16_t bits = 0;
+            for (int i = 0; i < 4; i++) bits = uint16_t(bits | (word(b + 48 + 2 * i) >> 12) << 4 * i);
+            const float d = f16_to_f32(bits) * 0.125f;
+            for (int i = 0; i < 16; i++) scales[i] = d * float(2 * (word(b + 48 + i / 4 * 2) >> 3 * (i % 4) & 7) + 1);
+            return;
+        }
+        default: scales[0] = f16_to_f32(word(b + 52));
+    }
+}
+
+}  // namespace pst

@@ -1,0 +1,263 @@
+"""Every architecture that GGUF files are read of: its family here, and where the family's settings stand in the file.
+
+A GGUF file becomes the config.json that its family reads, so that what a family computes is said once. To add an
+architecture, add an entry: the name that llama.cpp gives it (`LLM_ARCH_NAMES`), the family's `model_type`, the fields
+of its config.json, and names of tensors if they are not those of `places.NAMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.families.gguf import readers as r
+from penstock.families.gguf import single as s
+from penstock.families.gguf.header import Header
+from penstock.families.gguf.rope import head_dim, rope, rotated
+
+Source = str | r.Read
+"""Key of the metadata without the architecture's name ("?" at its end: it may be absent), or what reads the header."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`families`: all names of FAMILIES that `family` can give. `fields`: field of config.json -> where it stands.
+
+    `neighbours`: rotary pairs are rows that lie side by side (llama.cpp's LLAMA_ROPE_TYPE_NORM), because the family has
+    them so or because the converter has put them so. `names`: logical name -> tensor, for those unlike
+    `places.NAMES`; "a|b" is the first of them that there is. `halves_apart`: every half of a layer is a block of its
+    own. `choose`: which of several families it is.
+    """
+
+    families: tuple[str, ...]
+    fields: Mapping[str, Source]
+    neighbours: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    halves_apart: bool = False
+    choose: r.Read | None = None
+
+    def family(self, h: Header) -> str:
+        """`model_type` of the model in a file."""
+        return self.families[0] if self.choose is None else str(self.choose(h))
+
+
+_SIZES: dict[str, Source] = {
+    "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
+    "max_position_embeddings": "context_length",
+}  # fmt: skip
+_HEADS: dict[str, Source] = {
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": r.kv_heads, "head_dim": head_dim,
+}  # fmt: skip
+_WIDTH: dict[str, Source] = {"intermediate_size": "feed_forward_length"}
+_RMS: dict[str, Source] = {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+_LLAMA = {**_SIZES, **_HEADS, **_WIDTH, **_RMS, "rope_parameters": rope}
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_WITH_LAYER_NORM = {**_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "layer_norm_eps": _LAYER_NORM}
+_GPT2: dict[str, Source] = {
+    **_SIZES, "num_attention_heads": r.equal_heads, "n_inner": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM,
+}  # fmt: skip
+_ROUTED: dict[str, Source] = {
+    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
+    "n_routed_experts": "expert_count", "norm_topk_prob": "expert_weights_norm?",
+    "routed_scaling_factor": "expert_weights_scale?", "n_group": "expert_group_count?",
+    "topk_group": "expert_group_used_count?", "first_k_dense_replace": "leading_dense_block_count?",
+}  # fmt: skip
+_MIXTRAL: dict[str, Source] = {
+    **_LLAMA, "num_local_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX, normed=True),
+}  # fmt: skip
+_QWEN_MOE: dict[str, Source] = {
+    **_LLAMA, "intermediate_size": "feed_forward_length?", "moe_intermediate_size": "expert_feed_forward_length",
+    "num_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX),
+}  # fmt: skip
+_STATE: dict[str, Source] = {
+    **_SIZES, "state_size": "ssm.state_size", "conv_kernel": "ssm.conv_kernel", "expand": s.expansion,
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+_NEMOTRON_H: dict[str, Source] = {
+    "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "max_position_embeddings": "context_length",
+    "hybrid_override_pattern": s.pattern_of_nemotron, "num_attention_heads": s.most("attention.head_count"),
+    "num_key_value_heads": s.most("attention.head_count_kv"), "head_dim": head_dim,
+    "intermediate_size": s.most("feed_forward_length"), "layer_norm_epsilon": s.either_epsilon,
+    "mamba_num_heads": "ssm.time_step_rank", "mamba_head_dim": s.state_heads, "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count", "conv_kernel": "ssm.conv_kernel",
+}  # fmt: skip
+_POST_NORM = {"ffn_norm": "post_attention_norm"}
+"""Norms before each half, of which the second is called after what it follows."""
+
+
+def _sparse_llama(h: Header) -> str:
+    return "mixtral" if h.fields.raw("expert_count") else "llama"
+
+
+def _llama_fields(name: str) -> r.Read:
+    """What a field of Mixtral's is for a model without experts: not there."""
+    source = _MIXTRAL[name]
+
+    def read(h: Header) -> object:
+        if _sparse_llama(h) == "llama":
+            h.fields.raw("expert_used_count")
+            return None
+        return source(h) if callable(source) else h.fields.raw(source)
+
+    return read
+
+
+def _olmo(h: Header) -> str:
+    return "olmo2" if r.window(h) is None else "olmo3"
+
+
+def _olmo_only3(read: r.Read) -> r.Read:
+    return lambda h: read(h) if _olmo(h) == "olmo3" else None
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(
+        ("llama", "mixtral"), {**_LLAMA, **{n: _llama_fields(n) for n in ("num_local_experts", "num_experts_per_tok")}},
+        neighbours=True, choose=_sparse_llama,
+    ),
+    "arcee": Architecture(("arcee",), _LLAMA, neighbours=True),
+    "bloom": Architecture(("bloom",), {
+        **_GPT2, "max_position_embeddings": r.just(None), "seq_length": "context_length",
+    }),
+    "chatglm": Architecture(("glm",), _LLAMA, neighbours=True),
+    "cohere2": Architecture(("cohere2",), {
+        **_WITH_LAYER_NORM, "logit_scale": "logit_scale", "sliding_window": "attention.sliding_window",
+        "layer_types": r.layer_types(4),
+    }, neighbours=True),
+    "command-r": Architecture(("cohere",), {
+        **_WITH_LAYER_NORM, "logit_scale": lambda h: h.fields.number("logit_scale", default=1.0),
+        "use_qk_norm": r.holds("attn_q_norm.weight"),
+    }, neighbours=True),
+    "deci": Architecture(("nemotron-nas",), {
+        **_SIZES, **_RMS, "num_attention_heads": s.most("attention.head_count"), "block_configs": s.blocks_of_deci,
+        "rope_parameters": rope,
+    }, neighbours=True),
+    "deepseek2": Architecture(("deepseek_v2", "deepseek_v3"), {
+        **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": s.all_heads,
+        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank?",
+        "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
+        "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": s.topk_method,
+        "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
+    }, neighbours=True, choose=s.deepseek),
+    "ernie4_5": Architecture(("ernie4_5",), _LLAMA, neighbours=True),
+    "exaone": Architecture(("exaone",), {
+        **_LLAMA, "num_hidden_layers": r.just(None), "num_layers": r.num_layers, "rms_norm_eps": r.just(None),
+        "layer_norm_epsilon": s.either_epsilon,
+    }),
+    "exaone4": Architecture(("exaone4",), {
+        **_LLAMA, "sliding_window": r.window, "layer_types": r.exaone4_types
+    }),
+    "falcon": Architecture(("falcon",), {
+        **_SIZES, "num_attention_heads": "attention.head_count", "num_kv_heads": r.kv_heads,
+        "multi_query": s.one_kv_head, "new_decoder_architecture": s.falcon_grouped,
+        "num_ln_in_parallel_attn": lambda h: 2 if h.has("blk.0.attn_norm_2.weight") else 1,
+        "ffn_hidden_size": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM, "rope_parameters": rope,
+    }, names={"attn_norm": "attn_norm_2|attn_norm", "ffn_norm": "attn_norm"}),
+    "gemma": Architecture(("gemma",), _LLAMA),
+    "gemma2": Architecture(("gemma2",), {
+        **_LLAMA, "attn_logit_softcapping": lambda h: h.fields.number("attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": lambda h: h.fields.number("final_logit_softcapping", default=30.0),
+        "sliding_window": lambda h: r.window(h) or 4096, "layer_types": r.layer_types(2),
+        "query_pre_attn_scalar": r.score_divisor(46),
+    }),
+    "gemma3": Architecture(("gemma3_text",), {
+        **_LLAMA, "final_logit_softcapping": "final_logit_softcapping?", "sliding_window": r.window,
+        "layer_types": r.layer_types(6), "query_pre_attn_scalar": r.score_divisor(62),
+        "rope_parameters": r.two_ropes(10000.0),
+    }),
+    "glm4": Architecture(("glm4",), _LLAMA, neighbours=True),
+    "glm4moe": Architecture(("glm4_moe",), {
+        **_LLAMA, **_ROUTED, "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
+        "first_k_dense_replace": lambda h: h.fields.integer("leading_dense_block_count", low=0, high=4096, default=0),
+        "use_qk_norm": r.holds("attn_q_norm.weight"),
+    }, names=_POST_NORM),
+    "gpt2": Architecture(("gpt2",), _GPT2),
+    "gpt-oss": Architecture(("gpt_oss",), {
+        **_LLAMA, "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
+        "layer_types": r.layer_types(2), "num_local_experts": "expert_count", "rope_parameters": s.yarn_exactly,
+        "num_experts_per_tok": "expert_used_count",
+    }, names=_POST_NORM),
+    "gptneox": Architecture(("gpt_neox",), {
+        **_SIZES, **_WIDTH, "num_attention_heads": r.equal_heads, "rope_parameters": rope,
+        "layer_norm_eps": _LAYER_NORM, "use_parallel_residual": "use_parallel_residual",
+    }),
+    "granite": Architecture(("granite",), {
+        **_LLAMA, "attention_multiplier": r.attention_scale, "embedding_multiplier": "embedding_scale?",
+        "residual_multiplier": "residual_scale?", "logits_scaling": "logit_scale",
+        "rope_parameters": r.rope_for_granite,
+    }, neighbours=True),
+    "hunyuan-dense": Architecture(("hunyuan_v1_dense",), _LLAMA),
+    "internlm2": Architecture(("internlm2",), _LLAMA, neighbours=True),
+    "llama4": Architecture(("llama4_text",), {
+        **_LLAMA, "intermediate_size": "expert_feed_forward_length", "intermediate_size_mlp": "feed_forward_length",
+        "num_local_experts": "expert_count", "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "interleave_moe_layer_step": "interleave_moe_layer_step", "layer_types": s.llama4_types,
+        "no_rope_layers": s.llama4_rotates, "attn_temperature_tuning": s.chunked,
+        "use_qk_norm": lambda h: h.fields.raw("expert_count") != 128,
+    }, neighbours=True),
+    "mamba": Architecture(("mamba",), {**_STATE, "time_step_rank": "ssm.time_step_rank"}),
+    "mamba2": Architecture(("mamba2",), {
+        **_STATE, "num_heads": "ssm.time_step_rank", "head_dim": s.state_heads, "n_groups": "ssm.group_count",
+    }),
+    "minicpm": Architecture(("minicpm",), {
+        **_LLAMA, "scale_emb": lambda h: h.fields.number("embedding_scale", default=12.0),
+        "scale_depth": r.depth_scale, "dim_model_base": r.base_width,
+    }, neighbours=True),
+    "minimax-m2": Architecture(("minimax_m2",), {
+        **_LLAMA, "intermediate_size": "expert_feed_forward_length", "num_local_experts": "expert_count",
+        "num_experts_per_tok": r.experts(r.SIGMOID, normed=True), "rotary_dim": rotated,
+        "rope_parameters": s.half_rotated,
+    }),
+    "mistral3": Architecture(("ministral3", "mistral"), {
+        **_LLAMA, "rope_parameters": s.ministral_rope, "sliding_window": r.window,
+    }, neighbours=True, choose=s.ministral),
+    "mpt": Architecture(("mpt",), {
+        "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
+        "max_seq_len": "context_length", "num_attention_heads": r.equal_heads, "expansion_ratio": r.times_four,
+        "layer_norm_epsilon": _LAYER_NORM, "attn_config": s.alibi,
+    }),
+    "nemotron": Architecture(("nemotron",), {
+        **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_eps": _LAYER_NORM
+    }),
+    "nemotron_h": Architecture(("nemotron_h",), _NEMOTRON_H, names={"ffn_norm": "attn_norm"}, halves_apart=True),
+    "nemotron_h_moe": Architecture(("nemotron_h",), {
+        **_NEMOTRON_H, **_ROUTED, "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "moe_latent_size": "moe_latent_size?",
+    }, names={"ffn_norm": "attn_norm"}, halves_apart=True),
+    "olmo2": Architecture(("olmo2", "olmo3"), {
+        **_LLAMA, "sliding_window": _olmo_only3(r.window), "layer_types": _olmo_only3(r.layer_types(4)),
+        "rope_parameters": lambda h: r.two_ropes(None)(h) if _olmo(h) == "olmo3" else rope(h),
+    }, choose=_olmo),
+    "olmoe": Architecture(("olmoe",), {
+        **_LLAMA, "num_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX),
+        "norm_topk_prob": "expert_weights_norm?", "clip_qkv": "attention.clamp_kqv?",
+    }),
+    "phi2": Architecture(("phi",), {**_WITH_LAYER_NORM, "qk_layernorm": r.holds("attn_q_norm.weight")}),
+    "phi3": Architecture(("phi3",), {
+        **_LLAMA, "original_max_position_embeddings": s.original_context, "sliding_window": r.window,
+    }),
+    "qwen2": Architecture(("qwen2",), _LLAMA),
+    "qwen2moe": Architecture(("qwen2_moe",), {
+        **_QWEN_MOE, "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
+    }),
+    "qwen3": Architecture(("qwen3",), _LLAMA),
+    "qwen3moe": Architecture(("qwen3_moe",), {
+        **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
+    }),
+    "seed_oss": Architecture(("seed_oss",), _LLAMA, names=_POST_NORM),
+    "smollm3": Architecture(("smollm3",), _LLAMA, neighbours=True),
+    "stablelm": Architecture(("stablelm",), {
+        **_WITH_LAYER_NORM, "use_parallel_residual": s.parallel_halves,
+        "qk_layernorm": r.holds("attn_q_norm.weight"),
+    }),
+    "starcoder": Architecture(("gpt_bigcode",), {
+        **_GPT2, "num_attention_heads": "attention.head_count", "multi_query": s.one_kv_head,
+    }),
+    "starcoder2": Architecture(("starcoder2",), {
+        **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_epsilon": _LAYER_NORM, "sliding_window": r.window,
+    }),
+}  # fmt: skip
+"""`general.architecture` -> how its files are read."""

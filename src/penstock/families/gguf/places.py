@@ -1,0 +1,166 @@
+"""Where the weights of a model are in a GGUF file: names as llama.cpp gives them, and parts of fused tensors.
+
+Source: gguf-py/gguf/constants.py of github.com/ggml-org/llama.cpp (TENSOR_NAMES), and the shapes that
+convert_hf_to_gguf.py writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.core.mixers import Shapes
+from penstock.core.model_spec import (
+    Attention,
+    Experts,
+    FeedForward,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    ModelSpec,
+    layer_shapes,
+    weight_shapes,
+)
+from penstock.core.weight_map import Cut
+from penstock.formats.tensor_ref import TensorRef
+
+TOP = {
+    "embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd", "final_norm": "output_norm",
+    "lm_head": "output",
+}  # fmt: skip
+NAMES = {
+    "attn_norm": "attn_norm", "attn_post_norm": "post_attention_norm", "ffn_norm": "ffn_norm",
+    "ffn_post_norm": "post_ffw_norm",
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm",
+    "sinks": "attn_sinks",
+    "q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa",
+    "kv_a_norm": "attn_kv_a_norm", "kv_b": "attn_kv_b", "k_b": "attn_k_b", "v_b": "attn_v_b",
+    "in": "ssm_in", "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "a_log": "ssm_a!", "d": "ssm_d!",
+    "gate_norm": "ssm_norm",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": "ffn_gate_inp",
+    "router_correction": "exp_probs_b.bias!", "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp",
+}  # fmt: skip
+"""Logical name in a layer -> tensor in a block, `.weight` or `.bias` behind it; "!": the name as it stands."""
+_POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
+"""Norms of layers that norm only what their halves give."""
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One half of a layer: its weights, the block they are in, and what goes by another name than in NAMES."""
+
+    prefix: str
+    block: int
+    shapes: Shapes
+    names: Mapping[str, str]
+
+
+def find_places(
+    spec: ModelSpec, tensors: Mapping[str, TensorRef], names: Mapping[str, str], *, halves_apart: bool
+) -> dict[str, str | Cut]:
+    """Logical name -> tensor, or a part of one, for every weight of `spec`; the tensor may be missing.
+
+    `names`: see `architectures.Architecture`. `halves_apart`: every half of a layer is a block of its own.
+    """
+    out: dict[str, str | Cut] = {}
+    for name, shape in weight_shapes(spec).items():
+        if not name.startswith("layers."):
+            base, ending = _split(name)
+            out[name] = _whole(tensors, f"{TOP.get(base, base)}.{ending}", shape)
+    block = 0
+    for i, layer in enumerate(spec.layers):
+        for half in _halves(i, layer, spec.hidden_size, block, names, halves_apart):
+            out |= _half_places(half, layer, spec.hidden_size, tensors)
+        block += (layer.mixer is not None) + (layer.ffn is not None) if halves_apart else 1
+    return out
+
+
+def _halves(i: int, layer: Layer, e: int, block: int, names: Mapping[str, str], apart: bool) -> Iterator[_Half]:
+    shapes = layer_shapes(layer, e)
+    ffn = {n: s for n, s in shapes.items() if n.startswith("ffn_")}
+    if layer.ffn is not None:
+        ffn |= layer_shapes(Layer(mixer=None, ffn=layer.ffn, norm=layer.norm, shared_norm=True), e)
+    more = {**(_POST if layer.placement == "post" else {}), **names}
+    if layer.mixer is not None:
+        out = {"o": "ssm_out"} if isinstance(layer.mixer, Mamba | Mamba2) else {}
+        yield _Half(f"layers.{i}.", block, {n: s for n, s in shapes.items() if n not in ffn}, {**more, **out})
+    yield _Half(f"layers.{i}.", block + (apart and layer.mixer is not None), ffn, more)
+
+
+def _half_places(half: _Half, layer: Layer, e: int, tensors: Mapping[str, TensorRef]) -> dict[str, str | Cut]:
+    blk = f"blk.{half.block}."
+    out: dict[str, str | Cut] = {}
+    for name, shape in half.shapes.items():
+        base, ending = _split(name)
+        parts = base.split(".")
+        if parts[0] == "experts":
+            assert isinstance(layer.ffn, Experts)
+            place: str | Cut = _expert(blk, int(parts[1]), parts[2], ending, layer.ffn, e, tensors)
+        elif parts[0] in ("q_norm", "k_norm") and len(parts) == 2:
+            assert isinstance(layer.mixer, Attention)
+            heads = layer.mixer.num_heads if parts[0][0] == "q" else layer.mixer.num_kv_heads
+            place = Cut(f"{blk}{NAMES[parts[0]]}.weight", (heads, *shape), (int(parts[1]),))
+        elif base == "k_b":
+            assert isinstance(layer.mixer, Latent)
+            stored = (layer.mixer.num_heads, layer.mixer.kv_rank, layer.mixer.nope_dim)
+            place = Cut(f"{blk}{NAMES[base]}.weight", stored, axes=(0, 2, 1))
+        elif base == "v_b":
+            assert isinstance(layer.mixer, Latent)
+            place = Cut(f"{blk}{NAMES[base]}.weight", (layer.mixer.num_heads, layer.mixer.v_dim, layer.mixer.kv_rank))
+        else:
+            found = (half.names.get(base) or NAMES.get(base, base)).split("|")
+            ends = [f"{blk}{name[:-1] if name.endswith('!') else f'{name}.{ending}'}" for name in found]
+            stored_name = next((name for name in ends if name in tensors), ends[-1])
+            place = _fused(blk, base, ending, layer, e, tensors) or _whole(tensors, stored_name, shape)
+        out[half.prefix + name] = place
+    return out
+
+
+def _split(name: str) -> tuple[str, str]:
+    return (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
+
+
+def _whole(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> str | Cut:
+    """The tensor itself; in the weight's shape if it is stored with axes of one, or a vector is as a matrix."""
+    ref = tensors.get(name)
+    if ref is None or ref.shape == shape:
+        return name
+    same = tuple(n for n in ref.shape if n != 1) == tuple(n for n in shape if n != 1)
+    vector = len(shape) == 1 and len(ref.shape) == 2 and ref.shape[0] * ref.shape[1] == shape[0]
+    return Cut(name, ref.shape) if same or vector else name
+
+
+def _fused(blk: str, base: str, ending: str, layer: Layer, e: int, tensors: Mapping[str, TensorRef]) -> Cut | None:
+    """Rows of q, k and v below each other, or of gate and up, where the file has them in one tensor."""
+    mixer, ffn = layer.mixer, layer.ffn
+    columns = (e,) if ending == "weight" else ()
+    if base in ("q", "k", "v") and isinstance(mixer, Attention):
+        stored, rows = f"{blk}attn_qkv.{ending}", mixer.num_kv_heads * mixer.head_dim
+        sizes = {"q": mixer.num_heads * mixer.head_dim, "k": rows, "v": rows}
+    elif base in ("gate", "up") and isinstance(ffn, FeedForward) and ffn.gated:
+        if f"{blk}ffn_gate.{ending}" in tensors:
+            return None
+        stored, sizes = f"{blk}ffn_up.{ending}", {"gate": ffn.width, "up": ffn.width}
+    else:
+        return None
+    ref, total = tensors.get(stored), sum(sizes.values())
+    if ref is None or ref.shape[0] != total:
+        return None
+    start = sum(list(sizes.values())[: list(sizes).index(base)])
+    return Cut(stored, (total, *columns), ((start, start + sizes[base]),))
+
+
+def _expert(
+    blk: str, index: int, part: str, ending: str, ffn: Experts, e: int, tensors: Mapping[str, TensorRef]
+) -> Cut:
+    """One expert of a stack; gates may lie above ups in one."""
+    x, f = ffn.num_experts, ffn.expert.width
+    rows, columns = (e, f) if part == "down" else (f, e)
+    inner = (columns,) if ending == "weight" else ()
+    both = f"{blk}ffn_gate_up_exps.{ending}"
+    if part != "down" and both in tensors:
+        start = f if part == "up" else 0
+        return Cut(both, (x, 2 * f, *inner), (index, (start, start + f)))
+    return Cut(f"{blk}ffn_{part}_exps.{ending}", (x, rows, *inner), (index,))

@@ -1,0 +1,45 @@
+"""What a request may ask of a model and an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this engine serves. Units: tokens, characters or entries as named.
+
+    Attributes:
+        vocab_size: rows of the model's logits; ids lie in [0, vocab_size).
+        max_bad_words_chars: of all of them together, which are tokenized while everybody waits.
+        max_model_len: prompt and generated tokens of one sample together.
+        kv_capacity_tokens: tokens the whole KV pool holds; None: not the tighter limit.
+        eos_token_ids: the model's end-of-sequence ids.
+        max_logprobs: largest `logprobs` and `prompt_logprobs`; -1 is no limit and allows -1 (all) in requests.
+        max_prompt_logprob_entries: prompt tokens times entries of each.
+        max_logprob_entries: samples times tokens times entries of each; None: as many as are asked for.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    kv_capacity_tokens: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    max_n: int = 16384
+    max_logprobs: int = 20
+    max_prompt_logprob_entries: int = 2_000_000
+    max_logprob_entries: int | None = None
+    max_stops: int = 64
+    max_stop_chars: int = 4096
+    max_stop_token_ids: int = 1024
+    max_logit_bias: int = 1024
+    max_bad_words: int = 128
+    max_bad_word_chars: int = 256
+    max_bad_words_chars: int = 8192
+    max_beam_width: int = 64
+
+    @property
+    def context(self) -> tuple[int, str]:
+        """The tighter of context and KV pool, and its name in messages."""
+        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
+            return self.kv_capacity_tokens, "the KV cache holds"
+        return self.max_model_len, "the context holds"

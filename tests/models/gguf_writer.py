@@ -1,0 +1,371 @@
+"""A model as llama.cpp's converter writes it: from a spec and logical weights to metadata and tensors of a GGUF file.
+
+Written from convert_hf_to_gguf.py of github.com/ggml-org/llama.cpp, and compared with its output, not from
+`families.gguf`, whose inverse it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.core.model_spec import (
+    Attention,
+    Experts,
+    FeedForward,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    ModelSpec,
+    Norm,
+    Rope,
+)  # fmt: skip
+from tests.ggml import F32, write_gguf
+
+Weights = dict[str, F32]
+Metadata = dict[str, Any]
+TURNED = {"llama", "arcee", "granite", "smollm3", "mistral3", "internlm2", "minicpm", "deci"}
+"""Rows of q and k are put in an order in which rotary pairs, halves of a head before, are neighbours."""
+FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3"}
+FUSED_UP = {"phi3", "glm4", "chatglm"}
+UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm"}
+"""Their files say no size of a head."""
+BLOCKS_ARE_HALVES = {"nemotron_h", "nemotron_h_moe"}
+TOP = {
+    "embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd", "final_norm": "output_norm",
+    "lm_head": "output",
+}  # fmt: skip
+LAYER = {
+    "attn_norm": "attn_norm", "attn_post_norm": "post_attention_norm", "ffn_norm": "ffn_norm",
+    "ffn_post_norm": "post_ffw_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "sinks": "attn_sinks", "gate": "ffn_gate", "up": "ffn_up",
+    "down": "ffn_down", "router": "ffn_gate_inp", "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp", "q_a": "attn_q_a", "q_b": "attn_q_b",
+    "q_a_norm": "attn_q_a_norm", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm", "in": "ssm_in",
+    "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm",
+}  # fmt: skip
+POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
+SECOND = {"ffn_norm": "post_attention_norm"}
+RENAMED: dict[str, dict[str, str]] = {
+    "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "olmo2": POST, "exaone4": POST,
+    "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
+}  # fmt: skip
+
+
+def write_model(path: Path, spec: ModelSpec, weights: Weights, arch: str) -> Path:
+    """`weights`: float32, by logical names."""
+    tensors, extra = tensors_of(spec, weights, arch), positions_of(spec)
+    metadata: Metadata = {"general.architecture": arch, "tokenizer.ggml.model": "no_vocab"}
+    metadata |= {f"tokenizer.ggml.{n}_token_id": i for n, i in (("bos", spec.bos_token_id), ("eos", ends(spec))) if i}
+    metadata |= {f"{arch}.{key}": value for key, value in metadata_of(spec, arch).items()}
+    kinds = {name: ("F32", np.ascontiguousarray(array, np.float32)) for name, array in (tensors | extra).items()}
+    return write_gguf(path, metadata, kinds)
+
+
+def ends(spec: ModelSpec) -> int | None:
+    return spec.eos_token_ids[0] if spec.eos_token_ids else None
+
+
+# --- tensors
+
+
+def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
+    out: Weights = {}
+    norms = {"final_norm": spec.final_norm, "embed_norm": spec.embed_norm}
+    for name, array in weights.items():
+        if not name.startswith("layers."):
+            base, ending = parts_of(name)
+            out[f"{TOP[base]}.{ending}"] = plus(array, norms.get(name))
+    block = 0
+    for i, layer in enumerate(spec.layers):
+        own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
+        ffn = {n for n in own if n.split(".")[0] in FEED_FORWARD} if layer.ffn is not None else set()
+        second = block + (arch in BLOCKS_ARE_HALVES and layer.mixer is not None)
+        out |= {f"blk.{block}.{n}": a for n, a in half(layer, {n: own[n] for n in own if n not in ffn}, arch).items()}
+        out |= {f"blk.{second}.{n}": a for n, a in half(layer, {n: own[n] for n in ffn}, arch).items()}
+        block = second + (arch not in BLOCKS_ARE_HALVES or layer.ffn is not None)
+    return out
+
+
+FEED_FORWARD = {
+    "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared", "shared_gate"
+}  # fmt: skip
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    return (name[:-5], "bias") if name.endswith(".bias") else (name, "weight")
+
+
+def plus(array: F32, norm: Norm | None) -> F32:
+    return array if norm is None else array + np.float32(norm.offset)
+
+
+def half(layer: Layer, own: Weights, arch: str) -> Weights:
+    names = LAYER | RENAMED.get(arch, {})
+    own = reshaped(layer, turned(layer, own, arch), arch)
+    out: Weights = {}
+    for name, array in own.items():
+        base, ending = parts_of(name)
+        if base in ("attn_norm", "attn_post_norm", "ffn_norm", "ffn_post_norm") and ending == "weight":
+            array = plus(array, layer.norm)
+        elif base in ("q_norm", "k_norm") and isinstance(layer.mixer, Attention) and layer.mixer.qk_norm:
+            array = array + np.float32(layer.mixer.qk_norm.offset)
+        if arch == "falcon" and layer.parallel and not layer.shared_norm and base.endswith("_norm"):
+            out[f"{'attn_norm_2' if base == 'attn_norm' else 'attn_norm'}.{ending}"] = array
+        elif base in names:
+            ssm = base == "o" and isinstance(layer.mixer, Mamba | Mamba2)
+            out[f"{'ssm_out' if ssm else names[base]}.{ending}"] = array
+        else:
+            out[name] = array  # already by its own name
+    return out
+
+
+def turned(layer: Layer, own: Weights, arch: str) -> Weights:
+    if arch not in TURNED or not isinstance(layer.mixer, Attention):
+        return own
+    out = dict(own)
+    for name, heads in (("q", layer.mixer.num_heads), ("k", layer.mixer.num_kv_heads)):
+        for full in (name, f"{name}.bias"):
+            if full in own:
+                a = own[full]
+                out[full] = a.reshape(heads, 2, -1, *a.shape[1:]).swapaxes(1, 2).reshape(a.shape)
+    return out
+
+
+def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
+    """Stacks of experts, fused projections, halves of latent attention, decays."""
+    out = {name: a for name, a in own.items() if not name.startswith("experts.")}
+    mixer, ffn = layer.mixer, layer.ffn
+    if isinstance(ffn, Experts) and "router" in own:
+        for part in ("gate", "up", "down"):
+            for end in ("", ".bias"):
+                found = [own[n] for i in range(ffn.num_experts) if (n := f"experts.{i}.{part}{end}") in own]
+                if found:
+                    out[f"ffn_{part}_exps.{'bias' if end else 'weight'}"] = np.stack(found)
+        if "router_correction" in own:
+            out["exp_probs_b.bias"] = out.pop("router_correction")
+        if "shared_gate" in own:
+            out["shared_gate"] = own["shared_gate"][0]
+    for end in ("", ".bias"):
+        if arch in FUSED_QKV and f"q{end}" in own:
+            out[f"attn_qkv.{'bias' if end else 'weight'}"] = np.concatenate([out.pop(f"{n}{end}") for n in "qkv"])
+    if arch in FUSED_UP and "gate" in own:
+        out["up"] = np.concatenate([out.pop("gate"), out["up"]])
+    if isinstance(mixer, Latent) and "kv_b" in own:
+        both = out.pop("kv_b").reshape(mixer.num_heads, mixer.nope_dim + mixer.v_dim, mixer.kv_rank)
+        out["attn_k_b.weight"] = both[:, : mixer.nope_dim].swapaxes(1, 2)
+        out["attn_v_b.weight"] = both[:, mixer.nope_dim :]
+    if isinstance(mixer, Mamba | Mamba2) and "a_log" in own:
+        column = (lambda a: a.reshape(-1, 1)) if isinstance(mixer, Mamba2) else (lambda a: a)
+        out["ssm_a"], out["ssm_d"] = column(-np.exp(out.pop("a_log"))), column(out.pop("d"))
+        if isinstance(mixer, Mamba2):
+            out["gate_norm"] = own["gate_norm"].reshape(mixer.groups, -1)
+    for name in ("q_norm", "k_norm"):
+        split = [own[n] for i in range(64) if (n := f"{name}.{i}") in own]
+        if split:
+            out = {n: a for n, a in out.items() if not n.startswith(name + ".")} | {name: np.stack(split)}
+    return out
+
+
+# --- positions and metadata
+
+
+def ropes(spec: ModelSpec) -> list[Rope]:
+    mixers = [layer.mixer for layer in spec.layers]
+    return [m.rope for m in mixers if isinstance(m, Attention | Latent) and m.rope is not None]
+
+
+def positions_of(spec: ModelSpec) -> Weights:
+    found = [r for r in ropes(spec) if r.kind == "longrope"]
+    if not found:
+        return {}
+    return {f"rope_factors_{n}.weight": np.array(getattr(found[0], f"{n}_factor")) for n in ("short", "long")}
+
+
+def metadata_of(spec: ModelSpec, arch: str) -> Metadata:
+    norm = spec.layers[0].norm
+    layer_norm = norm.kind == "layer" or arch in BLOCKS_ARE_HALVES
+    kind = "layer_norm_epsilon" if layer_norm else "layer_norm_rms_epsilon"
+    own: Metadata = {
+        "context_length": spec.max_position, "embedding_length": spec.hidden_size, "vocab_size": spec.vocab_size,
+        "block_count": len(spec.layers), f"attention.{kind}": norm.eps,
+    }  # fmt: skip
+    for layer in spec.layers[::-1]:  # what the first layers say counts
+        own |= _mixer(layer, arch) | _feed_forward(layer.ffn, arch)
+    own |= _windows(spec) | _rope(spec)
+    return own | EXTRA.get(arch, lambda s: {})(spec)
+
+
+def _mixer(layer: Layer, arch: str) -> Metadata:
+    m = layer.mixer
+    if isinstance(m, Attention):
+        own = {"attention.head_count": m.num_heads, "attention.head_count_kv": m.num_kv_heads}
+        if arch not in UNSAID:
+            own |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
+        if m.clip:
+            own["attention.clamp_kqv"] = m.clip
+        return own | ({"rope.dimension_count": m.rope.dim} if m.rope is not None else {})
+    if isinstance(m, Latent):
+        own = {
+            "attention.head_count": m.num_heads, "attention.head_count_kv": 1, "attention.kv_lora_rank": m.kv_rank,
+            "attention.key_length": m.kv_rank + m.rope_dim, "attention.value_length": m.kv_rank,
+            "attention.key_length_mla": m.nope_dim + m.rope_dim, "attention.value_length_mla": m.v_dim,
+            "rope.dimension_count": m.rope_dim,
+        }  # fmt: skip
+        return own | ({"attention.q_lora_rank": m.q_rank} if m.q_rank else {})
+    if isinstance(m, Mamba):
+        return {
+            "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
+            "ssm.state_size": m.state, "ssm.time_step_rank": m.dt_rank, "ssm.dt_b_c_rms": False,
+        }  # fmt: skip
+    if isinstance(m, Mamba2):
+        return {
+            "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
+            "ssm.state_size": m.state, "ssm.time_step_rank": m.num_heads, "ssm.group_count": m.groups,
+        }  # fmt: skip
+    return {}
+
+
+def _feed_forward(ffn: Any, arch: str) -> Metadata:
+    if isinstance(ffn, FeedForward):
+        return {"feed_forward_length": ffn.width}
+    if not isinstance(ffn, Experts):
+        return {}
+    r = ffn.router
+    own: Metadata = {
+        "expert_count": ffn.num_experts, "expert_used_count": ffn.top_k, "feed_forward_length": ffn.expert.width
+    }  # fmt: skip
+    if arch not in ("llama", "olmoe"):
+        own["expert_feed_forward_length"] = ffn.expert.width
+    if arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
+        own["expert_weights_norm"] = r.renormalize
+    if r.groups > 1:
+        own |= {"expert_group_count": r.groups, "expert_group_used_count": r.top_groups}
+    if r.scale != 1.0:
+        own["expert_weights_scale"] = r.scale
+    if r.score == "sigmoid":
+        own["expert_gating_func"] = 2
+    if ffn.shared is not None and arch in ("qwen2moe", "nemotron_h_moe"):
+        own |= {"expert_shared_feed_forward_length": ffn.shared.width}
+    if ffn.shared is not None and arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
+        own |= {"expert_shared_count": ffn.shared.width // ffn.expert.width}
+    return own
+
+
+def _windows(spec: ModelSpec) -> Metadata:
+    windows = [layer.mixer.window for layer in spec.layers if isinstance(layer.mixer, Attention)]
+    if not any(windows):
+        return {}
+    own: Metadata = {"attention.sliding_window": max(w or 0 for w in windows)}
+    return own | ({} if all(windows) else {"attention.sliding_window_pattern": [w is not None for w in windows]})
+
+
+def _rope(spec: ModelSpec) -> Metadata:
+    found = sorted(set(ropes(spec)), key=lambda r: r.kind != "default", reverse=True)
+    if not found:
+        return {}
+    r = found[0]
+    own: Metadata = {"rope.freq_base": r.theta}
+    if r.kind in ("linear", "yarn"):
+        own |= {"rope.scaling.type": r.kind, "rope.scaling.factor": r.factor}
+    if r.kind in ("yarn", "longrope"):
+        own["rope.scaling.original_context_length"] = r.original_max_position
+    if r.kind == "longrope":
+        own["rope.scaling.attn_factor"] = r.attention_factor
+    return own
+
+
+def _first(spec: ModelSpec) -> Attention:
+    return next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention))
+
+
+def _dense(spec: ModelSpec) -> int:
+    return sum(isinstance(layer.ffn, FeedForward) for layer in spec.layers)
+
+
+def _dense_width(spec: ModelSpec) -> int:
+    return next(layer.ffn.width for layer in spec.layers if isinstance(layer.ffn, FeedForward))
+
+
+def _halves(spec: ModelSpec) -> Metadata:
+    heads: list[int] = []
+    widths: list[int] = []
+    for layer in spec.layers:
+        if layer.mixer is not None:
+            heads.append(layer.mixer.num_kv_heads if isinstance(layer.mixer, Attention) else 0)
+            widths.append(0)
+        if layer.ffn is not None:
+            heads.append(0)
+            widths.append(layer.ffn.width if isinstance(layer.ffn, FeedForward) else layer.ffn.expert.width)
+    return {
+        "block_count": len(heads), "attention.head_count": _first(spec).num_heads, "attention.head_count_kv": heads,
+        "feed_forward_length": widths, "rope.dimension_count": 8, "rope.scaling.finetuned": False,
+    }  # fmt: skip
+
+
+def _blocks(spec: ModelSpec) -> Metadata:
+    mixers = [layer.mixer for layer in spec.layers]
+    return {
+        "attention.head_count": [m.num_heads if isinstance(m, Attention) else 0 for m in mixers],
+        "attention.head_count_kv": [m.num_kv_heads if isinstance(m, Attention) else 0 for m in mixers],
+        "feed_forward_length": [layer.ffn.width if layer.ffn is not None else 0 for layer in spec.layers],
+    }  # fmt: skip
+
+
+def _granite(spec: ModelSpec) -> Metadata:
+    return {
+        "attention.scale": _first(spec).scale, "embedding_scale": spec.embed_scale,
+        "residual_scale": spec.layers[0].residual_scale, "logit_scale": 1 / spec.logit_scale,
+    }  # fmt: skip
+
+
+def _routed(spec: ModelSpec) -> Metadata:
+    return {"leading_dense_block_count": _dense(spec), "feed_forward_length": _dense_width(spec)}
+
+
+def _local_theta(spec: ModelSpec) -> Metadata:
+    found = {r.theta for layer in spec.layers if isinstance(m := layer.mixer, Attention) and m.window and (r := m.rope)}
+    return {"rope.freq_base_swa": min(found)} if found else {}
+
+
+def _latent(spec: ModelSpec) -> Metadata:
+    m = spec.layers[0].mixer
+    assert isinstance(m, Latent)
+    grown = 1.0 if m.scale is None else m.scale * (m.nope_dim + m.rope_dim) ** 0.5
+    yarn = m.rope.kind == "yarn"
+    return _routed(spec) | (
+        {"rope.scaling.yarn_log_multiplier": (grown**0.5 - 1) / np.log(m.rope.factor).item()} if yarn else {}
+    )
+
+
+EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
+    "granite": _granite,
+    "minicpm": lambda s: {k: v for k, v in _granite(s).items() if k != "attention.scale"},
+    "command-r": lambda s: {"logit_scale": s.logit_scale},
+    "cohere2": lambda s: {"logit_scale": s.logit_scale},
+    "gemma2": lambda s: {
+        "attn_logit_softcapping": _first(s).soft_cap, "final_logit_softcapping": s.logit_soft_cap,
+    },
+    "gemma3": lambda s: _local_theta(s) | ({"final_logit_softcapping": s.logit_soft_cap} if s.logit_soft_cap else {}),
+    "olmo2": _local_theta,
+    "gptneox": lambda s: {"use_parallel_residual": s.layers[0].parallel},
+    "stablelm": lambda s: {"use_parallel_residual": True},
+    "mpt": lambda s: {"attention.max_alibi_bias": _first(s).alibi.max_bias},  # type: ignore[union-attr]
+    "deci": _blocks,
+    "nemotron_h": _halves,
+    "nemotron_h_moe": _halves,
+    "glm4moe": _routed,
+    "deepseek2": _latent,
+    "llama4": lambda s: {
+        "interleave_moe_layer_step": 2, "feed_forward_length": _dense_width(s),
+        "expert_feed_forward_length": next(x.ffn.expert.width for x in s.layers if isinstance(x.ffn, Experts)),
+    },
+    "mistral3": lambda s: {
+        "attention.temperature_scale": _first(s).query_scale.beta, "rope.scaling.yarn_log_multiplier": 1.0,  # type: ignore[union-attr]
+    },
+}  # fmt: skip
+"""What an architecture's files have besides."""

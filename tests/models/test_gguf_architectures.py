@@ -1,0 +1,354 @@
+"""Every architecture that GGUF files are read of: a tiny model of its family, written as llama.cpp's converter does, is
+the same model (catalogue row E21): the spec that its own folder gives, and the same logits.
+
+The folders are compared with transformers elsewhere (tests/models/test_parity_*.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.base.errors import ModelError
+from penstock.core.model_spec import Attention, FeedForward, Latent, Mamba, Mamba2, ModelSpec
+from penstock.families.checkpoint import Checkpoint
+from penstock.families.gguf.architectures import ARCHITECTURES
+from penstock.families.gguf.missing import NEEDS
+from penstock.families.registry import FAMILIES, find_family, open_model
+from penstock.formats.gguf import read_gguf
+from penstock.weights.load import load_weights
+from tests.ggml import write_gguf
+from tests.models.gguf_writer import TURNED, write_model
+from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
+from tests.models.parity import VOCAB, random_model
+from tests.oracle import NaiveModel
+from tests.paged import Paged
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 192, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+PLAIN: dict[str, Any] = {k: v for k, v in BASE.items() if k not in ("intermediate_size", "num_key_value_heads")}
+GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 192}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+MISTRAL3 = YARN | {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25, 1.5, 1.75],
+    "long_factor": [1.5, 2.5, 6.0, 9.0], "original_max_position_embeddings": 20,
+}  # fmt: skip
+GEMMA3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MLA = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 21,
+    "kv_lora_rank": 12, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 7}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"attention_bias": True}),
+    "llama-mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
+    "llama-mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 10}),
+    "arcee": ("Arcee", {"rope_parameters": YARN}),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4, "seq_length": 192}),
+    "chatglm": ("Glm", {"head_dim": 8}),
+    "cohere2": ("Cohere2", {"sliding_window": 8, "layer_types": KINDS, "logit_scale": 0.5}),
+    "command-r": ("Cohere", {"logit_scale": 0.5}),
+    "command-r-normed": ("Cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
+    "deepseek2": ("DeepseekV2", MLA | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5,
+                                       "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek2-lite": ("DeepseekV2", MLA | {"q_lora_rank": None, "n_group": None, "topk_group": None}),
+    "deepseek2-v3": ("DeepseekV3", MLA),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 8}),
+    "exaone4": ("Exaone4", {"sliding_window": 8, "layer_types": KINDS}),
+    "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "falcon": ("Falcon", {}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
+    "gemma": ("Gemma", {"head_dim": 10}),
+    "gemma2": ("Gemma2", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 10,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 10, "rope_parameters": GEMMA3,
+                          "layer_types": KINDS}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "glm4moe": ("Glm4Moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "head_dim": 8,
+                            "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "gpt2": ("GPT2", GPT),
+    "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 9,
+                           "rope_parameters": YARN | {"truncate": False}}),
+    "gptneox": ("GPTNeoX", {"intermediate_size": 43}),
+    "gptneox-sequential": ("GPTNeoX", {"intermediate_size": 43, "use_parallel_residual": False}),
+    "granite": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 0.6, "residual_multiplier": 0.7,
+                            "attention_multiplier": 0.2}),
+    "hunyuan-dense": ("HunYuanDenseV1", {"head_dim": 8, "tie_word_embeddings": True}),
+    "llama4": ("Llama4", {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 37, "num_hidden_layers": 4,
+                          "interleave_moe_layer_step": 2}),
+    "mamba": ("Mamba", STATE),
+    "mamba-biased": ("Mamba", STATE | {"use_bias": True, "conv_kernel": 3, "time_step_rank": 5, "use_conv_bias": False,
+                                       "tie_word_embeddings": False}),
+    "mamba2": ("Mamba2", STATE | {"num_heads": 8, "head_dim": 8, "n_groups": 4, "chunk_size": 16}),
+    "minimax-m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
+                                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                     "partial_rotary_factor": 0.5}}),
+    "mistral3": ("Ministral3", {"rope_parameters": MISTRAL3, "head_dim": 8}),
+    "mpt": ("Mpt", {"d_model": 32, "n_layers": 3, "n_heads": 8, "max_seq_len": 192, "attn_config": {"clip_qkv": 0.7}}),
+    "nemotron": ("Nemotron", {"head_dim": 8}),
+    "nemotron_h": ("NemotronH", {"hybrid_override_pattern": "M-MM*-*M-", "mlp_bias": True, "n_groups": 2}),
+    "nemotron_h_moe": ("NemotronH", {"hybrid_override_pattern": "ME*EM", "n_groups": 1, "n_routed_experts": 8,
+                                     "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-olmo3": ("Olmo3", {"sliding_window": 8, "layer_types": KINDS, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": YARN}}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "phi2": ("Phi", {}),
+    "phi2-normed": ("Phi", {"qk_layernorm": True}),
+    "phi3": ("Phi3", {"sliding_window": 9, "rope_parameters": LONG, "original_max_position_embeddings": 20}),
+    "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                  "partial_rotary_factor": 0.75}}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
+    "qwen3": ("Qwen3", {"head_dim": 10}),
+    "qwen3moe": ("Qwen3Moe", MOE | {"head_dim": 10}),
+    "seed_oss": ("SeedOss", {"head_dim": 8}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "starcoder": ("GPTBigCode", GPT),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "deci": ("Llama", {"hidden_size": 32, "intermediate_size": 256}),
+    "exaone": ("Llama", {}),
+    "internlm2": ("Llama", {}),
+    "minicpm": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 1.4 / 3**0.5,
+                            "attention_multiplier": 8**-0.5}),
+}  # fmt: skip
+OTHER_FIELDS = ("Falcon", "GPTNeoX")
+NO_BASE = ("GPT2", "GPTBigCode", "Mamba", "Mamba2", "Mpt", "Bloom")
+EDITS = {"exaone": as_exaone, "internlm2": as_internlm2, "minicpm": as_minicpm}
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def as_deci(config: dict[str, Any]) -> None:
+    """A Llama whose second layer lacks its attention, by the name of a family that transformers has no class for."""
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+    attention, ffn = {"n_heads_in_group": groups}, {"ffn_mult": 256 * 1.5 / 32}
+    config["block_configs"] = [
+        {"attention": {"no_op": True} if i == 1 else attention, "ffn": ffn} for i in range(config["num_hidden_layers"])
+    ]
+    config |= {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas", "head_dim": None}
+    for name in ("intermediate_size", "num_key_value_heads"):
+        del config[name]
+
+
+def architecture(case: str) -> str:
+    return case if case in ARCHITECTURES else case.rsplit("-", 1)[0]
+
+
+def model_of(case: str) -> Any:
+    name, changes = CASES[case]
+    ids = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+    fields = {**(ids if name in NO_BASE else PLAIN if name in OTHER_FIELDS else BASE), **changes}
+    if name == "NemotronH":
+        fields |= {
+            "head_dim": 8, "ssm_state_size": 7, "mamba_num_heads": 8, "mamba_head_dim": 6, "chunk_size": 16,
+            "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+        }  # fmt: skip
+    if name == "Bloom":
+        fields["hidden_size"] = 32
+    config_class = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(name, f"{name}Config")
+    config = getattr(transformers, config_class)(**json.loads(json.dumps(fields)))
+    head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    model = random_model(getattr(transformers, head), config, seed=len(case))
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    return model
+
+
+def folder_of(case: str, folder: Path) -> Checkpoint:
+    """The model as a folder of its own family."""
+    model = model_of(case)
+    edit = as_deci if case == "deci" else EDITS.get(case)
+    model.save_pretrained(folder, state_dict=restored(model, case))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if CASES[case][0] == "NemotronH" and "E" not in config.get("hybrid_override_pattern", "E"):
+        config = {k: v for k, v in config.items() if "expert" not in k and "moe" not in k}
+    if edit is not None:
+        edit(config)
+    path.write_text(json.dumps(config))
+    if case == "deci":
+        _drop_attention(folder / "model.safetensors", 1)
+    return open_model(folder)
+
+
+def _drop_attention(path: Path, index: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    gone = (f"model.layers.{index}.self_attn.", f"model.layers.{index}.input_layernorm.")
+    kept = {name: tensor for name, tensor in load_file(path).items() if not name.startswith(gone)}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def both(case: str, tmp_path: Path) -> tuple[Checkpoint, Checkpoint]:
+    own = folder_of(case, tmp_path / "folder")
+    weights = {name: np.array(a) for name, a in load_weights(own, own.spec, "float32").items()}
+    return own, open_model(write_model(tmp_path / "m.gguf", own.spec, weights, architecture(case)))
+
+
+def logits(checkpoint: Checkpoint, ids: list[int]) -> Any:
+    weights = load_weights(checkpoint, checkpoint.spec, "float32")
+    return Paged(checkpoint.spec, weights, max_model_len=192).one_go("a", ids)
+
+
+def as_converted(spec: ModelSpec, arch: str) -> ModelSpec:
+    """What the converter leaves different: norms have their one added, rows of q and k are in another order, decays are
+    no logarithms, and `kv_b` comes in halves."""
+    change = msgspec.structs.replace
+    layers = []
+    for layer in spec.layers:
+        m: Any = layer.mixer
+        if isinstance(m, Attention):
+            norm = None if m.qk_norm is None else change(m.qk_norm, offset=0.0)
+            turn = m.rope is not None and arch in TURNED
+            m = change(m, qk_norm=norm, rope=change(m.rope, interleaved=True) if turn else m.rope)
+        elif isinstance(m, Latent):
+            m = change(m, split=True)
+        elif isinstance(m, Mamba | Mamba2):
+            m = change(m, decay_is_log=False)
+        layers.append(change(layer, mixer=m, norm=change(layer.norm, offset=0.0)))
+    final = None if spec.final_norm is None else change(spec.final_norm, offset=0.0)
+    return change(spec, layers=tuple(layers), final_norm=final, eos_token_ids=spec.eos_token_ids[:1])
+
+
+def close(a: Any, b: Any) -> bool:
+    """Equal, but for float32's rounding of numbers in a file."""
+    if isinstance(a, float) and isinstance(b, float | int):
+        return math.isclose(a, b, rel_tol=1e-6)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(close(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(close, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_written_file_is_the_same_model(case: str, tmp_path: Path) -> None:
+    own, gguf = both(case, tmp_path)
+    want, got = as_converted(own.spec, architecture(case)), gguf.spec
+    if gguf.spec.family == "llama" and own.spec.family == "mistral":
+        want = msgspec.structs.replace(want, family="llama")  # files do not say which of them they are
+    assert close(msgspec.to_builtins(got), msgspec.to_builtins(want))
+    ids = np.random.default_rng(1).integers(3, VOCAB, 60).tolist()
+    expected = logits(own, ids)
+    assert expected.std() > 0.05, "a flat model proves nothing"
+    np.testing.assert_allclose(logits(gguf, ids), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["deepseek2-v3", "mamba", "mamba2"])
+def test_the_naive_loop_equals_the_program_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """Where files hold other weights than folders: halves of latent attention, decays that are no logarithms."""
+    _, gguf = both(case, tmp_path)
+    weights = load_weights(gguf, gguf.spec, "float32")
+    ids = np.random.default_rng(3).integers(3, VOCAB, 40).tolist()
+    want = NaiveModel(gguf.spec, weights).logits(ids)
+    np.testing.assert_array_equal(Paged(gguf.spec, weights).chunked("a", ids, (7, 1, 16)), want)
+
+
+def test_every_architecture_has_a_case_and_a_family() -> None:
+    assert {architecture(case) for case in CASES} == set(ARCHITECTURES)
+    for entry in ARCHITECTURES.values():
+        assert set(entry.families) <= set(FAMILIES.names())
+    assert not set(NEEDS) & set(ARCHITECTURES)
+    assert find_family({"model_type": "gemma2"}).name == "gemma2"
+
+
+ODD: list[Any] = [
+    None, 0, 1, 3, 2**32 - 1, -1, 0.0, 1e-38, float("nan"), True, False, "x", [], [0, 0, 0], [True, False, True], ["a"],
+]  # fmt: skip
+"""What a metadata entry is made to be; None takes it away."""
+MORE = [
+    "nextn_predict_layers", "attention.sliding_window_pattern", "rope.scaling.type", "expert_gating_func",
+    "logit_scale", "attention.temperature_scale", "leading_dense_block_count",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"])
+def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
+    _, checkpoint = both(case, tmp_path)
+    gguf, arch = read_gguf(checkpoint.path), architecture(case)
+    tensors = {name: ("F32", np.zeros(ref.shape, np.float32)) for name, ref in gguf.tensors.items()}
+    entries = [*(key for key in gguf.metadata if key.startswith(arch + ".")), *(f"{arch}.{key}" for key in MORE)]
+    refused: list[str] = []
+    for key, value in [(key, ODD[n % len(ODD)]) for n, key in enumerate(entries * 7)]:
+        metadata = {k: v for k, v in gguf.metadata.items() if k != key} | ({} if value is None else {key: value})
+        try:
+            open_model(write_gguf(tmp_path / "odd.gguf", metadata, tensors))
+        except ModelError as error:
+            refused.append(str(error))
+    assert len(refused) > len(entries)
+    assert all(len(message.splitlines()) == 1 for message in refused)
+
+
+def test_a_bias_that_one_block_lacks_is_missed(tmp_path: Path) -> None:
+    _, checkpoint = both("llama", tmp_path)
+    gguf = read_gguf(checkpoint.path)
+    tensors = {
+        name: ("F32", np.zeros(ref.shape, np.float32)) for name, ref in gguf.tensors.items()
+        if name != "blk.0.attn_output.bias"
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"lacks 1 of .* 'blk\.0\.attn_output\.bias'"):
+        open_model(write_gguf(tmp_path / "less.gguf", gguf.metadata, tensors))
+
+
+LLAMA_CPP = "PENSTOCK_LLAMA_CPP"
+"""Names a Python that has llama-cpp-python, for the tests that compare with llama.cpp itself."""
+UNLIKE = {
+    "deepseek2": "a group of experts is worth its two best in llama.cpp, its best in DeepSeek-V2",
+    "exaone4": "llama.cpp uses the window in the model with 64 layers only",
+    "olmo2-olmo3": "llama.cpp rotates both kinds of layers with one theta, as the released files have it",
+    "phi3": "llama.cpp has Phi-3's window switched off",
+    "starcoder2": "llama.cpp does not read StarCoder2's window",
+    "command-r-normed": "llama.cpp reads norms of q and k in the model with 64 layers only",
+    "deepseek2-lite": "llama.cpp lets the query's rank be missing in models of 26, 27 and 48 layers only",
+    "mamba-biased": "llama.cpp needs the convolution's bias",
+    "phi2-normed": "llama.cpp does not read norms of q and k of this architecture",
+}  # fmt: skip
+"""Cases in which llama.cpp computes something else than the family's own code, or refuses the file."""
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in UNLIKE])
+def test_llama_cpp_computes_the_same_of_a_written_file(case: str, tmp_path: Path) -> None:
+    """llama.cpp looks gelu up in a table of float16, so models with it are less near."""
+    python = os.environ.get(LLAMA_CPP)
+    if not python:
+        pytest.skip(f"{LLAMA_CPP} does not name a Python with llama-cpp-python")
+    _, gguf = both(case, tmp_path)
+    ids = np.random.default_rng(1).integers(3, VOCAB, 60).tolist()
+    out = tmp_path / "out.npz"
+    tool = ROOT / "tools" / "oracles" / "llama_cpp_logits.py"
+    subprocess.run([python, tool, gguf.path, out, "--ids", ",".join(map(str, ids))], check=True, env=dict(os.environ))
+    ffn = gguf.spec.layers[-1].ffn
+    rough = isinstance(ffn, FeedForward) and ffn.activation.startswith("gelu")
+    np.testing.assert_allclose(logits(gguf, ids), np.load(out)["logits"], atol=2e-2 if rough else 5e-4)

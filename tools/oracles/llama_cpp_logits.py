@@ -1,0 +1,82 @@
+"""What llama.cpp says about a GGUF file: logits of a text, or how it goes on greedily.
+
+Runs in an environment of its own that has `llama-cpp-python` and numpy (LLAMA_CPP_LIB_PATH names the folder of another
+build of the library). `python llama_cpp_logits.py MODEL OUT.npz --ids 1,5,9 [--greedy 64]` writes `logits` [T, V] of
+the ids and `tokens`, those that follow them. Keys and values are float32, and attention is the plain one. Exits with 3
+if llama.cpp refuses the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+REFUSED = 3
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
+def quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
+    """llama.cpp tells much of what it loads."""
+
+
+class Model:
+    """One file, loaded, with a context of `length` tokens."""
+
+    def __init__(self, path: str, length: int) -> None:
+        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
+        if not self.model:
+            raise SystemExit(REFUSED)
+        how = llama_cpp.llama_context_default_params()
+        how.n_ctx = how.n_batch = how.n_ubatch = length
+        how.type_k = how.type_v = 0  # float32
+        how.flash_attn_type = 0
+        how.n_threads = how.n_threads_batch = 1
+        self.context = llama_cpp.llama_init_from_model(self.model, how)
+        if not self.context:
+            raise SystemExit(REFUSED)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.seen = 0
+
+    def step(self, ids: list[int]) -> Any:
+        """Logits [len(ids), V] behind each of the next tokens."""
+        batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self.seen + i, 1
+            batch.seq_id[i][0], batch.logits[i] = 0, 1
+        if llama_cpp.llama_decode(self.context, batch):
+            raise SystemExit("llama.cpp failed to decode")
+        self.seen += len(ids)
+        rows = [llama_cpp.llama_get_logits_ith(self.context, i) for i in range(len(ids))]
+        out = np.stack([np.ctypeslib.as_array(row, (self.vocab_size,)).copy() for row in rows])
+        llama_cpp.llama_batch_free(batch)
+        return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("out")
+    parser.add_argument("--ids", required=True, help="token ids, separated by commas")
+    parser.add_argument("--greedy", type=int, default=0, help="tokens to add")
+    args = parser.parse_args()
+    ids = [int(part) for part in args.ids.split(",")]
+    model = Model(args.model, len(ids) + args.greedy + 8)
+    logits = model.step(ids)
+    tokens: list[int] = []
+    last = logits[-1]
+    while len(tokens) < args.greedy:
+        tokens.append(int(last.argmax()))
+        last = model.step(tokens[-1:])[0]
+    np.savez(args.out, logits=logits, tokens=np.array(tokens, np.int64))
+
+
+if __name__ == "__main__":
+    main()
