@@ -58,6 +58,10 @@ FORMS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
         "float-quantized",
         group(8, "float", strategy="block", group_size=None, block_structure=[16, 24]), torch.bfloat16,
     ),
+    "fp8 of blocks of 32": (
+        "float-quantized",
+        group(8, "float", strategy="block", group_size=None, block_structure=[16, 32]), torch.bfloat16,
+    ),
     "nvfp4": (
         "nvfp4-pack-quantized",
         group(4, "float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"), torch.float32,
