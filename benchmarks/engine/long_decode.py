@@ -74,7 +74,7 @@ class Decoder:
         """What a step has to read: weights, and what attention looks at."""
         forward: Any = self.llm.engine.core.executor
         packed = forward.runner._forward.matrices.values()
-        weights = sum(array.nbytes for matrix in packed for array in (matrix.data, matrix.scales) if array is not None)
+        weights = sum(matrix.num_bytes for matrix in packed)
         return int(weights) + (self._quest() if self.settings.get("kv_selector") == "quest" else self.kv_bytes)
 
     def _quest(self) -> int:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.micro.block_formats [--formats q4_k q6_k] [--threads 1] [--seconds 1] [--rows 512]
 
-One row meets 96 MiB of panels and more, copies in turns, so that nothing comes from a cache: GB/s, and the share of what
+One row meets 96 MiB of panels and more, copies in turns, so that nothing comes from a cache: GB/s, the share of what
 `pst_read` reaches on the same memory between the runs. Many rows: Gop/s, and the share of the registers' rate
 (`pst_multiply`, also between the runs). Both are of the fastest runs: on a machine that does other work, those that
 nothing disturbed. Bytes per weight are those of panels, over those of the file. Numbers are random.

@@ -28,18 +28,20 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.base.bf16 import F32, narrow, widen
+from penstock.core.panels import Panels
 from penstock.ops.native.abi import Act, Format, Kind, StepArgs
 from penstock.ops.native.library import best_library, open_library
 from penstock.ops.native.matrix import Packed, aligned, pack
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import StepPlan
 
-FORMATS = {
-    "f32": (Format.F32, Act.F32, 0), "f16": (Format.F16, Act.F32, 0), "bf16xf32": (Format.BF16, Act.F32, 0),
-    "bf16": (Format.BF16, Act.BF16, 0), "i8": (Format.I8, Act.I8, 0), "i4": (Format.I4, Act.I8, 128),
-    "i4:32": (Format.I4, Act.I8, 32),
+FORMATS: dict[str, tuple[Format, Act, Panels | None]] = {
+    "f32": (Format.F32, Act.F32, None), "f16": (Format.F16, Act.F32, None), "bf16xf32": (Format.BF16, Act.F32, None),
+    "bf16": (Format.BF16, Act.BF16, None), "i8": (Format.BLOCK, Act.I8, Panels("U8", 0, "F32", "NONE", 128)),
+    "i4": (Format.BLOCK, Act.I8, Panels("U4", 128, "F16", "NONE", 8)),
+    "i4:32": (Format.BLOCK, Act.I8, Panels("U4", 32, "F16", "NONE", 8)),
 }  # fmt: skip
-"""Weights, activations, and how many weights share a scale (0: those of an output)."""
+"""Weights, activations, and what rounded weights are. Formats of files: `block_formats.py`."""
 SHAPES = {
     "qkv": (896, 1152, False), "out": (896, 896, False), "gate+up": (896, 9728, True), "down": (4864, 896, False),
     "lm head": (896, 151936, False),
@@ -79,7 +81,7 @@ def copy(m: Packed) -> Packed:
     data = aligned(m.data.nbytes)
     data[:] = m.data
     s = m.struct
-    return Packed(Format(s.format), Act(s.act), m.num_rows, m.num_cols, s.group, bool(s.pair), data, m.scales, None)
+    return Packed(Format(s.format), Act(s.act), m.num_rows, m.num_cols, bool(s.pair), data, panels=m.panels)
 
 
 def weights(k: int, n: int) -> Any:
@@ -91,10 +93,10 @@ def weights(k: int, n: int) -> Any:
 def case(pool: Pool, fmt: str, shape: str, num_rows: int, w: Any, cold_rows: int = 1) -> Case:
     """Packed, checked, and, up to `cold_rows` rows, copied until a product finds nothing in the caches."""
     k, n, pair = SHAPES[shape]
-    kind, act, group = FORMATS[fmt]
+    kind, act, panels = FORMATS[fmt]
     source = w if kind is Format.BF16 else widen(w)
     parts = [source[: n // 2], source[n // 2 :]] if pair else [source]
-    first = pack(pool.library, parts, kind, act, pair=pair, group=group)
+    first = pack(pool.library, parts, kind, act, pair=pair, panels=panels)
     copies = [first]
     while num_rows <= cold_rows and len(copies) * first.num_bytes < COLD_BYTES:
         copies.append(copy(first))
@@ -108,11 +110,11 @@ def case(pool: Pool, fmt: str, shape: str, num_rows: int, w: Any, cold_rows: int
         programs.append(NativeProgram(pool, [op], layout, [], max_tokens=num_rows, max_rows=1))
         programs[-1].values(source_register, num_rows)[:] = x
     programs[0].run(args)
-    check(programs[0].values(out, num_rows), x, source, pair, kind)
+    check(programs[0].values(out, num_rows), x, source, pair, panels is not None and panels.code == "U4")
     return Case(copies, programs, args, keep, first.num_bytes, 2.0 * num_rows * k * n)
 
 
-def check(actual: F32, x: F32, w: Any, pair: bool, kind: Format) -> None:
+def check(actual: F32, x: F32, w: Any, pair: bool, coarse: bool) -> None:
     """A few rows against float64; loose, as the tests are tight."""
     wide = (widen(w) if w.dtype == np.uint16 else w).astype(np.float64)
     rows = [0, len(x) // 2, len(x) - 1]
@@ -121,7 +123,7 @@ def check(actual: F32, x: F32, w: Any, pair: bool, kind: Format) -> None:
         gate, up = np.split(y, 2, axis=1)
         y = gate / (1 + np.exp(-gate)) * up
     worst = np.abs(actual[rows] - y).max()
-    assert worst <= (0.6 if kind is Format.I4 else 0.1) * (1 + np.abs(y).max()), f"wrong by {worst}"
+    assert worst <= (0.6 if coarse else 0.1) * (1 + np.abs(y).max()), f"wrong by {worst}"
 
 
 def seconds(run: Callable[[], None], least: float, clock: Callable[[], float]) -> float:

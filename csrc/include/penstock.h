@@ -61,16 +61,11 @@ enum pst_dtype { PST_F32 = 0, PST_F16 = 1, PST_BF16 = 2, PST_I8 = 3 };
  *   PST_M_F32   [N/64][K][64] float
  *   PST_M_F16   [N/64][K][64] half
  *   PST_M_BF16  [N/64][K/2][64][2] bfloat16; K is padded to an even number with zeros
- *   PST_M_I8    [N/64][K/4][64][4] byte = value + 128, value in -127 ... 127; one float scale per output, [N/64][64].
- *               K is padded to a multiple of 4 with the value 0 (byte 128)
- *   PST_M_I4    [N/64][K/8][64][4] byte: low nibbles are inputs k ... k+3, high nibbles k+4 ... k+7; nibble = value + 8,
- *               value in -8 ... 7; one half scale per `group` inputs of an output, [N/64][K/group][64].
- *               K is padded to a multiple of the group (itself a multiple of 8) with the value 0
- *   PST_M_BLOCK codes with whatever scales and zeros they share, as files have them: pst_pack_codes
+ *   PST_M_BLOCK codes with whatever scales and zeros they share, as files have them or as numbers were rounded to
  *
  * N is padded to a multiple of 64; outputs in the padding are never written.
  */
-enum pst_format { PST_M_F32 = 0, PST_M_F16 = 1, PST_M_BF16 = 2, PST_M_I8 = 3, PST_M_I4 = 4, PST_M_BLOCK = 5 };
+enum pst_format { PST_M_F32 = 0, PST_M_F16 = 1, PST_M_BF16 = 2, PST_M_BLOCK = 5 };
 
 /* PST_M_BLOCK: W[n, k] = value of the code * scale of its group - zero of its group.
  *
@@ -88,10 +83,22 @@ enum pst_scale { PST_S_F32 = 0, PST_S_F16, PST_S_BF16, PST_S_E4M3, PST_S_E8M0, P
 enum pst_zero { PST_Z_NONE = 0, PST_Z_U8, PST_Z_F16_CODES, PST_Z_F16, PST_Z_U8_F16 };
 
 /* What the rows x become before the product: float32; bfloat16; or 8 bits: each block of a row with one float scale,
- * max |x| / 127, values rounded to the nearest, ties to even. For PST_M_BLOCK a block is 32 inputs, or the weights' group
- * where that is 64 or 128; for PST_M_I8 and PST_M_I4 the whole row.
- * Possible pairs: F32, F16: A_F32. BF16: A_F32 or A_BF16. I8, I4 and BLOCK: A_I8 (integer products, exact), or A_F32
- * and A_BF16 (weight-only); but codes of floats, F4 and E4M3, not A_I8. */
+ * max |x| / 127, values rounded to the nearest, ties to even. A block is 32 inputs, or the weights' group where that is 64
+ * or 128. Possible pairs: F32, F16: A_F32. BF16: A_F32 or A_BF16. BLOCK: A_I8, or A_F32 and A_BF16 (weight-only); but codes
+ * of floats, F4 and E4M3, not A_I8. F4 meets rows of A_BF16 as float32.
+ *
+ * A product with PST_M_BLOCK adds in this order, whatever the number of rows: `acc` is an output's float32, s an exact sum
+ * of codes (their offsets taken out) times values of 8 bits, xs the scale of a block of the row, w and z scale and zero of
+ * the weights' group as float32 (zero points times their scale), fma() one rounding (two, where instructions lack it):
+ *
+ *   one scale for all of a row   of each block acc = fma(s, xs, acc); last acc = acc * w, then fma(-z, sum of all, acc)
+ *   groups of 32 and more        of each block acc = fma(s, xs * w, acc), then fma(-z, xs * sum of the block's values, acc)
+ *   groups of 16                 of each block acc = fma(fma(s1, w1, s0 * w0), xs, acc), then both zeros as above
+ *   weight-only                  of each group t, a chain of fma over its inputs in order (pairs of bfloat16: as vdpbf16ps
+ *                                adds them), acc = fma(t, w, acc), then fma(-z, sum of the group's inputs, acc)
+ *
+ * Terms with z are left out where the format has no zeros. A row's block with a NaN or an infinity has the scale NaN, and
+ * so are all outputs of that row. */
 enum pst_act { PST_A_F32 = 0, PST_A_BF16 = 1, PST_A_I8 = 2 };
 
 typedef struct pst_matrix {
@@ -99,8 +106,8 @@ typedef struct pst_matrix {
     int32_t act;    /* enum pst_act */
     int32_t rows;   /* N, without padding */
     int32_t cols;   /* K, without padding */
-    int32_t group;  /* inputs that share a scale. PST_M_I4: 32, 64 or 128. PST_M_BLOCK: 16, 32, 64, 128 or 256, or 0 for
-                       all of a row; not looked at where codes are rows of blocks. Else 0 */
+    int32_t group;  /* PST_M_BLOCK: inputs that share a scale, 16, 32, 64, 128 or 256, or 0: all of a row. Not looked at where
+                       codes are rows of blocks. Else 0 */
     int32_t pair;   /* 1: every panel holds 32 outputs of a gate, then the same 32 of an `up`; rows counts both */
     int32_t code;   /* PST_M_BLOCK: enum pst_code; else 0, as the next four */
     int32_t scale;  /* enum pst_scale */

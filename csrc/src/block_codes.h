@@ -16,10 +16,10 @@ constexpr int PANEL_LINE = 4 * LINE;
 // The bits of each byte that are set in MASK, after a shift by LEFT (to the left, or the right if it is negative).
 template <int LEFT, int MASK> inline I byte_bits(I a) { return masked<MASK>(shifted<LEFT>(a)); }
 
-// SMALL: no byte is above 127.
+// SMALL: no byte is above 127. FETCH: codes come from the memory, as they lie in a panel.
 struct Code8 {
     static constexpr int BYTES = 2048;
-    static constexpr bool SMALL = false;
+    static constexpr bool SMALL = false, FETCH = false;
     explicit Code8(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const { return load_line(unit + L * PANEL_LINE); }
 };
@@ -27,9 +27,13 @@ struct Code7 : Code8 {
     static constexpr bool SMALL = true;
     using Code8::Code8;
 };
+struct CodeU8 : Code8 {
+    static constexpr bool FETCH = true;
+    using Code8::Code8;
+};
 struct Code4 {
     static constexpr int BYTES = 1024;
-    static constexpr bool SMALL = true;
+    static constexpr bool SMALL = true, FETCH = true;
     explicit Code4(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const {
         return byte_bits<-4 * (L % 2), 15>(load_line(unit + L / 2 * PANEL_LINE));
@@ -51,7 +55,7 @@ struct Code5 : Code4 {
 };
 struct Code2 {
     static constexpr int BYTES = 512;
-    static constexpr bool SMALL = true;
+    static constexpr bool SMALL = true, FETCH = true;
     explicit Code2(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const {
         return byte_bits<-2 * (L % 4), 3>(load_line(unit + L / 4 * PANEL_LINE));

@@ -3,15 +3,18 @@
 
 namespace pst {
 
-const Add* find_few(int32_t code, Scales scales, bool zeros) {
+const Add* find_few([[maybe_unused]] int32_t code, [[maybe_unused]] Scales scales, [[maybe_unused]] bool zeros) {
     struct Kernel {
         int32_t code;
         Scales scales;
         bool zeros;
         const Add* by_rows;
     };
+#if defined(__AVX2__)
     // Those that files have: others are made ready.
     static constexpr Kernel KERNELS[] = {
+        {PST_C_U8, ROW, false, BY_ROWS<CodeU8, ROW, false>},       {PST_C_U8, ROW, true, BY_ROWS<CodeU8, ROW, true>},
+        {PST_C_U8, BLOCKS, false, BY_ROWS<CodeU8, BLOCKS, false>}, {PST_C_U8, BLOCKS, true, BY_ROWS<CodeU8, BLOCKS, true>},
         {PST_C_U6, HALVES, false, BY_ROWS<Code6, HALVES, false>},
         {PST_C_U5, BLOCKS, false, BY_ROWS<Code5, BLOCKS, false>}, {PST_C_U5, BLOCKS, true, BY_ROWS<Code5, BLOCKS, true>},
         {PST_C_U4, ROW, false, BY_ROWS<Code4, ROW, false>},       {PST_C_U4, ROW, true, BY_ROWS<Code4, ROW, true>},
@@ -23,7 +26,8 @@ const Add* find_few(int32_t code, Scales scales, bool zeros) {
     };
     for (const Kernel& kernel : KERNELS)
         if (kernel.code == code && kernel.scales == scales && kernel.zeros == zeros) return kernel.by_rows;
-    return nullptr;
+#endif
+    return nullptr;  // without vectors turning codes is what takes long, once is enough
 }
 
 }  // namespace pst

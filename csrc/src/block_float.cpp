@@ -1,6 +1,6 @@
 // Products of rows of floats with panels of PST_M_BLOCK: weights alone are codes (docs/design/0014).
+#include "block_floats.h"
 #include "block_rows.h"
-#include "int_lanes.h"
 #include "kernels.h"
 
 namespace pst {
@@ -23,12 +23,13 @@ struct Floats {
 // Pairs of bfloat16, rows of float32: the even input first.
 struct Widened {
     static constexpr int INPUTS = 2, ITEM = 4;
-    struct Weights {
-        F even, odd;
-    };
+    using Weights = TwoFloats;
+    template <int L, int P, class Source> static Weights of(const Source& source, const uint8_t* unit) {
+        return source.template floats<L, P>(unit);
+    }
     static Weights weights(const uint8_t* p) {
         const I pairs = load_line(p);
-        return {as_floats(shifted<16>(pairs)), as_floats(upper_halves(pairs))};
+        return {as_floats(shifted<16>(pairs)), as_floats(bits32<0xffff0000u>(pairs))};
     }
     static void add(F& sum, const Weights& w, const uint8_t* x) {
         add_product(sum, w.even, all(reinterpret_cast<const float*>(x)[0]));
@@ -39,6 +40,9 @@ struct Widened {
 struct Pairs {
     static constexpr int INPUTS = 2, ITEM = 2;
     using Weights = I;
+    template <int L, int P, class Source> static Weights of(const Source& source, const uint8_t* unit) {
+        return source.template pairs<L, P>(unit);
+    }
     static I weights(const uint8_t* p) { return load_line(p); }
     static void add(F& sum, I w, const uint8_t* x) {
         int32_t two;
@@ -98,6 +102,115 @@ void add_part(const uint8_t* data, int64_t stride, const BlockRow& row, const Pa
     }
 }
 
+// ---- few rows: codes are turned in registers
+
+template <class Source, class X, int L, int R, int C>
+inline __attribute__((always_inline)) void add_line(F (&sum)[R][C], const Source& source, const uint8_t* unit,
+                                                    const uint8_t* const (&x)[R], int64_t at) {
+    typename X::Weights first[C], second[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) first[c] = X::template of<L, 0>(source, unit + c * LINE);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) X::add(sum[r][c], first[c], x[r] + at + 4 * L * X::ITEM);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) second[c] = X::template of<L, 1>(source, unit + c * LINE);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) X::add(sum[r][c], second[c], x[r] + at + (4 * L + 2) * X::ITEM);
+}
+
+template <class X, int R, int C>
+struct Sums {
+    F sum[R][C];
+    const float* totals[R];
+    const Part& part;
+    int output;
+    float* tile;
+
+    float* at(int r, int c) const { return tile + r * PANEL + output + c * LANES; }
+    void begin() {
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) sum[r][c] = part.group ? all(0.0f) : load(at(r, c));
+    }
+    void finish(int64_t g) {
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+            const int64_t of = g * PANEL + output + c * LANES;
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                F total = sum[r][c];
+                if (part.group) {
+                    total = fma(total, load(part.scales + of), load(at(r, c)));
+                    if (part.zeros) total = fma(load(part.zeros + of), all(totals[r][g]), total);
+                }
+                store(at(r, c), total);
+            }
+        }
+    }
+};
+
+// As `add_part`, of codes as they lie.
+template <class Source, class X, bool HALVES, int R, int C, int... L>
+void few_part(const Source& source, const uint8_t* data, int64_t stride, const BlockRow& row, const Part& part, int output,
+              float* tile, std::integer_sequence<int, L...>) {
+    Sums<X, R, C> sums{{}, {}, part, output, tile};
+    const uint8_t* x[R];
+    for (int r = 0; r < R; r++) {
+        x[r] = data + r * stride + part.input * X::ITEM;
+        sums.totals[r] = reinterpret_cast<const float*>(data + r * stride + row.totals_at) + (part.group ? part.input / part.group : 0);
+    }
+    const uint8_t* unit = part.weights + output * 4;
+    const int units = part.inputs / UNIT, length = HALVES || !part.group ? units : part.group / UNIT;
+    int64_t at = 0, g = 0;
+    for (int u = 0; u < units; u++, unit += Source::BYTES, at += UNIT * X::ITEM) {
+        for (int i = 0; i < Source::BYTES * C / (PANEL / LANES); i += 64) __builtin_prefetch(unit + STREAM_AHEAD + i);
+        if (HALVES || u % length == 0) sums.begin();
+        (add_line<Source, X, L>(sums.sum, source, unit, x, at), ...);
+        if (HALVES) sums.finish(g++), sums.begin();
+        (add_line<Source, X, L + 4>(sums.sum, source, unit, x, at), ...);
+        if (HALVES || u % length == length - 1 || u == units - 1) sums.finish(g++);
+    }
+}
+
+template <class Source, class X, bool HALVES, int R>
+void few_rows(const BlockShape& shape, const uint8_t* data, int64_t stride, const BlockRow& row, const Part& part, float* tile) {
+    const Source source(shape);
+    for (int output = 0; output < PANEL; output += VECTORS * LANES)
+        few_part<Source, X, HALVES, R, VECTORS>(source, data, stride, row, part, output, tile, std::make_integer_sequence<int, 4>());
+}
+
+using Few = void (*)(const BlockShape&, const uint8_t*, int64_t, const BlockRow&, const Part&, float*);
+constexpr int FEW_ROWS = 4;
+template <class Source, class X, bool HALVES>
+constexpr Few BY_ROWS[FEW_ROWS] = {few_rows<Source, X, HALVES, 1>, few_rows<Source, X, HALVES, 2>,
+                                   few_rows<Source, X, HALVES, 3>, few_rows<Source, X, HALVES, 4>};
+
+// Null where codes are made ready even for few rows.
+template <class X>
+const Few* find_few([[maybe_unused]] const BlockShape& s) {
+#if defined(__AVX2__)
+    if constexpr (X::INPUTS == 2) {
+#if defined(__AVX512F__)
+        if (s.code == PST_C_U4 || s.code == PST_C_T4)
+            return s.group == 16 ? BY_ROWS<Nibbles, X, true> : BY_ROWS<Nibbles, X, false>;
+#else
+        if (s.code == PST_C_U4 && s.group != 16) return BY_ROWS<Whole<Code4>, X, false>;
+#endif
+        if (s.group == 16) return nullptr;
+        if (s.code == PST_C_U8) return BY_ROWS<Whole<Code8>, X, false>;
+        if (s.code == PST_C_E4M3) return BY_ROWS<SmallFloats, X, false>;
+    } else if (s.group != 16) return BY_ROWS<TableFloats, Widened, false>;
+#endif
+    return nullptr;
+}
+
+// ---- many
+
 template <class X, int R>
 void add_rows(const uint8_t* data, int64_t stride, const BlockRow& row, const Part& part, float* tile) {
     for (int output = 0; output < PANEL; output += VECTORS * LANES)
@@ -121,8 +234,15 @@ void kernel(const Rows& rows, int first, int count, const Panel& panel, float* t
     alignas(64) float scales[MOST_GROUPS * PANEL], zeros[MOST_GROUPS * PANEL];
     std::memset(tile, 0, size_t(count) * PANEL * 4);
     const bool some_zeros = shape.zero != PST_Z_NONE;
+    const Few* few = count <= FEW_ROWS ? find_few<X>(shape) : nullptr;
     for (int64_t c = 0; c < shape.chunks(); c++) {
-        if (shape.group) block_scales(shape, panel.data, c, 0, scales, zeros);
+        if (shape.group) block_scales(shape, panel.data, c, few ? STREAM_AHEAD : 0, scales, zeros);
+        if (few) {
+            const Part part{codes_at(shape, panel.data, c), scales, some_zeros ? zeros : nullptr, c * CHUNK,
+                            shape.units_of(c) * UNIT, shape.group};
+            few[count - 1](shape, rows.data + first * rows.stride, rows.stride, row, part, tile);
+            continue;
+        }
         // Half a chunk lies well in the first cache; groups stay whole.
         const int units = shape.units_of(c), step = shape.group == CHUNK ? UNITS : UNITS / 2;
         for (int u = 0; u < units; u += step) {
@@ -157,26 +277,20 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
 
 namespace {
 
-template <void (*PREPARE)(const float*, int, int, uint8_t*)>
-void prepare(const float* x, int cols, int group, uint8_t* data, float*, int32_t*) {
-    PREPARE(x, cols, group, data);
-}
-int32_t no_groups(int, int) { return 0; }
-
-constexpr Product S8{PST_M_BLOCK, PST_A_I8, MAX_TILE_ROWS, row_bytes_s8, no_groups, prepare<prepare_blocks_s8>,
+constexpr Product S8{PST_M_BLOCK, PST_A_I8, MAX_TILE_ROWS, row_bytes_s8, prepare_blocks_s8,
                      block_kernel_s8, nullptr, nullptr, nullptr, 0};
-constexpr Product F32{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_f32>,
+constexpr Product F32{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_f32,
                       kernel<Widened>, nullptr, nullptr, nullptr, 0};
-constexpr Product F32_FLOATS{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_f32>,
+constexpr Product F32_FLOATS{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_f32,
                              kernel<Floats>, nullptr, nullptr, nullptr, 0};
-constexpr Product ROUNDED_FLOATS{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, no_groups,
-                                 prepare<prepare_blocks_rounded>, kernel<Floats>, nullptr, nullptr, nullptr, 0};
+constexpr Product ROUNDED_FLOATS{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, 
+                                 prepare_blocks_rounded, kernel<Floats>, nullptr, nullptr, nullptr, 0};
 #if defined(__AVX512BF16__)
 int64_t row_bytes_bf16(int cols, int group) { return BlockRow(cols, group, 2).bytes; }
-constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_bf16, no_groups, prepare<prepare_blocks_bf16>,
+constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_bf16, prepare_blocks_bf16,
                        kernel<Pairs>, nullptr, nullptr, nullptr, 0};
 #else
-constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, no_groups, prepare<prepare_blocks_rounded>,
+constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, prepare_blocks_rounded,
                        kernel<Widened>, nullptr, nullptr, nullptr, 0};
 #endif
 

@@ -64,6 +64,7 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
     chunk.block_units = row.block / UNIT;
     chunk.shift = shape.group > row.block ? __builtin_ctz(unsigned(shape.group / row.block)) : 0;
     chunk.offset = widened_offset(shape);
+    chunk.ahead = ahead;
     for (int64_t c = 0; c < shape.chunks(); c++) {
         if (shape.group) block_scales(shape, panel.data, c, ahead, scales, zeros);
         chunk.units = shape.units_of(c);
@@ -71,11 +72,9 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
         chunk.input = c * CHUNK;
         chunk.block = c * CHUNK / row.block;
         chunk.stretch = c * CHUNK / row.stretch;
-        chunk.ahead = as_they_lie ? ahead : 0;
         for (int r = 0; r < count; r += step) {
             add[std::min(step, count - r) - 1](shape, rows.data + (first + r) * rows.stride, rows.stride, row, chunk,
                                                tile + r * PANEL);
-            chunk.ahead = 0;  // rows behind these find it near
         }
     }
     if (kind == ROW) finish_rows(shape, rows, first, count, row, panel, tile);

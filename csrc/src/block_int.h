@@ -28,7 +28,7 @@ struct Chunk {
     int shift;  // 2^shift blocks share a scale
     int32_t offset;
     int64_t input, block, stretch;  // first ones of a row
-    int64_t ahead;                  // bytes that codes are fetched ahead; 0: they are near
+    int64_t ahead;                  // bytes that codes are fetched ahead, if they are
 };
 
 struct Row {
@@ -48,10 +48,14 @@ struct Row {
     }
 };
 
-template <class Code, int C>
+// What lies `ahead` of a unit, when its line L is met. Measured on a Zen 5: units of 4 bits are read 5 to 8 % faster if
+// theirs is asked for little by little, larger ones as much faster if it is asked for at once.
+template <class Code, int L, int C>
 inline __attribute__((always_inline)) void fetch_ahead(const uint8_t* unit, int64_t ahead) {
-    if (ahead)
-        for (int i = 0; i < Code::BYTES * C / (PANEL / LANES); i += 64) __builtin_prefetch(unit + ahead + i);
+    constexpr int LINES = Code::BYTES * C / PANEL_LINE, PARTS = Code::BYTES > 1024 ? 1 : 8;
+    if constexpr (Code::FETCH && L < PARTS)
+        for (int i = L * LINES / PARTS; i < (L + 1) * LINES / PARTS; i++)
+            __builtin_prefetch(unit + ahead + i / C * PANEL_LINE + i % C * LINE);
 }
 
 inline I four_inputs(const int8_t* x) {
@@ -63,10 +67,14 @@ inline I four_inputs(const int8_t* x) {
 // Line L of a unit into the sums of R rows x C vectors.
 template <int L, class Code, int R, int C>
 inline __attribute__((always_inline)) void add_line(I (&sum)[R][C], const Code& code, const uint8_t* unit,
-                                                    const int8_t* const (&x)[R], int64_t at) {
+                                                    const int8_t* const (&x)[R], int64_t at, int64_t ahead) {
+    fetch_ahead<Code, L, C>(unit, ahead);
     I w[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) w[c] = code.template line<L>(unit + c * LINE);
+    for (int c = 0; c < C; c++) {
+        w[c] = code.template line<L>(unit + c * LINE);
+        if (R > 1) keep(w[c]);
+    }
 #pragma GCC unroll 3
     for (int r = 0; r < R; r++) {
         const I in = four_inputs(x[r] + at + 4 * L);
@@ -81,8 +89,9 @@ inline __attribute__((always_inline)) void add_line(I (&sum)[R][C], const Code& 
 // Lines FIRST + L.
 template <int FIRST, class Code, int R, int C, int... L>
 inline __attribute__((always_inline)) void add_lines(I (&sum)[R][C], const Code& code, const uint8_t* unit,
-                                                     const int8_t* const (&x)[R], int64_t at, std::integer_sequence<int, L...>) {
-    (add_line<FIRST + L>(sum, code, unit, x, at), ...);
+                                                     const int8_t* const (&x)[R], int64_t at, int64_t ahead,
+                                                     std::integer_sequence<int, L...>) {
+    (add_line<FIRST + L>(sum, code, unit, x, at, ahead), ...);
 }
 
 template <bool ZEROS, int R, int C>
@@ -111,15 +120,15 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
     for (int r = 0; r < R; r++) x[r] = rows[r].x;
     const uint8_t* unit = chunk.codes + output * 4;
     const float *scales = chunk.scales + output, *zeros = chunk.zeros + output;
+    const int64_t ahead = chunk.ahead;
     int64_t at = 0, block = 0;
     const uint8_t* const end = unit + chunk.units * Code::BYTES;
     for (; unit != end; block++) {
         I sum[R][C];
         if constexpr (SCALES == HALVES) {
-            fetch_ahead<Code, C>(unit, chunk.ahead);
             F part[R][C];
             begin<ZEROS>(sum, rows, 2 * block);
-            add_lines<0>(sum, code, unit, x, at, FOUR);
+            add_lines<0>(sum, code, unit, x, at, ahead, FOUR);
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
                 const F scale = load(scales + c * LANES);
@@ -127,7 +136,7 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
                 for (int r = 0; r < R; r++) part[r][c] = to_float(sum[r][c]) * scale;
             }
             begin<ZEROS>(sum, rows, 2 * block + 1);
-            add_lines<4>(sum, code, unit, x, at, FOUR);
+            add_lines<4>(sum, code, unit, x, at, ahead, FOUR);
 #pragma GCC unroll 4
             for (int c = 0; c < C; c++) {
                 const F scale = load(scales + PANEL + c * LANES);
@@ -147,9 +156,8 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
             at += UNIT;
         } else {
             begin<ZEROS && SCALES != ROW>(sum, rows, block);
-            for (int u = 0; u < chunk.block_units && unit != end; u++, unit += Code::BYTES, at += UNIT) {
-                fetch_ahead<Code, C>(unit, chunk.ahead);
-                add_lines<0>(sum, code, unit, x, at, EIGHT);
+            for (int u = 0; u < (SCALES == ROW ? 1 : chunk.block_units) && unit != end; u++, unit += Code::BYTES, at += UNIT) {
+                    add_lines<0>(sum, code, unit, x, at, ahead, EIGHT);
             }
             // Several blocks may share a scale.
             const int64_t group = block >> chunk.shift;

@@ -182,11 +182,11 @@ void block_values(const BlockShape& s, const uint8_t* panel, int output, float* 
         const int inputs = int(std::min<int64_t>(CHUNK, s.cols - c * CHUNK)), groups = s.groups_of(c);
         float* to = out + c * CHUNK;
         if (s.block_bytes) {
-            int8_t values[CHUNK];
+            uint8_t values[CHUNK];
             float scales[MOST_GROUPS];
             grid_values(s.code, at + output * s.block_bytes, values);
             grid_scales(s.code, at + output * s.block_bytes, scales);
-            for (int k = 0; k < inputs; k++) to[k] = float(values[k]) * (scales[k / s.group] * s.factor);
+            for (int k = 0; k < inputs; k++) to[k] = float(values[k] - GRID_OFFSET) * (scales[k / s.group] * s.factor);
             continue;
         }
         const uint8_t* scales = (s.group ? at + s.super_bytes + s.super_zero_bytes : panel);

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "block.h"
-#include "block_codes.h"
+#include "block_floats.h"
 #include "grids.h"
 #include "kernels.h"
 
@@ -10,27 +10,12 @@ namespace pst {
 
 namespace {
 
-struct Table {
-    float values[256];
-    Table() {
-        for (int i = 0; i < 256; i++) values[i] = e4m3_to_f32(uint8_t(i));
-    }
-};
-const Table E4M3;
-
-constexpr int GRID_OFFSET = 64;  // numbers of all grids are smaller
-
 void widen_blocks(const BlockShape& s, const uint8_t* blocks, int first, int count, uint8_t* out) {
-    int8_t values[CHUNK];
+    uint8_t values[CHUNK];
     for (int j = 0; j < PANEL; j++) {
         grid_values(s.code, blocks + j * s.block_bytes, values);
-        for (int k = 0; k < count * UNIT; k += 4) {
-            uint32_t four;
-            std::memcpy(&four, values + first * UNIT + k, 4);
-            four ^= 0x80808080u;                       // as byte + 128; no lane is below 64
-            four -= 0x01010101u * (128 - GRID_OFFSET);
-            std::memcpy(out + (int64_t(k / 4) * PANEL + j) * 4, &four, 4);
-        }
+        for (int k = 0; k < count * UNIT; k += 4)
+            std::memcpy(out + (int64_t(k / 4) * PANEL + j) * 4, values + first * UNIT + k, 4);
     }
 }
 
@@ -70,37 +55,49 @@ const uint8_t* widen_codes(const BlockShape& s, const uint8_t* panel, int64_t ch
     return out;
 }
 
+namespace {
+
+template <class Source, int L>
+inline __attribute__((always_inline)) void store_pairs(const Source& source, const uint8_t* unit, uint8_t* out) {
+    store_line(out + 2 * L * PANEL_LINE, source.template pairs<L, 0>(unit));
+    store_line(out + (2 * L + 1) * PANEL_LINE, source.template pairs<L, 1>(unit));
+}
+template <class Source, int L>
+inline __attribute__((always_inline)) void store_floats(const Source& source, const uint8_t* unit, uint8_t* out) {
+    const TwoFloats first = source.template floats<L, 0>(unit), second = source.template floats<L, 1>(unit);
+    store_line(out + 4 * L * PANEL_LINE, as_ints(first.even));
+    store_line(out + (4 * L + 1) * PANEL_LINE, as_ints(first.odd));
+    store_line(out + (4 * L + 2) * PANEL_LINE, as_ints(second.even));
+    store_line(out + (4 * L + 3) * PANEL_LINE, as_ints(second.odd));
+}
+
+template <class Source, bool PAIRS, int... L>
+void turn(const BlockShape& s, const uint8_t* unit, int count, uint8_t* out, std::integer_sequence<int, L...>) {
+    const Source source(s);
+    for (int u = 0; u < count; u++, unit += Source::BYTES, out += UNIT * PANEL * (PAIRS ? 2 : 4))
+        for (int c = 0; c < PANEL / LANES; c++) {
+            if constexpr (PAIRS) (store_pairs<Source, L>(source, unit + c * LINE, out + c * LINE), ...);
+            else (store_floats<Source, L>(source, unit + c * LINE, out + c * LINE), ...);
+        }
+}
+constexpr auto LINES = std::make_integer_sequence<int, 8>();
+
+}  // namespace
+
 void widen_pairs(const BlockShape& s, const uint8_t* panel, int64_t chunk, int first, int count, uint8_t* out) {
+    if (s.code == PST_C_E4M3)
+        return turn<SmallFloats, true>(s, codes_at(s, panel, chunk) + first * s.code_bytes, count, out, LINES);
+#if defined(__AVX512F__)
+    if (s.code == PST_C_U4 || s.code == PST_C_T4)
+        return turn<Nibbles, true>(s, codes_at(s, panel, chunk) + first * s.code_bytes, count, out, LINES);
+#endif
     alignas(64) uint8_t bytes[CHUNK * PANEL];
-    const uint8_t* lines = widen_codes(s, panel, chunk, first, count, bytes);
-    const int32_t offset = widened_offset(s);
-    const bool floats = s.code == PST_C_E4M3;
-    for (int line = 0; line < count * 8; line++)
-        for (int j = 0; j < PANEL; j += LANES)
-            for (int pair = 0; pair < 2; pair++) {
-                float even[LANES], odd[LANES];
-                for (int i = 0; i < LANES; i++) {
-                    const uint8_t* four = lines + (line * PANEL + j + i) * 4 + 2 * pair;
-                    even[i] = floats ? E4M3.values[four[0]] : float(four[0] - offset);
-                    odd[i] = floats ? E4M3.values[four[1]] : float(four[1] - offset);
-                }
-                uint16_t low[LANES], high[LANES];
-                store_bf16(low, load(even));
-                store_bf16(high, load(odd));
-                uint32_t both[LANES];
-                for (int i = 0; i < LANES; i++) both[i] = low[i] | uint32_t(high[i]) << 16;
-                std::memcpy(out + ((line * 2 + pair) * PANEL + j) * 4, both, sizeof both);
-            }
+    turn<Whole<Code8>, true>(s, widen_codes(s, panel, chunk, first, count, bytes), count, out, LINES);
 }
 
 void widen_floats(const BlockShape& s, const uint8_t* panel, int64_t chunk, int first, int count, float* out) {
     const uint8_t* at = codes_at(s, panel, chunk) + first * s.code_bytes;
-    for (int u = 0; u < count; u++, at += s.code_bytes)
-        for (int k = 0; k < UNIT; k++)
-            for (int j = 0; j < PANEL; j++) {
-                const int byte = at[(k / 8 * PANEL + j) * 4 + k % 4];
-                *out++ = s.table[k & 4 ? byte >> 4 : byte & 15];
-            }
+    turn<TableFloats, false>(s, at, count, reinterpret_cast<uint8_t*>(out), LINES);
 }
 
 }  // namespace pst

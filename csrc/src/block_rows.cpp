@@ -1,6 +1,7 @@
 #include "block_rows.h"
 
 #include <cstring>
+#include <limits>
 
 #include "int_lanes.h"
 #include "simd.h"
@@ -14,15 +15,71 @@ F load_some(const float* x, int64_t at, int64_t cols) {
     return rest >= LANES ? load(x + at) : rest > 0 ? load(x + at, int(rest)) : all(0.0f);
 }
 
-// Sums of the stretches of a row of floats, and of all of it.
-void sum_floats(const float* x, int64_t cols, const BlockRow& row, uint8_t* data) {
+// The largest |x| of n numbers (a multiple of the lanes) as bits: beyond those of infinity if one is a NaN.
+uint32_t largest_bits(const float* x, int64_t n) {
+#if defined(__AVX512F__)
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += LANES)
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7fffffff)));
+    return _mm512_reduce_max_epu32(most);
+#else
+    uint32_t most = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
+#endif
+}
+
+// The sum of n s8 values, a multiple of 16.
+int32_t sum_s8(const uint8_t* x, int64_t n) {
+#if defined(__AVX2__)
+    __m128i sums = _mm_setzero_si128();
+    for (int64_t i = 0; i < n; i += 16) {
+        const __m128i lifted = _mm_xor_si128(_mm_loadu_si128((const __m128i*)(x + i)), _mm_set1_epi8(-128));
+        sums = _mm_add_epi64(sums, _mm_sad_epu8(lifted, _mm_setzero_si128()));
+    }
+    return int32_t(_mm_cvtsi128_si64(sums) + _mm_extract_epi64(sums, 1) - 128 * n);
+#else
+    int32_t out = 0;
+    for (int64_t i = 0; i < n; i++) out += int8_t(x[i]);
+    return out;
+#endif
+}
+
+// `length` numbers (a multiple of the lanes) to s8, in units of `scale`, which becomes what a unit stands for.
+void round_block(const float* x, int64_t length, uint8_t* out, float* scale) {
+    const uint32_t bits = largest_bits(x, length);
+    if (bits >= 0x7f800000 || !bits) {  // something is not finite: the scale makes all outputs NaN; or zeros
+        *scale = bits ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+        std::memset(out, 0, size_t(length));
+        return;
+    }
+    float top;
+    std::memcpy(&top, &bits, 4);
+    *scale = top / 127.0f;
+    // 127 / top would be infinite for the smallest numbers: those are raised first, which is exact.
+    const bool tiny = top < 0x1p-64f;
+    const F units = all(127.0f / (tiny ? top * 0x1p64f : top));
+    for (int64_t i = 0; i < length; i += LANES)
+        store_s8(out + i, round((tiny ? load(x + i) * all(0x1p64f) : load(x + i)) * units));
+}
+
+// The sum of n numbers behind which there are 15 zeros at least, in a fixed order.
+float sum_of(const float* x, int64_t n) {
+    F sums = all(0.0f);
+    for (int64_t i = 0; i < n; i += LANES) sums = sums + load(x + i);
+    return sum(sums);
+}
+
+// Sums of the stretches of a padded row of floats.
+void sum_floats(const float* x, const BlockRow& row, uint8_t* data) {
     auto* totals = reinterpret_cast<float*>(data + row.totals_at);
     const int64_t length = row.stretch ? row.stretch : row.inputs;
-    for (int64_t s = 0; s < row.stretches(); s++) {
-        F sums = all(0.0f);
-        for (int64_t i = s * length; i < (s + 1) * length && i < cols; i += LANES) sums = sums + load_some(x, i, cols);
-        totals[s] = sum(sums);
-    }
+    for (int64_t s = 0; s < row.stretches(); s++) totals[s] = sum_of(x + s * length, length);
 }
 
 }  // namespace
@@ -32,42 +89,27 @@ void prepare_blocks_s8(const float* x, int cols, int group, uint8_t* data) {
     auto* scales = reinterpret_cast<float*>(data + row.scales_at);
     auto* sums = reinterpret_cast<int32_t*>(data + row.sums_at);
     auto* totals = reinterpret_cast<float*>(data + row.totals_at);
-    float whole = 0.0f;
-    int64_t s = 0;
-    for (int64_t from = 0; from < row.inputs; from += row.block) {
-        F most = all(0.0f), wrong = all(0.0f);
-        for (int64_t i = from; i < from + row.block && i < cols; i += LANES) {
-            const F v = load_some(x, i, cols);
-            most = max(abs(v), most);              // a NaN is passed over here
-            wrong = fma(v, all(0.0f), wrong);      // and lasts here
-        }
-        const float top = sum(wrong) + largest(most), scale = top / 127.0f;
-        *scales++ = scale;
-        // 127 / top would be infinite for the smallest numbers: those are raised first, which is exact.
-        const float lift = top < 0x1p-64f ? 0x1p64f : 1.0f;
-        const bool any = top > 0;  // zeros; or something is not finite, and the scale makes all outputs NaN
-        const F lifts = all(lift), units = all(any ? 127.0f / (top * lift) : 0.0f);
-        for (int64_t at = from; at < from + row.block; at += row.stretch) {
-            F total = all(0.0f);
-            for (int64_t i = at; i < at + row.stretch; i += LANES) {
-                const F v = any ? round(load_some(x, i, cols) * lifts * units) : all(0.0f);
-                total = total + v;
-                store_s8(data + i, v);
-            }
-            const float sum_of = sum(total);
-            sums[s] = int32_t(sum_of);
-            totals[s] = sum_of * scale;
-            whole += totals[s++];
-        }
+    const int64_t whole = cols / row.block;
+    for (int64_t b = 0; b < whole; b++) round_block(x + b * row.block, row.block, data + b * row.block, scales + b);
+    if (whole * row.block < row.inputs) {
+        float last[CHUNK] = {};
+        std::memcpy(last, x + whole * row.block, size_t(cols - whole * row.block) * 4);
+        for (int64_t b = whole; b * row.block < row.inputs; b++)
+            round_block(last + (b - whole) * row.block, row.block, data + b * row.block, scales + b);
     }
-    totals[s] = whole;
+    const int64_t stretches = row.stretches();
+    const int shift = row.stretch < row.block;  // two of them in a block of 32
+    for (int64_t s = 0; s < stretches; s++) sums[s] = sum_s8(data + s * row.stretch, row.stretch);
+    for (int64_t s = 0; s < stretches; s++) totals[s] = float(sums[s]) * scales[s >> shift];
+    std::memset(totals + stretches, 0, LANES * 4);
+    totals[stretches] = sum_of(totals, stretches);
 }
 
 void prepare_blocks_f32(const float* x, int cols, int group, uint8_t* data) {
     const BlockRow row(cols, group, 4);
     std::memcpy(data, x, size_t(cols) * 4);
     std::memset(data + int64_t(cols) * 4, 0, size_t(row.inputs - cols) * 4);
-    sum_floats(x, cols, row, data);
+    sum_floats(reinterpret_cast<const float*>(data), row, data);
 }
 
 void prepare_blocks_bf16(const float* x, int cols, int group, uint8_t* data) {
@@ -93,7 +135,7 @@ void prepare_blocks_rounded(const float* x, int cols, int group, uint8_t* data) 
         store_bf16(rounded, load_some(x, i, cols));
         store(out + i, load_bf16(rounded));
     }
-    sum_floats(out, cols, row, data);
+    sum_floats(out, row, data);
 }
 
 }  // namespace pst

@@ -7,9 +7,7 @@ namespace pst {
 
 namespace {
 
-int32_t no_groups(int, int) { return 0; }
-
-void prepare_f32(const float* x, int cols, int, uint8_t* data, float*, int32_t*) {
+void prepare_f32(const float* x, int cols, int, uint8_t* data) {
     size_t bytes = size_t(cols) * 4;
     std::memcpy(data, x, bytes);
     std::memset(data + bytes, 0, size_t(float_row_bytes(cols, 0)) - bytes);
@@ -21,7 +19,7 @@ using BFloat16Rows = PairedWeights;
 
 int64_t bf16_row_bytes(int cols, int) { return (int64_t(cols) * 2 + 63) / 64 * 64; }
 
-void prepare_bf16(const float* x, int cols, int, uint8_t* data, float*, int32_t*) {
+void prepare_bf16(const float* x, int cols, int, uint8_t* data) {
     auto* out = reinterpret_cast<uint16_t*>(data);
     int64_t padded = bf16_row_bytes(cols, 0) / 2;
     for (int64_t k = 0; k < padded; k += LANES) {
@@ -37,7 +35,7 @@ using BFloat16Rows = WidenedWeights;
 constexpr auto bf16_row_bytes = float_row_bytes;
 
 // Rounded to bfloat16, kept as float32: the product widens both anyway.
-void prepare_bf16(const float* x, int cols, int, uint8_t* data, float*, int32_t*) {
+void prepare_bf16(const float* x, int cols, int, uint8_t* data) {
     auto* out = reinterpret_cast<float*>(data);
     int64_t padded = float_row_bytes(cols, 0) / 4;
     for (int64_t k = 0; k < padded; k += LANES) {
@@ -50,7 +48,7 @@ void prepare_bf16(const float* x, int cols, int, uint8_t* data, float*, int32_t*
 
 #endif
 
-int64_t f16_unpacked_bytes(int cols, int) { return int64_t(cols) * PANEL * 4; }
+int64_t f16_unpacked_bytes(int cols) { return int64_t(cols) * PANEL * 4; }
 
 void unpack_f16(const Panel& panel, uint8_t* scratch) {
     const auto* in = reinterpret_cast<const uint16_t*>(panel.data);
@@ -59,13 +57,13 @@ void unpack_f16(const Panel& panel, uint8_t* scratch) {
 }
 
 const Product PRODUCTS[] = {
-    {PST_M_F32, PST_A_F32, TILE_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<Float32Weights>, nullptr,
+    {PST_M_F32, PST_A_F32, TILE_ROWS, float_row_bytes, prepare_f32, float_kernel<Float32Weights>, nullptr,
      nullptr, nullptr, 0},
-    {PST_M_F16, PST_A_F32, TILE_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<Float16Weights>,
+    {PST_M_F16, PST_A_F32, TILE_ROWS, float_row_bytes, prepare_f32, float_kernel<Float16Weights>,
      f16_unpacked_bytes, unpack_f16, float_kernel<Float32Weights>, 4 * GROUP_ROWS},
-    {PST_M_BF16, PST_A_F32, GROUP_ROWS, float_row_bytes, no_groups, prepare_f32, float_kernel<WidenedWeights>, nullptr,
+    {PST_M_BF16, PST_A_F32, GROUP_ROWS, float_row_bytes, prepare_f32, float_kernel<WidenedWeights>, nullptr,
      nullptr, nullptr, 0},
-    {PST_M_BF16, PST_A_BF16, GROUP_ROWS, bf16_row_bytes, no_groups, prepare_bf16, float_kernel<BFloat16Rows>, nullptr,
+    {PST_M_BF16, PST_A_BF16, GROUP_ROWS, bf16_row_bytes, prepare_bf16, float_kernel<BFloat16Rows>, nullptr,
      nullptr, nullptr, 0},
 };
 

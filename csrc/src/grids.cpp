@@ -14,14 +14,17 @@ namespace {
 constexpr int32_t BYTES[] = {110, 98, 82, 74, 66, 50, 56, 54};
 constexpr int32_t GROUPS[] = {32, 32, 16, 16, 32, 32, 16, 256};  // PST_C_IQ3_S ... PST_C_TQ1_0
 
-// A vector as it is multiplied, one byte each.
+constexpr uint64_t ONES = 0x0101010101010101u;
+
+// Vectors as they are multiplied, a byte for each number, with GRID_OFFSET added.
 template <int N>
 struct Vectors {
-    int8_t values[N][8];
-    // `numbers` a word of `bits` each.
-    Vectors(const uint16_t (&words)[N], int numbers, int bits, const int8_t* levels) : values{} {
+    uint64_t of[N];
+    // Of `numbers` numbers of `bits` bits each.
+    Vectors(const uint16_t (&words)[N], int numbers, int bits, const int8_t* levels) : of{} {
         for (int i = 0; i < N; i++)
-            for (int k = 0; k < numbers; k++) values[i][k] = levels[words[i] >> (bits * k) & ((1 << bits) - 1)];
+            for (int k = 0; k < numbers; k++)
+                of[i] |= uint64_t(levels[words[i] >> (bits * k) & ((1 << bits) - 1)] + GRID_OFFSET) << 8 * k;
     }
 };
 
@@ -33,6 +36,16 @@ const Vectors<1024> IQ2_S(GRID_IQ2_S, 8, 2, LEVELS2);
 const Vectors<256> IQ3_XXS(GRID_IQ3_XXS, 4, 3, LEVELS3_XXS);
 const Vectors<512> IQ3_S(GRID_IQ3_S, 4, 3, LEVELS3);
 const Vectors<2048> IQ1(GRID_IQ1, 8, 2, LEVELS1);
+
+// A byte of ones for each bit.
+struct Signs {
+    uint64_t of[256];
+    Signs() : of{} {
+        for (int i = 0; i < 256; i++)
+            for (int k = 0; k < 8; k++) of[i] |= i >> k & 1 ? uint64_t(255) << 8 * k : 0;
+    }
+};
+const Signs SIGNS;
 
 inline uint16_t word(const uint8_t* p) {
     uint16_t x;
@@ -48,74 +61,82 @@ inline uint32_t word32(const uint8_t* p) {
 // Seven signs are kept; the eighth makes their number even.
 inline int all_signs(uint32_t seven) { return int(seven | uint32_t(__builtin_parity(seven)) << 7); }
 
-inline void put_signed(int8_t* to, const int8_t* from, int n, int signs) {
-    for (int i = 0; i < n; i++) to[i] = signs >> i & 1 ? int8_t(-from[i]) : from[i];
+// Eight numbers; those whose bit is set are the negative ones.
+inline void put_signed(uint8_t* to, uint64_t numbers, int signs) {
+    const uint64_t negative = ONES * (2 * GRID_OFFSET) - numbers;  // byte by byte: none is above twice the offset
+    numbers ^= (numbers ^ negative) & SIGNS.of[signs];
+    std::memcpy(to, &numbers, 8);
 }
 
-void iq2_xxs(const uint8_t* b, int8_t* to) {
+void iq2_xxs(const uint8_t* b, uint8_t* to) {
     for (int g = 0; g < 8; g++) {
         const uint8_t* at = b + 2 + 8 * g;
         const uint32_t rest = word32(at + 4);
-        for (int l = 0; l < 4; l++, to += 8) put_signed(to, IQ2_XXS.values[at[l]], 8, all_signs(rest >> 7 * l & 127));
+        for (int l = 0; l < 4; l++, to += 8) put_signed(to, IQ2_XXS.of[at[l]], all_signs(rest >> 7 * l & 127));
     }
 }
 
-void iq2_xs(const uint8_t* b, int8_t* to) {
+void iq2_xs(const uint8_t* b, uint8_t* to) {
     for (int i = 0; i < 32; i++, to += 8) {
         const uint16_t code = word(b + 2 + 2 * i);
-        put_signed(to, IQ2_XS.values[code & 511], 8, all_signs(code >> 9));
+        put_signed(to, IQ2_XS.of[code & 511], all_signs(code >> 9));
     }
 }
 
-void iq2_s(const uint8_t* b, int8_t* to) {
+void iq2_s(const uint8_t* b, uint8_t* to) {
     for (int i = 0; i < 32; i++, to += 8) {
         const int high = b[66 + i / 4] >> 2 * (i % 4) & 3;
-        put_signed(to, IQ2_S.values[b[2 + i] | high << 8], 8, b[34 + i]);
+        put_signed(to, IQ2_S.of[b[2 + i] | high << 8], b[34 + i]);
     }
 }
 
-void iq3_xxs(const uint8_t* b, int8_t* to) {
+void iq3_xxs(const uint8_t* b, uint8_t* to) {
     for (int g = 0; g < 8; g++) {
         const uint32_t rest = word32(b + 66 + 4 * g);
-        for (int l = 0; l < 8; l++, to += 4)
-            put_signed(to, IQ3_XXS.values[b[2 + 8 * g + l]], 4, all_signs(rest >> 7 * (l / 2) & 127) >> 4 * (l % 2));
+        for (int l = 0; l < 4; l++, to += 8) {
+            const uint8_t* at = b + 2 + 8 * g + 2 * l;
+            put_signed(to, IQ3_XXS.of[at[0]] | IQ3_XXS.of[at[1]] << 32, all_signs(rest >> 7 * l & 127));
+        }
     }
 }
 
-void iq3_s(const uint8_t* b, int8_t* to) {
+void iq3_s(const uint8_t* b, uint8_t* to) {
     for (int g = 0; g < 8; g++) {
-        for (int l = 0; l < 8; l++, to += 4) {
-            const int code = b[2 + 8 * g + l] | (b[66 + g] >> l & 1) << 8;
-            put_signed(to, IQ3_S.values[code], 4, b[74 + 4 * g + l / 2] >> 4 * (l % 2));
+        for (int l = 0; l < 4; l++, to += 8) {
+            const uint8_t *at = b + 2 + 8 * g + 2 * l;
+            const int high = b[66 + g] >> 2 * l;
+            const uint64_t first = IQ3_S.of[at[0] | (high & 1) << 8], second = IQ3_S.of[at[1] | (high & 2) << 7];
+            put_signed(to, first | second << 32, b[74 + 4 * g + l]);
         }
     }
 }
 
 // A vector of -1, 0 and 1, an eighth more or less, in eighths.
-inline void put_shifted(int8_t* to, const int8_t* from, bool less) {
-    for (int i = 0; i < 8; i++) to[i] = int8_t(from[i] + (less ? -1 : 1));
+inline void put_shifted(uint8_t* to, uint64_t numbers, bool less) {
+    numbers += less ? 0 - ONES : ONES;
+    std::memcpy(to, &numbers, 8);
 }
 
-void iq1_s(const uint8_t* b, int8_t* to) {
+void iq1_s(const uint8_t* b, uint8_t* to) {
     for (int g = 0; g < 8; g++) {
         const int high = word(b + 34 + 2 * g);
         for (int l = 0; l < 4; l++, to += 8)
-            put_shifted(to, IQ1.values[b[2 + 4 * g + l] | (high >> 3 * l & 7) << 8], high & 0x8000);
+            put_shifted(to, IQ1.of[b[2 + 4 * g + l] | (high >> 3 * l & 7) << 8], high & 0x8000);
     }
 }
 
-void iq1_m(const uint8_t* b, int8_t* to) {
+void iq1_m(const uint8_t* b, uint8_t* to) {
     for (int i = 0; i < 32; i++, to += 8) {
         const int high = b[32 + i / 2] >> 4 * (i % 2) & 15;
-        put_shifted(to, IQ1.values[b[i] | (high & 7) << 8], high & 8);
+        put_shifted(to, IQ1.of[b[i] | (high & 7) << 8], high & 8);
     }
 }
 
-void tq1_0(const uint8_t* b, int8_t* to) {
+void tq1_0(const uint8_t* b, uint8_t* to) {
     constexpr uint8_t POWERS[] = {1, 3, 9, 27, 81};
     auto digits = [&](const uint8_t* from, int bytes, int count) {
         for (int n = 0; n < count; n++)
-            for (int i = 0; i < bytes; i++) *to++ = int8_t((uint8_t(from[i] * POWERS[n]) * 3 >> 8) - 1);
+            for (int i = 0; i < bytes; i++) *to++ = uint8_t((uint8_t(from[i] * POWERS[n]) * 3 >> 8) + GRID_OFFSET - 1);
     };
     digits(b, 32, 5);
     digits(b + 32, 16, 5);
@@ -127,7 +148,7 @@ void tq1_0(const uint8_t* b, int8_t* to) {
 int32_t grid_bytes(int32_t code) { return BYTES[code - PST_C_IQ3_S]; }
 int32_t grid_group(int32_t code) { return GROUPS[code - PST_C_IQ3_S]; }
 
-void grid_values(int32_t code, const uint8_t* block, int8_t* values) {
+void grid_values(int32_t code, const uint8_t* block, uint8_t* values) {
     switch (code) {
         case PST_C_IQ3_S: return iq3_s(block, values);
         case PST_C_IQ3_XXS: return iq3_xxs(block, values);

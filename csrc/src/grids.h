@@ -9,8 +9,10 @@ namespace pst {
 int32_t grid_bytes(int32_t code);
 int32_t grid_group(int32_t code);
 
-// 256 numbers of a block as whole ones of -127 ... 127, and what multiplies them, [256 / group].
-void grid_values(int32_t code, const uint8_t* block, int8_t* values);
+constexpr int GRID_OFFSET = 64;  // numbers of all grids are smaller
+
+// 256 numbers of a block as whole ones, GRID_OFFSET added; and what multiplies them, [256 / group].
+void grid_values(int32_t code, const uint8_t* block, uint8_t* values);
 void grid_scales(int32_t code, const uint8_t* block, float* scales);
 
 }  // namespace pst

@@ -1,28 +1,17 @@
 // Sixteen lanes of 32 bits, as integers or as 4 bytes each: integer weights are multiplied and widened with it.
 //
-// A line is 64 bytes of weights, 4 bytes of each of 16 outputs (PST_M_I8 and PST_M_I4 in penstock.h).
+// A line is 64 bytes of weights, 4 bytes of each of 16 outputs (block.h).
 #pragma once
 
 #include "simd.h"
 
 namespace pst {
 
-// What `dot8` finds added to the weights it is given: 128 where they stay as they are stored.
-#if defined(__AVX512VNNI__) || !defined(__AVX2__)
-constexpr int32_t OFFSET8 = 128;
-#else
-constexpr int32_t OFFSET8 = 0;
-#endif
-constexpr int32_t OFFSET4 = 8;
-
 #if defined(__AVX512F__)
 
 struct I { __m512i v; };
 inline I load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline I every(int32_t x) { return {_mm512_set1_epi32(x)}; }
-template <int N> inline I low_nibbles(I a) {  // of all bytes, after a shift by N bits (0 or 4)
-    return {_mm512_and_si512(N ? _mm512_srli_epi32(a.v, N) : a.v, _mm512_set1_epi8(15))};
-}
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // Whole numbers of -128 ... 127, one byte each.
 inline void store_s8(uint8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
@@ -34,12 +23,17 @@ template <int LEFT> inline I shifted(I a) {  // lanes of 32 bits
 }
 template <int MASK> inline I masked(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(MASK))}; }
 inline I either(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+// In a register from now on: gcc 12 loads a line anew for every product otherwise.
+inline void keep(I& a) { asm("" : "+v"(a.v)); }
 inline void store_line(uint8_t* p, I a) { _mm512_storeu_si512(p, a.v); }
 inline I four_times(const uint8_t* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
 inline I looked_up(I table, I nibbles) { return {_mm512_shuffle_epi8(table.v, nibbles.v)}; }
+// By the lowest four bits of each lane.
+inline F looked_up16(F table, I lanes) { return {_mm512_permutexvar_ps(lanes.v, table.v)}; }
 inline I load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline F as_floats(I a) { return {_mm512_castsi512_ps(a.v)}; }
-inline I upper_halves(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(0xffff0000)))}; }
+inline I as_ints(F a) { return {_mm512_castps_si512(a.v)}; }
+template <uint32_t MASK> inline I bits32(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(int(MASK)))}; }
 inline I times(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
 inline F load_u8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 inline F load_i8(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
@@ -63,69 +57,35 @@ template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(wide, SHIFT), _mm512_set1_epi32(15)))};
 }
 
-#if defined(__AVX512VNNI__)
-inline I weights8(I line) { return line; }
 // Bytes 0 ... 255 (dot_u8), 0 ... 127 (dot_u7) times s8.
+#if defined(__AVX512VNNI__)
+// By hand: compilers (gcc 12) copy 24 sums around in every turn of the loop, and to the stack, for the intrinsic.
 inline void dot_u8(I& sum, I w, I x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 inline void dot_u7(I& sum, I w, I x) { dot_u8(sum, w, x); }
-// By hand: compilers (gcc 12) copy 24 sums around in every turn of the loop, and to the stack, for the intrinsic.
-inline void dot8(I& sum, I w, I x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
-inline void dot4(I& sum, I w, I x) { dot8(sum, w, x); }
 #else
-inline I weights8(I line) { return {_mm512_xor_si512(line.v, _mm512_set1_epi8(-128))}; }
-inline I add_pairs(I sum, __m512i pairs) {
-    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+inline I add_pairs(I sum, __m512i pairs, int times) {
+    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(short(times))))};
 }
-// |x| * (w with the sign of x): neither is beyond 127, so two products fit 16 bits and vpmaddubsw does not saturate.
-inline void dot8(I& sum, I w, I x) {
-    __m512i turned = _mm512_mask_sub_epi8(w.v, _mm512_movepi8_mask(x.v), _mm512_setzero_si512(), w.v);
-    sum = add_pairs(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(x.v), turned));
-}
-inline void dot4(I& sum, I w, I x) { sum = add_pairs(sum, _mm512_maddubs_epi16(w.v, x.v)); }
-inline void dot_u7(I& sum, I w, I x) { dot4(sum, w, x); }
+inline void dot_u7(I& sum, I w, I x) { sum = add_pairs(sum, _mm512_maddubs_epi16(w.v, x.v), 1); }
 // The upper bit by itself: two products of 255 do not fit 16 bits.
 inline void dot_u8(I& sum, I w, I x) {
-    dot4(sum, masked<127>(w), x);
-    __m512i upper = _mm512_maddubs_epi16(masked<1>(shifted<-7>(w)).v, x.v);
-    sum = {_mm512_add_epi32(sum.v, _mm512_madd_epi16(upper, _mm512_set1_epi16(128)))};
+    dot_u7(sum, masked<127>(w), x);
+    sum = add_pairs(sum, _mm512_maddubs_epi16(masked<1>(shifted<-7>(w)).v, x.v), 128);
 }
 #endif
 
 inline void add_product(F& sum, F w, F x) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 
-// Byte J of each lane minus 128. Below the bits of 2^23 a byte is 2^23 plus itself.
-template <int J> inline F byte_value(I line) {
+// Byte J of each lane minus an offset (byte_offset). Below the bits of 2^23 a byte is 2^23 plus itself.
+inline F byte_offset(float offset) { return {_mm512_set1_ps(8388608.0f + offset)}; }
+template <int J> inline F byte_value(I line, F offset) {
     const __m512i magic = _mm512_set1_epi32(0x4b000000);
     __m512i sum = _mm512_mask_shuffle_epi8(magic, 0x1111111111111111, line.v,
                                            _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(J)));
-    return {_mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_set1_ps(8388608.0f + 128.0f))};
+    return {_mm512_sub_ps(_mm512_castsi512_ps(sum), offset.v)};
 }
-// Four bits from bit SHIFT of each lane, minus 8. vpermps looks at the lowest four bits only.
-template <int SHIFT> inline F nibble_value(I line) {
-    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return {_mm512_permutexvar_ps(SHIFT ? _mm512_srli_epi32(line.v, SHIFT) : line.v, values)};
-}
-
 #if defined(__AVX512BF16__)
 inline void dot_bf16(F& sum, I w, I x) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
-// Bytes 2 PAIR and 2 PAIR + 1 of each lane, minus 128, as bfloat16. Exact: they have 8 bits at most.
-template <int PAIR> inline I byte_pair(I line) {
-    __m512i even = _mm512_castps_si512(byte_value<2 * PAIR>(line).v);
-    __m512i odd = _mm512_castps_si512(byte_value<2 * PAIR + 1>(line).v);
-    const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
-    return {_mm512_mask_shuffle_epi8(odd, 0x3333333333333333, even, upper)};
-}
-// The same of nibbles: inputs 2 PAIR and 2 PAIR + 1 of 8. vpermw looks at the lowest five bits of a word only.
-template <int PAIR> inline I nibble_pair(I line) {
-    const __m512i values = _mm512_set_epi16(
-        0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40,
-        -0x3f20, -0x3f00, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80,
-        -0x3f60, -0x3f40, -0x3f20, -0x3f00);
-    const __m512i bytes = PAIR % 2 ? _mm512_set4_epi32(0x0f0f0e0e, 0x0b0b0a0a, 0x07070606, 0x03030202)
-                                   : _mm512_set4_epi32(0x0d0d0c0c, 0x09090808, 0x05050404, 0x01010000);
-    __m512i words = _mm512_shuffle_epi8(PAIR / 2 ? _mm512_srli_epi32(line.v, 4) : line.v, bytes);
-    return {_mm512_permutexvar_epi16(words, values)};
-}
 #endif
 
 #elif defined(__AVX2__)
@@ -135,34 +95,16 @@ inline I load_line(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
 }
 inline I every(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-template <int N> inline I low_nibbles(I a) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    return {_mm256_and_si256(_mm256_srli_epi32(a.lo, N), mask), _mm256_and_si256(_mm256_srli_epi32(a.hi, N), mask)};
-}
 inline F to_float(I a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline void store_s8(uint8_t* p, F x) {
     __m256i pairs = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));
     pairs = _mm256_permute4x64_epi64(pairs, 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
-inline I weights8(I line) {
-    const __m256i top = _mm256_set1_epi8(-128);
-    return {_mm256_xor_si256(line.lo, top), _mm256_xor_si256(line.hi, top)};
-}
 // By hand: with the intrinsic, gcc 12 keeps sums on the stack and stores them in every turn of the loop.
-inline void add_pairs(__m256i& sum, __m256i pairs) {
-    pairs = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+inline void add_pairs(__m256i& sum, __m256i pairs, int times) {
+    pairs = _mm256_madd_epi16(pairs, _mm256_set1_epi16(short(times)));
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(pairs));
-}
-// |x| * (w with the sign of x): neither is beyond 127, so two products fit 16 bits and vpmaddubsw does not saturate.
-inline void dot8(I& sum, I w, I x) {
-    __m256i size = _mm256_abs_epi8(x.lo);  // x is the same in all lanes
-    add_pairs(sum.lo, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.lo, x.lo)));
-    add_pairs(sum.hi, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.hi, x.lo)));
-}
-inline void dot4(I& sum, I w, I x) {
-    add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo));
-    add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo));
 }
 template <int LEFT> inline __m256i shifted(__m256i a) {
     if constexpr (LEFT > 0) return _mm256_slli_epi32(a, LEFT);
@@ -175,6 +117,7 @@ template <int MASK> inline I masked(I a) {
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline I either(I a, I b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline void keep(I& a) { asm("" : "+x"(a.lo), "+x"(a.hi)); }
 inline void store_line(uint8_t* p, I a) {
     _mm256_storeu_si256((__m256i*)p, a.lo);
     _mm256_storeu_si256((__m256i*)(p + 32), a.hi);
@@ -186,10 +129,17 @@ inline I four_times(const uint8_t* p) {
 inline I looked_up(I table, I nibbles) {
     return {_mm256_shuffle_epi8(table.lo, nibbles.lo), _mm256_shuffle_epi8(table.hi, nibbles.hi)};
 }
+// By the lowest four bits of each lane.
+inline __m256 looked_up16(F table, __m256i lanes) {
+    const __m256 low = _mm256_permutevar8x32_ps(table.lo, lanes), high = _mm256_permutevar8x32_ps(table.hi, lanes);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28)));
+}
+inline F looked_up16(F table, I lanes) { return {looked_up16(table, lanes.lo), looked_up16(table, lanes.hi)}; }
 inline I load_ints(const int32_t* p) { return load_line((const uint8_t*)p); }
 inline F as_floats(I a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
-inline I upper_halves(I a) {
-    const __m256i mask = _mm256_set1_epi32(int(0xffff0000));
+inline I as_ints(F a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+template <uint32_t MASK> inline I bits32(I a) {
+    const __m256i mask = _mm256_set1_epi32(int(MASK));
     return {_mm256_and_si256(a.lo, mask), _mm256_and_si256(a.hi, mask)};
 }
 inline I times(I a, I b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
@@ -206,24 +156,23 @@ template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
     I wide = shifted<-SHIFT>(wide_bytes(p));
     return to_float({_mm256_and_si256(wide.lo, mask), _mm256_and_si256(wide.hi, mask)});
 }
-inline void dot_u7(I& sum, I w, I x) { dot4(sum, w, x); }
+inline void dot_u7(I& sum, I w, I x) {  // x is the same in all lanes
+    add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo), 1);
+    add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo), 1);
+}
 // The upper bit by itself: two products of 255 do not fit 16 bits.
 inline void dot_u8(I& sum, I w, I x) {
-    dot4(sum, masked<127>(w), x);
-    const __m256i weight = _mm256_set1_epi16(128);
     const I upper = masked<1>(shifted<-7>(w));
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(_mm256_maddubs_epi16(upper.lo, x.lo), weight));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(_mm256_maddubs_epi16(upper.hi, x.lo), weight));
+    dot_u7(sum, masked<127>(w), x);
+    add_pairs(sum.lo, _mm256_maddubs_epi16(upper.lo, x.lo), 128);
+    add_pairs(sum.hi, _mm256_maddubs_epi16(upper.hi, x.lo), 128);
 }
-template <int SHIFT, int BITS> inline F field(I line) {
-    const __m256i mask = _mm256_set1_epi32((1 << BITS) - 1);
-    const __m256 middle = _mm256_set1_ps(float(1 << (BITS - 1)));
-    __m256i lo = _mm256_and_si256(_mm256_srli_epi32(line.lo, SHIFT), mask);
-    __m256i hi = _mm256_and_si256(_mm256_srli_epi32(line.hi, SHIFT), mask);
-    return {_mm256_sub_ps(_mm256_cvtepi32_ps(lo), middle), _mm256_sub_ps(_mm256_cvtepi32_ps(hi), middle)};
+inline F byte_offset(float offset) { return all(offset); }
+template <int J> inline F byte_value(I line, F offset) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    return {_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.lo, 8 * J), mask)), offset.lo),
+            _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.hi, 8 * J), mask)), offset.hi)};
 }
-template <int J> inline F byte_value(I line) { return field<8 * J, 8>(line); }
-template <int SHIFT> inline F nibble_value(I line) { return field<SHIFT, 4>(line); }
 
 #else
 
@@ -231,26 +180,23 @@ struct I { uint32_t v[16]; };
 inline I load_line(const uint8_t* p) { I r; std::memcpy(r.v, p, 64); return r; }
 #define PST_EACH(type, expr) type r; for (int i = 0; i < 16; i++) r.v[i] = (expr); return r
 inline I every(int32_t x) { PST_EACH(I, uint32_t(x)); }
-template <int N> inline I low_nibbles(I a) { PST_EACH(I, (a.v[i] >> N) & 0x0f0f0f0f); }
 inline F to_float(I a) { PST_EACH(F, float(int32_t(a.v[i]))); }
 inline void store_s8(uint8_t* p, F x) {
     for (int i = 0; i < 16; i++) p[i] = uint8_t(int8_t(x.v[i]));
 }
-inline I weights8(I line) { return line; }
 // Unsigned, so that partial sums may wrap around on their way to one that fits, as they do in vectors.
 inline uint32_t dot_bytes(uint32_t sum, uint32_t w, uint32_t x) {
     for (int b = 0; b < 32; b += 8) sum += uint32_t(int32_t((w >> b) & 255) * int8_t(x >> b));
     return sum;
 }
-inline void dot8(I& sum, I w, I x) {
+inline void dot_u8(I& sum, I w, I x) {
     for (int i = 0; i < 16; i++) sum.v[i] = dot_bytes(sum.v[i], w.v[i], x.v[i]);
 }
-inline void dot4(I& sum, I w, I x) { dot8(sum, w, x); }
-inline void dot_u8(I& sum, I w, I x) { dot8(sum, w, x); }
-inline void dot_u7(I& sum, I w, I x) { dot8(sum, w, x); }
+inline void dot_u7(I& sum, I w, I x) { dot_u8(sum, w, x); }
 template <int LEFT> inline I shifted(I a) { PST_EACH(I, LEFT > 0 ? a.v[i] << (LEFT & 31) : a.v[i] >> (-LEFT & 31)); }
 template <int MASK> inline I masked(I a) { PST_EACH(I, a.v[i] & uint32_t(MASK) * 0x01010101u); }
 inline I either(I a, I b) { PST_EACH(I, a.v[i] | b.v[i]); }
+inline void keep(I&) {}
 inline void store_line(uint8_t* p, I a) { std::memcpy(p, a.v, 64); }
 inline I four_times(const uint8_t* p) {
     I r;
@@ -264,19 +210,27 @@ inline I looked_up(I table, I nibbles) {
     for (int i = 0; i < 64; i++) out[i] = values[at[i]];
     return r;
 }
+inline F looked_up16(F table, I lanes) { PST_EACH(F, table.v[lanes.v[i] & 15]); }
 inline I load_ints(const int32_t* p) { return load_line(reinterpret_cast<const uint8_t*>(p)); }
 inline F as_floats(I a) {
     F r;
     std::memcpy(r.v, a.v, sizeof r.v);
     return r;
 }
-inline I upper_halves(I a) { PST_EACH(I, a.v[i] & 0xffff0000u); }
+inline I as_ints(F a) {
+    I r;
+    std::memcpy(r.v, a.v, sizeof r.v);
+    return r;
+}
+template <uint32_t MASK> inline I bits32(I a) { PST_EACH(I, a.v[i] & MASK); }
 inline I times(I a, I b) { PST_EACH(I, a.v[i] * b.v[i]); }
 inline F load_u8(const uint8_t* p) { PST_EACH(F, float(p[i])); }
 inline F load_i8(const uint8_t* p) { PST_EACH(F, float(int8_t(p[i]))); }
 template <int SHIFT> inline F load_nibbles(const uint8_t* p) { PST_EACH(F, float(p[i] >> SHIFT & 15)); }
-template <int J> inline F byte_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> (8 * J)) & 255) - 128)); }
-template <int SHIFT> inline F nibble_value(I line) { PST_EACH(F, float(int32_t((line.v[i] >> SHIFT) & 15) - 8)); }
+inline F byte_offset(float offset) { return all(offset); }
+template <int J> inline F byte_value(I line, F offset) {
+    PST_EACH(F, float(int32_t((line.v[i] >> (8 * J)) & 255)) - offset.v[i]);
+}
 #undef PST_EACH
 
 #endif
@@ -294,5 +248,13 @@ inline F load_e8m0(const uint8_t* p) {
 }
 inline void add_product(F& sum, F w, F x) { sum = fma(w, x, sum); }
 #endif
+
+// A float whose bits are those of e4m3 where its own are, but for an exponent that is 120 less: NaN is 480.
+template <int J> inline F e4m3_value(I line) {
+    const I top = shifted<24 - 8 * J>(line);  // the byte's bits are the uppermost
+    return as_floats(either(bits32<0x80000000u>(top), bits32<0x07f00000u>(shifted<-4>(top)))) * all(0x1p120f);
+}
+// Pairs of bfloat16 of floats that are such.
+inline I pairs_of(F even, F odd) { return either(shifted<-16>(as_ints(even)), bits32<0xffff0000u>(as_ints(odd))); }
 
 }  // namespace pst

@@ -9,7 +9,7 @@
 namespace pst {
 
 constexpr int PANEL = 64;           // outputs of a panel
-constexpr int MAX_TILE_ROWS = 96;   // no kernel takes more rows at once
+constexpr int MAX_TILE_ROWS = 384;  // no kernel takes more rows at once
 
 // How far ahead of their loads products of few rows ask for weights, in bytes; 0: not at all.
 extern const int64_t STREAM_AHEAD;
@@ -17,13 +17,11 @@ extern const int64_t STREAM_AHEAD;
 // Bytes of weights that stay in the second cache of a core.
 extern const int64_t NEAR_BYTES;
 
-// Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs.
+// Rows made ready for products: float32, bfloat16 or s8, each padded with zeros to what the format needs, and what belongs
+// to them (block_rows.h).
 struct Rows {
     const uint8_t* data;
-    int64_t stride;        // bytes from row to row
-    const float* scale;    // A_I8: [count] what a unit stands for
-    const int32_t* sums;   // A_I8: [count][groups] sums of each group's s8 values (one group: the whole row)
-    int32_t groups;        // of `sums`
+    int64_t stride;  // bytes from row to row
     int32_t count;
 };
 
@@ -62,9 +60,7 @@ struct BlockShape;
 
 struct Panel {
     const uint8_t* data;
-    const uint8_t* scales;
-    int32_t cols;   // K, without padding
-    int32_t group;  // 0, or inputs that share a scale
+    int32_t cols;  // K, without padding
     const BlockShape* block = nullptr;  // of PST_M_BLOCK
     Coming* coming = nullptr;
 };
@@ -73,20 +69,19 @@ struct Panel {
 // over the inputs in order, whatever `count` is: 1 ... tile_rows.
 using Kernel = void (*)(const Rows& rows, int first, int count, const Panel& panel, float* tile);
 
-// A row of float32 [cols] made ready at `data` (and scale, sums, if the format has them).
-using Prepare = void (*)(const float* x, int cols, int group, uint8_t* data, float* scale, int32_t* sums);
+// A row of float32 [cols] made ready at `data`. `group`: of PST_M_BLOCK.
+using Prepare = void (*)(const float* x, int cols, int group, uint8_t* data);
 
 // How rows of one kind meet matrices of one format.
 struct Product {
     int32_t format, act;
-    int32_t tile_rows;                           // rows that `kernel` takes at most
-    int64_t (*row_bytes)(int cols, int group);   // of a prepared row: a multiple of 64
-    int32_t (*row_groups)(int cols, int group);  // of `sums` of a prepared row; 0 if there are none
+    int32_t tile_rows;                          // rows that `kernel` takes at most
+    int64_t (*row_bytes)(int cols, int group);  // of a prepared row: a multiple of 64
     Prepare prepare;
     Kernel kernel;
     // For many rows: the panel is turned once into `unpacked_bytes` of scratch (64-byte aligned), which `many` reads in
     // place of it. Null: `kernel` does it all. Bits are those of `kernel`.
-    int64_t (*unpacked_bytes)(int cols, int group);
+    int64_t (*unpacked_bytes)(int cols);
     void (*unpack)(const Panel& panel, uint8_t* scratch);
     Kernel many;
     int32_t many_rows;  // rows from which this pays
@@ -95,15 +90,12 @@ struct Product {
 // Null for a pair that is none. `code`: of PST_M_BLOCK.
 const Product* find_product(int32_t format, int32_t act, int32_t code = PST_C_U8);
 
-// gemm_float.cpp, gemm_int.cpp and block_float.cpp have these for their formats; null if the pair is not theirs.
+// gemm_float.cpp and block_float.cpp have these for their formats; null if the pair is not theirs.
 const Product* float_product(int32_t format, int32_t act);
-const Product* int_product(int32_t format, int32_t act);
 const Product* block_product(int32_t format, int32_t act, int32_t code);
 
 // A panel in its format: `row_of` as in pst_pack, of this panel's 64 outputs. False if the format is not theirs.
 bool pack_float(int32_t format, int cols, int32_t dtype, const void* const* row_of, uint8_t* data);
-bool pack_int(int32_t format, int cols, int group, int32_t dtype, const void* const* row_of, uint8_t* data,
-              uint8_t* scales);
 bool pack_rounded(const BlockShape& shape, int32_t dtype, const void* const* row_of, uint8_t* data);
 
 // The values of output `output` of a matrix in its format, [cols]: what pst_unpack gives of it.

@@ -9,7 +9,6 @@ namespace pst {
 
 const Product* find_product(int32_t format, int32_t act, int32_t code) {
     if (const Product* found = float_product(format, act)) return found;
-    if (const Product* found = int_product(format, act)) return found;
     return block_product(format, act, code);
 }
 

@@ -20,6 +20,9 @@ constexpr int64_t CLAIM_BYTES = 96 * 1024;
 constexpr int64_t CLAIMS = 4;
 // The same where rows are many, and a claim takes milliseconds: the other thread is then seldom late by a whole one.
 constexpr int64_t LONG_CLAIMS = 16;
+// So many rows' outputs are asked for before they are worked out; with more, each a few rows before it is written.
+constexpr int AWAITED_ROWS = 96;
+constexpr int AWAITED_AHEAD = 8;
 // Rows for which a panel is fetched at least, where there are as many.
 constexpr int64_t BLOCK_ROWS = 96;
 // Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
@@ -29,16 +32,7 @@ constexpr int FIRST_ROWS = 6;
 // Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
 constexpr int64_t ROW_STEP = 12;
 
-// Products of two bytes, 127 * 127 at most, that a 32-bit sum has room for (132,000 and some; sums of rows are exact as far).
-constexpr int32_t MOST_BYTES_ADDED = 131072;
-
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
-struct Prepared {
-    uint8_t* data;
-    float* scale;
-    int32_t* sums;
-};
 
 // How the work is cut: units are a panel and a block of rows, the blocks of one panel one after the other.
 struct Cut {
@@ -50,16 +44,13 @@ struct Segment {
     pst_matrix matrix;
     BlockShape shape;  // of PST_M_BLOCK
     const Product* product;
-    int64_t panel_bytes, scale_bytes;
+    int64_t panel_bytes;
     int64_t first, panels;    // its first panel, of all
     int64_t column, columns;  // its outputs
     size_t rows;              // which of the preparations its rows are
 
-    int32_t group() const { return matrix.format == PST_M_BLOCK ? shape.group : matrix.group; }
     Panel panel(int64_t p) const {
-        const auto* scales = static_cast<const uint8_t*>(matrix.scales);
-        Panel panel{static_cast<const uint8_t*>(matrix.data) + p * panel_bytes,
-                    scales ? scales + p * scale_bytes : nullptr, matrix.cols, group()};
+        Panel panel{static_cast<const uint8_t*>(matrix.data) + p * panel_bytes, matrix.cols};
         if (matrix.format == PST_M_BLOCK) panel.block = &shape;
         return panel;
     }
@@ -68,15 +59,10 @@ struct Segment {
 // What rows become for one or more segments.
 struct Preparation {
     Prepare prepare;
-    int32_t group, groups;
+    int32_t group;
     const int32_t* order;
     int64_t row_bytes;
 
-    int64_t bytes(int64_t rows) const { return aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * groups * 4); }
-    Prepared at(uint8_t* memory, int64_t rows) const {
-        uint8_t* scale = memory + aligned(rows * row_bytes);
-        return {memory, reinterpret_cast<float*>(scale), reinterpret_cast<int32_t*>(scale + aligned(rows * 4))};
-    }
     bool operator==(const Preparation& b) const {
         return prepare == b.prepare && group == b.group && order == b.order;
     }
@@ -91,17 +77,18 @@ class Linear final : public Op {
         for (const pst_matrix& matrix : matrices) add(matrix);
         shared_rows_ = capacity > few_ ? capacity : 0;
         bool ordered = false;
-        int64_t unpacked = 0;
+        int64_t unpacked = 0, tile_rows = 0;
         for (const Segment& s : segments_) {
             ordered |= s.matrix.order != nullptr;
-            if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_, s.group())));
+            tile_rows = std::max<int64_t>(tile_rows, s.product->tile_rows);
+            if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_)));
         }
         ordered_at_ = norm.kind ? aligned(int64_t(cols_) * 4) : 0;
         tile_at_ = ordered_at_ + (ordered ? aligned(int64_t(cols_) * 4) : 0);
-        unpacked_at_ = tile_at_ + MAX_TILE_ROWS * PANEL * 4;
+        unpacked_at_ = tile_at_ + tile_rows * PANEL * 4;
         rows_at_ = unpacked_at_ + unpacked;
         own_bytes = rows_at_;
-        for (const Preparation& p : preparations_) own_bytes += p.bytes(few_), shared_bytes += p.bytes(shared_rows_);
+        for (const Preparation& p : preparations_) own_bytes += few_ * p.row_bytes, shared_bytes += shared_rows_ * p.row_bytes;
     }
 
     void run(Team& team, const Context& context) const override {
@@ -128,20 +115,17 @@ class Linear final : public Op {
         if (piece < 0) return;
         const int64_t p = piece * c.grain / c.blocks;
         const Segment& segment = segment_of(p);
-        const Panel first = segment.panel(p - segment.first);
-        fetch(first.data, std::min(WARM_BYTES, segment.panel_bytes));
-        fetch(first.scales, segment.scale_bytes);
+        const uint8_t* first = segment.panel(p - segment.first).data;
+        for (int64_t i = 0; i < std::min(WARM_BYTES, segment.panel_bytes); i += 64) __builtin_prefetch(first + i);
     }
 
   private:
     void add(const pst_matrix& matrix) {
-        Segment s{matrix, {}, find_product(matrix.format, matrix.act, matrix.code), pst_panel_bytes(&matrix),
-                  pst_panel_scale_bytes(&matrix), panels_, divided(matrix.rows, PANEL), columns_,
-                  matrix.pair ? matrix.rows / 2 : matrix.rows, 0};
+        Segment s{matrix, {}, find_product(matrix.format, matrix.act, matrix.code), pst_panel_bytes(&matrix), panels_,
+                  divided(matrix.rows, PANEL), columns_, matrix.pair ? matrix.rows / 2 : matrix.rows, 0};
         block_shape(matrix, s.shape);
-        const int32_t group = matrix.format == PST_M_BLOCK ? group_of_rows(cols_, s.shape.group, matrix.act) : matrix.group;
-        const Preparation wanted{s.product->prepare, group, s.product->row_groups(cols_, group), matrix.order,
-                                 s.product->row_bytes(cols_, group)};
+        const int32_t group = matrix.format == PST_M_BLOCK ? group_of_rows(cols_, s.shape.group, matrix.act) : 0;
+        const Preparation wanted{s.product->prepare, group, matrix.order, s.product->row_bytes(cols_, group)};
         const auto found = std::find(preparations_.begin(), preparations_.end(), wanted);
         s.rows = size_t(found - preparations_.begin());
         if (found == preparations_.end()) preparations_.push_back(wanted);
@@ -150,10 +134,6 @@ class Linear final : public Op {
         tile_rows_ = std::min(tile_rows_, s.product->tile_rows);
         largest_panel_ = std::max(largest_panel_, s.panel_bytes);
         segments_.push_back(s);
-    }
-
-    static void fetch(const uint8_t* p, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
     }
 
     // Rows so few that a panel is read once, and the memory is what they wait for.
@@ -180,9 +160,8 @@ class Linear final : public Op {
                 for (int32_t i = 0; i < cols_; i++) ordered[i] = x[p.order[i]];
                 from = ordered;
             }
-            const Prepared to = p.at(memory, room);
-            p.prepare(from, cols_, p.group, to.data + r * p.row_bytes, to.scale + r, to.sums + r * p.groups);
-            memory += p.bytes(room);
+            p.prepare(from, cols_, p.group, memory + r * p.row_bytes);
+            memory += room * p.row_bytes;
         }
     }
 
@@ -213,8 +192,6 @@ class Linear final : public Op {
                 const bool many = product.many && c.block_rows >= product.many_rows;
                 const Rows rows = rows_of(segment, memory, room, count);
                 Panel panel = segment.panel(p - segment.first);
-                // Scales lie apart from the weights, in a stream too thin for the processor to follow.
-                if (c.blocks == 1 && streams(count)) fetch(panel.scales + segment.scale_bytes, segment.scale_bytes);
                 if (many && ready != p) product.unpack(panel, unpacked);
                 ready = p;
                 if (many) panel.data = unpacked;
@@ -225,7 +202,7 @@ class Linear final : public Op {
                 }
                 for (int r = int(from); r < to; r += product.tile_rows) {
                     const int some = std::min(product.tile_rows, to - r);
-                    await(segment, p, r, some);
+                    if (some <= AWAITED_ROWS) await(segment, p, r, some);
                     (many ? product.many : product.kernel)(rows, r, some, panel, tile);
                     finish(segment, p, r, some, tile);
                 }
@@ -234,10 +211,8 @@ class Linear final : public Op {
     }
 
     Rows rows_of(const Segment& segment, uint8_t* memory, int64_t room, int64_t count) const {
-        for (size_t i = 0; i < segment.rows; i++) memory += preparations_[i].bytes(room);
-        const Preparation& p = preparations_[segment.rows];
-        const Prepared rows = p.at(memory, room);
-        return {rows.data, p.row_bytes, rows.scale, rows.sums, p.groups, int32_t(count)};
+        for (size_t i = 0; i < segment.rows; i++) memory += room * preparations_[i].row_bytes;
+        return {memory, preparations_[segment.rows].row_bytes, int32_t(count)};
     }
 
     // What of the panel behind panel p finds room beside it, for `rows` rows that meet that one first.
@@ -277,9 +252,11 @@ class Linear final : public Op {
     void finish(const Segment& segment, int64_t p, int64_t first, int count, const float* tile) const {
         const int64_t column = column_of(segment, p);
         const float* bias = segment.matrix.bias ? segment.matrix.bias + (p - segment.first) * PANEL : nullptr;
-        for (int64_t r = 0; r < count; r++)
+        for (int64_t r = 0; r < count; r++) {
+            if (count > AWAITED_ROWS && r + AWAITED_AHEAD < count) await(segment, p, first + r + AWAITED_AHEAD, 1);
             epilogue_.row(tile + r * PANEL, bias, residual_.data + (first + r) * residual_.stride + column,
                           out_.data + (first + r) * out_.stride + column, int(width_of(segment, p)));
+        }
     }
 
     int32_t cols_;
@@ -334,11 +311,8 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
 void check_matrix(const pst_matrix& m) {
     check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
     check(pst_panel_bytes(&m) > 0, "no format of matrices has this number or these groups");
-    check(m.format == PST_M_I4 || m.format == PST_M_BLOCK || !m.group, "only 4-bit weights have groups");
-    check(m.format != PST_M_I8 || m.act != PST_A_I8 || m.cols <= MOST_BYTES_ADDED, "sums of so many bytes leave 32 bits");
+    check(m.format == PST_M_BLOCK || !m.group, "only codes have groups");
     check(m.data && is_aligned(m.data), "the weights are missing or not aligned to 64 bytes");
-    check(!pst_panel_scale_bytes(&m) || (m.scales && is_aligned(m.scales)),
-          "the scales are missing or not aligned to 64 bytes");
     check(!m.pair || m.rows % 2 == 0, "a pair has as many gates as ups");
     if (m.format != PST_M_BLOCK) return;
     const bool looked_up = m.code == PST_C_T4 || m.code == PST_C_F4;

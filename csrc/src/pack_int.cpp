@@ -1,9 +1,8 @@
-// Weights as 8-bit and 4-bit integers with scales (docs/design/0007).
+// Weights as 8-bit and 4-bit integers with scales (docs/design/0007), as codes of PST_M_BLOCK.
 #include <limits>
 #include <vector>
 
 #include "block.h"
-#include "int_rows.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -119,34 +118,6 @@ void round_output4(const float* w, int cols, int group, uint8_t* codes, uint16_t
 }
 
 }  // namespace
-
-bool pack_int(int32_t format, int cols, int group, int32_t dtype, const void* const* row_of, uint8_t* data,
-              uint8_t* scales) {
-    if ((format != PST_M_I8 && format != PST_M_I4) || !scales) return false;
-    const bool eight = format == PST_M_I8;
-    // Everything that is not written below is the value 0.
-    const int64_t padded = padded_inputs(cols, eight ? 0 : group), groups = eight ? 1 : padded / group;
-    std::memset(data, eight ? 128 : 0x88, size_t(eight ? padded : padded / 2) * PANEL);
-    std::memset(scales, 0, eight ? PANEL * 4 : size_t(groups) * PANEL * 2);
-    std::vector<float> w(static_cast<size_t>(cols));
-    std::vector<uint8_t> codes(static_cast<size_t>(cols));
-    std::vector<uint16_t> halves(static_cast<size_t>(groups));
-    for (int j = 0; j < PANEL; j++) {
-        if (!row_of[j]) continue;
-        widen(row_of[j], dtype, cols, w.data());
-        if (eight) round_output8(w.data(), cols, codes.data(), reinterpret_cast<float*>(scales) + j);
-        else round_output4(w.data(), cols, group, codes.data(), halves.data());
-        for (int64_t g = 0; g < groups && !eight; g++)
-            reinterpret_cast<uint16_t*>(scales)[g * PANEL + j] = halves[size_t(g)];
-        for (int64_t k = 0; k < cols; k++) {
-            const uint8_t code = codes[size_t(k)];
-            uint8_t& byte = data[(k / (eight ? 4 : 8) * PANEL + j) * 4 + k % 4];
-            if (eight) byte = code;
-            else byte = uint8_t(k & 4 ? (byte & 0x0f) | code << 4 : (byte & 0xf0) | code);
-        }
-    }
-    return true;
-}
 
 bool pack_rounded(const BlockShape& s, int32_t dtype, const void* const* row_of, uint8_t* data) {
     const bool eight = s.code == PST_C_U8 && s.scale == PST_S_F32 && !s.group && s.offset == 128;

@@ -65,10 +65,8 @@ void multiply(Peak& peak, Sum zero, In w, In x, Add add) {
 
 void of_one_thread(Team&, void* argument) {
     auto& peak = *static_cast<Peak*>(argument);
-    if (peak.act == PST_A_I8 && peak.format == PST_M_I8)
-        return multiply<8>(peak, every(0), every(0), every(0), [](I& sum, I w, I x) __attribute__((always_inline)) { dot8(sum, w, x); });
     if (peak.act == PST_A_I8)
-        return multiply<8>(peak, every(0), every(0), every(0), [](I& sum, I w, I x) __attribute__((always_inline)) { dot4(sum, w, x); });
+        return multiply<8>(peak, every(0), every(0), every(0), [](I& sum, I w, I x) __attribute__((always_inline)) { dot_u7(sum, w, x); });
 #if defined(__AVX512BF16__)
     if (peak.act == PST_A_BF16)
         return multiply<4>(peak, all(0.0f), every(0), every(0), [](F& sum, I w, I x) __attribute__((always_inline)) { dot_bf16(sum, w, x); });

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "block_rows.h"
 #include "kernels.h"
 #include "ops.h"
 #include "simd.h"
@@ -51,86 +52,145 @@ std::string off(const std::string& what, double actual, double expected, double 
     return text;
 }
 
-const char* const FORMATS[] = {"float32", "float16", "bfloat16", "8-bit", "4-bit"};
 const char* const ACTS[] = {"float32", "bfloat16", "8-bit"};
 
-std::string product_name(int32_t format, int32_t act) {
-    return std::string("product of ") + FORMATS[format] + " weights and " + ACTS[act] + " rows";
-}
+// A kind of matrix: a format of floats, or codes and what they share.
+struct Stored {
+    const char* name;
+    int32_t format, code, group, scale, zero, offset;
+};
+constexpr Stored STORED[] = {
+    {"float32", PST_M_F32, 0, 0, 0, 0, 0},
+    {"float16", PST_M_F16, 0, 0, 0, 0, 0},
+    {"bfloat16", PST_M_BF16, 0, 0, 0, 0, 0},
+    {"8-bit", PST_M_BLOCK, PST_C_U8, 0, PST_S_F32, PST_Z_NONE, 128},
+    {"8-bit with zeros", PST_M_BLOCK, PST_C_U8, 64, PST_S_BF16, PST_Z_U8, 0},
+    {"6-bit", PST_M_BLOCK, PST_C_U6, 16, PST_S_I8_F16, PST_Z_NONE, 32},
+    {"5-bit", PST_M_BLOCK, PST_C_U5, 32, PST_S_U8_F16, PST_Z_U8_F16, 0},
+    {"4-bit", PST_M_BLOCK, PST_C_U4, 32, PST_S_F16, PST_Z_NONE, 8},
+    {"4-bit with zeros", PST_M_BLOCK, PST_C_U4, 128, PST_S_F16, PST_Z_F16_CODES, 0},
+    {"3-bit", PST_M_BLOCK, PST_C_U3, 16, PST_S_F16, PST_Z_F16, 0},
+    {"2-bit", PST_M_BLOCK, PST_C_U2, 16, PST_S_U8_F16, PST_Z_U8_F16, 0},
+    {"table", PST_M_BLOCK, PST_C_T4, 32, PST_S_E8M0, PST_Z_NONE, 0},
+    {"small table", PST_M_BLOCK, PST_C_T4, 16, PST_S_E4M3, PST_Z_NONE, 0},
+    {"table of floats", PST_M_BLOCK, PST_C_F4, 64, PST_S_F32, PST_Z_NONE, 0},
+    {"e4m3", PST_M_BLOCK, PST_C_E4M3, 128, PST_S_F32, PST_Z_NONE, 0},
+    {"IQ3_S", PST_M_BLOCK, PST_C_IQ3_S, 0, 0, 0, 0},
+    {"IQ3_XXS", PST_M_BLOCK, PST_C_IQ3_XXS, 0, 0, 0, 0},
+    {"IQ2_S", PST_M_BLOCK, PST_C_IQ2_S, 0, 0, 0, 0},
+    {"IQ2_XS", PST_M_BLOCK, PST_C_IQ2_XS, 0, 0, 0, 0},
+    {"IQ2_XXS", PST_M_BLOCK, PST_C_IQ2_XXS, 0, 0, 0, 0},
+    {"IQ1_S", PST_M_BLOCK, PST_C_IQ1_S, 0, 0, 0, 0},
+    {"IQ1_M", PST_M_BLOCK, PST_C_IQ1_M, 0, 0, 0, 0},
+    {"TQ1_0", PST_M_BLOCK, PST_C_TQ1_0, 0, 0, 0, 0},
+};
+constexpr float TABLE[] = {-128, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127};
 
-// What packing into a format may change in a number of rows that reach `top`: nothing, half a last place, half a step.
-double packing_loss(int32_t format, double x, double top) {
-    switch (format) {
-        case PST_M_F32: return 0;
-        case PST_M_F16: return std::fabs(x) / 2048 + 1e-7;
-        case PST_M_BF16: return std::fabs(x) / 256;
-        case PST_M_I8: return top / 127;
-        default: return top / 4;  // two steps: how scales of 4 bits are chosen is not this test's business
-    }
-}
-
-// 64 outputs of 100 inputs, not a multiple of anything, times three rows.
+// 64 outputs times three rows.
 struct ProductTest {
-    static constexpr int COLS = 100, ROWS = 3;
-    const Product& product;
-    const int group;
+    static constexpr int ROWS = 3;
+    const Stored& stored;
     pst_matrix m{};
+    const int cols;
     const std::string name;
     Dice dice{12345};
-    Numbers weights = dice.reals(PANEL * COLS), values = Numbers(PANEL * COLS), x = Numbers(ROWS * COLS);
-    Bytes data, scales;
-    Bytes tile{ROWS * PANEL * 4}, other{ROWS * PANEL * 4};
+    BlockShape shape;
+    const Product* product;
+    Numbers values, x;
+    Bytes data, tile{ROWS * PANEL * 4}, other{ROWS * PANEL * 4};
 
-    explicit ProductTest(const Product& p)
-        : product(p), group(p.format == PST_M_I4 ? 32 : 0), m(matrix_of(p, group)),
-          name(product_name(p.format, p.act)), data(pst_panel_bytes(&m)),
-          scales(std::max<int64_t>(64, pst_panel_scale_bytes(&m))) {
-        m.data = data.data;
-        m.scales = scales.data;
-        // Whole numbers up to 127 of which one is reached: bfloat16 and 8 bits hold them without loss.
-        for (int i = 0; i < ROWS * COLS; i++) x[size_t(i)] = float(i % COLS ? dice.whole(-127, 127) : 127) / 64;
-    }
-
-    static pst_matrix matrix_of(const Product& p, int group) {
+    // Not a multiple of anything, where a format may have so few.
+    static int width(const Stored& s) { return s.code > PST_C_E4M3 || s.scale >= PST_S_U8_F16 ? 256 : 100; }
+    static pst_matrix matrix_of(const Stored& s, int32_t act) {
         pst_matrix made{};
-        made.format = p.format, made.act = p.act, made.rows = PANEL, made.cols = COLS, made.group = group;
+        made.format = s.format, made.act = act, made.rows = PANEL, made.cols = width(s), made.group = s.group;
+        made.code = s.code, made.scale = s.scale, made.zero = s.zero, made.offset = s.offset, made.factor = 0.5f;
+        if (s.format == PST_M_BLOCK && (s.code == PST_C_T4 || s.code == PST_C_F4)) made.table = TABLE;
         return made;
     }
 
+    ProductTest(const Stored& stored, int32_t act)
+        : stored(stored), m(matrix_of(stored, act)), cols(m.cols),
+          name(std::string("product of ") + stored.name + " weights and " + ACTS[act] + " rows"),
+          product(find_product(m.format, act, m.code)), values(size_t(PANEL * cols)), x(size_t(ROWS * cols)),
+          data(pst_panel_bytes(&m)) {
+        m.data = data.data;
+        // Whole numbers up to 127 of which one of each 32 is reached: bfloat16 and 8 bits hold them without loss.
+        for (int i = 0; i < ROWS * cols; i++) x[size_t(i)] = float(i % cols % 32 ? dice.whole(-127, 127) : 127) / 64;
+    }
+
     std::string packing() {
+        return m.format == PST_M_BLOCK ? codes() : numbers();
+    }
+    std::string numbers() {
+        const Numbers weights = dice.reals(size_t(PANEL * cols));
         const void* row_of[PANEL];
-        for (int j = 0; j < PANEL; j++) row_of[j] = weights.data() + j * COLS;
-        if (pst_pack(&m, PST_F32, row_of, 0, 1, data.data, scales.data))
-            return name + ": packing";
+        for (int j = 0; j < PANEL; j++) row_of[j] = weights.data() + j * cols;
+        if (pst_pack(&m, PST_F32, row_of, 0, 1, data.data, nullptr)) return name + ": packing";
         if (pst_unpack(&m, 0, values.data())) return name + ": unpacking";
         std::string fault;
-        for (size_t i = 0; i < values.size() && fault.empty(); i++)
-            fault = off(name + ": packed weight", values[i], weights[i], packing_loss(product.format, weights[i], 1.0));
+        for (size_t i = 0; i < values.size() && fault.empty(); i++) {
+            const double size = std::fabs(weights[i]);  // half a last place is lost, or nothing
+            const double loss = m.format == PST_M_F32 ? 0 : m.format == PST_M_F16 ? size / 2048 + 1e-7 : size / 256;
+            fault = off(name + ": packed weight", values[i], weights[i], loss);
+        }
         return fault;
+    }
+    // Bytes at random that are no NaN in any type: what they stand for is the packed values' business to agree on.
+    std::string codes() {
+        constexpr int BITS[] = {8, 6, 5, 4, 3, 2, 4, 4, 7};
+        std::vector<uint8_t> bytes[5];  // codes, scales, supers, zeros, their supers
+        const void* of[5][PANEL];
+        for (int part = 0; part < 5; part++) {
+            bytes[part].resize(size_t(PANEL * cols));
+            for (int j = 0; j < PANEL; j++) of[part][j] = bytes[part].data() + j * cols;
+        }
+        for (uint8_t& byte : bytes[0])
+            byte = uint8_t(dice.whole(0, m.code > PST_C_E4M3 ? 0x2f : (1 << BITS[m.code]) - 1 - (m.code == PST_C_E4M3)));
+        for (size_t i = 0; i < bytes[1].size(); i++) {
+            bytes[1][i] = uint8_t(m.scale <= PST_S_BF16 ? (i % 2 ? 0x3c : dice.whole(0, 255)) : dice.whole(1, 15));
+            bytes[3][i] = uint8_t(m.zero == PST_Z_F16 || m.zero == PST_Z_F16_CODES ? (i % 2 ? 0x38 : 0) : dice.whole(0, 15));
+            bytes[2][i] = bytes[4][i] = i % 2 ? 0x2c : 0;  // halves of 1/16
+        }
+        if (m.scale == PST_S_F32)
+            for (size_t i = 0; i + 4 <= bytes[1].size(); i += 4) {
+                const float scale = dice.real();
+                std::memcpy(&bytes[1][i], &scale, 4);
+            }
+        const bool supers = m.scale >= PST_S_U8_F16, blocks = m.code > PST_C_E4M3;
+        if (pst_pack_codes(&m, of[0], blocks ? nullptr : of[1], supers ? of[2] : nullptr, m.zero ? of[3] : nullptr,
+                           m.zero == PST_Z_U8_F16 ? of[4] : nullptr, 0, 1, data.data, nullptr))
+            return name + ": packing";
+        return pst_unpack(&m, 0, values.data()) ? name + ": unpacking" : "";
     }
 
     std::string products() {
-        int64_t bytes = product.row_bytes(COLS, group);
-        int32_t groups = product.row_groups(COLS, group);
+        if (!product) return "no " + name;
+        const bool block = block_shape(m, shape);
+        const int group = block ? group_of_rows(cols, shape.group, m.act) : 0;
+        const int64_t bytes = product->row_bytes(cols, group);
         Bytes rows(bytes * ROWS);
-        float row_scales[ROWS] = {};
-        std::vector<int32_t> sums(size_t(std::max(1, groups) * ROWS));
-        for (int i = 0; i < ROWS; i++)
-            product.prepare(x.data() + i * COLS, COLS, group, rows.data + i * bytes, row_scales + i,
-                            sums.data() + groups * i);
-        Rows ready{rows.data, bytes, row_scales, sums.data(), groups, ROWS};
-        Panel panel{data.data, scales.data, COLS, group};
-        for (int i = 0; i < ROWS; i++) product.kernel(ready, i, 1, panel, tile.floats() + i * PANEL);
+        for (int i = 0; i < ROWS; i++) product->prepare(x.data() + i * cols, cols, group, rows.data + i * bytes);
+        const Rows ready{rows.data, bytes, ROWS};
+        const Panel panel{data.data, cols, block ? &shape : nullptr};
+        for (int i = 0; i < ROWS; i++) product->kernel(ready, i, 1, panel, tile.floats() + i * PANEL);
         std::string fault = check_tile();
-        if (fault.empty() && product.tile_rows >= ROWS) {
-            product.kernel(ready, 0, ROWS, panel, other.floats());
+        if (fault.empty() && product->tile_rows >= ROWS) {
+            product->kernel(ready, 0, ROWS, panel, other.floats());
             fault = same("a row among others");
         }
-        if (fault.empty() && product.many) {
-            Bytes scratch(product.unpacked_bytes(COLS, group));
-            product.unpack(panel, scratch.data);
-            Panel turned{scratch.data, scales.data, COLS, group};
-            product.many(ready, 0, ROWS, turned, other.floats());
+        if (fault.empty() && block) {
+            constexpr int MANY = 9;  // codes are made ready then
+            Bytes many(bytes * MANY), out(MANY * PANEL * 4);
+            for (int i = 0; i < MANY; i++) std::memcpy(many.data + i * bytes, rows.data + i % ROWS * bytes, size_t(bytes));
+            product->kernel({many.data, bytes, MANY}, 0, MANY, panel, out.floats());
+            std::memcpy(other.data, out.data + (MANY - ROWS) * PANEL * 4, ROWS * PANEL * 4);
+            fault = same("a row among many");
+        }
+        if (fault.empty() && product->many) {
+            Bytes scratch(product->unpacked_bytes(cols));
+            product->unpack(panel, scratch.data);
+            product->many(ready, 0, ROWS, {scratch.data, cols}, other.floats());
             fault = same("a row among many");
         }
         return fault;
@@ -140,12 +200,14 @@ struct ProductTest {
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < PANEL; j++) {
                 double expected = 0, size = 0;
-                for (int k = 0; k < COLS; k++) {
-                    double part = double(x[size_t(i * COLS + k)]) * double(values[size_t(j * COLS + k)]);
+                for (int k = 0; k < cols; k++) {
+                    double part = double(x[size_t(i * cols + k)]) * double(values[size_t(j * cols + k)]);
                     expected += part;
                     size += std::fabs(part);
                 }
-                std::string fault = off(name, tile.floats()[i * PANEL + j], expected, size * COLS * 6e-8 + 1e-9);
+                // What zeros take away is added and taken by itself: sums are larger than their parts.
+                const double bound = size * cols * (m.zero ? 1e-6 : 6e-8) + 1e-9;
+                std::string fault = off(name, tile.floats()[i * PANEL + j], expected, bound);
                 if (!fault.empty()) return fault;
             }
         return "";
@@ -157,21 +219,16 @@ struct ProductTest {
 };
 
 std::string products_fault() {
-    struct Pair {
-        int32_t format, act;
-    };
-    constexpr Pair PAIRS[] = {{PST_M_F32, PST_A_F32},   {PST_M_F16, PST_A_F32}, {PST_M_BF16, PST_A_F32},
-                              {PST_M_BF16, PST_A_BF16}, {PST_M_I8, PST_A_I8},   {PST_M_I8, PST_A_F32},
-                              {PST_M_I8, PST_A_BF16},   {PST_M_I4, PST_A_I8},   {PST_M_I4, PST_A_F32},
-                              {PST_M_I4, PST_A_BF16}};
-    for (Pair pair : PAIRS) {
-        const Product* product = find_product(pair.format, pair.act);
-        if (!product) return "no " + product_name(pair.format, pair.act);
-        ProductTest test(*product);
-        std::string fault = test.packing();
-        if (fault.empty()) fault = test.products();
-        if (!fault.empty()) return fault;
-    }
+    for (const Stored& stored : STORED)
+        for (int32_t act : {PST_A_F32, PST_A_BF16, PST_A_I8}) {
+            const bool block = stored.format == PST_M_BLOCK;
+            if (!block && (act == PST_A_I8 || (act == PST_A_BF16 && stored.format != PST_M_BF16))) continue;
+            if (block && act == PST_A_I8 && !has_integer_rows(stored.code)) continue;
+            ProductTest test(stored, act);
+            std::string fault = test.packing();
+            if (fault.empty()) fault = test.products();
+            if (!fault.empty()) return fault;
+        }
     return "";
 }
 

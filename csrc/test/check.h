@@ -61,10 +61,20 @@ struct Bytes {
 };
 
 struct Pair {
-    int32_t format, act, group;
+    int32_t format, act, code, group, scale, zero, offset;
+    bool rounded() const { return format == PST_M_BLOCK; }  // what pst_pack makes of floats
+    pst_matrix matrix(int32_t rows, int32_t cols) const {
+        pst_matrix m{};
+        m.format = format, m.act = act, m.rows = rows, m.cols = cols, m.group = group;
+        m.code = code, m.scale = scale, m.zero = zero, m.offset = offset, m.factor = 1.0f;
+        return m;
+    }
 };
-// Every pair of weights and rows that products have.
-constexpr Pair PAIRS[] = {{PST_M_F32, PST_A_F32, 0},  {PST_M_F16, PST_A_F32, 0},  {PST_M_BF16, PST_A_F32, 0},
-                          {PST_M_BF16, PST_A_BF16, 0}, {PST_M_I8, PST_A_I8, 0},    {PST_M_I8, PST_A_F32, 0},
-                          {PST_M_I8, PST_A_BF16, 0},   {PST_M_I4, PST_A_I8, 32},   {PST_M_I4, PST_A_I8, 64},
-                          {PST_M_I4, PST_A_F32, 32},   {PST_M_I4, PST_A_BF16, 128}};
+constexpr Pair plain(int32_t format, int32_t act) { return {format, act, 0, 0, 0, 0, 0}; }
+constexpr Pair rounded8(int32_t act) { return {PST_M_BLOCK, act, PST_C_U8, 0, PST_S_F32, PST_Z_NONE, 128}; }
+constexpr Pair rounded4(int32_t act, int32_t group) { return {PST_M_BLOCK, act, PST_C_U4, group, PST_S_F16, PST_Z_NONE, 8}; }
+// Pairs of weights and rows: those that floats are packed into.
+constexpr Pair PAIRS[] = {plain(PST_M_F32, PST_A_F32),   plain(PST_M_F16, PST_A_F32),  plain(PST_M_BF16, PST_A_F32),
+                          plain(PST_M_BF16, PST_A_BF16), rounded8(PST_A_I8),           rounded8(PST_A_F32),
+                          rounded8(PST_A_BF16),          rounded4(PST_A_I8, 32),       rounded4(PST_A_I8, 64),
+                          rounded4(PST_A_F32, 32),       rounded4(PST_A_BF16, 128)};

@@ -14,7 +14,7 @@ constexpr int32_t PAGE = 4, PAGES = 16, POSITIONS = 64, QKV = (HEADS + 2) * D;
 struct Matrix {
     Numbers source, bias;
     pst_matrix m;
-    Bytes data, scales;
+    Bytes data;
 
     static int32_t panels(int32_t rows, bool pair) { return pair ? (rows / 2 + 31) / 32 : (rows + 63) / 64; }
     static int64_t row_at(int32_t rows, bool pair, int32_t place) {
@@ -22,23 +22,17 @@ struct Matrix {
         int32_t i = place / 64 * 32 + place % 32;
         return i >= rows / 2 ? -1 : place % 64 < 32 ? i : rows / 2 + i;
     }
-    static pst_matrix matrix_of(Pair kind, int32_t rows, int32_t cols, bool pair) {
-        pst_matrix made{};
-        made.format = kind.format, made.act = kind.act, made.rows = rows, made.cols = cols, made.group = kind.group;
-        made.pair = pair;
-        return made;
-    }
     Matrix(Pair kind, int32_t rows, int32_t cols, bool pair, Dice& dice)
         : source(dice.reals(size_t(rows * cols))), bias(size_t(panels(rows, pair) * 64), 0.125f),
-          m(matrix_of(kind, rows, cols, pair)), data(panels(rows, pair) * pst_panel_bytes(&m)),
-          scales(panels(rows, pair) * pst_panel_scale_bytes(&m) + 1) {
+          m(kind.matrix(rows, cols)), data(panels(rows, pair) * pst_panel_bytes(&m)) {
+        m.pair = pair;
         std::vector<const void*> row_of(bias.size(), nullptr);
         for (size_t i = 0; i < row_of.size(); i++) {
             int64_t row = row_at(rows, pair, int32_t(i));
             if (row >= 0) row_of[i] = source.data() + row * cols;
         }
-        pst_pack(&m, PST_F32, row_of.data(), 0, panels(rows, pair), data.data, scales.data);
-        m.data = data.data, m.scales = scales.data, m.bias = bias.data();
+        pst_pack(&m, PST_F32, row_of.data(), 0, panels(rows, pair), data.data, nullptr);
+        m.data = data.data, m.bias = bias.data();
     }
 };
 
@@ -124,11 +118,11 @@ void cuts(Model& model, pst_pool* pool, Numbers& expected, const char* name) {
 }  // namespace
 
 void test_model() {
-    const char* formats[] = {"float32", "float16", "bfloat16", "8-bit", "4-bit"};
+    const char* formats[] = {"float32", "float16", "bfloat16"};
     const char* acts[] = {"float32", "bfloat16", "8-bit"};
     for (Pair kind : PAIRS) {
         Model model(kind);
-        std::string name = std::string(formats[kind.format]) + " weights, " + acts[kind.act] + " rows";
+        std::string name = (kind.rounded() ? kind.code == PST_C_U8 ? "8-bit" : "4-bit" : std::string(formats[kind.format])) + " weights, " + acts[kind.act] + " rows";
         bool made = model.make(THREADS);
         EXPECT(made, "%s: %s", name.c_str(), model.error.c_str());
         if (!made) continue;

@@ -210,14 +210,14 @@ void bandwidth() {
 
 void multiplying() {
     pst_pool *one = pst_pool_new(1, 0, 0), *two = pst_pool_new(2, 0, 0);
-    for (int format : {PST_M_F32, PST_M_BF16, PST_M_I8, PST_M_I4})
+    for (int format : {PST_M_F32, PST_M_BF16, PST_M_BLOCK})
         for (int act : {PST_A_F32, PST_A_BF16, PST_A_I8}) {
             if (pst_multiply(one, format, act, 1) < 0) continue;
             const int64_t done = pst_multiply(one, format, act, 3);
             EXPECT(done > 0 && done % (3 * 16 * 2) == 0, "%d rounds of %d", int(done), format);
             EXPECT(pst_multiply(two, format, act, 3) == 2 * done, "every thread does all rounds");
         }
-    EXPECT(pst_multiply(one, PST_M_I8, PST_A_I8, 1) > 0 && pst_multiply(one, PST_M_F32, PST_A_F32, 1) > 0, "they exist");
+    EXPECT(pst_multiply(one, PST_M_BLOCK, PST_A_I8, 1) > 0 && pst_multiply(one, PST_M_F32, PST_A_F32, 1) > 0, "they exist");
     EXPECT(pst_multiply(one, PST_M_F32, PST_A_I8, 1) == -1, "there is no such product");
     EXPECT(pst_multiply(one, PST_M_F32, PST_A_F32, 0) == -1, "no round at all");
     pst_pool_free(one);

@@ -191,6 +191,19 @@ def test_a_second_start_reads_no_codes_and_holds_each_number_once(
     assert llm.engine.plan.held.matrices["embed"].bits == 4
     (only,) = (tmp_path / "cache").rglob("*.pst")
     assert only.stat().st_size < 100_000
+    # A scheme rounds what is multiplied with; the table that is looked up in is not in the file.
+    rounded = tokens(folder, **more, quantization="int4-w4a8:64")
+    assert tokens(folder, **more, quantization="int4-w4a8:64") == rounded
+    assert len(list((tmp_path / "cache").rglob("*.pst"))) == 2
+    checkpoint = open_model(folder)
+    scheme = parse_scheme("int4-w4a8:64")
+    held = hold_weights(
+        checkpoint.spec, "float32", scheme, checkpoint.stored, traits=BACKENDS.traits("native"), exact=True
+    )
+    weights = load_weights(checkpoint, checkpoint.spec, held)
+    assert held.beside == ("embed",)
+    assert isinstance(weights["embed"], np.ndarray)
+    assert isinstance(weights["layers.0.q"], StoredMatrix), "rounded from its codes, once"
 
 
 @pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)

@@ -1,4 +1,4 @@
-"""Matrices of PST_M_BLOCK for tests: codes, scales and zeros at random, packed by the library, and modelled in numpy."""
+"""Matrices of PST_M_BLOCK for tests: random codes, scales and zeros, packed by the library, and modelled in numpy."""
 
 from __future__ import annotations
 

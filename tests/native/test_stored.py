@@ -106,10 +106,10 @@ def test_groups_of_other_sizes_than_their_format_says_are_values() -> None:
 # --- models
 
 KINDS = {
-    "layers.0.q": "Q4_K", "layers.0.k": "Q8_0", "layers.0.v": "Q6_K", "layers.0.gate": "Q4_K", "layers.0.up": "Q6_K",
-    "layers.1.q": "GPTQ act-order", "layers.1.gate": "NVFP4", "layers.1.up": "NVFP4", "layers.1.down": "bnb nf4",
-    "layers.2.q": "FP8 block", "layers.2.k": None, "layers.2.v": "IQ4_XS", "layers.2.o": "HQQ", "embed": "Q6_K",
-    "lm_head": "Q5_K",
+    "layers.0.q": "Q4_K", "layers.0.k": "Q8_0", "layers.0.v": "Q6_K", "layers.0.o": "IQ4_XS", "layers.0.gate": "Q4_K",
+    "layers.0.up": "Q6_K", "layers.1.q": "GPTQ act-order", "layers.1.gate": "NVFP4", "layers.1.up": "NVFP4",
+    "layers.1.down": "bnb nf4", "layers.2.q": "FP8 block", "layers.2.k": None, "layers.2.v": "FP8 block",
+    "layers.2.o": "HQQ", "embed": "Q6_K", "lm_head": "Q5_K",
 }  # fmt: skip
 """By weight; every other matrix is Q4_0, and None plain."""
 
@@ -193,8 +193,9 @@ def test_what_is_stored_in_other_ways_is_multiplied_side_by_side(tied: bool) -> 
     assert {"linear layers.0.up layers.0.gate", "gated"} <= set(labels), "no pair, but side by side"
     assert "linear layers.2.gate layers.2.up" in labels, "a pair"
     assert "layers.1.k layers.1.v" in names, "q has an order of its own"
-    assert "layers.2.k" in names
-    assert "embed" in names
+    assert {"layers.2.q layers.2.v", "layers.2.k"} <= names, "what is alike is one matrix, wherever it stands"
+    assert "linear layers.2.q layers.2.v layers.2.k" in labels
+    assert program._code.ops[0].pointers == (None, program.matrices["embed"]), "no second table"
     if tied:
         assert sum("embed" in name for name in names) == 1, "looked up in, and multiplied with, once in memory"
 

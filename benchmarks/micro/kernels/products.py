@@ -10,18 +10,21 @@ import numpy.typing as npt
 from benchmarks.common import clock_of, figures, ms, take_turns
 
 from penstock.base.bf16 import F32, narrow, widen
+from penstock.core.panels import Panels
 from penstock.ops.blas import linear as blas_linear
 from penstock.ops.native.abi import Act, Format, Kind, StepArgs
-from penstock.ops.native.matrix import Packed, pack, panel_bytes
+from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import StepPlan
 from penstock.ops.ref import REF
 
 SHAPES = {"qkv": (896, 1152), "out": (896, 896), "gate+up": (896, 9728), "down": (4864, 896), "lm head": (896, 151936)}
 """[K, N] of Qwen2.5-0.5B."""
-FORMATS = {
-    "f32": (Format.F32, Act.F32, 0), "bf16": (Format.BF16, Act.BF16, 0), "i8": (Format.I8, Act.I8, 0),
-    "i4": (Format.I4, Act.I8, 128), "i8-wo": (Format.I8, Act.BF16, 0), "i4-wo": (Format.I4, Act.BF16, 64),
+EIGHT = Panels("U8", 0, "F32", "NONE", 128)
+FORMATS: dict[str, tuple[Format, Act, Panels | None]] = {
+    "f32": (Format.F32, Act.F32, None), "bf16": (Format.BF16, Act.BF16, None), "i8": (Format.BLOCK, Act.I8, EIGHT),
+    "i4": (Format.BLOCK, Act.I8, Panels("U4", 128, "F16", "NONE", 8)), "i8-wo": (Format.BLOCK, Act.BF16, EIGHT),
+    "i4-wo": (Format.BLOCK, Act.BF16, Panels("U4", 64, "F16", "NONE", 8)),
 }  # fmt: skip
 ERRORS = {"f32": 1e-5, "bf16": 2e-2, "i8": 3e-2, "i4": 0.5, "i8-wo": 2e-2, "i4-wo": 0.5}
 """Largest error of an output over the largest output. The tests are tighter, and know each format's rounding."""
@@ -41,10 +44,10 @@ def matrix(k: int, n: int) -> Weights:
 
 def packed(pool: Pool, fmt: str, w: Weights) -> Packed:
     """`w` in a format. Without products of bfloat16 rows stay float32, as in a model."""
-    kind, act, group = FORMATS[fmt]
+    kind, act, panels = FORMATS[fmt]
     if act is Act.BF16 and pool.library.pst_isa_name() != b"avx512bf16":
         act = Act.F32
-    return pack(pool.library, [widen(w) if kind is Format.F32 else w], kind, act, group=group)
+    return pack(pool.library, [widen(w) if kind is Format.F32 else w], kind, act, panels=panels)
 
 
 def step_of(num_rows: int) -> tuple[StepArgs, Any]:
@@ -111,18 +114,15 @@ class Tiled:
 
 def _slices(pool: Pool, m: Packed) -> list[tuple[int, Packed]]:
     """(first output, matrix) of stretches of at most SLICE_BYTES, which look into the memory of `m`."""
-    size = panel_bytes(pool.library, m)
+    size = pool.library.pst_panel_bytes(m.struct)
     panels = m.data.nbytes // size
     per, out = max(1, SLICE_BYTES // size), []
     for first in range(0, panels, per):
         count = min(per, panels - first)
-        s, scales = m.struct, None
-        if m.scales is not None:
-            each = m.scales.nbytes // panels
-            scales = m.scales[first * each : (first + count) * each]
+        s = m.struct
         data = m.data[first * size : (first + count) * size]
         outputs = min(64 * count, m.num_rows - 64 * first)
-        part = Packed(Format(s.format), Act(s.act), outputs, m.num_cols, s.group, False, data, scales, None)
+        part = Packed(Format(s.format), Act(s.act), outputs, m.num_cols, False, data, panels=m.panels)
         out.append((64 * first, part))
     return out
 

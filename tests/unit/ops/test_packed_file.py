@@ -52,10 +52,9 @@ def some(
     """A matrix of noise: the store does not look into what it keeps, but for the order of inputs."""
     rng = np.random.default_rng(rows * 1000 + cols)
     sizes = array_sizes(best_library(), format, rows, cols, pair, panels)
-    data, scales, of_bias = (rng.integers(0, 256, n, dtype=np.uint8) for n in sizes[:3])
+    data, of_bias = (rng.integers(0, 256, n, dtype=np.uint8) for n in sizes[:2])
     return Packed(
-        format, act, rows, cols, 0, pair, data, scales if len(scales) else None,
-        of_bias.view(np.float32) if bias else None, panels=panels,
+        format, act, rows, cols, pair, data, of_bias.view(np.float32) if bias else None, panels=panels,
         order=rng.permutation(cols).astype(np.int32) if order else None,
     )  # fmt: skip
 
@@ -68,7 +67,7 @@ def same(a: Packed, b: Packed) -> bool:
     fields = [name for name, kind in a.struct._fields_ if kind is not ctypes.c_void_p]
     if any(getattr(a.struct, n) != getattr(b.struct, n) for n in fields):
         return False
-    for x, y in ((a.data, b.data), (a.scales, b.scales), (a.bias, b.bias), (a.order, b.order)):
+    for x, y in ((a.data, b.data), (a.bias, b.bias), (a.order, b.order)):
         if (x is None) != (y is None) or (x is not None and y is not None and x.tobytes() != y.tobytes()):
             return False
     return True
@@ -101,11 +100,11 @@ def test_what_was_saved_comes_back(store: PackedStore, copy: bool) -> None:
         assert same(m, saved[name])
         assert m.struct.data == m.data.ctypes.data
         assert m.data.ctypes.data % 64 == 0
-        for array in (m.data, m.scales, m.bias, m.order):
+        for array in (m.data, m.bias, m.order):
             assert array is None or not array.flags.writeable
         if m.panels is not None and m.panels.table:
             assert np.ctypeslib.as_array((ctypes.c_float * 16).from_address(m.struct.table)).tolist() == [*range(16)]
-        assert (m.struct.scales or 0) % 64 == (m.struct.bias or 0) % 64 == 0
+        assert (m.struct.bias or 0) % 64 == (m.struct.order or 0) % 64 == 0
     assert store.load(OTHER, copy=copy) is None
     # Memory stays while a matrix does, also without the name of the file.
     file_of(store).unlink()
@@ -239,7 +238,8 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "no format": matrix(format=9), "negative format": matrix(format=-1), "act": matrix(act=7),
     "short bias": lambda i: i["matrices"][5]["bias"].__setitem__(1, 4),
     "kind of rows": lambda i: i["matrices"][0].update(act=2),
-    "scales of float32": lambda i: i["matrices"][0].update(scales=[2**40, 8]),
+    "bias of none": lambda i: i["matrices"][0].update(bias=[2**40, 8]),
+    "order of none": lambda i: i["matrices"][0].update(order=[2**40, 8]),
     "twice": lambda i: i["matrices"][1].update(name="m0"),
     "one less": lambda i: i["matrices"].pop(),
     "another key": lambda i: i.update(key=OTHER),
@@ -463,7 +463,7 @@ def test_an_order_that_leads_out_of_a_row_means_absent(store: PackedStore, warni
                                                      (66, True, 2), (128, True, 2), (130, True, 3)])  # fmt: skip
 def test_panels(rows: int, pair: bool, panels: int) -> None:
     assert num_panels(rows, pair) == panels
-    assert array_sizes(best_library(), Format.F32, rows, 3, pair, None)[2] == panels * PANEL * 4
+    assert array_sizes(best_library(), Format.F32, rows, 3, pair, None)[1] == panels * PANEL * 4
 
 
 def test_page_sums_do_not_depend_on_the_parts() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from penstock.backends import BACKENDS
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import from_kwargs
 from penstock.core.cache_spec import DTYPE_BYTES
@@ -130,6 +131,24 @@ def test_half_precision_is_widened_while_it_costs_at_most_half(own: str) -> None
 
 
 # --- lengths and limits
+
+
+def test_packed_weights_are_copied_unless_memory_is_short() -> None:
+    spec = model(vocab_size=400_000, hidden_size=1024)  # 3.05 GiB of float32: two tables
+    traits = BACKENDS.traits("native")
+
+    def packed(available: int, given: str = "auto") -> tuple[str, str]:
+        config = from_kwargs(model="m", packed_weights=given, dtype="float32", max_num_seqs=1)
+        p = resolve(config, spec, machine(available), traits=traits)
+        assert decided(p)["packed_weights"] == p.packed_weights
+        return p.packed_weights, why(p, "packed_weights")
+
+    roomy, short = 8 * GIB, 4 * GIB
+    assert packed(roomy)[0] == "copied"
+    assert packed(short) == ("mapped", packed(short)[1])
+    assert "75 %" in packed(short)[1]
+    assert (packed(short, "copied")[0], packed(roomy, "mapped")[0]) == ("copied", "mapped")
+    assert "packed_weights" not in decided(plan(spec)), "the reference operations pack nothing"
 
 
 def test_longer_than_the_model_was_made_for_is_refused() -> None:

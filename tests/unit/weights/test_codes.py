@@ -249,6 +249,15 @@ def test_only_what_rows_are_multiplied_with_or_looked_up_in_stays_codes(name: st
         assert codes == {"embed", *row_matrices(spec)}
 
 
+def test_rows_cannot_be_looked_up_in_panels_of_an_order() -> None:
+    spec = specs.make("llama_gqa")[0]
+    ordered = MatrixFormat("uint", 4, (Shared("float16", 1, 32),), offset=8, ordered=True)
+    for native, count in ((True, 0), (False, 1)):
+        traits = BACKENDS.traits("native" if native else "ref")
+        held = hold_weights(spec, "bfloat16", NONE, {"embed": ordered}, traits=traits, exact=True)
+        assert len(held.matrices) == count
+
+
 def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
     checkpoint = open_model(folders["asymmetric act-order"])
     held = hold_weights(checkpoint.spec, "float16", NONE, checkpoint.stored, traits=BACKENDS.traits("ref"), exact=True)

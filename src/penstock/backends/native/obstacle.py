@@ -17,7 +17,7 @@ class _NoMatrices(dict[str, Packed]):
     """Stands for every packed matrix where nothing will run."""
 
     def __missing__(self, name: str) -> Packed:
-        return Packed(Format.F32, Act.F32, 0, 0, 0, False, np.zeros(0, np.uint8), None, None)
+        return Packed(Format.F32, Act.F32, 0, 0, False, np.zeros(0, np.uint8))
 
 
 def native_obstacle(spec: ModelSpec) -> str | None:

@@ -23,8 +23,6 @@ class Format(IntEnum):
     F32 = 0
     F16 = 1
     BF16 = 2
-    I8 = 3
-    I4 = 4
     BLOCK = 5
 
 

@@ -27,12 +27,10 @@ def aligned(num_bytes: int) -> npt.NDArray[np.uint8]:
     return raw[start : start + num_bytes]
 
 
-def described(
-    format: int, act: int, rows: int, cols: int, group: int = 0, pair: bool = False, panels: Panels | None = None
-) -> Matrix:
-    """`pst_matrix` without a pointer: what sizes are asked of. `panels`: of PST_M_BLOCK, whose group it has."""
+def described(format: int, act: int, rows: int, cols: int, pair: bool = False, panels: Panels | None = None) -> Matrix:
+    """`pst_matrix` without a pointer: what sizes are asked of. `panels`: of PST_M_BLOCK."""
     if panels is None:
-        return Matrix(format=format, act=act, rows=rows, cols=cols, group=group, pair=int(pair))
+        return Matrix(format=format, act=act, rows=rows, cols=cols, pair=int(pair))
     return Matrix(
         format=format, act=act, rows=rows, cols=cols, group=panels.group, pair=int(pair), code=Code[panels.code],
         scale=Scale[panels.scale], zero=Zero[panels.zero], offset=panels.offset, factor=panels.factor,
@@ -43,23 +41,22 @@ class Packed:
     """One matrix [N, K] in panels, and the struct that describes it to the library.
 
     Attributes:
-        struct: `pst_matrix`; its address is `address`. It points into `data`, `scales`, `bias`, `order` and a table.
+        struct: `pst_matrix`; its address is `address`. It points into `data`, `bias`, `order` and a table.
         num_rows: N without padding; of a pair, gate and up together.
         panels: of PST_M_BLOCK, `factor` being that of this matrix; else None.
         order: [K], which component of a row each input of the panels is, or None: they are in their order.
     """
 
     def __init__(
-        self, format: Format, act: Act, num_rows: int, num_cols: int, group: int, pair: bool, data: Array,
-        scales: Array | None, bias: F32 | None, *, panels: Panels | None = None,
-        order: npt.NDArray[np.int32] | None = None,
+        self, format: Format, act: Act, num_rows: int, num_cols: int, pair: bool, data: Array, bias: F32 | None = None,
+        *, panels: Panels | None = None, order: npt.NDArray[np.int32] | None = None,
     ) -> None:  # fmt: skip
         self.num_rows, self.num_cols = num_rows, num_cols
-        self.data, self.scales, self.bias, self.panels, self.order = data, scales, bias, panels, order
+        self.data, self.bias, self.panels, self.order = data, bias, panels, order
         self._table = None if panels is None or not panels.table else np.array(panels.table, np.float32)
-        self.struct = described(format, act, num_rows, num_cols, group, pair, panels)
+        self.struct = described(format, act, num_rows, num_cols, pair, panels)
         self.struct.data = data.ctypes.data
-        for name, array in (("scales", scales), ("bias", bias), ("table", self._table), ("order", order)):
+        for name, array in (("bias", bias), ("table", self._table), ("order", order)):
             if array is not None:
                 setattr(self.struct, name, array.ctypes.data)
 
@@ -69,7 +66,7 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return self.data.nbytes
 
     def values(self, library: Any) -> F32:
         """What the panels stand for, [padded N, K], in the order of the panels; inputs in that of rows."""
@@ -115,7 +112,7 @@ def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
 
 
 def pack(
-    library: Any, parts: Sequence[Weight], format: Format, act: Act, *, group: int = 0, pair: bool = False,
+    library: Any, parts: Sequence[Weight], format: Format, act: Act, *, pair: bool = False,
     panels: Panels | None = None, as_stored: bool = False, biases: Sequence[Array | None] | None = None,
     num_threads: int = 1,
 ) -> Packed:  # fmt: skip
@@ -133,13 +130,12 @@ def pack(
         stored = [p for p in parts if isinstance(p, StoredMatrix)]
         assert panels is not None, "codes lie in panels of codes"
         inputs, panels = ordered_inputs(stored[0]), with_factor(panels, stored[0])
-    num_panels, described_as = len(where) // PANEL, described(format, act, rows, cols, group, pair, panels)
-    data_bytes = library.pst_panel_bytes(described_as)
-    scale_bytes = library.pst_panel_scale_bytes(described_as)
-    assert data_bytes > 0, f"{format!r} with groups of {group} or {panels} does not exist"
-    data = aligned(num_panels * data_bytes)
-    scales = aligned(num_panels * scale_bytes) if scale_bytes else None
-    found = Packed(format, act, rows, cols, group, pair, data, scales, bias, panels=panels, order=inputs)
+    num_panels = len(where) // PANEL
+    data_bytes = library.pst_panel_bytes(described(format, act, rows, cols, pair, panels))
+    assert data_bytes > 0, f"{format!r} as {panels} does not exist"
+    found = Packed(
+        format, act, rows, cols, pair, aligned(num_panels * data_bytes), bias, panels=panels, order=inputs
+    )  # fmt: skip
     if as_stored and panels is not None:
         work = code_packer(library, found.struct, panels, stored, where, inputs)
     else:

@@ -61,7 +61,6 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pair: bool
     panels: Panels | None
     data: Span
-    scales: Span | None
     bias: Span | None
     order: Span | None
 
@@ -81,19 +80,18 @@ def num_panels(rows: int, pair: bool) -> int:
 
 
 def array_sizes(library: Any, format: int, rows: int, cols: int, pair: bool, panels: Panels | None) -> tuple[int, ...]:
-    """Bytes of the data, the scales (0: none), the bias and the order, if there are any. Raises UnsoundError."""
+    """Bytes of the data, and of the bias and the order, if there are any. Raises UnsoundError."""
     if not 0 < rows <= _MOST or not 0 < cols <= _MOST or (pair and rows % 2):
         raise UnsoundError(f"has a {'pair' if pair else 'matrix'} of {rows} x {cols}")
     if format not in Format.__members__.values() or (panels is None) == (format == Format.BLOCK):
         raise UnsoundError(f"has a matrix of format {format}, which does not exist")
     if panels is not None:
         _check_panels(panels)
-    asked = described(format, Act.F32, rows, cols, pair=pair, panels=panels)
-    data, scales = library.pst_panel_bytes(asked), library.pst_panel_scale_bytes(asked)
-    if data <= 0 or scales < 0:
+    data = library.pst_panel_bytes(described(format, Act.F32, rows, cols, pair, panels))
+    if data <= 0:
         raise UnsoundError(f"has a matrix of {cols} columns as {panels}, which no format has")
     count = num_panels(rows, pair)
-    return count * data, count * scales, count * PANEL * 4, cols * 4
+    return count * data, count * PANEL * 4, cols * 4
 
 
 def _check_panels(p: Panels) -> None:
@@ -141,15 +139,15 @@ class PageSums:
 
 
 def _arrays(m: Packed) -> list[U8 | None]:
-    """Data, scales, bias and order as bytes."""
-    parts: list[npt.NDArray[Any] | None] = [m.data, m.scales, m.bias, m.order]
+    """Data, bias and order as bytes."""
+    parts: list[npt.NDArray[Any] | None] = [m.data, m.bias, m.order]
     return [None if a is None else np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in parts]
 
 
 def _check_arrays(library: Any, m: Packed, arrays: list[U8 | None]) -> None:
     wanted = array_sizes(library, m.struct.format, m.num_rows, m.num_cols, bool(m.struct.pair), m.panels)
     sizes = [0 if a is None else a.nbytes for a in arrays]
-    if tuple(sizes[:2]) != wanted[:2] or any(size not in (0, most) for size, most in zip(sizes, wanted, strict=True)):
+    if sizes[0] != wanted[0] or any(size not in (0, most) for size, most in zip(sizes, wanted, strict=True)):
         raise ValueError(f"a matrix with arrays of {sizes} bytes where its format has {list(wanted)}")
 
 
@@ -244,9 +242,7 @@ def _check_entries(library: Any, index: Index, start: int) -> None:
         sizes = array_sizes(library, e.format, e.rows, e.cols, e.pair, e.panels)
         if e.act not in _FLOAT_ACTS.get(Format(e.format), tuple(Act)):
             raise UnsoundError(f"has rows of kind {e.act} with matrices of format {e.format}")
-        for span, needed, is_needed in zip(
-            (e.data, e.scales, e.bias, e.order), sizes, (True, sizes[1] > 0, False, False), strict=True
-        ):
+        for span, needed, is_needed in zip((e.data, e.bias, e.order), sizes, (True, False, False), strict=True):
             if span is None and not is_needed:
                 continue
             if span != (at, needed):
@@ -273,7 +269,7 @@ def matrices_of(index: Index, arrays: U8, start: int) -> dict[str, Packed]:
         if inputs is not None and not 0 <= int(inputs.min()) <= int(inputs.max()) < e.cols:
             raise UnsoundError(f"has inputs of {e.name!r} in an order that is none")
         found[e.name] = Packed(
-            Format(e.format), Act(e.act), e.rows, e.cols, 0, e.pair, data, bytes_of(e.scales),
+            Format(e.format), Act(e.act), e.rows, e.cols, e.pair, data,
             None if bias is None else bias.view(np.float32), panels=e.panels, order=inputs,
         )  # fmt: skip
     return found

@@ -56,8 +56,8 @@ def code_packer(
 ) -> Packer:  # fmt: skip
     """What fills panels first ... last - 1 of `m`, and says 0. `where`: see `matrix.order`; `order`: of its inputs."""
 
-    def pack(pointers: Sequence[int | None], num_panels: int, data: int, scales: int | None) -> int:
-        failed: int = library.pst_pack_codes(m, *pointers, 0, num_panels, data, scales)
+    def pack(pointers: Sequence[int | None], num_panels: int, data: int) -> int:
+        failed: int = library.pst_pack_codes(m, *pointers, 0, num_panels, data, None)
         return failed
 
     def rows_of(part: StoredMatrix, low: int, high: int) -> tuple[Array | None, ...]:
@@ -72,8 +72,8 @@ def value_packer(library: Any, m: Matrix, parts: Sequence[Weight], where: npt.ND
     assert len(kinds) == 1, "parts of one matrix are of one type"
     dtype = DTYPES[kinds.pop()]
 
-    def pack(pointers: Sequence[int | None], num_panels: int, data: int, scales: int | None) -> int:
-        failed: int = library.pst_pack(m, dtype, pointers[0], 0, num_panels, data, scales)
+    def pack(pointers: Sequence[int | None], num_panels: int, data: int) -> int:
+        failed: int = library.pst_pack(m, dtype, pointers[0], 0, num_panels, data, None)
         return failed
 
     def rows_of(part: Weight, low: int, high: int) -> tuple[Array]:
@@ -85,11 +85,11 @@ def value_packer(library: Any, m: Matrix, parts: Sequence[Weight], where: npt.ND
 def _in_chunks(
     library: Any, m: Matrix, parts: Sequence[W], where: npt.NDArray[np.int64],
     rows_of: Callable[[W, int, int], tuple[Array | None, ...]],
-    pack: Callable[[Sequence[int | None], int, int, int | None], int],
+    pack: Callable[[Sequence[int | None], int, int], int],
 ) -> Packer:  # fmt: skip
     """A few panels at a time: `rows_of` gives arrays [n, ...] of rows of a part, `pack` takes their addresses."""
     starts = np.cumsum([0, *(p.shape[0] for p in parts)])
-    data_bytes, scale_bytes = library.pst_panel_bytes(m), library.pst_panel_scale_bytes(m)
+    data_bytes = library.pst_panel_bytes(m)
     step = max(1, _CHUNK_ELEMENTS // (PANEL * m.cols))
 
     def chunk(first: int, last: int) -> int:
@@ -101,8 +101,7 @@ def _in_chunks(
                 # Outputs of one part lie in their order, so they are one run of its rows.
                 low, high = int(rows[here[0]] - start), int(rows[here[-1]] - start) + 1
                 pointers.add(here, rows_of(part, low, high))
-        scales = m.scales + first * scale_bytes if scale_bytes else None
-        return pack(pointers.addresses(), last - first, m.data + first * data_bytes, scales)
+        return pack(pointers.addresses(), last - first, m.data + first * data_bytes)
 
     def some(first: int, last: int) -> int:
         return int(any(chunk(low, min(low + step, last)) for low in range(first, last, step)))
