@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.base.version import __version__
+
 if TYPE_CHECKING:
     from penstock.core.output import CompletionOutput, Logprob, RequestOutput
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.launch.llm import LLM
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "penstock.launch.llm",

@@ -62,5 +62,6 @@ CASES = {
     for name, how in {
         "symmetric": (1, True, False), "act-order": (1, False, True), "version 2": (2, False, False),
     }.items()
+    if how[0] == 1 or bits in (3, 4)
 } | {"3 bits whole rows": case(3, 1, True, False, group=-1)}  # fmt: skip
 save("gptq", "gptqmodel", CASES, __version__)

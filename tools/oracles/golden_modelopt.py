@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Case, save, weight
@@ -39,4 +39,27 @@ def fp8() -> Case:
     return {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}, parts, values
 
 
-save("modelopt", "nvidia-modelopt", {"nvfp4": nvfp4(), "fp8": fp8()})
+def per_output() -> Case:
+    w = weight(16)
+    made, scale = FP8QTensor.quantize(w, axis=0)
+    values = made.dequantize(dtype=torch.float32, scale=scale)
+    parts = {".weight": made._quantized_data, ".weight_scale": scale.float().reshape(-1)}
+    return (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"]},
+        parts,
+        values,
+    )
+
+
+def mxfp8() -> Case:
+    made, scale = MXFP8QTensor.quantize(weight(16))
+    values = made.dequantize(dtype=torch.float32, scale=scale)
+    parts = {".weight": made._quantized_data, ".weight_scale": scale}
+    return (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]},
+        parts,
+        values,
+    )
+
+
+save("modelopt", "nvidia-modelopt", {"nvfp4": nvfp4(), "fp8": fp8(), "fp8 of outputs": per_output(), "mxfp8": mxfp8()})

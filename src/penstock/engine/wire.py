@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from penstock import __version__
 from penstock.base import errors
 from penstock.base.errors import ConfigError, EngineError, PenstockError
 from penstock.base.hashing import digest
+from penstock.base.version import __version__
 from penstock.core.messages import Failed, FromEngine, ToEngine
 
 MAX_FRAME = 1 << 30

@@ -5,6 +5,7 @@ compressed-tensors decodes here; the others' files and values lie in `tests/data
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ FORMS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "fp8 of blocks": (
         "float-quantized",
         group(8, "float", strategy="block", group_size=None, block_structure=[16, 24]), torch.bfloat16,
+    ),
+    "fp8 of blocks of 32": (
+        "float-quantized",
+        group(8, "float", strategy="block", group_size=None, block_structure=[16, 32]), torch.bfloat16,
     ),
     "nvfp4": (
         "nvfp4-pack-quantized",
@@ -215,6 +220,27 @@ def test_every_stored_format_is_tested_here() -> None:
 def test_planned_tables_are_those_of_the_library(kind: str) -> None:
     table = GOLDEN[f"bitsandbytes: {kind}"].parts[".weight.quant_map"]
     np.testing.assert_array_equal(np.array(TABLES[kind], np.float32), table.numpy())
+
+
+def test_absmax_that_is_quantised_has_blocks_of_its_own(tmp_path: Path) -> None:
+    """bitsandbytes' smallest file with two of them would be large: this one is written by the definition."""
+    n, k, block = 48, 64, 32
+    rng = np.random.default_rng(1)
+    codes, absmax = rng.integers(0, 16, n * k, np.uint8), rng.integers(0, 256, n, np.uint8)
+    table, nested_table = np.array(TABLES["nf4"], np.float32), np.linspace(-1, 1, 256, dtype=np.float32)
+    nested, offset = np.array([0.5, 2.0], np.float32), np.float32(2.25)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [n, k], "nested_blocksize": block,
+             "nested_dtype": "float32", "nested_offset": float(offset)}  # fmt: skip
+    arrays = {
+        "": (codes[0::2] << 4 | codes[1::2])[:, None], ".absmax": absmax, ".quant_map": table,
+        ".nested_absmax": nested, ".nested_quant_map": nested_table,
+        ".quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8).copy(),
+    }  # fmt: skip
+    scales = nested_table[absmax] * nested[np.arange(n) // block] + offset
+    values = table[codes].reshape(n, k) * scales[:, None]
+    parts = {f".weight{part}": torch.from_numpy(array) for part, array in arrays.items()}
+    stored = Stored({"quant_method": "bitsandbytes", "load_in_4bit": True}, parts, torch.from_numpy(values))
+    np.testing.assert_array_equal(kept(write(tmp_path / "m", stored))[LOGICAL].values(), values)
 
 
 def test_formats_are_what_they_are_called(tmp_path: Path) -> None:

@@ -230,6 +230,9 @@ def test_zero_points_of_early_files_are_signed_bytes(tmp_path: Path) -> None:
     checkpoint = open_model(write(tmp_path / "m", stored, weight_zero_point=nibbles))
     found = load_weights(checkpoint, checkpoint.spec, "float32")[LOGICAL]
     assert torch.equal(torch.tensor(found).half(), stored.values)
+    nibbles[5, 1] = -9
+    beyond = open_model(write(tmp_path / "beyond", stored, weight_zero_point=nibbles))
+    refusal(lambda: load_weights(beyond, beyond.spec, "float32"), MODULE, "from -9", "codes from -8")
 
 
 @pytest.mark.parametrize(("name", "pattern", "spared"), [

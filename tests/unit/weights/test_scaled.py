@@ -179,7 +179,9 @@ def test_broken_fp8_folders_are_refused(tmp_path: Path) -> None:
     refusal(lambda: load_weights(checkpoint, checkpoint.spec, "bfloat16"), name, "NaN or infinity")
 
 
-@pytest.mark.parametrize("form", ["the matrix", "the outputs", "the outputs as a vector", "static", "fbgemm", "ue8m0"])
+@pytest.mark.parametrize(
+    "form", ["the matrix", "the outputs", "the outputs as a vector", "static", "fbgemm", "ue8m0", "ModelOpt"]
+)
 def test_fp8_of_the_matrix_and_of_outputs_is_read(tmp_path: Path, form: str) -> None:
     """Scales of inputs, which others round as they go, are read over."""
     name = "model.layers.1.mlp.down_proj.weight"
@@ -187,13 +189,18 @@ def test_fp8_of_the_matrix_and_of_outputs_is_read(tmp_path: Path, form: str) -> 
         form, torch.tensor(0.5)
     )
     config = {"quant_method": "fp8", "activation_scheme": "static" if form == "static" else "dynamic"}
-    more = {name + "_scale_inv": None, name + "_scale": scale}
+    more: dict[str, Any] = {name + "_scale_inv": None, name + "_scale": scale}
     wide = scale.reshape(-1, 1)
     if form == "fbgemm":
         config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": None}
         more[name + "_scale"] = wide = torch.rand(160, 1) + 1
     elif form == "static":
         more[name.replace("weight", "input_scale")] = torch.tensor(2.0)
+    elif form == "ModelOpt":
+        config = {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}
+        more[name + "_scale"] = torch.rand(2, 1, 2, 1) + 1
+        wide = more[name + "_scale"].reshape(2, 2).repeat_interleave(128, 0)[:160]
+        wide = wide.repeat_interleave(128, 1)[:, :200]
     elif form == "ue8m0":
         config |= {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
         exponents = torch.tensor([[126, 127], [128, 120]], dtype=torch.uint8)

@@ -39,7 +39,7 @@ _BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ConfigGroup:
     """One of `config_groups`. `format`: what a matrix of it becomes, its scales in bfloat16; `packed`: in words."""
 
     targets: tuple[str, ...]
@@ -48,10 +48,10 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressedTensors:
     """A `Method`."""
 
-    schemes: tuple[Scheme, ...]
+    schemes: tuple[ConfigGroup, ...]
     where: str
     spared: tuple[str, ...] = ()
     lm_head: bool = True
@@ -171,7 +171,7 @@ def replace_dtype(shared: Shared, dtype: str) -> Shared:
     return Shared(dtype, shared.rows, shared.columns)
 
 
-def read(settings: Settings) -> Compressed:
+def read(settings: Settings) -> CompressedTensors:
     settings.allow(_FIELDS)
     settings.one_of("format", _FORMATS)
     sparsity = settings.given.get("sparsity_config")
@@ -183,10 +183,10 @@ def read(settings: Settings) -> Compressed:
     schemes = tuple(
         scheme for name, given in groups.items() if (scheme := _scheme(settings, f"group {name!s:.40}", given))
     )
-    return Compressed(schemes, settings.where, settings.names("ignore"))
+    return CompressedTensors(schemes, settings.where, settings.names("ignore"))
 
 
-def _scheme(settings: Settings, name: str, given: object) -> Scheme | None:
+def _scheme(settings: Settings, name: str, given: object) -> ConfigGroup | None:
     """None for a group whose weights stay as they were."""
     group = settings.inner(given, name)
     group.allow({"targets", "weights", "input_activations", "output_activations", "format"})
@@ -222,7 +222,7 @@ def _scheme(settings: Settings, name: str, given: object) -> Scheme | None:
             "uint" if packed else "int", bits, (shared,), zeros,
             offset=1 << bits - 1 if packed and symmetric else 0, ordered=ordered,
         )  # fmt: skip
-    return Scheme(group.names("targets"), format, packed)
+    return ConfigGroup(group.names("targets"), format, packed)
 
 
 def _block(weights: Settings) -> tuple[int, int]:

@@ -77,6 +77,7 @@ def read(settings: Settings) -> ModelOpt:
 
 def _format(settings: Settings) -> MatrixFormat:
     name = settings.given.get("quant_algo")
+    name = name.upper() if isinstance(name, str) else name  # some are written small
     if not isinstance(name, str) or name not in _ALGORITHMS:
         raise settings.refused(f"quant_algo {name!s:.40}; {', '.join(_ALGORITHMS)} are read")
     format = _ALGORITHMS[name]

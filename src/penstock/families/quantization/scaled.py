@@ -52,7 +52,8 @@ def _block(shape: tuple[int, ...], scales: tuple[int, ...], blocks: Sequence[Blo
     n, k = shape
     for rows, columns in blocks:
         counts = (-(-n // rows) if rows else 1, -(-k // columns) if columns else 1)
-        written = [counts] if columns else [counts, counts[:1]]  # a column may be written as a vector
+        # A column may be written as a vector; ModelOpt writes blocks [R, 1, C, 1].
+        written = [counts, (counts[0], 1, counts[1], 1)] if columns else [counts, counts[:1]]
         if scales in written or (scales == () and not rows):
             return rows, columns
     return None

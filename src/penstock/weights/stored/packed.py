@@ -73,6 +73,8 @@ class PackedMatrix(StoredMatrix):
     def fault(self) -> str | None:
         """See `StoredMatrix.fault`. Codes themselves are never wrong."""
         groups = self._scale_rows.shape[1]
-        signed = self._zero_words is not None and self._zero_words.dtype == np.int8  # and beyond what a code can be
-        found = scale_fault(self, 2.0**self.format.bits + (256 if signed else 0))
+        zeros, half = self._zero_words, 1 << self.format.bits - 1
+        if zeros is not None and zeros.dtype == np.int8 and not (-half <= zeros.min() <= zeros.max() < half):
+            return f"has zero points (weight_zero_point) from {zeros.min()} to {zeros.max()}, but codes from {-half}"
+        found = scale_fault(self, 2.0**self.format.bits)
         return found or order_fault(self, self._order, groups, "set actorder group in its quantization_config")
