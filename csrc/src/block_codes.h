@@ -27,6 +27,10 @@ struct Code7 : Code8 {
     static constexpr bool SMALL = true;
     using Code8::Code8;
 };
+// Less 128, and none of them is -128 then.
+struct CodeS8 : Code8 {
+    using Code8::Code8;
+};
 struct CodeU8 : Code8 {
     static constexpr bool FETCH = true;
     using Code8::Code8;

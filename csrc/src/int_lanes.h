@@ -72,6 +72,21 @@ inline void dot_u8(I& sum, I w, I x) {
     dot_u7(sum, masked<127>(w), x);
     sum = add_pairs(sum, _mm512_maddubs_epi16(masked<1>(shifted<-7>(w)).v, x.v), 128);
 }
+// -127 ... 127: |x| * (w with the sign of x). Two such products fit 16 bits.
+inline void dot_s8(I& sum, I w, I x) {
+    __m512i turned = _mm512_mask_sub_epi8(w.v, _mm512_movepi8_mask(x.v), _mm512_setzero_si512(), w.v);
+    sum = add_pairs(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(x.v), turned), 1);
+}
+// n bytes (a multiple of 64) less 128. False if one of them is -128 now.
+inline bool less_128(const uint8_t* from, int64_t n, uint8_t* to) {
+    __mmask64 lowest = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        const __m512i bytes = _mm512_loadu_si512(from + i);
+        lowest |= _mm512_testn_epi8_mask(bytes, bytes);
+        _mm512_storeu_si512(to + i, _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)));
+    }
+    return !lowest;
+}
 #endif
 
 inline void add_product(F& sum, F w, F x) { asm("vfmadd231ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
@@ -166,6 +181,22 @@ inline void dot_u8(I& sum, I w, I x) {
     dot_u7(sum, masked<127>(w), x);
     add_pairs(sum.lo, _mm256_maddubs_epi16(upper.lo, x.lo), 128);
     add_pairs(sum.hi, _mm256_maddubs_epi16(upper.hi, x.lo), 128);
+}
+// -127 ... 127: |x| * (w with the sign of x). Two such products fit 16 bits.
+inline void dot_s8(I& sum, I w, I x) {
+    const __m256i size = _mm256_abs_epi8(x.lo);
+    add_pairs(sum.lo, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.lo, x.lo)), 1);
+    add_pairs(sum.hi, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.hi, x.lo)), 1);
+}
+// n bytes (a multiple of 64) less 128. False if one of them is -128 now.
+inline bool less_128(const uint8_t* from, int64_t n, uint8_t* to) {
+    __m256i lowest = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 32) {
+        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(from + i));
+        lowest = _mm256_or_si256(lowest, _mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()));
+        _mm256_storeu_si256((__m256i*)(to + i), _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)));
+    }
+    return _mm256_testz_si256(lowest, lowest);
 }
 inline F byte_offset(float offset) { return all(offset); }
 template <int J> inline F byte_value(I line, F offset) {
