@@ -19,9 +19,10 @@ const Add* wide(Scales scales, bool zeros) {
     return KERNELS[scales][zeros];
 }
 
-const Add* find_wide(Scales scales, bool zeros, [[maybe_unused]] bool small) {
+const Add* find_wide(Scales scales, bool zeros, [[maybe_unused]] int32_t code) {
 #if defined(PST_SIGNED_BYTES)
-    if (small) return wide<Code7>(scales, zeros);
+    if (code == PST_C_U4 || code == PST_C_U3 || code == PST_C_U2) return wide<CodeNibbles>(scales, zeros);
+    if (code != PST_C_U8 && code != PST_C_T4) return wide<Code7>(scales, zeros);
 #endif
     return wide<Code8>(scales, zeros);
 }
@@ -60,7 +61,7 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
     const bool turned = count <= FEW_ROWS;
 #endif
     const Add* few = turned ? find_few(shape.code, kind, some_zeros) : nullptr;
-    const Add* add = few ? few : find_wide(kind, some_zeros, shape.code != PST_C_U8 && shape.code != PST_C_T4);
+    const Add* add = few ? few : find_wide(kind, some_zeros, shape.code);
     const bool as_they_lie = few || shape.code == PST_C_U8;
     const int64_t ahead = count <= FEW_ROWS ? STREAM_AHEAD : 0;
     Chunk chunk;
