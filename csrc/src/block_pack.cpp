@@ -101,6 +101,14 @@ bool put_nibbles(const BlockSource& from, int64_t index, uint8_t* to) {
     return true;
 }
 
+// The scale of an output becomes NaN, and all that it multiplies: kernels take no code for one.
+void spoil(int32_t scale, uint8_t* scales, uint8_t* supers, int output) {
+    constexpr uint32_t NAN_OF[] = {0x7fc00000u, 0x7e00u, 0x7fc0u, 0x7fu, 0xffu};
+    const bool of_super = scale >= PST_S_U8_F16;
+    const int each = of_super ? 2 : SCALE_BYTES[scale];
+    std::memcpy((of_super ? supers : scales) + output * each, &NAN_OF[of_super ? PST_S_F16 : scale], size_t(each));
+}
+
 bool complete(const BlockShape& s, const BlockSource& from) {
     return from.codes && (s.block_bytes || from.scales) && (!s.super_bytes || from.supers) &&
            (s.zero == PST_Z_NONE || from.zeros) && (!s.super_zero_bytes || from.super_zeros);
@@ -145,12 +153,14 @@ bool pack_block(const BlockShape& s, const BlockSource& from, uint8_t* panel) {
             at += s.chunk_bytes();
             continue;
         }
+        uint8_t* const head = at;
         if (s.super_bytes) put_numbers(from.supers, c, 2, at);
         at += s.super_bytes;
         if (s.super_zero_bytes) put_numbers(from.super_zeros, c, 2, at);
         at += s.super_zero_bytes;
         const int groups = s.groups_of(c);
         const int64_t first = s.group ? c * (CHUNK / s.group) : 0, last = (s.cols - 1) / std::max(1, s.group);
+        uint8_t* const scales = s.group ? at : panel;
         // What a file has of the last group is behind `last` where units are padded.
         for (int g = 0; g < groups; g++, at += s.scale_bytes) {
             const int64_t index = std::min(first + g, last);
@@ -168,6 +178,8 @@ bool pack_block(const BlockShape& s, const BlockSource& from, uint8_t* panel) {
             const uint8_t* codes = static_cast<const uint8_t*>(from.codes[j]) + c * CHUNK;
             for (int k = 0; k < inputs; k++) {
                 if (codes[k] >> bits) return false;
+                if (s.code == PST_C_E4M3 && codes[k] % 128 == 127)
+                    spoil(s.scale, scales + (s.group ? k / s.group : 0) * s.scale_bytes, head, j);
                 put_code(bits, at + k / UNIT * s.code_bytes, j, k % UNIT, codes[k]);
             }
         }

@@ -6,7 +6,7 @@
 namespace {
 
 constexpr float TABLE[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int32_t MAX_ROWS = 100, THREADS = 3;
+constexpr int32_t MAX_ROWS = 20, THREADS = 3;
 
 // One matrix of codes at random. Bytes of scales are small: none of them is a NaN of its type.
 struct Codes {
@@ -72,9 +72,9 @@ void one_kind(Pair kind, int32_t cols) {
     EXPECT(made, "code %d: %s", kind.code, p.error.c_str());
     if (!made) return;
     Numbers expected;
-    for (int threads = 1; threads <= THREADS; threads++) {
+    for (int threads : {1, THREADS}) {
         pst_pool* pool = pst_pool_new(threads, 5, 0);
-        for (int32_t count : {MAX_ROWS, 1, 5, 8}) {
+        for (int32_t count : {MAX_ROWS, 1, 5}) {
             std::vector<int32_t> ids, positions;
             for (int32_t t = 0; t < count; t++) ids.push_back(t * 13 % 70), positions.push_back(t);
             const int32_t loc[] = {0, count}, rows[] = {0};

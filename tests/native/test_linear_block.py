@@ -319,3 +319,20 @@ def test_what_does_not_fit_is_refused(isa: str) -> None:
     table.table[3] = 128
     with pytest.raises(EngineError, match="-128"):
         linear(isa, x, table)
+
+
+@each_isa
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "mxfp8"])
+def test_a_code_that_is_no_number_is_not_hidden(isa: str, name: str) -> None:
+    """Its group is NaN, so its output is; others are as they were."""
+    key, k = FORMATS[name], 256
+    x = normal(80, 5, k)
+    clean = linear(isa, x, random_blocks(81, 70, k, key, act=Act.F32).pack(library(isa)))
+    m = random_blocks(81, 70, k, key, act=Act.F32)
+    m.codes[3, 200], m.codes[66, 0] = 0x7F, 0xFF
+    m.pack(library(isa))
+    assert np.isnan(m.values(library(isa))[[3, 66], [200, 0]]).all()
+    got = linear(isa, x, m)
+    assert np.isnan(got[:, [3, 66]]).all()
+    others = [n for n in range(70) if n not in (3, 66)]
+    np.testing.assert_array_equal(got[:, others], clean[:, others])
