@@ -93,12 +93,14 @@ def panel(library: Any, case: Case, m: Matrix) -> npt.NDArray[np.uint8]:
         arrays = [rows(blocks), None, None, None, None]
     else:
         top = 0x77 if case.code == Code.E4M3 else 1 << BITS.get(case.code, 4)
+        low = 1 if case.offset == 128 else 0  # as who rounds to 8 bits does
         types = {Scale.F32: np.float32, Scale.F16: np.float16}
         scales = rng.integers(1, 16, (PANEL, groups)).astype(types.get(case.scale, np.uint8))
         zeros = rng.integers(0, 16, (PANEL, groups)).astype(np.uint8)
         has_super = case.scale in SUPERS
         arrays = [
-            rows(rng.integers(0, top, (PANEL, k)).astype(np.uint8)), rows(scales), rows(halves) if has_super else None,
+            rows(rng.integers(low, top, (PANEL, k)).astype(np.uint8)), rows(scales),
+            rows(halves) if has_super else None,
             rows(zeros) if case.zero else None, rows(halves) if case.zero == Zero.U8_F16 else None,
         ]  # fmt: skip
     out = aligned(library.pst_panel_bytes(m))

@@ -139,7 +139,8 @@ PST_API int32_t pst_pack(const pst_matrix *m, int32_t dtype, const void *const *
  *   scales       [ceil(cols / group)] of the scale's type; the integers of U8_F16 and I8_F16
  *   supers       [ceil(cols / 256)] halves of U8_F16 and I8_F16
  *   zeros, super_zeros    the same of zeros
- * Arrays of what the format has not are NULL. Inputs are in the panels' order already. 0, or -1 for what no format has. */
+ * Arrays of what the format has not are NULL. Inputs are in the panels' order already. A code of E4M3 that is NaN makes the
+ * scale of its group NaN. 0, or -1 for what no format has, and for codes with more bits than it has. */
 PST_API int32_t pst_pack_codes(const pst_matrix *m, const void *const *codes, const void *const *scales,
                                const void *const *supers, const void *const *zeros, const void *const *super_zeros,
                                int32_t first, int32_t last, void *data, void *scale_data);

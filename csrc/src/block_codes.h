@@ -16,15 +16,24 @@ constexpr int PANEL_LINE = 4 * LINE;
 // The bits of each byte that are set in MASK, after a shift by LEFT (to the left, or the right if it is negative).
 template <int LEFT, int MASK> inline I byte_bits(I a) { return masked<MASK>(shifted<LEFT>(a)); }
 
-// SMALL: no byte is above 127. FETCH: codes come from the memory, as they lie in a panel.
+// MOST: the largest byte. FETCH: codes come from the memory, as they lie in a panel.
 struct Code8 {
     static constexpr int BYTES = 2048;
-    static constexpr bool SMALL = false, FETCH = false;
+    static constexpr int MOST = 255;
+    static constexpr bool FETCH = false;
     explicit Code8(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const { return load_line(unit + L * PANEL_LINE); }
 };
 struct Code7 : Code8 {
-    static constexpr bool SMALL = true;
+    static constexpr int MOST = 127;
+    using Code8::Code8;
+};
+struct CodeNibbles : Code8 {
+    static constexpr int MOST = 15;
+    using Code8::Code8;
+};
+// Less 128, and none of them is -128 then.
+struct CodeS8 : Code8 {
     using Code8::Code8;
 };
 struct CodeU8 : Code8 {
@@ -32,44 +41,44 @@ struct CodeU8 : Code8 {
     using Code8::Code8;
 };
 struct Code4 {
-    static constexpr int BYTES = 1024;
-    static constexpr bool SMALL = true, FETCH = true;
+    static constexpr int BYTES = 1024, MOST = 15;
+    static constexpr bool FETCH = true;
     explicit Code4(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const {
         return byte_bits<-4 * (L % 2), 15>(load_line(unit + L / 2 * PANEL_LINE));
     }
 };
 struct Code6 : Code4 {
-    static constexpr int BYTES = 1536;
+    static constexpr int BYTES = 1536, MOST = 63;
     using Code4::Code4;
     template <int L> I line(const uint8_t* unit) const {
         return either(Code4::line<L>(unit), byte_bits<4 - 2 * (L % 4), 0x30>(load_line(unit + 1024 + L / 4 * PANEL_LINE)));
     }
 };
 struct Code5 : Code4 {
-    static constexpr int BYTES = 1280;
+    static constexpr int BYTES = 1280, MOST = 31;
     using Code4::Code4;
     template <int L> I line(const uint8_t* unit) const {
         return either(Code4::line<L>(unit), byte_bits<4 - L, 0x10>(load_line(unit + 1024)));
     }
 };
 struct Code2 {
-    static constexpr int BYTES = 512;
-    static constexpr bool SMALL = true, FETCH = true;
+    static constexpr int BYTES = 512, MOST = 3;
+    static constexpr bool FETCH = true;
     explicit Code2(const BlockShape&) {}
     template <int L> I line(const uint8_t* unit) const {
         return byte_bits<-2 * (L % 4), 3>(load_line(unit + L / 4 * PANEL_LINE));
     }
 };
 struct Code3 : Code2 {
-    static constexpr int BYTES = 768;
+    static constexpr int BYTES = 768, MOST = 7;
     using Code2::Code2;
     template <int L> I line(const uint8_t* unit) const {
         return either(Code2::line<L>(unit), byte_bits<2 - L, 4>(load_line(unit + 512)));
     }
 };
 struct CodeT4 : Code4 {
-    static constexpr bool SMALL = false;
+    static constexpr int MOST = 255;
     I table;
     explicit CodeT4(const BlockShape& s) : Code4(s) {
         uint8_t bytes[16];

@@ -8,10 +8,20 @@ namespace pst {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int VECTORS = 4, ROWS = 6;
+constexpr int ROWS = 6;
 #else
-constexpr int VECTORS = 1, ROWS = 4;
+constexpr int ROWS = 4;
 #endif
+// Vectors of outputs that so many rows meet at a time.
+constexpr int vectors_of([[maybe_unused]] int rows) {
+#if defined(__AVX512F__)
+    return 4;
+#elif defined(__AVX2__)
+    return rows == 1 ? 4 : rows == 2 ? 2 : 1;  // a vector is two registers of 16
+#else
+    return 1;
+#endif
+}
 
 // What a line of a chunk made ready is, INPUTS inputs of 16 outputs, and how rows of ITEM bytes meet it.
 struct Floats {
@@ -107,19 +117,18 @@ void add_part(const uint8_t* data, int64_t stride, const BlockRow& row, const Pa
 template <class Source, class X, int L, int R, int C>
 inline __attribute__((always_inline)) void add_line(F (&sum)[R][C], const Source& source, const uint8_t* unit,
                                                     const uint8_t* const (&x)[R], int64_t at) {
-    typename X::Weights first[C], second[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) first[c] = X::template of<L, 0>(source, unit + c * LINE);
+    for (int c = 0; c < C; c++) {
+        const auto first = X::template of<L, 0>(source, unit + c * LINE);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++) X::add(sum[r][c], first, x[r] + at + 4 * L * X::ITEM);
+    }
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) X::add(sum[r][c], first[c], x[r] + at + 4 * L * X::ITEM);
+    for (int c = 0; c < C; c++) {
+        const auto second = X::template of<L, 1>(source, unit + c * LINE);
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) second[c] = X::template of<L, 1>(source, unit + c * LINE);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) X::add(sum[r][c], second[c], x[r] + at + (4 * L + 2) * X::ITEM);
+        for (int r = 0; r < R; r++) X::add(sum[r][c], second, x[r] + at + (4 * L + 2) * X::ITEM);
+    }
 }
 
 template <class X, int R, int C>
@@ -168,7 +177,8 @@ void few_part(const Source& source, const uint8_t* data, int64_t stride, const B
     const int units = part.inputs / UNIT, length = HALVES || !part.group ? units : part.group / UNIT;
     int64_t at = 0, g = 0;
     for (int u = 0; u < units; u++, unit += Source::BYTES, at += UNIT * X::ITEM) {
-        for (int i = 0; i < Source::BYTES * C / (PANEL / LANES); i += 64) __builtin_prefetch(unit + STREAM_AHEAD + i);
+        for (int i = 0; i < Source::BYTES * C / PANEL_LINE; i++)
+            __builtin_prefetch(unit + STREAM_AHEAD + i / C * PANEL_LINE + i % C * LINE);
         if (HALVES || u % length == 0) sums.begin();
         (add_line<Source, X, L>(sums.sum, source, unit, x, at), ...);
         if (HALVES) sums.finish(g++), sums.begin();
@@ -180,8 +190,9 @@ void few_part(const Source& source, const uint8_t* data, int64_t stride, const B
 template <class Source, class X, bool HALVES, int R>
 void few_rows(const BlockShape& shape, const uint8_t* data, int64_t stride, const BlockRow& row, const Part& part, float* tile) {
     const Source source(shape);
-    for (int output = 0; output < PANEL; output += VECTORS * LANES)
-        few_part<Source, X, HALVES, R, VECTORS>(source, data, stride, row, part, output, tile, std::make_integer_sequence<int, 4>());
+    constexpr int C = vectors_of(R);
+    for (int output = 0; output < PANEL; output += C * LANES)
+        few_part<Source, X, HALVES, R, C>(source, data, stride, row, part, output, tile, std::make_integer_sequence<int, 4>());
 }
 
 using Few = void (*)(const BlockShape&, const uint8_t*, int64_t, const BlockRow&, const Part&, float*);
@@ -213,8 +224,9 @@ const Few* find_few([[maybe_unused]] const BlockShape& s) {
 
 template <class X, int R>
 void add_rows(const uint8_t* data, int64_t stride, const BlockRow& row, const Part& part, float* tile) {
-    for (int output = 0; output < PANEL; output += VECTORS * LANES)
-        add_part<X, R, VECTORS>(data, stride, row, part, output, tile);
+    constexpr int C = vectors_of(R);
+    for (int output = 0; output < PANEL; output += C * LANES)
+        add_part<X, R, C>(data, stride, row, part, output, tile);
 }
 
 template <class X, int... R>

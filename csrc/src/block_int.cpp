@@ -11,19 +11,20 @@ namespace {
 // Rows for which codes are turned in registers; more meet a chunk that is made ready once.
 constexpr int FEW_ROWS = 6;
 
-const Add* find_wide(Scales scales, bool zeros, bool small) {
-#if !defined(__AVX512VNNI__)
-    static constexpr const Add* SMALL[][2] = {{BY_ROWS<Code7, ROW, false>, BY_ROWS<Code7, ROW, true>},
-                                              {BY_ROWS<Code7, BLOCKS, false>, BY_ROWS<Code7, BLOCKS, true>},
-                                              {BY_ROWS<Code7, HALVES, false>, BY_ROWS<Code7, HALVES, true>}};
-    if (small) return SMALL[scales][zeros];
-#else
-    (void)small;
+template <class Code>
+const Add* wide(Scales scales, bool zeros) {
+    static constexpr const Add* KERNELS[][2] = {{BY_ROWS<Code, ROW, false>, BY_ROWS<Code, ROW, true>},
+                                                {BY_ROWS<Code, BLOCKS, false>, BY_ROWS<Code, BLOCKS, true>},
+                                                {BY_ROWS<Code, HALVES, false>, BY_ROWS<Code, HALVES, true>}};
+    return KERNELS[scales][zeros];
+}
+
+const Add* find_wide(Scales scales, bool zeros, [[maybe_unused]] int32_t code) {
+#if defined(PST_SIGNED_BYTES)
+    if (code == PST_C_U4 || code == PST_C_U3 || code == PST_C_U2) return wide<CodeNibbles>(scales, zeros);
+    if (code != PST_C_U8 && code != PST_C_T4) return wide<Code7>(scales, zeros);
 #endif
-    static constexpr const Add* ANY[][2] = {{BY_ROWS<Code8, ROW, false>, BY_ROWS<Code8, ROW, true>},
-                                            {BY_ROWS<Code8, BLOCKS, false>, BY_ROWS<Code8, BLOCKS, true>},
-                                            {BY_ROWS<Code8, HALVES, false>, BY_ROWS<Code8, HALVES, true>}};
-    return ANY[scales][zeros];
+    return wide<Code8>(scales, zeros);
 }
 
 // Scales, and zeros, that all of a row shares.
@@ -48,14 +49,19 @@ void finish_rows(const BlockShape& shape, const Rows& rows, int first, int count
 void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel, float* tile) {
     const BlockShape& shape = *panel.block;
     const BlockRow row(shape.cols, shape.group, 1);
-    alignas(64) uint8_t wide[CHUNK * PANEL];
+    alignas(64) uint8_t wide_codes[CHUNK * PANEL];
     alignas(64) float scales[MOST_GROUPS * PANEL], zeros[MOST_GROUPS * PANEL];
     std::memset(tile, 0, size_t(count) * PANEL * 4);
     const Scales kind = !shape.group ? ROW : shape.group == 16 ? HALVES : BLOCKS;
     const int step = kind == HALVES ? HALF_ROWS : ROWS;
     const bool some_zeros = shape.zero != PST_Z_NONE;
-    const Add* few = count <= FEW_ROWS ? find_few(shape.code, kind, some_zeros) : nullptr;
-    const Add* add = few ? few : find_wide(kind, some_zeros, shape.code != PST_C_U8 && shape.code != PST_C_T4);
+#if defined(PST_SIGNED_BYTES)
+    const bool turned = count <= (shape.code == PST_C_U8 || shape.code == PST_C_T4 ? 2 : FEW_ROWS);
+#else
+    const bool turned = count <= FEW_ROWS;
+#endif
+    const Add* few = turned ? find_few(shape.code, kind, some_zeros) : nullptr;
+    const Add* add = few ? few : find_wide(kind, some_zeros, shape.code);
     const bool as_they_lie = few || shape.code == PST_C_U8;
     const int64_t ahead = count <= FEW_ROWS ? STREAM_AHEAD : 0;
     Chunk chunk;
@@ -65,10 +71,20 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
     chunk.shift = shape.group > row.block ? __builtin_ctz(unsigned(shape.group / row.block)) : 0;
     chunk.offset = widened_offset(shape);
     chunk.ahead = ahead;
+    [[maybe_unused]] const bool middle = chunk.offset == 128;
     for (int64_t c = 0; c < shape.chunks(); c++) {
         if (shape.group) block_scales(shape, panel.data, c, ahead, scales, zeros);
         chunk.units = shape.units_of(c);
-        chunk.codes = as_they_lie ? codes_at(shape, panel.data, c) : widen_codes(shape, panel.data, c, 0, chunk.units, wide);
+        chunk.codes = as_they_lie ? codes_at(shape, panel.data, c) : widen_codes(shape, panel.data, c, 0, chunk.units, wide_codes);
+#if defined(PST_SIGNED_BYTES)
+        if (middle && !few) {  // codes of -128 are rare
+            const bool fits = less_128(chunk.codes, int64_t(chunk.units) * UNIT * PANEL, wide_codes);
+            if (fits) chunk.codes = wide_codes;
+            else chunk.codes = as_they_lie ? chunk.codes : widen_codes(shape, panel.data, c, 0, chunk.units, wide_codes);
+            chunk.offset = fits ? 0 : 128;
+            add = fits ? wide<CodeS8>(kind, some_zeros) : wide<Code8>(kind, some_zeros);
+        }
+#endif
         chunk.input = c * CHUNK;
         chunk.block = c * CHUNK / row.block;
         chunk.stretch = c * CHUNK / row.stretch;

@@ -1,18 +1,30 @@
 // The kernel of rows of 8 bits in blocks: a chunk of a panel, made ready or as it lies, and a few rows.
 #pragma once
 
+#include <type_traits>
+
 #include "block_codes.h"
 #include "block_rows.h"
 #include "int_lanes.h"
 #include "kernels.h"
 
+// Without vpdpbusd, products of bytes up to 255 take twice as long as those of -127 ... 127.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#define PST_SIGNED_BYTES
+#endif
+
 namespace pst {
 
+// Vectors of outputs that so many rows meet at a time.
+constexpr int vectors_of([[maybe_unused]] int rows) {
 #if defined(__AVX512F__)
-constexpr int VECTORS = 4;  // 12 registers for the sums of 3 rows, 12 for their totals
+    return 4;  // 12 registers for the sums of 3 rows, 12 for their totals
+#elif defined(__AVX2__)
+    return rows == 1 ? 4 : rows == 2 ? 2 : 1;  // a vector is two registers of 16
 #else
-constexpr int VECTORS = 1;
+    return 1;
 #endif
+}
 constexpr int ROWS = 3;
 constexpr int HALF_ROWS = 2;  // of groups of 16, which keep a sum more
 
@@ -80,17 +92,51 @@ inline __attribute__((always_inline)) void add_line(I (&sum)[R][C], const Code& 
         const I in = four_inputs(x[r] + at + 4 * L);
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) {
-            if constexpr (Code::SMALL) dot_u7(sum[r][c], w[c], in);
+#if defined(PST_SIGNED_BYTES)
+            if constexpr (std::is_same_v<Code, CodeS8>) dot_s8(sum[r][c], w[c], in);
+            else
+#endif
+            if constexpr (Code::MOST <= 127) dot_u7(sum[r][c], w[c], in);
             else dot_u8(sum[r][c], w[c], in);
         }
     }
 }
+
+#if defined(PST_SIGNED_BYTES)
+// The same of nibbles, into sums of 16 bits: eight lines' products of 15 at most fit.
+template <int L, class Code, int R, int C>
+inline __attribute__((always_inline)) void add_line16(I (&sum)[R][C], const Code& code, const uint8_t* unit,
+                                                      const int8_t* const (&x)[R], int64_t at, int64_t ahead) {
+    fetch_ahead<Code, L, C>(unit, ahead);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        const I w = code.template line<L>(unit + c * LINE);
+#pragma GCC unroll 3
+        for (int r = 0; r < R; r++) add_dot16(sum[r][c], w, four_inputs(x[r] + at + 4 * L));
+    }
+}
+#endif
 
 // Lines FIRST + L.
 template <int FIRST, class Code, int R, int C, int... L>
 inline __attribute__((always_inline)) void add_lines(I (&sum)[R][C], const Code& code, const uint8_t* unit,
                                                      const int8_t* const (&x)[R], int64_t at, int64_t ahead,
                                                      std::integer_sequence<int, L...>) {
+#if defined(PST_SIGNED_BYTES)
+    if constexpr (Code::MOST <= 15) {
+        I half[R][C];
+#pragma GCC unroll 3
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) half[r][c] = every(0);
+        (add_line16<FIRST + L>(half, code, unit, x, at, ahead), ...);
+#pragma GCC unroll 3
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) add_pairs(sum[r][c], half[r][c]);
+        return;
+    }
+#endif
     (add_line<FIRST + L>(sum, code, unit, x, at, ahead), ...);
 }
 
@@ -185,8 +231,9 @@ template <class Code, int R, Scales SCALES, bool ZEROS>
 void add_rows(const BlockShape& shape, const uint8_t* data, int64_t stride, const BlockRow& row, const Chunk& chunk, float* tile) {
     const Code code(shape);
     auto run = [&](const Row (&rows)[R]) {
-        for (int output = 0; output < PANEL; output += VECTORS * LANES)
-            add_chunk<Code, R, VECTORS, SCALES, ZEROS>(code, rows, chunk, output, tile);
+        constexpr int C = vectors_of(R);
+        for (int output = 0; output < PANEL; output += C * LANES)
+            add_chunk<Code, R, C, SCALES, ZEROS>(code, rows, chunk, output, tile);
     };
     if constexpr (R == 1) run({Row(data, row, chunk)});
     else if constexpr (R == 2) run({Row(data, row, chunk), Row(data + stride, row, chunk)});

@@ -31,26 +31,39 @@ Place place(int output, int k) {
     return {(int64_t(k / LINE_INPUTS) * PANEL + output) * 4 + k % 4, k % LINE_INPUTS / 4 * BITS};
 }
 template <int BITS>
-void put(uint8_t* plane, int output, int k, int value) {
-    const Place at = place<BITS>(output, k);
-    plane[at.byte] = uint8_t(plane[at.byte] | value << at.shift);
-}
-template <int BITS>
 int get(const uint8_t* plane, int output, int k) {
     const Place at = place<BITS>(output, k);
     return plane[at.byte] >> at.shift & ((1 << BITS) - 1);
 }
 constexpr int plane_bytes(int bits) { return UNIT * PANEL * bits / 8; }
 
-void put_code(int bits, uint8_t* unit, int output, int k, int code) {
-    switch (bits) {
-        case 8: return put<8>(unit, output, k, code);
-        case 6: put<2>(unit + plane_bytes(4), output, k, code >> 4); break;
-        case 5: put<1>(unit + plane_bytes(4), output, k, code >> 4); break;
-        case 3: put<1>(unit + plane_bytes(2), output, k, code >> 2); break;
+// A plane of BITS bits of an output: bits SHIFT ... of eight words of 4 codes each.
+template <int BITS, int SHIFT>
+void put(const uint32_t (&codes)[8], uint8_t* plane, int output) {
+    constexpr int IN_BYTE = 8 / BITS;
+    constexpr uint32_t MASK = ((1u << BITS) - 1) * 0x01010101u;
+    for (int line = 0; line < 8 / IN_BYTE; line++) {
+        uint32_t bytes = 0;
+        for (int i = 0; i < IN_BYTE; i++) bytes |= (codes[line * IN_BYTE + i] >> SHIFT & MASK) << i * BITS;
+        std::memcpy(plane + (line * PANEL + output) * 4, &bytes, 4);
     }
-    if (bits >= 4) put<4>(unit, output, k, code & 15);
-    else put<2>(unit, output, k, code & 3);
+}
+
+// 32 codes of an output. False if one has more bits.
+bool put_codes(int bits, const uint8_t* codes, uint8_t* unit, int output) {
+    uint32_t words[8], all = 0;
+    std::memcpy(words, codes, UNIT);
+    for (uint32_t word : words) all |= word;
+    if (all & ~(((1u << bits) - 1) * 0x01010101u)) return false;
+    switch (bits) {
+        case 8: put<8, 0>(words, unit, output); return true;
+        case 6: put<2, 4>(words, unit + plane_bytes(4), output); break;
+        case 5: put<1, 4>(words, unit + plane_bytes(4), output); break;
+        case 3: put<1, 2>(words, unit + plane_bytes(2), output); break;
+    }
+    if (bits >= 4) put<4, 0>(words, unit, output);
+    else put<2, 0>(words, unit, output);
+    return true;
 }
 
 int get_code(int bits, const uint8_t* unit, int output, int k) {
@@ -101,6 +114,14 @@ bool put_nibbles(const BlockSource& from, int64_t index, uint8_t* to) {
     return true;
 }
 
+// The scale of an output becomes NaN, and all that it multiplies: kernels take no code for one.
+void spoil(int32_t scale, uint8_t* scales, uint8_t* supers, int output) {
+    constexpr uint32_t NAN_OF[] = {0x7fc00000u, 0x7e00u, 0x7fc0u, 0x7fu, 0xffu};
+    const bool of_super = scale >= PST_S_U8_F16;
+    const int each = of_super ? 2 : SCALE_BYTES[scale];
+    std::memcpy((of_super ? supers : scales) + output * each, &NAN_OF[of_super ? PST_S_F16 : scale], size_t(each));
+}
+
 bool complete(const BlockShape& s, const BlockSource& from) {
     return from.codes && (s.block_bytes || from.scales) && (!s.super_bytes || from.supers) &&
            (s.zero == PST_Z_NONE || from.zeros) && (!s.super_zero_bytes || from.super_zeros);
@@ -145,12 +166,14 @@ bool pack_block(const BlockShape& s, const BlockSource& from, uint8_t* panel) {
             at += s.chunk_bytes();
             continue;
         }
+        uint8_t* const head = at;
         if (s.super_bytes) put_numbers(from.supers, c, 2, at);
         at += s.super_bytes;
         if (s.super_zero_bytes) put_numbers(from.super_zeros, c, 2, at);
         at += s.super_zero_bytes;
         const int groups = s.groups_of(c);
         const int64_t first = s.group ? c * (CHUNK / s.group) : 0, last = (s.cols - 1) / std::max(1, s.group);
+        uint8_t* const scales = s.group ? at : panel;
         // What a file has of the last group is behind `last` where units are padded.
         for (int g = 0; g < groups; g++, at += s.scale_bytes) {
             const int64_t index = std::min(first + g, last);
@@ -166,10 +189,13 @@ bool pack_block(const BlockShape& s, const BlockSource& from, uint8_t* panel) {
         for (int j = 0; j < PANEL; j++) {
             if (!from.codes[j]) continue;
             const uint8_t* codes = static_cast<const uint8_t*>(from.codes[j]) + c * CHUNK;
-            for (int k = 0; k < inputs; k++) {
-                if (codes[k] >> bits) return false;
-                put_code(bits, at + k / UNIT * s.code_bytes, j, k % UNIT, codes[k]);
+            for (int k = 0; k < inputs; k += UNIT) {
+                uint8_t last[UNIT] = {};
+                if (inputs - k < UNIT) std::memcpy(last, codes + k, size_t(inputs - k));
+                if (!put_codes(bits, inputs - k < UNIT ? last : codes + k, at + k / UNIT * s.code_bytes, j)) return false;
             }
+            for (int k = 0; k < inputs && s.code == PST_C_E4M3; k++)
+                if (codes[k] % 128 == 127) spoil(s.scale, scales + (s.group ? k / s.group : 0) * s.scale_bytes, head, j);
         }
         at += int64_t(s.units_of(c)) * s.code_bytes;
     }

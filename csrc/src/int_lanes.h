@@ -63,14 +63,33 @@ template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
 inline void dot_u8(I& sum, I w, I x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 inline void dot_u7(I& sum, I w, I x) { dot_u8(sum, w, x); }
 #else
-inline I add_pairs(I sum, __m512i pairs, int times) {
-    return {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(short(times))))};
+// Sums of 16 bits as sums of 32.
+inline void add_pairs(I& sum, I pairs) {
+    sum = {_mm512_add_epi32(sum.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi16(1)))};
 }
-inline void dot_u7(I& sum, I w, I x) { sum = add_pairs(sum, _mm512_maddubs_epi16(w.v, x.v), 1); }
-// The upper bit by itself: two products of 255 do not fit 16 bits.
+inline void dot_u7(I& sum, I w, I x) { add_pairs(sum, {_mm512_maddubs_epi16(w.v, x.v)}); }
+// Two products of 255 do not fit 16 bits: even and odd bytes by themselves, as words.
 inline void dot_u8(I& sum, I w, I x) {
-    dot_u7(sum, masked<127>(w), x);
-    sum = add_pairs(sum, _mm512_maddubs_epi16(masked<1>(shifted<-7>(w)).v, x.v), 128);
+    const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)),
+                                           _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8));
+    const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(x.v, 8));
+    sum = {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
+}
+inline void add_dot16(I& sum, I w, I x) { sum = {_mm512_add_epi16(sum.v, _mm512_maddubs_epi16(w.v, x.v))}; }
+// -127 ... 127: |x| * (w with the sign of x). Two such products fit 16 bits.
+inline void dot_s8(I& sum, I w, I x) {
+    __m512i turned = _mm512_mask_sub_epi8(w.v, _mm512_movepi8_mask(x.v), _mm512_setzero_si512(), w.v);
+    add_pairs(sum, {_mm512_maddubs_epi16(_mm512_abs_epi8(x.v), turned)});
+}
+// n bytes (a multiple of 64) less 128. False if one of them is -128 now.
+inline bool less_128(const uint8_t* from, int64_t n, uint8_t* to) {
+    __mmask64 lowest = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+        const __m512i bytes = _mm512_loadu_si512(from + i);
+        lowest |= _mm512_testn_epi8_mask(bytes, bytes);
+        _mm512_storeu_si512(to + i, _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)));
+    }
+    return !lowest;
 }
 #endif
 
@@ -102,9 +121,11 @@ inline void store_s8(uint8_t* p, F x) {
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
 // By hand: with the intrinsic, gcc 12 keeps sums on the stack and stores them in every turn of the loop.
-inline void add_pairs(__m256i& sum, __m256i pairs, int times) {
-    pairs = _mm256_madd_epi16(pairs, _mm256_set1_epi16(short(times)));
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(pairs));
+inline void add32(__m256i& sum, __m256i x) { asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+// Sums of 16 bits as sums of 32.
+inline void add_pairs(I& sum, I pairs) {
+    add32(sum.lo, _mm256_madd_epi16(pairs.lo, _mm256_set1_epi16(1)));
+    add32(sum.hi, _mm256_madd_epi16(pairs.hi, _mm256_set1_epi16(1)));
 }
 template <int LEFT> inline __m256i shifted(__m256i a) {
     if constexpr (LEFT > 0) return _mm256_slli_epi32(a, LEFT);
@@ -157,15 +178,37 @@ template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
     return to_float({_mm256_and_si256(wide.lo, mask), _mm256_and_si256(wide.hi, mask)});
 }
 inline void dot_u7(I& sum, I w, I x) {  // x is the same in all lanes
-    add_pairs(sum.lo, _mm256_maddubs_epi16(w.lo, x.lo), 1);
-    add_pairs(sum.hi, _mm256_maddubs_epi16(w.hi, x.lo), 1);
+    add_pairs(sum, {_mm256_maddubs_epi16(w.lo, x.lo), _mm256_maddubs_epi16(w.hi, x.lo)});
 }
-// The upper bit by itself: two products of 255 do not fit 16 bits.
+// Two products of 255 do not fit 16 bits: even and odd bytes by themselves, as words.
 inline void dot_u8(I& sum, I w, I x) {
-    const I upper = masked<1>(shifted<-7>(w));
-    dot_u7(sum, masked<127>(w), x);
-    add_pairs(sum.lo, _mm256_maddubs_epi16(upper.lo, x.lo), 128);
-    add_pairs(sum.hi, _mm256_maddubs_epi16(upper.hi, x.lo), 128);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.lo, 8), 8), odd = _mm256_srai_epi16(x.lo, 8);
+    const __m256i low = _mm256_set1_epi16(255);
+    add32(sum.lo, _mm256_madd_epi16(_mm256_and_si256(w.lo, low), even));
+    add32(sum.hi, _mm256_madd_epi16(_mm256_and_si256(w.hi, low), even));
+    add32(sum.lo, _mm256_madd_epi16(_mm256_srli_epi16(w.lo, 8), odd));
+    add32(sum.hi, _mm256_madd_epi16(_mm256_srli_epi16(w.hi, 8), odd));
+}
+inline void add_dot16(I& sum, I w, I x) {
+    const __m256i lo = _mm256_maddubs_epi16(w.lo, x.lo), hi = _mm256_maddubs_epi16(w.hi, x.lo);
+    asm("vpaddw %1, %0, %0" : "+x"(sum.lo) : "x"(lo));
+    asm("vpaddw %1, %0, %0" : "+x"(sum.hi) : "x"(hi));
+}
+// -127 ... 127: |x| * (w with the sign of x). Two such products fit 16 bits.
+inline void dot_s8(I& sum, I w, I x) {
+    const __m256i size = _mm256_abs_epi8(x.lo);
+    add_pairs(sum, {_mm256_maddubs_epi16(size, _mm256_sign_epi8(w.lo, x.lo)),
+                    _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.hi, x.lo))});
+}
+// n bytes (a multiple of 64) less 128. False if one of them is -128 now.
+inline bool less_128(const uint8_t* from, int64_t n, uint8_t* to) {
+    __m256i lowest = _mm256_setzero_si256();
+    for (int64_t i = 0; i < n; i += 32) {
+        const __m256i bytes = _mm256_loadu_si256((const __m256i*)(from + i));
+        lowest = _mm256_or_si256(lowest, _mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()));
+        _mm256_storeu_si256((__m256i*)(to + i), _mm256_xor_si256(bytes, _mm256_set1_epi8(-128)));
+    }
+    return _mm256_testz_si256(lowest, lowest);
 }
 inline F byte_offset(float offset) { return all(offset); }
 template <int J> inline F byte_value(I line, F offset) {

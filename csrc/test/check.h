@@ -27,6 +27,7 @@ extern bool brief;
 
 void test_pool();
 void test_packing();
+void test_blocks();
 void test_rows();
 void test_model();
 void test_lines();

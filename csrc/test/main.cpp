@@ -68,6 +68,7 @@ int main(int argc, char** argv) {
     }
     run("self-test", test_self);
     run("packing", test_packing);
+    run("blocks", test_blocks);
     run("pool", test_pool);
     run("rows", test_rows);
     run("model", test_model);
