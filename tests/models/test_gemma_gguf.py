@@ -61,8 +61,8 @@ def test_it_tells_sense() -> None:
 
 
 def test_it_goes_on_as_llama_cpp_does(tmp_path: Path) -> None:
-    """llama.cpp rounds rows to 8 bits, Penstock keeps them here: where the two part, float32 must say what Penstock does, or
-    hold both tokens for nearly the same."""
+    """llama.cpp rounds rows to 8 bits, Penstock keeps them here: where the two part, float32 must say what Penstock
+    does, or hold both tokens for nearly the same."""
     python = os.environ.get(LLAMA_CPP)
     if not python:
         pytest.skip(f"{LLAMA_CPP} does not name a Python with llama-cpp-python")
