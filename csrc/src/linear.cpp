@@ -272,8 +272,6 @@ class Linear final : public Op {
     int64_t ordered_at_, tile_at_, unpacked_at_, rows_at_;  // in a thread's own scratch; the normed row is at 0
 };
 
-bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; }
-
 // Whether a row of one lies on a row of the other.
 bool overlap(const pst_register& a, const pst_register& b, int64_t rows) {
     auto begin = [](const pst_register& r) { return reinterpret_cast<intptr_t>(r.data) / 4; };
@@ -307,24 +305,6 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
 }
 
 }  // namespace
-
-void check_matrix(const pst_matrix& m) {
-    check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
-    check(pst_panel_bytes(&m) > 0, "no format of matrices has this number or these groups");
-    check(m.format == PST_M_BLOCK || !m.group, "only codes have groups");
-    check(m.data && is_aligned(m.data), "the weights are missing or not aligned to 64 bytes");
-    check(!m.pair || m.rows % 2 == 0, "a pair has as many gates as ups");
-    if (m.format != PST_M_BLOCK) return;
-    const bool looked_up = m.code == PST_C_T4 || m.code == PST_C_F4;
-    check(looked_up == (m.table != nullptr), "codes of 16 values need their table, others have none");
-    for (int i = 0; m.code == PST_C_T4 && i < 16; i++)
-        check(m.table[i] >= -128 && m.table[i] <= 127 && m.table[i] == std::floor(m.table[i]),
-              "a table of integers has values of -128 ... 127");
-    check(m.offset >= 0 && m.offset <= 255, "the code of zero is 0 ... 255");
-    check(!m.offset || (m.code <= PST_C_U2 && m.zero == PST_Z_NONE), "codes have an offset or zeros, not both");
-    for (int32_t i = 0; m.order && i < m.cols; i++)
-        check(m.order[i] >= 0 && m.order[i] < m.cols, "an order names inputs that there are not");
-}
 
 OpPtr make_linear(const pst_op& op, const Maker& maker) {
     const auto* first = static_cast<const pst_matrix*>(op.p[0]);

@@ -71,7 +71,7 @@ OpPtr make_linear(const pst_op& op, const Maker& maker);
 OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
 
-// linear.cpp: throws Misfit for a matrix that no format has.
+// panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);
 
 inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }

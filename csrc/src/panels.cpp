@@ -1,8 +1,9 @@
-// Panels of every format, by the format: how large they are, filling them, and what they stand for.
-#include <vector>
+// Panels of every format, by the format: what fits, how large they are, filling them, and what they stand for.
+#include <cmath>
 
 #include "block.h"
 #include "kernels.h"
+#include "ops.h"
 #include "simd.h"
 
 namespace pst {
@@ -21,6 +22,24 @@ void matrix_row(const pst_matrix& m, int64_t output, float* out) {
             default: out[k] = bf16_to_f32(half[(k / 2 * PANEL + j) * 2 + k % 2]);
         }
     }
+}
+
+void check_matrix(const pst_matrix& m) {
+    check(m.cols > 0 && m.rows > 0, "a matrix needs rows and columns");
+    check(pst_panel_bytes(&m) > 0, "no format of matrices has this number or these groups");
+    check(m.format == PST_M_BLOCK || !m.group, "only codes have groups");
+    check(m.data && reinterpret_cast<uintptr_t>(m.data) % 64 == 0, "the weights are missing or not aligned to 64 bytes");
+    check(!m.pair || m.rows % 2 == 0, "a pair has as many gates as ups");
+    if (m.format != PST_M_BLOCK) return;
+    const bool looked_up = m.code == PST_C_T4 || m.code == PST_C_F4;
+    check(looked_up == (m.table != nullptr), "codes of 16 values need their table, others have none");
+    for (int i = 0; m.code == PST_C_T4 && i < 16; i++)
+        check(m.table[i] >= -128 && m.table[i] <= 127 && m.table[i] == std::floor(m.table[i]),
+              "a table of integers has values of -128 ... 127");
+    check(m.offset >= 0 && m.offset <= 255, "the code of zero is 0 ... 255");
+    check(!m.offset || (m.code <= PST_C_U2 && m.zero == PST_Z_NONE), "codes have an offset or zeros, not both");
+    for (int32_t i = 0; m.order && i < m.cols; i++)
+        check(m.order[i] >= 0 && m.order[i] < m.cols, "an order names inputs that there are not");
 }
 
 }  // namespace pst

@@ -15,7 +15,7 @@ from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.matrix import Segments
 from penstock.ops.native.program import NativeOp
 from tests.native.blocks import Blocks, Key, random_blocks
-from tests.native.running import THREADS, each_isa, each_threads, execute, plan_of, within
+from tests.native.running import ISAS, THREADS, each_isa, each_threads, execute, plan_of, within
 
 FORMATS: dict[str, Key] = {
     "int8": (Code.U8, 0, Scale.F32, Zero.NONE, 128),
@@ -336,3 +336,17 @@ def test_a_code_that_is_no_number_is_not_hidden(isa: str, name: str) -> None:
     assert np.isnan(got[:, [3, 66]]).all()
     others = [n for n in range(70) if n not in (3, 66)]
     np.testing.assert_array_equal(got[:, others], clean[:, others])
+
+
+@each_format
+@pytest.mark.parametrize("act", [Act.F32, Act.I8], ids=["f32", "i8"])
+def test_instruction_sets_agree(name: str, act: Act) -> None:
+    """Wherever additions are fused; rows of bfloat16 have an instruction of their own on one of them."""
+    key = FORMATS[name]
+    if act == Act.I8 and name not in INTEGER:
+        pytest.skip("codes of floats meet rows of floats")
+    x = normal(90, 20, columns(key, longer=True))
+    m = random_blocks(91, 70, x.shape[1], key, act=act)
+    got = [linear(isa, x, m.pack(library(isa))) for isa in ISAS if isa != "base"]
+    for y in got[1:]:
+        np.testing.assert_array_equal(y, got[0])
