@@ -108,7 +108,7 @@ def test_sections_are_frozen_and_check_themselves() -> None:
         (
             "kv_cache_dtype",
             "int5",
-            "must be one of auto, float32, float16, bfloat16, int8, int4, int2, kivi4, kivi2 or "
+            "must be one of auto, bfloat16, float16, float32, int2, int4, int8, kivi4, kivi2 or "
             'a JSON object, not "int5"',
         ),
         ("kv_rotation", "random", "must be one of none, hadamard, not 'random'"),
