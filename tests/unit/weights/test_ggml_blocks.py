@@ -63,7 +63,7 @@ def test_values_are_those_of_the_library(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_those_of_ggmls_c_code(kind: str) -> None:
+def test_L15_values_are_those_of_ggmls_c_code(kind: str) -> None:
     """Made by tools/oracles/ggml_decode.py."""
     blocks, made = golden_blocks(kind), golden()[kind]
     got = decoded_blocks(kind, blocks)
