@@ -12,7 +12,7 @@ import numpy.typing as npt
 from penstock.config import from_kwargs
 from penstock.config.selection import SelectionConfig, SelectionOptions, parse_budget
 from penstock.core.model_spec import ModelSpec
-from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.core.selection import KVLine, KVSelector, Selecting
 from penstock.eval.maps import LayerMap, MapReader
 from penstock.eval.sample import SAMPLE
 from penstock.eval.scorer import LoadedModel, load
@@ -55,9 +55,9 @@ def at(num_tokens: int, budget: int, prompt_len: int | None = None, tokens: Sequ
 
 def line(
     positions: Sequence[int], seen: npt.ArrayLike | None = None, layer: int = 0, head: int = 0, **stats: Any
-) -> Line:
+) -> KVLine:
     """`seen`: the last tokens' attention [w, n] or [n], the same for both query heads."""
-    out = Line(layer, head, np.array(positions, np.int32), {n: np.array(x, np.float32) for n, x in stats.items()})
+    out = KVLine(layer, head, np.array(positions, np.int32), {n: np.array(x, np.float32) for n, x in stats.items()})
     if seen is not None:
         rows = np.atleast_2d(np.array(seen, np.float32))
         out.recent = lambda: np.repeat(rows[:, None], GROUP, axis=1)
@@ -68,7 +68,7 @@ BARE = {"sinks": 0, "recent": 1}
 """Next to nothing that stays whatever its score."""
 
 
-def kept(name: str, n: int, budget: int, lines: list[Line], **given: Any) -> list[list[int]]:
+def kept(name: str, n: int, budget: int, lines: list[KVLine], **given: Any) -> list[list[int]]:
     """Positions, not slots."""
     made = selector(config_of(name, **given))
     found = made.select(at(n, budget), lines)

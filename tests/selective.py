@@ -15,7 +15,7 @@ import numpy as np
 from penstock.base.bf16 import F32
 from penstock.config.selection import SelectionConfig
 from penstock.core.model_spec import Attention, ModelSpec
-from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.core.selection import KVLine, KVSelector, Selecting
 from penstock.ops.ref.product import linear
 from penstock.select import KV_SELECTORS
 from tests.oracle import NaiveModel
@@ -90,7 +90,7 @@ class SelectiveModel(NaiveModel):
             while len(line) > budget and len(line) // size > sinks:
                 del line[sinks * size : (sinks + 1) * size]
 
-    def _view(self, i: int, line: list[int], stats: dict[str, F32], end: int) -> Line:
+    def _view(self, i: int, line: list[int], stats: dict[str, F32], end: int) -> KVLine:
         lanes = self.heads if self.selector.per_head else 1
         layer, lane = divmod(i, lanes)
         for name, x in stats.items():
@@ -98,7 +98,7 @@ class SelectiveModel(NaiveModel):
         _, k = self._made[layer]
         keys = k[line].reshape(len(line), -1) if lanes == 1 else k[line, lane]
         observe = self.config.options.observe
-        return Line(
+        return KVLine(
             layer, lane, np.array(line, np.int32), stats, keys=lambda: keys,
             recent=lambda: self._weights(i, line, max(0, end - observe), end),
         )  # fmt: skip

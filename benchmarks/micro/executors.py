@@ -37,18 +37,18 @@ from penstock.core.batch import (
 )
 from penstock.core.sampling import TokenRules
 from penstock.engine import wire
-from penstock.executor.messages import FromRank, Result, Step, ToRank
+from penstock.executor.messages import FromRank, Result, RunStep, ToRank
 
 
-def decode_step(n: int) -> Step:
+def decode_step(n: int) -> RunStep:
     rows = [ScheduledRow(i, 100, 1, 1) for i in range(n)]
-    return Step(SchedulerOutput(1, appended=[Appended(i, [5]) for i in range(n)], scheduled=rows))
+    return RunStep(SchedulerOutput(1, appended=[Appended(i, [5]) for i in range(n)], scheduled=rows))
 
 
-def prompt(n: int) -> Step:
+def prompt(n: int) -> RunStep:
     added = [AddedRow(1, 0, [(i * 7919) % 49152 for i in range(n)], n, TokenRules())]
     tables = [TableUpdate(1, 0, 0, list(range(n // 32)))]
-    return Step(SchedulerOutput(1, added=added, tables=tables, scheduled=[ScheduledRow(1, 0, 512)]))
+    return RunStep(SchedulerOutput(1, added=added, tables=tables, scheduled=[ScheduledRow(1, 0, 512)]))
 
 
 def logprobs(n: int, k: int) -> Result:
@@ -60,7 +60,7 @@ def vectors(n: int, size: int) -> Result:
     return Result(StepOutput(1, pooled=[Pooled(i, bytes(4 * size)) for i in range(n)]))
 
 
-MESSAGES: dict[str, Callable[[], Step | Result]] = {
+MESSAGES: dict[str, Callable[[], RunStep | Result]] = {
     "step, 1 row": lambda: decode_step(1),
     "step, 64 rows": lambda: decode_step(64),
     "result, 64 rows": lambda: Result(StepOutput(1, [Sampled(i, [5]) for i in range(64)])),
@@ -82,7 +82,7 @@ def messages(rounds: int) -> Table:
     threading.Thread(target=echo, daemon=True).start()
     for name, make in MESSAGES.items():
         message = make()
-        decode = msgspec.msgpack.Decoder(ToRank if isinstance(message, Step) else FromRank).decode
+        decode = msgspec.msgpack.Decoder(ToRank if isinstance(message, RunStep) else FromRank).decode
         data = wire.frame(message)
         encode_s = _median(rounds, lambda message=message: wire.frame(message))
         decode_s = _median(rounds, lambda data=data, decode=decode: decode(data[4:]))

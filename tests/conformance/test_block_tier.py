@@ -17,7 +17,7 @@ import pytest
 
 from penstock.base.clock import MonotonicClock
 from penstock.core.batch import SchedulerOutput, StepOutput
-from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers
 from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PageOp, StoreOp
 from penstock.core.protocols import BlockTier
 from penstock.core.request import Abort, Control
@@ -47,9 +47,9 @@ both = pytest.mark.parametrize("late", [False, True], ids=["in-step", "late"])
 
 GROUPS = group_layers(
     [
-        CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32"))),
-        CacheSpec("slot", (Plane("state", 3, 5, "float16"),)),
-        CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32"))),
+        CacheSpec("paged", (PlaneSpec("k", 2, 4, "bfloat16"), PlaneSpec("v", 2, 4, "float32"))),
+        CacheSpec("slot", (PlaneSpec("state", 3, 5, "float16"),)),
+        CacheSpec("paged", (PlaneSpec("k", 2, 4, "bfloat16"), PlaneSpec("v", 2, 4, "float32"))),
     ]
 )
 S, DEVICE_SLABS, TIER_SLABS = 8, [12, 5], [6, 2]

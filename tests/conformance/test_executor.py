@@ -29,7 +29,7 @@ from penstock.core.batch import (
     StepOutput,
     TableUpdate,
 )
-from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers
 from penstock.core.page_ops import PageOp
 from penstock.core.protocols import Executor
 from penstock.core.sampling import TokenRules
@@ -52,7 +52,7 @@ FACTORIES: dict[str, Callable[..., Executor]] = {
 VARIANTS = [(name, depth, wire) for name in EXECUTORS.names() for depth in (1, 2) for wire in (False, True)]
 VARIANTS = [v for v in VARIANTS if v[2] or v[0] != "multiproc"]  # it has nothing but the wire
 every = pytest.mark.parametrize(("name", "depth", "wire"), VARIANTS)
-GROUPS = group_layers([CacheSpec("paged", (Plane("k", 1, 1, "float32"),))])
+GROUPS = group_layers([CacheSpec("paged", (PlaneSpec("k", 1, 1, "float32"),))])
 PLAN = Plan(
     dtype="float32", kv_dtype="float32", max_model_len=16, block_size=4, groups=GROUPS, num_slabs=(4,), max_num_seqs=4,
     max_num_batched_tokens=16, long_prefill_token_threshold=0, step_tokens=16, kv_capacity_tokens=16, weight_bytes=0,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from penstock.config.selection import SelectionConfig
-from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.core.selection import KVLine, KVSelector, Selecting
 from penstock.select import KV_SELECTORS
 from tests.selecting import GROUP, HEADS, LAYERS, causal, config_of, selector
 
@@ -57,7 +57,7 @@ class Served:
         self.tokens: I32 = self.rng.integers(0, 40, 4096).astype(np.int32)
         self.num_tokens = 0
         heads = HEADS if made.per_head else 1
-        self.lines = [Line(n, g, np.zeros(0, np.int32)) for n in range(LAYERS) for g in range(heads)]
+        self.lines = [KVLine(n, g, np.zeros(0, np.int32)) for n in range(LAYERS) for g in range(heads)]
 
     @property
     def readers(self) -> int:
@@ -75,7 +75,7 @@ class Served:
                 self.made.watch(line, causal(self.rng, line.positions, first, count, self.readers), first)
             self.look(line)
 
-    def look(self, line: Line) -> None:
+    def look(self, line: KVLine) -> None:
         """The last tokens' attention, over the slots that there are."""
         last = min(self.num_tokens, self.config.options.observe)
         seen = causal(self.rng, line.positions, self.num_tokens - last, last, self.readers)
@@ -217,7 +217,7 @@ def test_steps_do_not_matter(name: str) -> None:
     weights = causal(rng, positions, 0, 120, GROUP)
     stats = []
     for sizes in ([120], [50, 30, 40], [1] * 120, [7, 16, 16, 81]):
-        line, first = Line(0, 0, positions[:0]), 0
+        line, first = KVLine(0, 0, positions[:0]), 0
         for size in sizes:
             line.positions = positions[: first + size]
             new = np.zeros(size, np.float32)
@@ -236,10 +236,10 @@ def test_tokens_that_stay_keep_their_numbers(name: str) -> None:
     config = config_of(name, "30%", **SMALL)
     made = selector(config)
     rng = np.random.default_rng(4)
-    whole = Line(0, 0, np.arange(60, dtype=np.int32))
+    whole = KVLine(0, 0, np.arange(60, dtype=np.int32))
     made.watch(whole, causal(rng, whole.positions, 0, 60, GROUP), 0)
     stay = np.array([0, 1, 5, 8, 30, *range(50, 60)], np.int32)
-    part = Line(0, 0, whole.positions[stay], {key: x[stay] for key, x in whole.stats.items()})
+    part = KVLine(0, 0, whole.positions[stay], {key: x[stay] for key, x in whole.stats.items()})
     more = np.zeros((4, GROUP, 64), np.float32)
     for t in range(4):
         more[t, :, [0, 5, 30, 60 + t]] = 0.25

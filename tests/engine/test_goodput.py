@@ -15,7 +15,7 @@ from penstock.plan.cost import RooflineTimer
 from penstock.plan.devices import find_device
 from penstock.sim import goodput
 from penstock.sim.build import build_sim, device_plan
-from penstock.sim.driver import Limits, simulate
+from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.goodput import find_goodput
 from penstock.sim.metrics import Slo, within
 from penstock.sim.result import SimResult
@@ -33,7 +33,7 @@ def run(workload: Workload) -> SimResult:
     clock = VirtualClock()
     timer = RooflineTimer(SPEC, DEVICE, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     core = build_sim(config, SPEC, plan, timer, clock)
-    return simulate(core, clock, workload, Limits(plan.max_model_len, plan.kv_capacity_tokens, SPEC.vocab_size))
+    return simulate(core, clock, workload, SimLimits(plan.max_model_len, plan.kv_capacity_tokens, SPEC.vocab_size))
 
 
 def load(seed: int, n: int = 2000) -> Workload:

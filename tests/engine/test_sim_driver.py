@@ -16,7 +16,7 @@ from penstock.engine.record import Recorder, replay
 from penstock.executor.sim import SimExecutor
 from penstock.sched.policy import POLICIES
 from penstock.sim.build import build_sim, sim_plan
-from penstock.sim.driver import Limits, Progress, simulate
+from penstock.sim.driver import Progress, SimLimits, simulate
 from penstock.sim.metrics import Slo, by_tenant, distributions, metrics
 from penstock.sim.result import SimResult
 from penstock.sim.specs import find_spec
@@ -61,7 +61,7 @@ def run(
     executor = SimExecutor(timer or Linear(), clock, vocab_size=spec.vocab_size, depth=knobs.depth)
     core = plain_core(spec, knobs, executor, clock)
     core.recorder = recorder
-    limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, options.pop("truncate", False))
+    limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, options.pop("truncate", False))
     result = simulate(core, clock, workload, limits, **options)
     assert core.recorder is recorder
     assert_idle(core)
@@ -211,7 +211,7 @@ def test_a_policy_that_runs_nobody_is_noticed() -> None:
     core = plain_core(spec, knobs, SimExecutor(Linear(), clock, vocab_size=61), clock)
     core.scheduler.policy.order = lambda running, waiting: []  # type: ignore[method-assign]
     with pytest.raises(EngineError):
-        simulate(core, clock, TWO, Limits(64, 64, 61))
+        simulate(core, clock, TWO, SimLimits(64, 64, 61))
 
 
 def test_progress_is_told() -> None:
@@ -248,14 +248,14 @@ def mooncake(n: int, num_output: int) -> Workload:
     return replace(trace, source=lambda: (replace(r, num_output=num_output) for r in trace))
 
 
-def big(num_blocks: int, **more: Any) -> tuple[Any, Any, VirtualClock, Limits]:
+def big(num_blocks: int, **more: Any) -> tuple[Any, Any, VirtualClock, SimLimits]:
     spec = find_spec("llama-3.1-8b")
     config, plan = sim_plan(
         from_kwargs(model="(test)", num_gpu_blocks_override=num_blocks, block_size=32, **more), spec, 2 * 10**12
     )
     clock = VirtualClock()
     core = build_sim(config, spec, plan, Linear(0.006, 25e-6, 2e-8), clock)
-    return core, plan, clock, Limits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size)
+    return core, plan, clock, SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size)
 
 
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash"])

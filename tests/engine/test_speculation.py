@@ -11,7 +11,7 @@ import pytest
 from penstock.core.batch import Verified
 from penstock.core.draft import DraftJob, DraftTree
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, PerRow
+from penstock.runner.logits.base import F32, RowProcessor
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Knobs, fake_engine, request, run
 from tests.engine.naive import fake_logits, generate
@@ -126,7 +126,7 @@ def test_accepted_counts_only_what_was_drafted() -> None:
     assert Verified(1, [5, 6], 4, 3, whole=False).num_accepted == 2
 
 
-class Dfa(PerRow[list[int]]):
+class Dfa(RowProcessor[list[int]]):
     """Only tokens congruent to 2 more than the sum of all generated ones, modulo 5, are allowed: one too many or too
     few in its state, and everything after it is another text."""
 

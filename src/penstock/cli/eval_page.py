@@ -13,7 +13,7 @@ from penstock.report.page import Cell, part, render
 if TYPE_CHECKING:
     from penstock.eval.gate import Verdict
     from penstock.eval.paired import Difference
-    from penstock.eval.result import Result, TaskResult, Value
+    from penstock.eval.result import MetricValue, Result, TaskResult
     from penstock.eval.tasks.base import Tag
 
 _WRONG = 5
@@ -51,7 +51,7 @@ def _figures(task: TaskResult) -> list[Cells]:
     ]
 
 
-def _gauge(v: Value) -> str:
+def _gauge(v: MetricValue) -> str:
     """The value as a mark on its interval; nothing for what is no share."""
     return part("gauge", *(v.interval or (v.value, v.value)), v.value) if v.kind in ("rate", "mean") else ""
 
@@ -83,7 +83,7 @@ def heat_map(task: TaskResult, columns: Sequence[Tag] = ()) -> tuple[Cells, list
     )
 
 
-def _cell(v: Value | None) -> object:
+def _cell(v: MetricValue | None) -> object:
     """Red is 0 %, green 100 %; half transparent, so that it stands on a light and on a dark page."""
     if v is None:
         return ""

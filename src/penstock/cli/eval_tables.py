@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from penstock.eval.gate import Verdict
     from penstock.eval.paired import Difference, Speed
-    from penstock.eval.result import HealthWarning, Result, TaskResult, Value
+    from penstock.eval.result import HealthWarning, MetricValue, Result, TaskResult
     from penstock.eval.tasks.base import Tag
 
 _BAR = 24
@@ -24,7 +24,7 @@ def shown(value: float, kind: str) -> str:
     return f"{value:.1%}" if kind in ("rate", "mean") else f"{value:,.3f}"
 
 
-def between(value: Value) -> str:
+def between(value: MetricValue) -> str:
     if value.interval is None:
         return ""
     return f"{shown(value.interval[0], value.kind)} to {shown(value.interval[1], value.kind)}"

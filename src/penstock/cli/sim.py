@@ -282,12 +282,12 @@ def _run(
     from penstock.base.clock import VirtualClock
     from penstock.plan.cost import RooflineTimer
     from penstock.sim.build import build_sim
-    from penstock.sim.driver import Limits, simulate
+    from penstock.sim.driver import SimLimits, simulate
 
     timer = RooflineTimer(spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     clock = VirtualClock()
     core = build_sim(config, spec, plan, timer, clock, depth=config.execution.depth, seconds_budget=args.seconds_budget)
-    limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, truncate=args.truncate)
+    limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, truncate=args.truncate)
     with _Bar(label, workload.num_requests) as bar:
         result = simulate(core, clock, workload, limits, label=label, progress=bar.show)
     settings = {

@@ -16,7 +16,7 @@ CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "uint8": 1}
 """Types that a plane may hold."""
 
 
-class Plane(NamedTuple):
+class PlaneSpec(NamedTuple):
     """One named array of a cache: `heads` x `dim` elements of `dtype`, per token or per sequence (slot)."""
 
     name: str
@@ -34,7 +34,7 @@ def run_name(plane: str, run: int) -> str:
     return f"{plane}.{run}" if run else plane
 
 
-def vector_planes(shapes: Mapping[str, tuple[int, int]], codec: str) -> tuple[Plane, ...]:
+def vector_planes(shapes: Mapping[str, tuple[int, int]], codec: str) -> tuple[PlaneSpec, ...]:
     """Planes for the vectors of a token by one codec: name -> (heads, dim). Those with their scales follow.
 
     A scale per token and head at most: a page is written token by token, so nothing wider would leave old tokens as
@@ -42,26 +42,28 @@ def vector_planes(shapes: Mapping[str, tuple[int, int]], codec: str) -> tuple[Pl
     """
     traits = KV_CODECS.traits(codec)
     assert traits.scales != "block", f"{codec} has scales of pages"
-    own = tuple(Plane(name, heads, dim // traits.per_element, traits.dtype) for name, (heads, dim) in shapes.items())
+    own = tuple(
+        PlaneSpec(name, heads, dim // traits.per_element, traits.dtype) for name, (heads, dim) in shapes.items()
+    )
     return own if traits.scales == "none" else (*own, *(_scales(name, *shape, codec) for name, shape in shapes.items()))
 
 
-def _scales(name: str, heads: int, dim: int, codec: str) -> Plane:
+def _scales(name: str, heads: int, dim: int, codec: str) -> PlaneSpec:
     traits = KV_CODECS.traits(codec)
-    return Plane(scales_name(name, codec), heads, traits.width(dim), traits.scale_dtype)
+    return PlaneSpec(scales_name(name, codec), heads, traits.width(dim), traits.scale_dtype)
 
 
-def head_planes(name: str, heads: int, dim: int, codecs: tuple[str, ...]) -> tuple[list[Plane], list[Plane]]:
+def head_planes(name: str, heads: int, dim: int, codecs: tuple[str, ...]) -> tuple[list[PlaneSpec], list[PlaneSpec]]:
     """Planes of vectors of which each head has its codec (`codecs`: one for all, or one per head): those of a token,
     and those of a page, which hold the scales of codecs by block."""
     each = codecs * heads if len(codecs) == 1 else codecs
-    tokens: list[Plane] = []
-    pages: list[Plane] = []
+    tokens: list[PlaneSpec] = []
+    pages: list[PlaneSpec] = []
     for run, (codec, group) in enumerate(groupby(each)):
         own, count = run_name(name, run), len(list(group))
         traits = KV_CODECS.traits(codec)
         if traits.scales == "block":
-            tokens.append(Plane(own, count, dim // traits.per_element, traits.dtype))
+            tokens.append(PlaneSpec(own, count, dim // traits.per_element, traits.dtype))
             pages.append(_scales(own, count, dim, codec))
         else:
             tokens += vector_planes({own: (count, dim)}, codec)
@@ -79,10 +81,10 @@ class CacheSpec(msgspec.Struct, frozen=True):
     """
 
     kind: Literal["paged", "window", "slot"]
-    planes: tuple[Plane, ...]
+    planes: tuple[PlaneSpec, ...]
     window: int | None = None
     lanes: int = 1
-    page_planes: tuple[Plane, ...] = ()
+    page_planes: tuple[PlaneSpec, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.window is not None) == (self.kind == "window"), f"{self.kind} with window {self.window}"

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec, group_layers
 from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
@@ -161,12 +161,12 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
     spec = layer.mixer.cache(kv_dtype)
     if isinstance(layer.ffn, ChannelMix):
         assert isinstance(layer.mixer, Rwkv4 | Rwkv7), "channel mixing goes with RWKV's time mixing"
-        shift = Plane("ffn_shift", 1, layer.mixer.width, "float32")
+        shift = PlaneSpec("ffn_shift", 1, layer.mixer.width, "float32")
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
     if bounds:
         keys = spec.planes[0]
         dtype = KV_CODECS.traits(kv_dtype).bounds
-        besides = tuple(Plane(name, keys.heads, keys.dim, dtype) for name in BOUNDS)
+        besides = tuple(PlaneSpec(name, keys.heads, keys.dim, dtype) for name in BOUNDS)
         spec = msgspec.structs.replace(spec, page_planes=besides)
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
 

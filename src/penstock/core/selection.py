@@ -61,7 +61,7 @@ class PageReads:
 
 
 @dataclass
-class Line:
+class KVLine:
     """What one line of a sequence's cache holds, slot by slot, before a selection.
 
     Attributes:
@@ -117,13 +117,13 @@ class KVSelector(Protocol):
     cache_positions: bool
     """Whether tokens stand, for rotary positions, where they stand in the cache (StreamingLLM), not where they came."""
 
-    def watch(self, line: Line, weights: F32, first: int) -> None:
+    def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """Told of tokens that have just run, if it watches all: attention weights float32 [t, H/G, n] of tokens at
         positions first ... first+t-1 over the line's n slots, which theirs are among. Mutates: line.stats.
         """
         ...
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """Ascending slots that each line keeps, int32, in the order of `lines` (layer by layer, head by head).
 
         Must follow from its arguments alone. At a full budget everything is kept, unless the selector is one that

@@ -19,7 +19,7 @@ from penstock.formats.tensor_ref import TensorRef
 F32 = npt.NDArray[np.float32]
 
 
-class Heads(NamedTuple):
+class DraftHeads(NamedTuple):
     """Shapes: weight [K, N, E, E], bias [K, N, E]: K heads of N residual blocks."""
 
     weight: F32
@@ -35,14 +35,14 @@ class Heads(NamedTuple):
         return np.ascontiguousarray(x.transpose(1, 0, 2), np.float32)
 
 
-def read_heads(folder: Path, kind: str, hidden_size: int, fingerprint: str) -> tuple[Heads, Mapping[str, Any]]:
+def read_heads(folder: Path, kind: str, hidden_size: int, fingerprint: str) -> tuple[DraftHeads, Mapping[str, Any]]:
     """What `tools/train/heads.py` wrote, and its config.json. `kind`: medusa or adapter. Raises: ConfigError."""
     tensors, config = open_heads(folder, kind, hidden_size, fingerprint)
     weight, bias = (numbers(tensors, folder, name) for name in ("weight", "bias"))
     fits = weight.ndim == 4 and weight.shape[2:] == (hidden_size, hidden_size) and bias.shape == weight.shape[:3]
     if not fits or 0 in weight.shape or not (np.isfinite(weight).all() and np.isfinite(bias).all()):
         raise heads_problem(f"heads {quoted(folder)} are unsound: weight {list(weight.shape)}, bias {list(bias.shape)}")
-    return Heads(weight, bias), config
+    return DraftHeads(weight, bias), config
 
 
 def open_heads(

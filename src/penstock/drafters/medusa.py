@@ -21,7 +21,7 @@ import numpy.typing as npt
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.drafters.bench import DraftBench
-from penstock.drafters.heads import Heads, heads_problem, read_heads
+from penstock.drafters.heads import DraftHeads, heads_problem, read_heads
 from penstock.model.forward import HeadForward
 from penstock.runner.storage import Storage
 
@@ -43,7 +43,7 @@ class MedusaDrafter:
     name = "medusa"
     wants_hidden = True
 
-    def __init__(self, heads: Heads, forward: HeadForward, storage: Storage) -> None:
+    def __init__(self, heads: DraftHeads, forward: HeadForward, storage: Storage) -> None:
         self._heads, self._forward, self._storage = heads, forward, storage
         self._seen: dict[int, _Seen] = {}
         self._known: dict[int, int] = {}

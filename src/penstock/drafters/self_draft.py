@@ -27,7 +27,7 @@ from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import DraftJob, DraftTree, Outcome, chain
 from penstock.drafters.bench import DraftBench, Target
 from penstock.drafters.forward import F32, Ahead, DraftForward
-from penstock.drafters.heads import Heads, heads_problem, read_heads
+from penstock.drafters.heads import DraftHeads, heads_problem, read_heads
 from penstock.formats.files import quoted
 from penstock.model.forward import HeadForward
 from penstock.ops.plan import Planes, StepPlan
@@ -40,7 +40,7 @@ _LOG = logging.getLogger("penstock")
 class Adapted:
     """A part of a model whose hidden states pass through an adapter before they meet the output matrix."""
 
-    def __init__(self, part: HeadForward, adapter: Heads) -> None:
+    def __init__(self, part: HeadForward, adapter: DraftHeads) -> None:
         self._part, self._adapter = part, adapter
 
     def run(self, plan: StepPlan, planes: Sequence[Planes]) -> F32:
@@ -116,7 +116,7 @@ def make_early_exit(bench: DraftBench) -> SelfDrafter:
     return _drafter("early-exit", bench, target, range(stop), _adapter(bench, target, stop))
 
 
-def _adapter(bench: DraftBench, target: Target, stop: int) -> Heads | None:
+def _adapter(bench: DraftBench, target: Target, stop: int) -> DraftHeads | None:
     if bench.config.heads is None:
         return None
     folder = Path(bench.config.heads)
@@ -173,7 +173,7 @@ def _target(bench: DraftBench) -> Target:
 
 
 def _drafter(
-    name: str, bench: DraftBench, target: Target, layers: Sequence[int], adapter: Heads | None = None
+    name: str, bench: DraftBench, target: Target, layers: Sequence[int], adapter: DraftHeads | None = None
 ) -> SelfDrafter:
     part = target.part(layers)
     if adapter is not None:

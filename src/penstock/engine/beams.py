@@ -11,7 +11,7 @@ from penstock.engine import beam as beam_search
 
 if TYPE_CHECKING:
     from penstock.core.request import Request
-    from penstock.engine.group import Group
+    from penstock.engine.group import SequenceGroup
     from penstock.sched.scheduler import Scheduler
 
 
@@ -21,7 +21,7 @@ class Beams:
     def __init__(
         self,
         scheduler: Scheduler,
-        groups: dict[str, Group],
+        groups: dict[str, SequenceGroup],
         sequences: dict[int, Sequence],
         new_sequence: Callable[[Request, int, int], Sequence],
         emitted: list[EngineOutput],
@@ -33,7 +33,7 @@ class Beams:
         self.emitted = emitted
         self.stats = scheduler.stats
 
-    def advance(self, group: Group) -> None:
+    def advance(self, group: SequenceGroup) -> None:
         """All beams have their candidates: pick the next ones, fork and drop sequences accordingly."""
         request = group.request
         params = request.beam
@@ -54,7 +54,7 @@ class Beams:
         if not group.live or done:
             self._finish(group)
 
-    def _reassign(self, group: Group, beams: list[Sequence], going_on: list[beam_search.Continuation]) -> None:
+    def _reassign(self, group: SequenceGroup, beams: list[Sequence], going_on: list[beam_search.Continuation]) -> None:
         """A beam's first continuation stays on its own sequence; further ones fork it before it changes."""
         first: dict[int, beam_search.Continuation] = {}
         forks: list[beam_search.Continuation] = []
@@ -86,7 +86,7 @@ class Beams:
             self.scheduler.appended(seq, [c.token_id])
             self.stats.num_sampled_tokens += 1
 
-    def _finish(self, group: Group) -> None:
+    def _finish(self, group: SequenceGroup) -> None:
         request = group.request
         params = request.beam
         assert params is not None

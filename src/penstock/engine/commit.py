@@ -13,7 +13,7 @@ from penstock.engine.drafting import Drafting
 if TYPE_CHECKING:
     from penstock.core.batch import Pooled, Sampled, SchedulerOutput, StepOutput, TokenLogprobs
     from penstock.core.request import Request
-    from penstock.engine.group import Group
+    from penstock.engine.group import SequenceGroup
     from penstock.kv.manager import KVManager
     from penstock.sched.scheduler import Scheduler
 
@@ -28,7 +28,7 @@ class Commit:
         self,
         scheduler: Scheduler,
         kv: KVManager,
-        groups: dict[str, Group],
+        groups: dict[str, SequenceGroup],
         sequences: dict[int, Sequence],
         new_sequence: Callable[[Request, int, int], Sequence],
         emitted: list[EngineOutput],
@@ -121,7 +121,7 @@ class Commit:
         if seq.index in group.cancelled:  # it only computed the prompt for the others
             self.finish(group, seq, "abort", None, emit=False, aborted=True)
 
-    def _append(self, group: Group, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> None:
+    def _append(self, group: SequenceGroup, seq: Sequence, token_id: int, logprob: TokenLogprobs | None) -> None:
         request = group.request
         seq.token_ids.append(token_id)
         self.scheduler.appended(seq, [token_id])
@@ -171,7 +171,7 @@ class Commit:
     # -- endings -------------------------------------------------------------------------------------------------
 
     def finish(
-        self, group: Group, seq: Sequence, reason: str, stop_reason: int | None, *, emit: bool = True,
+        self, group: SequenceGroup, seq: Sequence, reason: str, stop_reason: int | None, *, emit: bool = True,
         aborted: bool = False,
     ) -> None:  # fmt: skip
         """End one sample. A finished sequence owns nothing."""
@@ -187,7 +187,7 @@ class Commit:
         if not group.live:
             del self.groups[group.request.request_id]
 
-    def cancel(self, group: Group, index: int, reason: str) -> None:
+    def cancel(self, group: SequenceGroup, index: int, reason: str) -> None:
         """Abort a sample that does not exist yet. The first sequence still computes the prompt for the others."""
         if index in group.cancelled or not 0 <= index < group.request.n:
             return
@@ -196,7 +196,7 @@ class Commit:
         if len(group.cancelled) == group.request.n:
             self.abort_group(group, reason)
 
-    def abort_group(self, group: Group, reason: str) -> None:
+    def abort_group(self, group: SequenceGroup, reason: str) -> None:
         """End all that is left of a request, samples that were never started included."""
         request = group.request
         unborn = [] if group.forked else [i for i in range(1, request.n) if i not in group.cancelled]

@@ -15,7 +15,7 @@ from penstock.core.request import Abort, Intake, Request
 from penstock.core.sequence import Sequence
 from penstock.engine.commit import Commit
 from penstock.engine.entry import Entry
-from penstock.engine.group import Group
+from penstock.engine.group import SequenceGroup
 
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
@@ -49,7 +49,7 @@ class EngineCore:
         self.recorder = recorder
         self.grower: Grower | None = None
         """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake | PoolGrowth] = deque()
         self.watch: Callable[[Collection[Request]], None] | None = None

@@ -10,7 +10,7 @@ from penstock.engine.gain import Gain
 
 if TYPE_CHECKING:
     from penstock.core.batch import SchedulerOutput, StepOutput, Verified
-    from penstock.engine.group import Group
+    from penstock.engine.group import SequenceGroup
     from penstock.kv.manager import KVManager
     from penstock.sched.scheduler import Scheduler
 
@@ -19,7 +19,7 @@ class Drafting:
     """A part of `Commit`, with its rules: only here and there do sequences change."""
 
     def __init__(
-        self, scheduler: Scheduler, kv: KVManager, groups: dict[str, Group], emit: Callable[..., None],
+        self, scheduler: Scheduler, kv: KVManager, groups: dict[str, SequenceGroup], emit: Callable[..., None],
         finish: Callable[..., None],
     ) -> None:  # fmt: skip
         self._scheduler, self._kv, self._groups = scheduler, kv, groups

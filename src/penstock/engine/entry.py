@@ -8,7 +8,7 @@ from penstock.base.errors import InputError
 from penstock.core.events import PoolGrowth
 from penstock.core.request import Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
-from penstock.engine.group import Group
+from penstock.engine.group import SequenceGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ class Entry:
             self._resumed(request, resume, arrival)
             return
         leader = self._new_sequence(request, arrival, 0)
-        group = self._groups[request.request_id] = Group(request, arrival, leader)
+        group = self._groups[request.request_id] = SequenceGroup(request, arrival, leader)
         if resume is not None:
             leader.prompt_logprobs_done = resume.num_prompt_logprobs
             group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
@@ -64,7 +64,7 @@ class Entry:
     def _resumed(self, request: Request, resume: Resume, arrival: int) -> None:
         """Its samples are forked already. Each catches up on its own; the prefix cache keeps that cheap."""
         sequences = [self._new_sequence(request, arrival, index) for index, _ in resume.samples]
-        group = self._groups[request.request_id] = Group(request, arrival, sequences[0])
+        group = self._groups[request.request_id] = SequenceGroup(request, arrival, sequences[0])
         group.forked = True
         for seq, (index, token_ids) in zip(sequences, resume.samples, strict=True):
             seq.token_ids.extend(token_ids)

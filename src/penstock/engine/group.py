@@ -6,7 +6,7 @@ from penstock.core.request import Request
 from penstock.core.sequence import Sequence
 
 
-class Group:
+class SequenceGroup:
     """All sequences of one request.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.eval.result import Answers, HealthWarning, Result, Scored, TaskResult, Value
+from penstock.eval.result import Answers, HealthWarning, MetricValue, Result, Scored, TaskResult
 
 MOST = 0.5
 """Above this share of the answers something is wrong with how they were asked, cut or read."""
@@ -57,12 +57,12 @@ def _of_answers(task: TaskResult, chat: bool) -> list[str]:
     return out
 
 
-def _near_zero(task: TaskResult) -> Value | None:
+def _near_zero(task: TaskResult) -> MetricValue | None:
     head = task.values[0]
     return head if head.kind in ("rate", "mean") and head.value < _NEAR_ZERO and head.interval is not None else None
 
 
-def _beside(task: TaskResult, low: Value, result: Result, other: Result | None) -> list[str]:
+def _beside(task: TaskResult, low: MetricValue, result: Result, other: Result | None) -> list[str]:
     """Tasks that say that the model can do it."""
     form = "plain text" if result.chat else "a chat"
     near = [(f"in {form}", t) for t in (other.tasks if other is not None else ()) if t.task == task.task]

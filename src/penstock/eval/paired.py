@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.base.errors import InputError
 from penstock.eval.intervals import Interval, bootstrap, mcnemar
-from penstock.eval.result import Result, TaskResult, Value, of_means, weights_of
+from penstock.eval.result import MetricValue, Result, TaskResult, of_means, weights_of
 from penstock.eval.run import Prepared
 
 
@@ -22,8 +22,8 @@ class Difference:
     rates, of McNemar's exact test."""
 
     task: str
-    metric: Value
-    before: Value
+    metric: MetricValue
+    before: MetricValue
     interval: Interval | None
     p: float | None
 

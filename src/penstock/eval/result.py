@@ -39,7 +39,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
 
 
-class Value(msgspec.Struct, frozen=True, kw_only=True):
+class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of a metric over `n` examples, with its interval of 95 % (None for one example)."""
 
     name: str
@@ -87,7 +87,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     source: str
     digest: str
-    values: list[Value]
+    values: list[MetricValue]
     examples: list[Scored]
     axes: list[str] = []
     left_out: int = 0
@@ -97,7 +97,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     ends: bool = True
     answers: Answers | None = None
 
-    def value(self, metric: str) -> Value:
+    def value(self, metric: str) -> MetricValue:
         """Raises KeyError."""
         for found in self.values:
             if found.name == metric:
@@ -127,18 +127,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         raise KeyError(name)
 
 
-def figure(metric: Metric, examples: Sequence[Scored]) -> Value:
+def figure(metric: Metric, examples: Sequence[Scored]) -> MetricValue:
     """The metric over these examples, at least one."""
     scores = [e.scores[metric.name] for e in examples]
     n = len(scores)
     if metric.kind == "rate":
         low, high = wilson(round(sum(scores)), n)
-        return Value(name=metric.name, kind=metric.kind, value=sum(scores) / n, n=n, low=low, high=high)
+        return MetricValue(name=metric.name, kind=metric.kind, value=sum(scores) / n, n=n, low=low, high=high)
     weights = weights_of(metric.name, examples)
     interval = bootstrap(lambda s, w: of_means(metric.kind, s, w), scores, weights)
     value = float(of_means(metric.kind, sum(scores) / n, sum(weights) / n))
     ends = {} if interval is None else {"low": interval[0], "high": interval[1]}
-    return Value(name=metric.name, kind=metric.kind, value=value, n=n, **ends)
+    return MetricValue(name=metric.name, kind=metric.kind, value=value, n=n, **ends)
 
 
 def weights_of(metric: str, examples: Iterable[Scored]) -> list[float]:
@@ -153,7 +153,7 @@ def of_means(kind: MetricKind, scores: Any, weights: Any) -> Any:
     return share / math.log(2) if kind == "bits" else share
 
 
-def grouped(task: TaskResult, metric: str, axes: Sequence[str]) -> dict[tuple[Tag, ...], Value]:
+def grouped(task: TaskResult, metric: str, axes: Sequence[str]) -> dict[tuple[Tag, ...], MetricValue]:
     """The figure by values of tags, in order; examples without one of the tags are left out."""
     kind = task.value(metric).kind
     cells: dict[tuple[Tag, ...], list[Scored]] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.base.bf16 import F32
 from penstock.config.selection import SelectionConfig
-from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.core.selection import KVLine, KVSelector, Selecting
 from penstock.eval.maps import LayerMap
 from penstock.ops.plan import I32
 
@@ -50,7 +50,7 @@ def play(
     """`maps` are of the whole text. The prompt is read in steps of at most `step` tokens, as is what follows."""
     tokens = np.asarray(token_ids, np.int32)
     tapes = [tape for layer in maps for tape in _tapes(layer, selector.per_head)]
-    lines = [Line(layer, head, np.zeros(0, np.int32)) for layer, head, _ in tapes]
+    lines = [KVLine(layer, head, np.zeros(0, np.int32)) for layer, head, _ in tapes]
     retained = np.zeros((len(lines), len(tokens) - prompt_len), np.float32)
     cuts: list[Cut] = []
     done = 0
@@ -79,7 +79,7 @@ def _tapes(layer: LayerMap, per_head: bool) -> list[tuple[int, int, F32]]:
     return [(layer.layer, 0, weights.reshape(len(weights), -1, weights.shape[-1]))]
 
 
-def _grow(line: Line, start: int, end: int) -> None:
+def _grow(line: KVLine, start: int, end: int) -> None:
     line.positions = np.concatenate([line.positions, np.arange(start, end, dtype=np.int32)])
     new = np.zeros(end - start, np.float32)
     line.stats.update({name: np.concatenate([old, new]) for name, old in line.stats.items()})
@@ -92,7 +92,7 @@ def _again(rows: F32) -> F32:
 
 
 def _select(
-    selector: KVSelector, config: SelectionConfig, lines: list[Line], full: list[F32], tokens: I32, prompt_len: int
+    selector: KVSelector, config: SelectionConfig, lines: list[KVLine], full: list[F32], tokens: I32, prompt_len: int
 ) -> Cut:
     n, observe = len(tokens), config.options.observe
     at = Selecting(n, prompt_len, config.budget.of(n), tokens)

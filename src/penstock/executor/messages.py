@@ -23,7 +23,7 @@ class Built(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The rank takes steps."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     output: SchedulerOutput
     spoil: bool = False
 
@@ -57,6 +57,6 @@ class Prepared(msgspec.Struct, frozen=True, tag=True, array_like=True):
     broken: bool = False
 
 
-ToRank = Build | Step | Back
+ToRank = Build | RunStep | Back
 FromRank = Result | Loading | Built | Failed
 """The socket of the steps; the other one has Prepare and Prepared."""

@@ -28,7 +28,7 @@ from penstock.core.messages import Failed, Loading
 from penstock.core.protocols import Executor
 from penstock.engine import wire
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, Step, ToRank
+from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, RunStep, ToRank
 from penstock.executor.rank import Progress, RankFactory, RankSpec
 
 COMMAND = (sys.executable, "-P", "-m", "penstock.launch.rank_process")
@@ -84,7 +84,7 @@ class MultiprocExecutor(Executor):
         """Send a step. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
         assert self._end.alive, "submit after close"
         assert self._num_inflight < self.depth, f"more than {self.depth} steps in flight"
-        self._send(Step(output, self._spoils))
+        self._send(RunStep(output, self._spoils))
         self._spoils = False
         self._num_inflight += 1
 
@@ -133,7 +133,7 @@ class MultiprocExecutor(Executor):
 
     # -- the socket ----------------------------------------------------------------------------------------------
 
-    def _send(self, message: Build | Step | Back) -> None:
+    def _send(self, message: Build | RunStep | Back) -> None:
         data = memoryview(wire.frame(message))
         while data:
             try:

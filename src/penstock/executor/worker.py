@@ -24,7 +24,7 @@ from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.prepare import NUM_THREADS
-from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, Step, ToRank
+from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, RunStep, ToRank
 from penstock.executor.rank import Rank, RankFactory
 
 EXIT_NOT_BUILT = 72
@@ -74,7 +74,7 @@ def run(sock: socket.socket, rank: Rank) -> None:
     decode = msgspec.msgpack.Decoder(ToRank).decode
     while (frame := wire.read_frame(sock)) is not None:
         message = decode(frame)
-        if isinstance(message, Step):
+        if isinstance(message, RunStep):
             if message.spoil:
                 rank.spoil(message.output.step)
             result = wire.frame(Result(rank.execute(message.output)))

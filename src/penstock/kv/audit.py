@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.core.sequence import Sequence as Seq
-    from penstock.kv.swap import Load
+    from penstock.kv.swap import SwapIn
 
 
 class Audit:
@@ -41,9 +41,9 @@ class Audit:
         self.slabs: list[Counter[int]] = [Counter() for _ in groups]
         self.pages: list[Counter[int]] = [Counter() for _ in groups]
         self.held: list[Any] = []
-        self.loads: Mapping[int, Load] = {}
+        self.loads: Mapping[int, SwapIn] = {}
 
-    def run(self, live: Iterable[Seq], leaving: Iterable[Any], pending: set[int], loads: Mapping[int, Load]) -> None:
+    def run(self, live: Iterable[Seq], leaving: Iterable[Any], pending: set[int], loads: Mapping[int, SwapIn]) -> None:
         """`leaving`: entries held only because steps in flight saw them; `pending`: sequences with table updates;
         `loads`: on their way."""
         live = list(live)

@@ -34,7 +34,7 @@ class Swapped(NamedTuple):
     first: int = 0
 
 
-class Load(NamedTuple):
+class SwapIn(NamedTuple):
     """On its way back: `copy` is being read, and the device's `slabs` of each group are being written."""
 
     copy: Swapped
@@ -52,7 +52,7 @@ class Swaps:
         self, tier: BlockTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int
     ) -> None:
         self.tier = tier
-        self.loads: dict[int, Load] = {}
+        self.loads: dict[int, SwapIn] = {}
         self._tree: PrefixTree | None = None
         self._offload: PrefixOffload | None = None
         self._next_move = 0
@@ -144,7 +144,7 @@ class Swaps:
             return True
         for pool, targets in zip(self._pools, slabs, strict=True):
             pool.ref_slabs(targets)
-        self.loads[move] = Load(copy, slabs)
+        self.loads[move] = SwapIn(copy, slabs)
         seq.writable = 0
         return False
 

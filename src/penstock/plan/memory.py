@@ -44,7 +44,7 @@ def gib(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CacheSizes:
     """`block_bytes` P and `state_bytes` Q; 0 if the model has no such group. `pages_per_block`: the largest group's.
 
     `windows`: bytes of a slab and the spec of each window group. `step_tokens`: tokens that one sequence may have in
@@ -63,7 +63,7 @@ class Sizes:
     @classmethod
     def of(
         cls, groups: tuple[CacheGroup, ...], block_size: int, step_tokens: int, keeping: Keeping | None = None
-    ) -> Sizes:
+    ) -> CacheSizes:
         return cls(
             block_size,
             sum(g.slab_bytes(block_size) for g in groups if g.spec.kind == "paged"),
@@ -171,7 +171,7 @@ def asking_for_all(config: EngineConfig) -> EngineConfig:
     return replace(config, cache=replace(config.cache, gpu_memory_utilization=UTILIZATION))
 
 
-def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine, sizes: Sizes, demand: Demand) -> Budget:
+def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine, sizes: CacheSizes, demand: Demand) -> Budget:
     """What KV may take. Explicit sizes may use the reserve too: whoever gives them knows the machine."""
     limit = machine.available_bytes - weight_bytes
     if cache.kv_cache_memory_bytes is not None:
@@ -196,7 +196,7 @@ def budget_for(cache: CacheConfig, weight_bytes: int, machine: Machine, sizes: S
     return everything if asked is not None else _modest(everything, sizes, demand)
 
 
-def _modest(everything: Budget, sizes: Sizes, demand: Demand) -> Budget:
+def _modest(everything: Budget, sizes: CacheSizes, demand: Demand) -> Budget:
     """The default: a part of `everything` that KV may take."""
     n, length, usable = demand.max_num_seqs, demand.max_model_len, everything.kv_bytes
     tokens = min(MODEST_TOKENS, length) if demand.on_demand else length
@@ -219,7 +219,7 @@ def _modest(everything: Budget, sizes: Sizes, demand: Demand) -> Budget:
     return Budget(chosen, everything.limit_bytes, why, False)
 
 
-def plan_memory(cache: CacheConfig, sizes: Sizes, demand: Demand, budget: Budget) -> Memory:
+def plan_memory(cache: CacheConfig, sizes: CacheSizes, demand: Demand, budget: Budget) -> Memory:
     """Split the budget into blocks and states. Raises CapacityError, ConfigError."""
     if cache.num_gpu_blocks_override is not None:
         return _overridden(cache.num_gpu_blocks_override, sizes, demand, budget)
@@ -242,7 +242,7 @@ def plan_memory(cache: CacheConfig, sizes: Sizes, demand: Demand, budget: Budget
     return memory
 
 
-def _blocks(sizes: Sizes, demand: Demand, n: int, budget: Budget, available: int) -> tuple[int, int, str]:
+def _blocks(sizes: CacheSizes, demand: Demand, n: int, budget: Budget, available: int) -> tuple[int, int, str]:
     """(N, sequences that window groups are made for, why). Windows for everybody come before more blocks than b.
 
     Where windows are all there is, N only limits nothing: more than everybody needs could not be used.
@@ -263,13 +263,13 @@ def _blocks(sizes: Sizes, demand: Demand, n: int, budget: Budget, available: int
     return enough, windowed, f"all of max_num_seqs {n} sequences at max_model_len {demand.max_model_len} need no more"
 
 
-def _windowed(sizes: Sizes, demand: Demand, num_blocks: int, available: int) -> int:
+def _windowed(sizes: CacheSizes, demand: Demand, num_blocks: int, available: int) -> int:
     """For how many sequences there can be window blocks beside `num_blocks` full ones; at least one."""
     length = demand.max_model_len
     return largest(lambda m: sizes.num_bytes(num_blocks, m, length) <= available, 1, demand.max_num_seqs)
 
 
-def _explain_windows(memory: Memory, sizes: Sizes, demand: Demand) -> None:
+def _explain_windows(memory: Memory, sizes: CacheSizes, demand: Demand) -> None:
     for i, (slabs, most) in enumerate(zip(memory.window_blocks, sizes.most_blocks(demand.max_model_len), strict=True)):
         window = sizes.windows[i][1].window
         each = (
@@ -326,7 +326,7 @@ def _explain_slots(memory: Memory, demand: Demand, n: int, checkpoints: int, q: 
     memory.decisions.append(Decision("num_slots", memory.num_slots, why))
 
 
-def _overridden(num_blocks: int, sizes: Sizes, demand: Demand, budget: Budget) -> Memory:
+def _overridden(num_blocks: int, sizes: CacheSizes, demand: Demand, budget: Budget) -> Memory:
     name = "num_gpu_blocks_override"
     q, b, length = sizes.state_bytes, sizes.blocks(demand.max_model_len), demand.max_model_len
     if not sizes.has_blocks:
@@ -361,7 +361,7 @@ def _overridden(num_blocks: int, sizes: Sizes, demand: Demand, budget: Budget) -
     return memory
 
 
-def _too_small(sizes: Sizes, demand: Demand, n: int, budget: Budget) -> CapacityError:
+def _too_small(sizes: CacheSizes, demand: Demand, n: int, budget: Budget) -> CapacityError:
     """Every advice below was checked to fit if it is the only change."""
     q, b, length = sizes.state_bytes, sizes.blocks(demand.max_model_len), demand.max_model_len
     block_bytes = sizes.num_bytes(b, 1, length)

@@ -21,7 +21,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
-from penstock.plan.memory import Budget, Demand, Sizes, budget_for, check_weights, gib, plan_memory
+from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
 from penstock.plan.positions import rope_decision
 from penstock.plan.weights import (
     NO_CODES,
@@ -190,11 +190,11 @@ def tokens_in_flight(config: EngineConfig, max_model_len: int, max_num_batched_t
 
 def sizes_of(
     config: EngineConfig, groups: tuple[CacheGroup, ...], step_tokens: int, keeping: Keeping | None = None
-) -> Sizes:
+) -> CacheSizes:
     """Sizes of the groups as the allocator uses them: all but the paged one keep the blocks that left a window."""
     if config.cache.kv_allocator != "paged":
         groups = without_windows(groups)
-    return Sizes.of(groups, config.cache.block_size, step_tokens, keeping)
+    return CacheSizes.of(groups, config.cache.block_size, step_tokens, keeping)
 
 
 def _host_slabs(

@@ -66,7 +66,7 @@ def _divided(w: F32, scale: F32) -> F32:
 
 
 @dataclass(frozen=True)
-class Codes:
+class RoundedMatrix:
     """A matrix [N, K] in few bits: codes [N, K], scales [N] or [N, G]."""
 
     codes: I8
@@ -86,7 +86,7 @@ class Codes:
         return out
 
 
-def quantised(weight: Weight, scheme: Scheme) -> Codes:
+def quantised(weight: Weight, scheme: Scheme) -> RoundedMatrix:
     """A matrix [N, K] in the codes of a scheme other than `none`."""
     n, k = weight.shape
     codes = np.empty((n, k), np.int8)
@@ -96,7 +96,7 @@ def quantised(weight: Weight, scheme: Scheme) -> Codes:
         part = rows_as_float32(weight, lo, lo + step)
         found = int4_groups(part, scheme.group) if scheme.group else int8_outputs(part)
         codes[lo : lo + step], scales[lo : lo + step] = found
-    return Codes(codes, scales, scheme.group)
+    return RoundedMatrix(codes, scales, scheme.group)
 
 
 def rounded_rows(x: F32, block: int, order: npt.NDArray[np.int32] | None = None) -> F32:
@@ -135,7 +135,7 @@ class QuantisedLinear:
         self._row_bits = scheme.row_bits if scheme.weight_bits else row_bits
         # The arrays are kept beside their ids: an id alone may be another array's by now.
         self._kept = {id(w): w for w in kept}
-        self._codes: dict[int, tuple[Weight, Codes]] = {}
+        self._codes: dict[int, tuple[Weight, RoundedMatrix]] = {}
 
     def met(self, weight: Weight) -> bool:
         """Whether this very matrix has been rounded."""
@@ -161,7 +161,7 @@ class QuantisedLinear:
             return self.scheme.format
         return weight.format if isinstance(weight, StoredMatrix) else None
 
-    def _of(self, weight: Weight) -> Codes | StoredMatrix:
+    def _of(self, weight: Weight) -> RoundedMatrix | StoredMatrix:
         stays = not self.scheme.weight_bits
         if isinstance(weight, StoredMatrix) and (stays or takes(self.scheme, weight.format, weight.shape[1])):
             return weight
@@ -170,7 +170,7 @@ class QuantisedLinear:
         return self._codes[id(weight)][1]
 
     @staticmethod
-    def _product(x: F32, weight: Codes | StoredMatrix) -> F32:
+    def _product(x: F32, weight: RoundedMatrix | StoredMatrix) -> F32:
         n, k = weight.shape
         out = np.empty((len(x), n), np.float32)
         step = max(1, _CHUNK_ELEMENTS // max(1, k))

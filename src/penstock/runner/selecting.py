@@ -16,7 +16,7 @@ from penstock.core.batch import ScheduledRow, SchedulerOutput, Selected
 from penstock.core.mixers.attention import Attention
 from penstock.core.model_spec import ModelSpec
 from penstock.core.page_ops import PackOp
-from penstock.core.selection import KVSelector, Line, Selecting
+from penstock.core.selection import KVLine, KVSelector, Selecting
 from penstock.ops.plan import I32
 from penstock.ops.ref.storage import read_kv
 from penstock.runner.rows import Row, RowStore
@@ -164,7 +164,7 @@ class RowSelections:
             held = q if before is None else np.concatenate([before, q])
             known.queries[i] = held[-self._observe :].copy()
 
-    def _lines(self, known: _Sequence, row: Row) -> list[Line]:
+    def _lines(self, known: _Sequence, row: Row) -> list[KVLine]:
         lines = []
         for i, (stats, positions) in enumerate(zip(known.stats, known.positions(), strict=True)):
             layer, lane = divmod(i, self._lanes)
@@ -172,7 +172,7 @@ class RowSelections:
                 if len(x) < len(positions):
                     stats[name] = np.concatenate([x, np.zeros(len(positions) - len(x), np.float32)])
             lines.append(
-                Line(
+                KVLine(
                     self._layers[layer], lane, positions, stats,
                     keys=partial(self._read, "k", row, i, len(positions)),
                     values=partial(self._read, "v", row, i, len(positions)),

@@ -16,7 +16,7 @@ from itertools import groupby
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, TokenSelector, always, fill, slots
 from penstock.select.snapkv import votes
@@ -28,14 +28,14 @@ class AdaKV(TokenSelector):
     name = "adakv"
     watches: Watches = "recent"
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         out: list[I32] = []
         for _, group in groupby(lines, key=lambda line: line.layer):
             out += self._layer(at, list(group))
         return out
 
-    def _layer(self, at: Selecting, heads: list[Line]) -> list[I32]:
+    def _layer(self, at: Selecting, heads: list[KVLine]) -> list[I32]:
         total = at.budget * len(heads)
         if sum(map(len, heads)) <= total:
             return [np.arange(len(line), dtype=np.int32) for line in heads]

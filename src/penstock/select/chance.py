@@ -12,12 +12,12 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting
+from penstock.core.selection import KVLine, Selecting
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, TokenSelector, best_of_each
 
 
-def draws(seed: int, line: Line) -> F32:
+def draws(seed: int, line: KVLine) -> F32:
     """[n] in [0, 1), of the tokens of a line. A token's number does not depend on how many there are."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, line.layer, line.head))))
     count = int(line.positions[-1]) + 1 if len(line) else 0
@@ -29,7 +29,7 @@ class Chance(TokenSelector):
 
     name = "random"
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         return best_of_each(at, lines, self.options, lambda line: draws(self.options.seed, line))
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, Mask, TokenSelector, allot, always, fill, slots
 
@@ -49,7 +49,7 @@ class FastGen(TokenSelector):
         super().__init__(bench)
         self._kinds = (_Kind(bench.is_special), _Kind(bench.is_punctuation))
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         wanted: list[Mask] = []
         points: list[F32] = []
@@ -70,7 +70,7 @@ class FastGen(TokenSelector):
             for mask, p, count, want in zip(sure, points, counts, wanted, strict=True)
         ]
 
-    def offers(self, line: Line, at: Selecting, seen: F32) -> list[Offer]:
+    def offers(self, line: KVLine, at: Selecting, seen: F32) -> list[Offer]:
         """Every policy for a line whose last tokens attend as `seen` [w, n] says."""
         o, ids = self.options, at.tokens[line.positions]
         own = np.arange(at.num_tokens - len(seen), at.num_tokens)[:, None]
@@ -88,7 +88,7 @@ class FastGen(TokenSelector):
             out.append(Offer(mask | (line.positions >= at.num_tokens - near), recovered))
         return [*out, Offer(~nothing, 1.0)]
 
-    def _policy(self, line: Line, at: Selecting, offers: list[Offer]) -> int:
+    def _policy(self, line: KVLine, at: Selecting, offers: list[Offer]) -> int:
         """The head's; chosen while the prompt is read, and then kept."""
         known = line.stats.get(_POLICY)
         if at.num_tokens > at.prompt_len and known is not None and known.max(initial=0) > 0:

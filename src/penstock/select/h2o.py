@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, TokenSelector, best_of_each, number
 
@@ -27,12 +27,12 @@ class HeavyHitters(TokenSelector):
     name = "h2o"
     watches: Watches = "all"
 
-    def watch(self, line: Line, weights: F32, first: int) -> None:
+    def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """Token by token, in order, so that the sums do not depend on how a text was cut into steps."""
         one_by_one = np.concatenate([number(line, _MASS)[None], weights.sum(axis=1)])
         line.stats[_MASS] = np.add.reduce(one_by_one, axis=0)
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         o = self.options
         recent = max(o.recent, at.budget - o.sinks - round(o.heavy * at.budget))

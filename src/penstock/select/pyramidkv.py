@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import I32, TokenSelector, allot, always, fill, slots
 from penstock.select.snapkv import votes
@@ -36,7 +36,7 @@ class PyramidKV(TokenSelector):
     name = "pyramidkv"
     watches: Watches = "recent"
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         kept = [always(line, at, self.options) for line in lines]
         least = np.array([mask.sum() for mask in kept], np.int64)

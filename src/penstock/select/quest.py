@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config.selection import SelectionConfig
-from penstock.core.selection import Drops, Line, PageReads, Selecting, Watches
+from penstock.core.selection import Drops, KVLine, PageReads, Selecting, Watches
 from penstock.select.bench import SelectionBench
 
 F32 = npt.NDArray[np.float32]
@@ -32,10 +32,10 @@ class Quest:
     per_head = False
     cache_positions = False
 
-    def watch(self, line: Line, weights: F32, first: int) -> None:
+    def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """It has nothing to learn."""
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """All of every line."""
         return [np.arange(len(line), dtype=np.int32) for line in lines]
 

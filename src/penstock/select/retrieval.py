@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from penstock.base.errors import ConfigError, ModelError
 from penstock.core.model_spec import Attention, Latent, Layer, ModelSpec
-from penstock.core.selection import Line, Selecting
+from penstock.core.selection import KVLine, Selecting
 from penstock.formats.files import quoted
 from penstock.formats.json_file import read_json_object
 from penstock.select.bench import SelectionBench
@@ -46,7 +46,7 @@ class Retrieval(TokenSelector):
         super().__init__(bench)
         self._scores = scores
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         lengths = np.array([len(line) for line in lines], np.int64)
         total = at.budget * len(lines)
@@ -64,7 +64,7 @@ class Retrieval(TokenSelector):
         more += allot(left, np.ones(len(lines)), lengths - least - more)
         return [slots(_newest(mask, int(count))) for mask, count in zip(sure, more, strict=True)]
 
-    def _ranked(self, lines: Seq[Line]) -> I64:
+    def _ranked(self, lines: Seq[KVLine]) -> I64:
         """Indices of lines, those that shall keep everything first."""
         if self._scores is None:
             return np.random.Generator(np.random.Philox(self.options.seed)).permutation(len(lines))

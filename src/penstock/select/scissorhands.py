@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, TokenSelector, best_of_each, number
 
@@ -35,7 +35,7 @@ class Scissorhands(TokenSelector):
         self.length = -(-self.options.history // PARTS)
         """Tokens of a quarter."""
 
-    def watch(self, line: Line, weights: F32, first: int) -> None:
+    def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """See `KVSelector.watch`. A quarter's counts begin anew with its first token."""
         end = first + len(weights)
         own = np.arange(first, end)[:, None]
@@ -52,12 +52,12 @@ class Scissorhands(TokenSelector):
             line.stats[name] = line.stats[name] + counts if first % self.length else counts
             first = until
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         return best_of_each(at, lines, self.options, _importance)
 
 
-def _importance(line: Line) -> F32:
+def _importance(line: KVLine) -> F32:
     counts: F32 = np.stack([number(line, name) for name in _NAMES]).sum(axis=0)
     return -counts
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config.selection import SelectionOptions
-from penstock.core.selection import Drops, Line, Selecting, Watches
+from penstock.core.selection import Drops, KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 
 F32 = npt.NDArray[np.float32]
@@ -33,11 +33,11 @@ class TokenSelector:
     def __init__(self, bench: SelectionBench) -> None:
         self.options: SelectionOptions = bench.config.options
 
-    def watch(self, line: Line, weights: F32, first: int) -> None:
+    def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """See `KVSelector.watch`."""
 
 
-def always(line: Line, at: Selecting, options: SelectionOptions, recent: int | None = None) -> Mask:
+def always(line: KVLine, at: Selecting, options: SelectionOptions, recent: int | None = None) -> Mask:
     """[n]: the sinks and the last `recent` tokens (`options.recent` if not said).
 
     At most `at.budget` slots: where that is too little for all, the newest token comes first, then sinks, then others.
@@ -68,9 +68,9 @@ def slots(kept: Mask) -> I32:
 
 def best_of_each(
     at: Selecting,
-    lines: Seq[Line],
+    lines: Seq[KVLine],
     options: SelectionOptions,
-    score: Callable[[Line], F32],
+    score: Callable[[KVLine], F32],
     recent: int | None = None,
 ) -> list[I32]:
     """Every line keeps its budget: what `always` stays, and the best by `score` [n]. Lines that fit are not scored."""
@@ -83,7 +83,7 @@ def best_of_each(
     return out
 
 
-def number(line: Line, name: str) -> F32:
+def number(line: KVLine, name: str) -> F32:
     """A selector's own number about each of the line's tokens, 0 before it is first given."""
     return line.stats.setdefault(name, np.zeros(len(line), np.float32))
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from penstock.config.selection import SelectionOptions
-from penstock.core.selection import Line, Selecting, Watches
+from penstock.core.selection import KVLine, Selecting, Watches
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import F32, I32, TokenSelector, best_of_each
 
 
-def votes(line: Line, at: Selecting, options: SelectionOptions) -> F32:
+def votes(line: KVLine, at: Selecting, options: SelectionOptions) -> F32:
     """[n]: the mean attention of the last tokens, smoothed before the `recent` ones, as it is among them."""
     seen: F32 = line.recent().mean(axis=(0, 1))
     prefix = int(np.searchsorted(line.positions, at.num_tokens - options.recent))
@@ -41,7 +41,7 @@ class SnapKV(TokenSelector):
     name = "snapkv"
     watches: Watches = "recent"
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         return best_of_each(at, lines, self.options, lambda line: votes(line, at, self.options))
 

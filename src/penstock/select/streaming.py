@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from penstock.core.selection import Drops, Line, Selecting
+from penstock.core.selection import Drops, KVLine, Selecting
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import I32, TokenSelector
 
@@ -44,7 +44,7 @@ class Streaming(TokenSelector):
     per_head = False
     cache_positions = True
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """The rule by slots, for what keeps single tokens. See `KVSelector.select`."""
         lost = gap(at.num_tokens, at.budget, self.options.sinks)
         return [

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from penstock.core.selection import Line, Selecting
+from penstock.core.selection import KVLine, Selecting
 from penstock.select.bench import SelectionBench
 from penstock.select.slots import I32, TokenSelector
 
@@ -21,7 +21,7 @@ class Window(TokenSelector):
     name = "window"
     per_head = False
 
-    def select(self, at: Selecting, lines: Seq[Line]) -> list[I32]:
+    def select(self, at: Selecting, lines: Seq[KVLine]) -> list[I32]:
         """See `KVSelector.select`."""
         return [np.arange(max(0, len(line) - at.budget), len(line), dtype=np.int32) for line in lines]
 

@@ -27,7 +27,7 @@ _GREEDY = TokenRules(temperature=0.0)
 
 
 @dataclass
-class Limits:
+class SimLimits:
     """What a request may ask for.
 
     `max_model_len`: prompt and output together. `kv_capacity_tokens`: what the pool holds; the smaller one counts.
@@ -98,7 +98,7 @@ def simulate(
     core: EngineCore,
     clock: VirtualClock,
     workload: Workload,
-    limits: Limits,
+    limits: SimLimits,
     *,
     label: str = "",
     digests: bool = False,
@@ -117,7 +117,7 @@ def simulate(
 
 class _Run:
     def __init__(
-        self, core: EngineCore, clock: VirtualClock, workload: Workload, limits: Limits, label: str, digests: bool
+        self, core: EngineCore, clock: VirtualClock, workload: Workload, limits: SimLimits, label: str, digests: bool
     ) -> None:
         self.core = core
         self.clock = clock

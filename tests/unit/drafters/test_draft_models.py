@@ -13,7 +13,7 @@ import pytest
 
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import from_kwargs
-from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec
 from penstock.core.draft import ROOT, UNKNOWN, DraftJob, DraftTree, Outcome
 from penstock.core.machine import Machine
 from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
@@ -196,7 +196,7 @@ def test_pages_carry_what_they_hold() -> None:
         num_pages = (9, 9)
         tiers: ClassVar = {HOST: SimpleNamespace(num_pages=(0, 4))}
 
-    group = CacheGroup(1, CacheSpec("paged", (Plane("k", 1, 1, "float32"),)), (0,))
+    group = CacheGroup(1, CacheSpec("paged", (PlaneSpec("k", 1, 1, "float32"),)), (0,))
     filled = Filled([group], Rows(), Storage())  # type: ignore[arg-type]
     assert filled.num_tokens(7, 11) == 0
     filled.fill(7, 0, 10)

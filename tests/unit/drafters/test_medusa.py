@@ -16,7 +16,7 @@ from penstock.base.errors import ConfigError
 from penstock.core.batch import SchedulerOutput
 from penstock.core.draft import NO_DRAFT, ROOT, DraftJob, DraftTree, Outcome
 from penstock.core.sampling import TokenRules
-from penstock.drafters.heads import Heads, read_heads
+from penstock.drafters.heads import DraftHeads, read_heads
 from penstock.drafters.medusa import MedusaDrafter, best_paths, best_tokens
 from penstock.weights.load import fingerprint
 
@@ -30,10 +30,10 @@ def job(
     return DraftJob(seq, tokens, 3, num_nodes, depth, TokenRules(), 0, chain_only)
 
 
-def random_heads(num_heads: int = 3, num_blocks: int = 2, seed: int = 0) -> Heads:
+def random_heads(num_heads: int = 3, num_blocks: int = 2, seed: int = 0) -> DraftHeads:
     rng = np.random.default_rng(seed)
     shape = (num_heads, num_blocks, E, E)
-    return Heads(rng.normal(size=shape).astype(np.float32), rng.normal(size=shape[:3]).astype(np.float32))
+    return DraftHeads(rng.normal(size=shape).astype(np.float32), rng.normal(size=shape[:3]).astype(np.float32))
 
 
 def test_heads_are_residual_blocks() -> None:
@@ -48,7 +48,7 @@ def test_heads_are_residual_blocks() -> None:
 
 
 def test_heads_of_huge_numbers_stay_finite() -> None:
-    heads = Heads(np.full((1, 1, E, E), -1e4, np.float32), np.zeros((1, 1, E), np.float32))
+    heads = DraftHeads(np.full((1, 1, E, E), -1e4, np.float32), np.zeros((1, 1, E), np.float32))
     with np.errstate(all="raise"):
         np.testing.assert_array_equal(heads(np.ones((1, E), np.float32)), np.ones((1, 1, E), np.float32))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError, EngineError
-from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec
 from penstock.core.page_ops import PageOp
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
@@ -18,7 +18,9 @@ from penstock.kv.contiguous import ContiguousManager
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.storage import Storage
 
-GROUP = CacheGroup(0, CacheSpec("paged", (Plane("k", 2, 8, "float32"), Plane("v", 2, 8, "bfloat16"))), (0, 1, 2))
+GROUP = CacheGroup(
+    0, CacheSpec("paged", (PlaneSpec("k", 2, 8, "float32"), PlaneSpec("v", 2, 8, "bfloat16"))), (0, 1, 2)
+)
 
 
 def sequence(number: int, prompt: int, max_tokens: int) -> Sequence:
@@ -108,6 +110,6 @@ def test_lazy_storage_takes_and_returns_memory_by_the_page() -> None:
 
 
 def test_addresses_that_cannot_be_had_are_refused_with_advice() -> None:
-    huge = CacheGroup(0, CacheSpec("paged", (Plane("k", 1 << 20, 1 << 20, "float32"),)), (0,))
+    huge = CacheGroup(0, CacheSpec("paged", (PlaneSpec("k", 1 << 20, 1 << 20, "float32"),)), (0,))
     with pytest.raises(ConfigError, match=r"kv_allocator: no \d+ bytes of addresses .* lower max_num_seqs"):
         LazyStorage((huge,), [1 << 10], 1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.core.batch import GONE
-from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec, group_layers
 from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
@@ -25,9 +25,9 @@ from penstock.core.sequence import Sequence
 from penstock.kv.block_table import BlockTable
 from penstock.kv.manager import KVManager
 
-PAGED = CacheSpec("paged", (Plane("k", 1, 2, "float32"), Plane("v", 1, 2, "float32")))
-LATENT = CacheSpec("paged", (Plane("latent", 1, 3, "float32"),))
-SLOT = CacheSpec("slot", (Plane("state", 1, 4, "float32"),))
+PAGED = CacheSpec("paged", (PlaneSpec("k", 1, 2, "float32"), PlaneSpec("v", 1, 2, "float32")))
+LATENT = CacheSpec("paged", (PlaneSpec("latent", 1, 3, "float32"),))
+SLOT = CacheSpec("slot", (PlaneSpec("state", 1, 4, "float32"),))
 
 
 def make_groups(

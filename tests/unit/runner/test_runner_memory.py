@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.cache_spec import CacheGroup, CacheSpec, Plane
+from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec
 from penstock.runner import memory
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.memory import Array, populate, zeroed
 from penstock.runner.storage import Storage
 
-GROUP = CacheGroup(0, CacheSpec("paged", (Plane("k", 2, 64, "float32"), Plane("v", 2, 64, "float32"))), (0, 1))
+GROUP = CacheGroup(0, CacheSpec("paged", (PlaneSpec("k", 2, 64, "float32"), PlaneSpec("v", 2, 64, "float32"))), (0, 1))
 
 
 def resident(array: Array) -> float:
@@ -119,7 +119,9 @@ def test_the_first_blocks_of_all_arrays_come_first(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("_all_is_large")
 def test_storage_takes_what_it_is_told_to_and_gives_back_the_rest() -> None:
     """Slabs are backed from the front, in every plane; what was given back reads as zeros."""
-    wide = CacheGroup(0, CacheSpec("paged", (Plane("k", 8, 64, "float32"), Plane("v", 8, 64, "float32"))), (0, 1))
+    wide = CacheGroup(
+        0, CacheSpec("paged", (PlaneSpec("k", 8, 64, "float32"), PlaneSpec("v", 8, 64, "float32"))), (0, 1)
+    )
     storage = Storage((wide,), [512], 16)  # 32 MiB a plane
     planes = storage.planes[0].values()
     assert all(resident(array) < 0.1 for array in planes)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from penstock.core.batch import GONE, AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, TableUpdate
-from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers
 from penstock.core.sampling import TokenRules
 from penstock.runner.rows import RowStore
 
-PAGED = CacheSpec("paged", (Plane("k", 1, 1, "float32"),))
-SLOT = CacheSpec("slot", (Plane("s", 1, 1, "float32"),))
+PAGED = CacheSpec("paged", (PlaneSpec("k", 1, 1, "float32"),))
+SLOT = CacheSpec("slot", (PlaneSpec("s", 1, 1, "float32"),))
 RULES = TokenRules()
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from penstock.base.rng import uniform
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput, StepOutput, TableUpdate
-from penstock.core.cache_spec import CacheSpec, Plane, group_layers
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers
 from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
 from penstock.ops.plan import Planes, StepPlan
@@ -28,8 +28,8 @@ from penstock.runner.sampler import Sampler
 from penstock.runner.storage import Storage
 
 V, S = 23, 4
-PAGED = CacheSpec("paged", (Plane("k", 1, 1, "float32"), Plane("v", 1, 2, "float32")))
-SLOT = CacheSpec("slot", (Plane("state", 1, 1, "float32"),))
+PAGED = CacheSpec("paged", (PlaneSpec("k", 1, 1, "float32"), PlaneSpec("v", 1, 2, "float32")))
+SLOT = CacheSpec("slot", (PlaneSpec("state", 1, 1, "float32"),))
 GROUPS = group_layers([PAGED, SLOT, PAGED])
 PAGED_ONLY = group_layers([PAGED, PAGED])
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from penstock.base.bf16 import widen
-from penstock.core.cache_spec import CacheSpec, Plane, group_layers, vector_planes
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers, vector_planes
 from penstock.core.page_ops import HOST, LoadOp, PageOp, StoreOp
 from penstock.runner.storage import Storage
 
-PAGED = CacheSpec("paged", (Plane("k", 2, 4, "bfloat16"), Plane("v", 2, 4, "float32")))
-SLOT = CacheSpec("slot", (Plane("state", 3, 5, "float16"),))
+PAGED = CacheSpec("paged", (PlaneSpec("k", 2, 4, "bfloat16"), PlaneSpec("v", 2, 4, "float32")))
+SLOT = CacheSpec("slot", (PlaneSpec("state", 3, 5, "float16"),))
 GROUPS = group_layers([PAGED, SLOT, PAGED])
 
 
@@ -98,7 +98,7 @@ def test_ops_outside_the_pool_are_refused(op: PageOp) -> None:
 def test_slots_move_in_all_planes_and_layers(ragged: bool) -> None:
     """A tree's accepted path: slots 5, 7, 8, 11 become 5, 6, 7, 8, read before they are written."""
     spec = CacheSpec("paged", vector_planes({"k": (2, 4), "v": (2, 3)}, "int8"))
-    other = CacheSpec("window", (Plane("k", 1, 2, "bfloat16"),), window=20)
+    other = CacheSpec("window", (PlaneSpec("k", 1, 2, "bfloat16"),), window=20)
     groups = group_layers([spec, other, spec])
     storage = Storage(groups, [6, 5], 4)
     rng = np.random.default_rng(2)

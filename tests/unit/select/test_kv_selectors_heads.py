@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.core.selection import Line
+from penstock.core.selection import KVLine
 from penstock.select.fastgen import FULL, POLICIES, FastGen
 from tests.selecting import BARE, at, config_of, kept, line, nano, nano_mark, selector
 
@@ -23,7 +23,7 @@ TEXT = [0, 14, 5, 9, 8, 10, 21, 11, 13, 20] * 10
 MARKS = [*range(1, 100, 10), *range(6, 100, 10)]
 
 
-def fastgen(seen: np.ndarray, n: int = 100, **given: Any) -> tuple[FastGen, Line]:
+def fastgen(seen: np.ndarray, n: int = 100, **given: Any) -> tuple[FastGen, KVLine]:
     made = selector(config_of("fastgen", budget="100%", **({"frequent": 0.1, "local": 0.2} | BARE | given)))
     assert isinstance(made, FastGen)
     return made, line(range(n), seen)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane, head_planes, vector_planes
+from penstock.core.cache_spec import CacheSpec, PlaneSpec, head_planes, vector_planes
 from penstock.core.kv_format import LayerFormat
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
@@ -96,7 +96,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         out = [CacheSpec("paged", (*k, *v), page_planes=(*k_pages, *v_pages)), self._recent(how.recent)]
         if how.sinks:
             state = (how.sinks * self.num_kv_heads, self.head_dim, "float16")
-            out.append(CacheSpec("slot", (Plane("k", *state), Plane("v", *state))))
+            out.append(CacheSpec("slot", (PlaneSpec("k", *state), PlaneSpec("v", *state))))
         return tuple(out)
 
     def _recent(self, tokens: int) -> CacheSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane
+from penstock.core.cache_spec import CacheSpec, PlaneSpec
 from penstock.core.mixers import Shapes
 
 
@@ -38,8 +38,8 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     def cache(self, kv_dtype: str) -> CacheSpec:
         """`conv`: the last inputs of the convolution; `state`. float32: rounding would add up over the whole text."""
         planes = (
-            Plane("conv", self.inner, self.conv - 1, "float32"),
-            Plane("state", self.inner, self.state, "float32"),
+            PlaneSpec("conv", self.inner, self.conv - 1, "float32"),
+            PlaneSpec("state", self.inner, self.state, "float32"),
         )
         return CacheSpec(kind="slot", planes=planes)
 
@@ -98,8 +98,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     def cache(self, kv_dtype: str) -> CacheSpec:
         """See `Mamba.cache`."""
         planes = (
-            Plane("conv", self.conv_dim, self.conv - 1, "float32"),
-            Plane("state", self.num_heads, self.head_dim * self.state, "float32"),
+            PlaneSpec("conv", self.conv_dim, self.conv - 1, "float32"),
+            PlaneSpec("state", self.num_heads, self.head_dim * self.state, "float32"),
         )
         return CacheSpec(kind="slot", planes=planes)
 

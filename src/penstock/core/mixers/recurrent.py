@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane
+from penstock.core.cache_spec import CacheSpec, PlaneSpec
 from penstock.core.mixers import Shapes
 
 
@@ -25,7 +25,7 @@ class Recurrent(msgspec.Struct, frozen=True, kw_only=True, tag="recurrent"):
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         """The state is float32 whatever the KV dtype: its rounding errors would add up over the whole text."""
-        plane = Plane("state", self.num_heads, self.key_dim * self.value_dim, "float32")
+        plane = PlaneSpec("state", self.num_heads, self.key_dim * self.value_dim, "float32")
         return CacheSpec(kind="slot", planes=(plane,))
 
     @property

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheSpec, Plane
+from penstock.core.cache_spec import CacheSpec, PlaneSpec
 from penstock.core.mixers import Shapes
 
 
@@ -30,7 +30,7 @@ class Rwkv4(msgspec.Struct, frozen=True, kw_only=True, tag="rwkv4"):
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         """Numerator, denominator and exponent of the weighted mean, and the last input. float32: errors add up."""
-        planes = [Plane(name, 1, self.width, "float32") for name in ("num", "den", "exponent", "shift")]
+        planes = [PlaneSpec(name, 1, self.width, "float32") for name in ("num", "den", "exponent", "shift")]
         return CacheSpec(kind="slot", planes=tuple(planes))
 
     @property
@@ -78,8 +78,8 @@ class Rwkv7(msgspec.Struct, frozen=True, kw_only=True, tag="rwkv7"):
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         """The state and the last input. float32: rounding would add up over the whole text."""
-        state = Plane("state", self.num_heads, self.head_dim * self.head_dim, "float32")
-        return CacheSpec(kind="slot", planes=(state, Plane("shift", 1, self.width, "float32")))
+        state = PlaneSpec("state", self.num_heads, self.head_dim * self.head_dim, "float32")
+        return CacheSpec(kind="slot", planes=(state, PlaneSpec("shift", 1, self.width, "float32")))
 
     @property
     def pair_flops(self) -> int:

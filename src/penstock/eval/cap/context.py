@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.eval.cap.fit import Seat
 from penstock.eval.intervals import Interval
-from penstock.eval.result import Scored, TaskResult, Value, figure
+from penstock.eval.result import MetricValue, Scored, TaskResult, figure
 from penstock.eval.run import Prepared, run
 from penstock.eval.tasks.base import Example, Metric
 from penstock.launch.llm import LLM
@@ -32,7 +32,7 @@ class AtLength(msgspec.Struct, frozen=True, kw_only=True):
     """`value`: None where nothing was asked, because it does not fit."""
 
     length: int
-    value: Value | None
+    value: MetricValue | None
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ def context_of(scores: Scores, plain: Scores, seat: Seat, prepared: Prepared, le
     )  # fmt: skip
 
 
-def _figure(metric: Metric, examples: Sequence[Scored]) -> Value | None:
+def _figure(metric: Metric, examples: Sequence[Scored]) -> MetricValue | None:
     return figure(metric, examples) if examples else None
 
 

@@ -50,7 +50,7 @@ class UnsoundError(ValueError):
     """A file that is not what it should be; the text completes "it ..."."""
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One matrix: what `ops.native.matrix.Packed` takes, with spans in place of arrays."""
 
     name: str
@@ -71,7 +71,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     file_bytes: int
     digest: str
-    matrices: list[Entry]
+    matrices: list[PackedEntry]
 
 
 def num_panels(rows: int, pair: bool) -> int:
@@ -183,7 +183,7 @@ def _laid_out(
         data, *others = spans
         assert data is not None
         s = m.struct
-        entries.append(Entry(name, s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels, data, *others))
+        entries.append(PackedEntry(name, s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels, data, *others))
     return msgspec.json.encode(Index(key, at, digest, entries)), at
 
 

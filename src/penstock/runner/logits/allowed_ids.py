@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
+from penstock.runner.logits.base import F32, Ids, RowProcessor, vocab_ids
 
 
-class AllowedIds(PerRow[Ids]):
+class AllowedIds(RowProcessor[Ids]):
     """Masks (-inf) every token that is not allowed. The state is the allowed ids, which never change."""
 
     name = "allowed_ids"

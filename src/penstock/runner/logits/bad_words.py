@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, PerRow
+from penstock.runner.logits.base import F32, RowProcessor
 
 
 @dataclass
@@ -18,7 +18,7 @@ class _State:
     output: list[int]
 
 
-class BadWords(PerRow[_State]):
+class BadWords(RowProcessor[_State]):
     """Masks (-inf) the last token of a bad sequence when the newest generated tokens are the ones before it.
 
     Only generated tokens count, as in vLLM: what the prompt says was not generated.

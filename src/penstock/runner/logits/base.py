@@ -20,7 +20,7 @@ def vocab_ids(ids: Iterable[int], vocab_size: int) -> Ids:
     return np.array(sorted({i for i in ids if 0 <= i < vocab_size}), np.int64)
 
 
-class PerRow(Generic[State]):
+class RowProcessor(Generic[State]):
     """A LogitsProcessor with one `State` per followed row. Subclasses write `begin`, `change` and, if the state
     follows the tokens, `extend`, `drop` and `copy`.
 

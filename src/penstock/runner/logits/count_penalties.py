@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, PerRow
+from penstock.runner.logits.base import F32, RowProcessor
 from penstock.runner.logits.token_counts import TokenCounts
 
 
@@ -18,7 +18,7 @@ class _State(NamedTuple):
     presence: np.float32
 
 
-class CountPenalties(PerRow[_State]):
+class CountPenalties(RowProcessor[_State]):
     """Subtracts frequency * count, then presence, from the logits of generated tokens. The prompt does not count."""
 
     name = "count_penalties"

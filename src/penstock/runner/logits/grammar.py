@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from penstock.base.errors import InputError
 from penstock.core.sampling import GRAMMAR_STUCK, Thought, TokenRules
-from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
+from penstock.runner.logits.base import F32, Ids, RowProcessor, vocab_ids
 from penstock.runner.logits.grammar_cache import GrammarCache
 from penstock.text.grammar.compile import told
 
@@ -166,7 +166,7 @@ class _State:
         return set(self.surplus) <= set(self.end_ids)
 
 
-class Grammar(PerRow[_State]):
+class Grammar(RowProcessor[_State]):
     """Masks (-inf) what the row's grammar does not allow next."""
 
     name = "grammar"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
+from penstock.runner.logits.base import F32, Ids, RowProcessor, vocab_ids
 
 
 class _State(NamedTuple):
@@ -16,7 +16,7 @@ class _State(NamedTuple):
     bias: F32
 
 
-class LogitBias(PerRow[_State]):
+class LogitBias(RowProcessor[_State]):
     """Adds in float32. A masked token stays masked whatever its bias."""
 
     name = "logit_bias"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, Ids, PerRow, vocab_ids
+from penstock.runner.logits.base import F32, Ids, RowProcessor, vocab_ids
 
 
 @dataclass
@@ -18,7 +18,7 @@ class _State:
     num_generated: int
 
 
-class MinTokens(PerRow[_State]):
+class MinTokens(RowProcessor[_State]):
     """Masks (-inf) end-of-sequence and stop ids while fewer than `min_tokens` tokens have been generated.
 
     A row past its minimum is still followed, because a rollback can bring it back below.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.logits.base import F32, PerRow
+from penstock.runner.logits.base import F32, RowProcessor
 from penstock.runner.logits.token_counts import TokenCounts
 
 
@@ -21,7 +21,7 @@ class _State(NamedTuple):
     penalty: np.float32
 
 
-class RepetitionPenalty(PerRow[_State]):
+class RepetitionPenalty(RowProcessor[_State]):
     """Divides positive logits of tokens seen in prompt or output by the penalty and multiplies the others."""
 
     name = "repetition_penalty"

@@ -44,7 +44,7 @@ MAX_RETRY_S = 600.0
 
 
 @dataclass(eq=False)
-class Entry:
+class Admitted:
     """A request that was taken on. `cost`: tokens it may come to, weighted; `reserved`: of its tenant's tokens."""
 
     tenant: Tenant
@@ -148,8 +148,8 @@ class Gate:
         self.turnstile = Turnstile()
         self.num_admitted = 0
         self.refused: Counter[str] = Counter()
-        self._entries: dict[str, Entry] = {}
-        self._unstarted: dict[str, Entry] = {}
+        self._entries: dict[str, Admitted] = {}
+        self._unstarted: dict[str, Admitted] = {}
         self._all = Load()
         self._loads: dict[str, Load] = {}
         self._concurrent: Counter[str] = Counter()
@@ -188,7 +188,7 @@ class Gate:
         self._check_deadline(call, num_prompt, wait_s)
         self._check_concurrent(tenant)
         self._reserve(tenant, cost)
-        entry = Entry(tenant, num_prompt, width_of(request), cost, now)
+        entry = Admitted(tenant, num_prompt, width_of(request), cost, now)
         self._add(request.request_id, entry)
         return lambda: self._end(request.request_id, entry)
 
@@ -383,7 +383,7 @@ class Gate:
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, entry: Entry) -> None:
+    def _add(self, request_id: str, entry: Admitted) -> None:
         self.num_admitted += 1
         self._entries[request_id] = self._unstarted[request_id] = entry
         own = self._loads.setdefault(entry.tenant.name, Load())
@@ -394,7 +394,7 @@ class Gate:
             load.waiting_tokens += entry.num_prompt
         self._concurrent[entry.tenant.name] += 1
 
-    def _start(self, request_id: str, entry: Entry) -> None:
+    def _start(self, request_id: str, entry: Admitted) -> None:
         if entry.started:
             return
         entry.started = True
@@ -405,7 +405,7 @@ class Gate:
             load.waiting_tokens -= entry.num_prompt
             load.running_seqs += entry.width
 
-    def _end(self, request_id: str, entry: Entry) -> None:
+    def _end(self, request_id: str, entry: Admitted) -> None:
         if self._entries.get(request_id) is not entry:
             return
         del self._entries[request_id]

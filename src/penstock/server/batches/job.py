@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.base.errors import EngineError, RefusedError
 from penstock.server.batches.disk import through
-from penstock.server.batches.lines import Line, LineError, LineReader, Results
+from penstock.server.batches.lines import BatchLine, LineError, LineReader, Results
 from penstock.server.transport.inner import Answer
 
 Ask = Callable[[str, bytes, str], Awaitable[Answer]]
@@ -21,7 +21,7 @@ _GROUP = 256  # lines that are read and checked at a time
 _RETRY_S = (0.25, 5.0)  # first and longest wait when the server says "not now"
 
 
-class Gate(Protocol):
+class LineGate(Protocol):
     """Lets lines in. `enter` waits until one more may run; raises EngineError if none ever will."""
 
     async def enter(self) -> None: ...
@@ -58,8 +58,8 @@ class Job:
     """
 
     def __init__(
-        self, lines: LineReader, results: Results, ask: Ask, gate: Gate, name: str,
-        *, expires_in_s: float | None = None, on_done: Callable[[Line], None] | None = None,
+        self, lines: LineReader, results: Results, ask: Ask, gate: LineGate, name: str,
+        *, expires_in_s: float | None = None, on_done: Callable[[BatchLine], None] | None = None,
         on_stuck: Callable[[OSError | RefusedError | None], None] | None = None,
     ) -> None:  # fmt: skip
         self._lines, self._results, self._ask, self._gate, self._name = lines, results, ask, gate, name
@@ -93,7 +93,7 @@ class Job:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
 
-    async def _start(self, line: Line, group: asyncio.TaskGroup) -> None:
+    async def _start(self, line: BatchLine, group: asyncio.TaskGroup) -> None:
         if line.error is None and not self._is_late():
             try:
                 async with asyncio.timeout_at(self._deadline):
@@ -111,7 +111,7 @@ class Job:
         self.expired = self.expired or late
         return late
 
-    async def _run(self, line: Line) -> None:
+    async def _run(self, line: BatchLine) -> None:
         try:
             answer: Answer | None = None
             try:
@@ -128,7 +128,7 @@ class Job:
         if trouble is not None:
             await self._write_later(line, response, error, trouble)
 
-    async def _answer(self, line: Line) -> Answer:
+    async def _answer(self, line: BatchLine) -> Answer:
         """Asks until the server takes it: a line of a batch has time."""
         wait_s, longest_s = _RETRY_S
         for attempt in itertools.count():
@@ -139,13 +139,13 @@ class Job:
             wait_s = min(longest_s, 2 * wait_s)
         raise AssertionError
 
-    async def _write(self, line: Line, response: dict[str, object] | None, error: LineError | None) -> None:
+    async def _write(self, line: BatchLine, response: dict[str, object] | None, error: LineError | None) -> None:
         trouble = await self._try(line, response, error)
         if trouble is not None:
             await self._write_later(line, response, error, trouble)
 
     async def _try(
-        self, line: Line, response: dict[str, object] | None, error: LineError | None
+        self, line: BatchLine, response: dict[str, object] | None, error: LineError | None
     ) -> OSError | RefusedError | None:
         """Write one answer. Returns what kept it from being written, if that may pass."""
         if self.num_unwritten:
@@ -161,7 +161,11 @@ class Job:
         return None
 
     async def _write_later(
-        self, line: Line, response: dict[str, object] | None, error: LineError | None, trouble: OSError | RefusedError
+        self,
+        line: BatchLine,
+        response: dict[str, object] | None,
+        error: LineError | None,
+        trouble: OSError | RefusedError,
     ) -> None:
         """Try again until it is written, or the time is over. Nothing new is begun meanwhile."""
         assert self._on_stuck is not None
@@ -191,7 +195,7 @@ class Job:
 _EXPIRED = LineError("batch_expired", "the completion window was over before this line was answered")
 
 
-def _some(lines: Iterator[Line]) -> list[Line]:
+def _some(lines: Iterator[BatchLine]) -> list[BatchLine]:
     return list(itertools.islice(lines, _GROUP))
 
 

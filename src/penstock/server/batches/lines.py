@@ -31,7 +31,7 @@ class LineError:
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     """One line of the input. `number` counts from 1; `key` says which line it is, over restarts and changed files.
 
     Either `error` is set, or `url` and `body` are what to send.
@@ -135,11 +135,11 @@ class LineReader:
         self._path, self._endpoint, self._max_bytes, self._model = path, endpoint, max_bytes, model
         self._seen = IdSet()
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[BatchLine]:
         for number, raw in read_lines(self._path, self._max_bytes):
             yield self._check(number, raw)
 
-    def _check(self, number: int, raw: bytes | None) -> Line:
+    def _check(self, number: int, raw: bytes | None) -> BatchLine:
         if raw is None:
             return self._bad(number, b"", f"the line is longer than {self._max_bytes} bytes", code="line_too_long")
         try:
@@ -171,16 +171,16 @@ class LineReader:
         if self._model is not None:
             body.setdefault("model", msgspec.Raw(msgspec.json.encode(self._model)))
         assert url is not None
-        return Line(number, key, custom_id, url, msgspec.json.encode(body))
+        return BatchLine(number, key, custom_id, url, msgspec.json.encode(body))
 
     @staticmethod
     def _bad(
         number: int, raw: bytes, message: str, custom_id: str | None = None, key: int | None = None,
         code: str = "invalid_request",
-    ) -> Line:  # fmt: skip
+    ) -> BatchLine:  # fmt: skip
         if key is None:
             key = key_of(b"line", str(number).encode(), raw)
-        return Line(number, key, custom_id, error=LineError(code, f"line {number}: {message}"))
+        return BatchLine(number, key, custom_id, error=LineError(code, f"line {number}: {message}"))
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
@@ -246,11 +246,11 @@ class Results:
         self.completed += good
         self.failed += not good
 
-    def has(self, line: Line) -> bool:
+    def has(self, line: BatchLine) -> bool:
         with self._marking:
             return line.key in self._done
 
-    def add(self, line: Line, response: dict[str, object] | None, error: LineError | None) -> None:
+    def add(self, line: BatchLine, response: dict[str, object] | None, error: LineError | None) -> None:
         """Write one answer; from here on it is done. Raises what `append` does (nothing half is left behind then)."""
         told = {"id": line.result_id, "custom_id": line.custom_id, "response": response, "error": None}
         if error is not None:

@@ -19,7 +19,7 @@ from penstock.report.chart import Chart
 from penstock.report.page import render
 from penstock.sched.policy.slot_use import SlotUse
 from penstock.sim.build import build_sim, sim_plan
-from penstock.sim.driver import Limits, simulate
+from penstock.sim.driver import SimLimits, simulate
 from penstock.sim.result import SimResult
 from penstock.sim.workload import Workload
 
@@ -78,7 +78,7 @@ class Bench:
     def run_with_stats(self, workload: Workload, label: str, **settings: Any) -> tuple[SimResult, EngineStats, SlotUse]:
         """One simulated run, the engine's own counters and what became of its slots."""
         core, clock, plan = self.core(**settings)
-        limits = Limits(plan.max_model_len, plan.kv_capacity_tokens, self.spec.vocab_size)
+        limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, self.spec.vocab_size)
         slots, submit, scheduler = SlotUse(), core.executor.submit, core.scheduler
 
         def watch(output: SchedulerOutput) -> None:

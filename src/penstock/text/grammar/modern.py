@@ -21,7 +21,7 @@ from penstock.text.grammar.keywords import (
 )
 
 
-class Entry(NamedTuple):
+class Keyword(NamedTuple):
     """A keyword, its value, and what the client calls it. The keyword `also` holds one more schema for the value."""
 
     key: str
@@ -36,13 +36,13 @@ _MAX_STEPS = 8
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "if", "then", "else", "$ref", "dependentSchemas", "dependencies")
 
 
-def modern(schema: Mapping[str, Any], path: str) -> list[Entry]:
+def modern(schema: Mapping[str, Any], path: str) -> list[Keyword]:
     """Raises: InputError for old words with values of a wrong kind."""
     found = [entry for key, value in schema.items() for entry in _entries(schema, key, value, path)]
     return sorted(found, key=lambda entry: entry.key in _LAST)
 
 
-def _entries(schema: Mapping[str, Any], key: str, value: Any, path: str) -> Iterator[Entry]:
+def _entries(schema: Mapping[str, Any], key: str, value: Any, path: str) -> Iterator[Keyword]:
     at = f"{path}.{key}"
     if key in ANNOTATIONS or key in NAMES or (key.startswith("x-") and key != "x-guidance"):
         return
@@ -51,21 +51,21 @@ def _entries(schema: Mapping[str, Any], key: str, value: Any, path: str) -> Iter
             return
         case "type" if schema.get("nullable") is True:
             listed = value if isinstance(value, list) else [value]
-            yield Entry(key, [*listed, *(["null"] if "null" not in listed else [])], at)
+            yield Keyword(key, [*listed, *(["null"] if "null" not in listed else [])], at)
         case "nullable" if isinstance(value, bool):
             return  # without a type beside it, it says nothing (OpenAPI 3.0.3)
         case "minimum" | "maximum" if schema.get(_exclusive(key)) is True:
-            yield Entry(_exclusive(key), value, at)
+            yield Keyword(_exclusive(key), value, at)
         case "exclusiveMinimum" | "exclusiveMaximum" if isinstance(value, bool):
             return
         case "items" if isinstance(value, list):
             if value:
-                yield Entry("prefixItems", value, at)
+                yield Keyword("prefixItems", value, at)
         case "additionalItems":
             if isinstance(schema.get("items"), list):
-                yield Entry("items", value, at)
+                yield Keyword("items", value, at)
         case "if" if "then" in schema or "else" in schema:
-            yield Entry(key, (value, schema.get("then", True), schema.get("else", True)), at)
+            yield Keyword(key, (value, schema.get("then", True), schema.get("else", True)), at)
         case "if" | "then" | "else":
             return  # parts of the one above, or without effect
         case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -81,24 +81,24 @@ def _entries(schema: Mapping[str, Any], key: str, value: Any, path: str) -> Iter
             return  # say how often what `contains` asks for comes
         case "unevaluatedProperties" if value is True or not any(word in schema for word in _IN_PLACE):
             if "additionalProperties" not in schema:
-                yield Entry("additionalProperties", value, at)
+                yield Keyword("additionalProperties", value, at)
         case _:
-            yield Entry(key, value, at)
+            yield Keyword(key, value, at)
 
 
 def _exclusive(key: str) -> str:
     return f"exclusive{key.capitalize()}"
 
 
-def _dependent(name: str, needed: Any, path: str, *, only_names: bool) -> Iterator[Entry]:
+def _dependent(name: str, needed: Any, path: str, *, only_names: bool) -> Iterator[Keyword]:
     if only_names or isinstance(needed, list):
         names(needed, path)
         if needed:
             present: dict[str, Any] = {"required": [name, *needed]}
-            yield Entry("also", {"anyOf": [{"properties": {name: False}}, present]}, path)
+            yield Keyword("also", {"anyOf": [{"properties": {name: False}}, present]}, path)
     else:
         present = {"allOf": [{"required": [name]}, needed]}
-        yield Entry("also", {"anyOf": [{"properties": {name: False}}, present]}, path)
+        yield Keyword("also", {"anyOf": [{"properties": {name: False}}, present]}, path)
 
 
 def bind_names(out: dict[str, Any], bound: Any, follow: Callable[[str], Any], path: str) -> None:

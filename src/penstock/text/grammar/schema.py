@@ -14,7 +14,7 @@ from penstock.base.errors import InputError
 from penstock.text.grammar import keywords as words
 from penstock.text.grammar.finite import has_instances
 from penstock.text.grammar.keywords import LISTS, ONE, TABLES, refuse, show, subschemas
-from penstock.text.grammar.modern import Entry, bind_names, modern
+from penstock.text.grammar.modern import Keyword, bind_names, modern
 from penstock.text.grammar.negation import CannotDenyError, Denier
 from penstock.text.grammar.references import TOOL, Place, References, Resource, has_address
 
@@ -143,7 +143,7 @@ class _Rewriting:
         self._lenient = before
         return out
 
-    def _keyword(self, out: dict[str, Any], entry: Entry, resource: Resource, depth: int) -> None:
+    def _keyword(self, out: dict[str, Any], entry: Keyword, resource: Resource, depth: int) -> None:
         key, value, path = entry
 
         def schema(item: Any, where: str = path) -> dict[str, Any] | bool:
