@@ -2,14 +2,16 @@
 
 Runs in an environment of its own that has `llama-cpp-python` and numpy (LLAMA_CPP_LIB_PATH names the folder of another
 build of the library). `python llama_cpp_logits.py MODEL OUT.npz --ids 1,5,9 [--greedy 64]` writes `logits` [T, V] of
-the ids and `tokens`, those that follow them. Keys and values are float32, and attention is the plain one. Exits with 3
-if llama.cpp refuses the file.
+the ids and `tokens`, those that follow them. Keys and values are float32, and attention is the plain one, unless `--kv
+default` leaves both to llama.cpp. `MODEL OUT.npy --stream` reads lines of ids instead and writes the logits of each
+anew, then "done". Exits with 3 if llama.cpp refuses the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 from typing import Any
 
 import llama_cpp
@@ -26,7 +28,7 @@ def quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 class Model:
     """One file, loaded, with a context of `length` tokens."""
 
-    def __init__(self, path: str, length: int) -> None:
+    def __init__(self, path: str, length: int, kv: str = "float32") -> None:
         llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
         settings = llama_cpp.llama_model_default_params()
         settings.n_gpu_layers = 0
@@ -35,8 +37,9 @@ class Model:
             raise SystemExit(REFUSED)
         how = llama_cpp.llama_context_default_params()
         how.n_ctx = how.n_batch = how.n_ubatch = length
-        how.type_k = how.type_v = 0  # float32
-        how.flash_attn_type = 0
+        if kv == "float32":
+            how.type_k = how.type_v = 0
+            how.flash_attn_type = 0
         how.n_threads = how.n_threads_batch = 1
         self.context = llama_cpp.llama_init_from_model(self.model, how)
         if not self.context:
@@ -59,16 +62,40 @@ class Model:
         llama_cpp.llama_batch_free(batch)
         return out
 
+    def forget(self) -> None:
+        """The next token is the first of a text."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        self.seen = 0
+
+
+def stream(path: str, out: str, kv: str) -> None:
+    """Texts of the standard input, at most as long as the first, one a line."""
+    model: Model | None = None
+    for line in sys.stdin:
+        ids = [int(part) for part in line.split(",")]
+        if model is None:
+            model = Model(path, len(ids) + 8, kv)
+        model.forget()
+        np.save(out, model.step(ids))
+        print("done", flush=True)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("out")
-    parser.add_argument("--ids", required=True, help="token ids, separated by commas")
+    parser.add_argument("--ids", help="token ids, separated by commas")
+    parser.add_argument("--stream", action="store_true", help="texts from the standard input")
+    parser.add_argument("--kv", choices=("float32", "default"), default="float32")
     parser.add_argument("--greedy", type=int, default=0, help="tokens to add")
     args = parser.parse_args()
+    if args.stream:
+        stream(args.model, args.out, args.kv)
+        return
+    if args.ids is None:
+        parser.error("give --ids, or --stream")
     ids = [int(part) for part in args.ids.split(",")]
-    model = Model(args.model, len(ids) + args.greedy + 8)
+    model = Model(args.model, len(ids) + args.greedy + 8, args.kv)
     logits = model.step(ids)
     tokens: list[int] = []
     last = logits[-1]
