@@ -26,6 +26,7 @@ from penstock.families.registry import open_model
 from penstock.launch.assemble import assemble
 from penstock.launch.bundled import bundled_model
 from penstock.ops.native.library import best_library
+from penstock.ops.native.matrix import Segments
 from penstock.runner.runner import Runner
 from penstock.weights.load import fingerprint, load_weights
 from tests.engine.harness import Knobs, config_for, plan_for, request, run, tiny
@@ -142,8 +143,8 @@ def test_D30_D31_no_separate_draft_weights(way: dict[str, Any]) -> None:
     part = drafter.ahead._forward  # type: ignore[union-attr]
     assert isinstance(whole, NativeForward)
     assert isinstance(part, NativeForward)
-    model = {op_pointer(p) for op in whole._code.ops for p in op.pointers if p is not None}
-    draft = {op_pointer(p) for op in part._code.ops for p in op.pointers if p is not None}
+    model = {at for op in whole._code.ops for p in op.pointers for at in addresses(p)}
+    draft = {at for op in part._code.ops for p in op.pointers for at in addresses(p)}
     assert draft
     assert draft < model
     held = {id(m): m.num_bytes for forward in (whole, part) for m in forward.matrices.values()}
@@ -152,8 +153,12 @@ def test_D30_D31_no_separate_draft_weights(way: dict[str, Any]) -> None:
     assert len(runner.rows.groups[0].layers) == 6
 
 
-def op_pointer(pointer: Any) -> int:
-    return int(pointer.ctypes.data) if isinstance(pointer, np.ndarray) else int(pointer.address)
+def addresses(pointer: Any) -> list[int]:
+    if isinstance(pointer, Segments):
+        return [int(matrix.struct.data) for matrix in pointer.matrices]
+    if isinstance(pointer, np.ndarray):
+        return [int(pointer.ctypes.data)]
+    return [] if pointer is None else [int(pointer.address)]
 
 
 class Watched:

@@ -66,7 +66,8 @@ class Blocks:
 
     def pack(self, library: Any) -> Blocks:
         code, group, scale, zero, offset = self.key
-        self.table = {Code.T4: INTEGERS, Code.F4: FLOATS}.get(code)
+        table = {Code.T4: INTEGERS, Code.F4: FLOATS}.get(code)
+        self.table = None if table is None else table.copy()  # tests spoil it
         outputs = self.outputs()
         self._bias = None
         if self.bias is not None:
