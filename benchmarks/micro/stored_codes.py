@@ -18,17 +18,18 @@ from rich.table import Table
 
 from penstock.core.matrix_format import MatrixFormat, Shared
 from penstock.core.panels import panels_of
+from penstock.families.checkpoint import Codes
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import pack
 from penstock.ops.ref.product import linear
+from penstock.ops.stored import StoredMatrix
 from penstock.weights.stored import STORED_FORMATS
-from penstock.weights.stored.words import Tensors, WordMatrix
 
 GROUP = 128
 
 
-def random_matrix(method: str, n: int, k: int, *, ordered: bool = False) -> WordMatrix:
+def random_matrix(method: str, n: int, k: int, *, ordered: bool = False) -> StoredMatrix:
     """4 bits in groups of GROUP: of GPTQ symmetric, of AWQ with zero points."""
     rng = np.random.default_rng(0)
     words = rng.integers(0, 2**32, n * k // 8, dtype=np.uint32)
@@ -37,10 +38,9 @@ def random_matrix(method: str, n: int, k: int, *, ordered: bool = False) -> Word
     order = rng.permutation(np.arange(k, dtype=np.int32) // GROUP).astype(np.int32) if ordered else None
     kinds = (Shared("uint4", 1, GROUP),) if method == "awq" else ()
     format = MatrixFormat("uint", 4, (Shared("float16", 1, GROUP),), kinds, offset=0 if kinds else 8, ordered=ordered)
-    made = STORED_FORMATS.get(method)
-    tensors = Tensors(made.laid_out(words, n, k), scales, zeros, order, 1 if method == "gptq" else 0)
-    found: WordMatrix = made(format, (n, k), np.dtype(np.float32), tensors)
-    return found
+    arrays = {"codes": words, "scales": scales, "zeros": zeros} | ({} if order is None else {"order": order})
+    codes = Codes(method, format, numbers={"first_zero": 1 if method == "gptq" else 0})
+    return STORED_FORMATS.get(method)(codes, arrays, (n, k), np.dtype(np.float32), None)
 
 
 def least_ms(call: Callable[[], object], repeats: int) -> float:

@@ -151,6 +151,11 @@ def product_of(levels: Sequence[Shared], parts: Sequence[Array]) -> F32:
     return out
 
 
+def row_numbers(rows: Rows) -> npt.NDArray[np.int64]:
+    """The numbers of these rows, one by one."""
+    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
 Weight: TypeAlias = Array | StoredMatrix
 """float32, float16, bfloat16 bits (uint16), or, of a matrix, codes."""
 

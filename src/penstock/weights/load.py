@@ -196,7 +196,7 @@ def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dty
     arrays["codes"] = _array(files, ref.tensor)
     chosen = None if ref.cut is None else rows_of(ref.cut)
     n, k = shape
-    return STORED_FORMATS.get(codes.layout).over(codes, arrays, (n, k), np.dtype(_NUMPY[dtype]), chosen)
+    return STORED_FORMATS.get(codes.layout)(codes, arrays, (n, k), np.dtype(_NUMPY[dtype]), chosen)
 
 
 def _array(files: Mapping[Path, U8], tensor: TensorRef) -> Array:

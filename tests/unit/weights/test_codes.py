@@ -29,6 +29,7 @@ from penstock.core.matrix_format import (
 from penstock.core.model_spec import weight_shapes
 from penstock.core.panels import panels_of
 from penstock.core.weight_map import Cut
+from penstock.families.checkpoint import Codes
 from penstock.families.quantization import read_method
 from penstock.families.quantization.gather import is_rows
 from penstock.families.quantization.grouped import Grouped
@@ -45,7 +46,6 @@ from penstock.quant.reference import QuantisedLinear
 from penstock.weights import load as loading
 from penstock.weights.load import apply_cut, load_weights, rows_of
 from penstock.weights.stored import STORED_FORMATS
-from penstock.weights.stored.grouped import Tensors
 from tests import specs
 from tests.codes import Kind, coded, kept, write
 
@@ -165,11 +165,11 @@ def matrix(n: int, k: int, kind: Kind) -> tuple[StoredMatrix, Any]:
     parts, values = coded(np.random.default_rng(n), n, k, kind)
     config = read_method(kind.config, "here")
     assert isinstance(config, Grouped)
-    made = STORED_FORMATS.get(kind.method)
-    words = made.laid_out(parts["qweight"].view("<u4").reshape(-1), n, k)
-    tensors = Tensors(words, parts["scales"], parts["qzeros"].view("<u4"), parts.get("g_idx"), config.first_zero)
-    group = 0 if kind.group in (-1, k) else kind.group
-    return made(config.format(kind.bits, group), (n, k), np.dtype(np.float32), tensors), values
+    arrays = {"codes": parts["qweight"].view("<u4").reshape(-1), "scales": parts["scales"]}
+    arrays |= {"zeros": parts["qzeros"].view("<u4")} | ({"order": parts["g_idx"]} if "g_idx" in parts else {})
+    format = config.format(kind.bits, 0 if kind.group in (-1, k) else kind.group)
+    codes = Codes(kind.method, format, numbers={"first_zero": config.first_zero})
+    return STORED_FORMATS.get(kind.method)(codes, arrays, (n, k), np.dtype(np.float32), None), values
 
 
 @pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)

@@ -81,12 +81,14 @@ def made(kind: str, n: int, per: int, rows: Any = None, scale: float | None = No
     blocks = random_blocks(kind, n * per, np.random.default_rng(n), scale)
     values = oracle(kind, blocks).reshape(n, per * numbers)
     values = values if rows is None else values[rows]
+    return matrix_of(kind, blocks.reshape(-1), values.shape, rows), values
+
+
+def matrix_of(kind: str, data: Any, shape: tuple[int, int], rows: Any = None) -> BlockMatrix:
     codes = Codes(kind.lower(), GGML_FORMATS[kind])
-    made = STORED_FORMATS.get(codes.layout).over(
-        codes, {"codes": blocks.reshape(-1)}, values.shape, np.dtype(np.float32), rows
-    )
-    assert isinstance(made, BlockMatrix)
-    return made, values
+    found = STORED_FORMATS.get(codes.layout)(codes, {"codes": data}, shape, np.dtype(np.float32), rows)
+    assert isinstance(found, BlockMatrix)
+    return found
 
 
 @pytest.mark.parametrize("rows", [None, np.array([5, 0, 3, 3, 8])], ids=["all", "some"])
@@ -167,7 +169,7 @@ def test_a_fault_is_a_value_that_is_not_finite(kind: str, monkeypatch: pytest.Mo
         blocks[0, 53] |= 0xC0
     seen = set()
     for block in blocks:
-        w = BlockMatrix(kind, block, (1, BLOCKS[kind][0]), np.dtype(np.float32))
+        w = matrix_of(kind, block, (1, BLOCKS[kind][0]))
         with np.errstate(all="ignore"):
             finite = bool(np.isfinite(w.values()).all())
             if kind != "NVFP4":  # no file has a scale with a sign, which ggml overlooks
@@ -180,9 +182,9 @@ def test_a_fault_is_a_value_that_is_not_finite(kind: str, monkeypatch: pytest.Mo
     for bad in (0, 29):
         data = many.copy()
         floats_set(kind, data[bad : bad + 1], np.nan)
-        assert BlockMatrix(kind, data, (10, 3 * BLOCKS[kind][0]), np.dtype(np.float32)).fault()
+        assert matrix_of(kind, data, (10, 3 * BLOCKS[kind][0])).fault()
         rows = np.array([4, 5])
-        spared = BlockMatrix(kind, data, (2, 3 * BLOCKS[kind][0]), np.dtype(np.float32), rows)
+        spared = matrix_of(kind, data, (2, 3 * BLOCKS[kind][0]), rows)
         assert spared.fault() is None, "rows that are no part of it"
 
 
@@ -191,7 +193,7 @@ def test_a_scale_of_nvfp4_has_no_sign() -> None:
     block = random_blocks("NVFP4", 1, np.random.default_rng(0), 1.0)
     for scale in range(256):
         block[:, 2] = scale
-        w = BlockMatrix("NVFP4", block, (1, 64), np.dtype(np.float32))
+        w = matrix_of("NVFP4", block, (1, 64))
         assert (w.fault() is None) == (scale < 127), scale
 
 

@@ -59,12 +59,12 @@ def test_fp8_of_blocks_equals_torch(shape: tuple[int, int], block: tuple[int, in
     wide = scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
     codes = Codes("bytes", MatrixFormat("e4m3", 8, (Shared("float32", *block),)))
     arrays = {"codes": stored.view(torch.uint8).numpy().reshape(-1), "scales": scales.numpy()}
-    made = ByteMatrix.over(codes, arrays, shape, np.dtype(np.float32), None)
+    made = ByteMatrix(codes, arrays, shape, np.dtype(np.float32), None)
     want = (stored.float() * wide).numpy()
     np.testing.assert_array_equal(bits(made.values()), bits(want))
     np.testing.assert_array_equal(bits(made.values(2, 4)), bits(want[2:4]))
     assert made.fault() is None
-    some = ByteMatrix.over(codes, arrays, (2, shape[1]), np.dtype(np.float32), np.array([4, 1]))
+    some = ByteMatrix(codes, arrays, (2, shape[1]), np.dtype(np.float32), np.array([4, 1]))
     np.testing.assert_array_equal(bits(some.values()), bits(want[[4, 1]]))
 
 
@@ -102,7 +102,7 @@ def stack(blocks: np.ndarray, scales: np.ndarray, rows: np.ndarray | None = None
     codes = Codes("fp4", MXFP4, numbers={"divides": 0.0})
     arrays = {"codes": blocks.reshape(-1), "scales": scales}
     shape = (scales[..., 0].size if rows is None else len(rows), scales.shape[-1] * 32)
-    return Fp4Matrix.over(codes, arrays, shape, np.dtype(np.float32), rows)
+    return Fp4Matrix(codes, arrays, shape, np.dtype(np.float32), rows)
 
 
 # --- folders

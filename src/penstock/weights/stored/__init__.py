@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class StoredLayout(Protocol):
     """Who reads one layout."""
 
-    def over(
+    def __call__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> StoredMatrix:  # fmt: skip

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix
+from penstock.ops.stored import Rows, StoredMatrix, row_numbers
 from penstock.weights.stored.checks import NO_SCALES
 
 _CHUNK = 1 << 18
@@ -27,19 +27,12 @@ _CHUNK = 1 << 18
 class TableMatrix(StoredMatrix):
     """See the module."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> TableMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: absmax, table, nested_absmax?, nested_table?; numbers: block,
-        nested_block, nested_offset."""
-        return cls(codes, arrays, shape, dtype, rows)
-
     def __init__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: absmax, table, nested_absmax?, nested_table?; numbers: block,
+        nested_block, nested_offset."""
         super().__init__(codes.format, shape, dtype, None, rows)
         self._pairs: npt.NDArray[np.uint8] = arrays["codes"].view(np.uint8)
         self._table: F32 = arrays["table"]
@@ -56,7 +49,7 @@ class TableMatrix(StoredMatrix):
 
     def _flat(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Where the numbers of these rows are in the run of all: [n, K]."""
-        which = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         return which[:, None] * self.shape[1] + np.arange(self.shape[1])
 
     def _codes(self, rows: Rows) -> npt.NDArray[np.uint8]:
@@ -74,7 +67,7 @@ class TableMatrix(StoredMatrix):
         return out
 
     def _scales(self, rows: Rows) -> tuple[F32]:
-        which = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         per = self.shape[1] // self._block
         return (self._largest(which[:, None] * per + np.arange(per)),)
 

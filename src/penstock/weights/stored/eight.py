@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix
+from penstock.ops.stored import Rows, StoredMatrix, row_numbers
 from penstock.weights.stored.checks import scale_fault
 
 _CHUNK = 1 << 22
@@ -32,18 +32,11 @@ class ByteMatrix(StoredMatrix):
     _most = 256.0
     """What a code less its zero point stays below, of integers."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> ByteMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: scales [R, C] of the format's blocks, zeros? of the same."""
-        return cls(codes, arrays, shape, dtype, rows)
-
     def __init__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: scales [R, C] of the format's blocks, zeros? of the same."""
         super().__init__(codes.format, shape, dtype, None, rows)
         stored = arrays["codes"].reshape(-1, shape[1])
         self._bytes = stored.view(np.int8) if codes.format.code == "int" else stored
@@ -62,7 +55,7 @@ class ByteMatrix(StoredMatrix):
         return self._bytes[rows]
 
     def _block_rows(self, rows: Rows) -> npt.NDArray[np.int64]:
-        which: npt.NDArray[np.int64] = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         return which // self._per
 
     def _scales(self, rows: Rows) -> tuple[npt.NDArray[Any]]:

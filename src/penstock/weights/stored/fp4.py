@@ -28,18 +28,11 @@ U8 = npt.NDArray[np.uint8]
 class Fp4Matrix(StoredMatrix):
     """See the module."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> Fp4Matrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: scales [.., K / group], whole? of one number; numbers: divides."""
-        return cls(codes, arrays, shape, dtype, rows)
-
     def __init__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: scales [.., K / group], whole? of one number; numbers: divides."""
         super().__init__(codes.format, shape, dtype, None, rows)
         self._pairs: U8 = arrays["codes"].reshape(-1, shape[1] // 2)
         self._groups = arrays["scales"].reshape(len(self._pairs), -1)

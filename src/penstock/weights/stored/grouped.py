@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.matrix_format import MatrixFormat
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix
+from penstock.ops.stored import Rows, StoredMatrix, row_numbers
 from penstock.weights.stored.checks import order_fault, scale_fault
-from penstock.weights.stored.words import I64, U8, U32, picked
+from penstock.weights.stored.words import U8, U32, picked
 
 _CHUNK_GROUPS = 1 << 20
 
@@ -42,27 +41,16 @@ class GroupedMatrix(StoredMatrix):
     def laid_out(cls, words: U32, n: int, k: int) -> U32:
         """All words of a matrix [n, k] in the two axes of the file."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
+    def __init__(
+        self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
-    ) -> GroupedMatrix:  # fmt: skip
+    ) -> None:  # fmt: skip
         """See `weights.stored.StoredLayout`. Parts: scales, zeros?, order?; numbers: first_zero."""
         scales, order = arrays["scales"], arrays.get("order")
-        words = cls.laid_out(arrays["codes"], scales.shape[1], shape[1])
-        tensors = Tensors(
-            words, scales, arrays.get("zeros"), None if order is None else order.view("<i4"),
-            int(codes.numbers["first_zero"]),
-        )  # fmt: skip
-        return cls(codes.format, shape, dtype, tensors, rows)
-
-    def __init__(
-        self, format: MatrixFormat, shape: tuple[int, int], dtype: np.dtype[Any], tensors: Tensors,
-        rows: npt.NDArray[np.int64] | None = None,
-    ) -> None:  # fmt: skip
-        """`rows`: the matrix is these of what is stored."""
-        super().__init__(format, shape, dtype, tensors.order if format.ordered else None, rows)
-        self.tensors = tensors
+        order = None if order is None else order.view("<i4")
+        super().__init__(codes.format, shape, dtype, order if codes.format.ordered else None, rows)
+        words = self.laid_out(arrays["codes"], scales.shape[1], shape[1])
+        self.tensors = Tensors(words, scales, arrays.get("zeros"), order, int(codes.numbers["first_zero"]))
 
     @property
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
@@ -70,7 +58,7 @@ class GroupedMatrix(StoredMatrix):
 
     def along_outputs(self, words: U32, rows: Rows) -> U8:
         """Numbers of these outputs, where neighbours in a word of `words` [M, ceil(N b / 32)] are outputs: [n, M]."""
-        which: I64 = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         if self.places:
             per = len(self.places)
             which = which // per * per + np.array(self.places)[which % per]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix, as_numbers
+from penstock.ops.stored import Rows, StoredMatrix, as_numbers, row_numbers
 from penstock.weights.stored.checks import NO_SCALES
 
 _CHUNK = 1 << 18
@@ -29,19 +29,12 @@ PER = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 class HqqMatrix(StoredMatrix):
     """See the module."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> HqqMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: scales, zeros; numbers: bits, group, axis, wide (of the table that
-        is packed), bfloat16 (whether scales and zeros are)."""
-        return cls(codes, arrays, shape, dtype, rows)
-
     def __init__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: scales, zeros; numbers: bits, group, axis, wide (of the table that
+        is packed), bfloat16 (whether scales and zeros are)."""
         super().__init__(codes.format, shape, dtype, None, rows)
         numbers = codes.numbers
         self._bits, self._axis, self._wide = int(numbers["bits"]), int(numbers["axis"]), int(numbers["wide"])
@@ -55,7 +48,7 @@ class HqqMatrix(StoredMatrix):
 
     def _flat(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Where the numbers of these rows are in the run of all: [n, K]."""
-        which = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         return which[:, None] * self.shape[1] + np.arange(self.shape[1])
 
     def _codes(self, rows: Rows) -> npt.NDArray[np.uint8]:
@@ -70,7 +63,7 @@ class HqqMatrix(StoredMatrix):
 
     def _of_groups(self, rows: Rows, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """What the groups of these rows have: [n, G]."""
-        which = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         per = self.shape[1] // self._wide
         out: npt.NDArray[Any] = part[which[:, None] * per + np.arange(per)]
         return out

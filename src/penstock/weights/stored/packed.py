@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.families.checkpoint import Codes
 from penstock.formats.words import num_words
-from penstock.ops.stored import Rows, StoredMatrix
+from penstock.ops.stored import Rows, StoredMatrix, row_numbers
 from penstock.weights.stored.checks import order_fault, scale_fault
 from penstock.weights.stored.words import U8, picked, unpacked
 
@@ -26,18 +26,11 @@ from penstock.weights.stored.words import U8, picked, unpacked
 class PackedMatrix(StoredMatrix):
     """See the module."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> PackedMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: scales, zeros?, order?; numbers: dense."""
-        return cls(codes, arrays, shape, dtype, rows)
-
     def __init__(
         self, codes: Codes, arrays: Mapping[str, npt.NDArray[Any]], shape: tuple[int, int], dtype: np.dtype[Any],
         rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
+        """See `weights.stored.StoredLayout`. Parts: scales, zeros?, order?; numbers: dense."""
         order = arrays.get("order")
         self._order = None if order is None else order.view("<i4")
         super().__init__(codes.format, shape, dtype, self._order if codes.format.ordered else None, rows)
@@ -67,7 +60,7 @@ class PackedMatrix(StoredMatrix):
         assert zeros is not None
         if zeros.dtype == np.int8:
             return (zeros[rows].astype(np.int32) + np.int32(1 << self.format.bits - 1),)
-        which = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        which = row_numbers(rows)
         return (picked(zeros.T, which, self.format.bits, self._dense).T.astype(np.int32),)
 
     def fault(self) -> str | None:

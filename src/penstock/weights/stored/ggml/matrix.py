@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.formats.ggml import GGML_FORMATS, with_factor
+from penstock.formats.ggml import GGML_FORMATS
 from penstock.formats.tensor_ref import BLOCKS
 from penstock.ops.stored import Rows, StoredMatrix, as_numbers
 from penstock.weights.stored.ggml.fields import U8
@@ -32,23 +32,14 @@ _SAFE_FACTOR = np.float32(2.0**100)
 class BlockMatrix(StoredMatrix):
     """Any of the types of `formats.ggml.GGML_FORMATS`."""
 
-    @classmethod
-    def over(
-        cls, codes: Codes, arrays: Mapping[str, Array], shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None,
-    ) -> BlockMatrix:  # fmt: skip
-        """See `weights.stored.StoredLayout`. Parts: factor?"""
-        return cls(codes.layout.upper(), arrays["codes"], shape, dtype, rows, arrays.get("factor"))
-
     def __init__(
-        self, kind: str, data: U8, shape: tuple[int, int], dtype: np.dtype[Any],
-        rows: npt.NDArray[np.int64] | None = None, factor: F32 | None = None,
+        self, codes: Codes, arrays: Mapping[str, Array], shape: tuple[int, int], dtype: np.dtype[Any],
+        rows: npt.NDArray[np.int64] | None,
     ) -> None:  # fmt: skip
-        """`kind`: ggml's name of the type; `data`: all bytes of the stored tensor, any shape; `factor` [1]: multiplies
-        everything, of a type that is no grid."""
-        format = GGML_FORMATS[kind]
-        super().__init__(format if factor is None else with_factor(format), shape, dtype, None, rows)
-        self._factor = factor
+        """See `weights.stored.StoredLayout`. Parts: factor? [1], which multiplies everything, of what is no grid."""
+        super().__init__(codes.format, shape, dtype, None, rows)
+        self._factor: F32 | None = arrays.get("factor")
+        kind, data = codes.layout.upper(), arrays["codes"]
         numbers, size = BLOCKS[kind]
         self.kind, self._per = kind, shape[1] // numbers
         self._data = data.reshape(-1, self._per, size)
@@ -113,7 +104,8 @@ def decoded_blocks(kind: str, blocks: U8) -> F32:
     """The values of blocks [N, B] of a type: [N, K]. NaN and infinity if scales are."""
     if kind in GRID_TYPES:
         return GRID_TYPES[kind].values(blocks)
-    return _Narrow(kind, blocks, (len(blocks), BLOCKS[kind][0]), np.dtype(np.float32)).values()
+    codes = Codes(kind.lower(), GGML_FORMATS[kind])
+    return _Narrow(codes, {"codes": blocks}, (len(blocks), BLOCKS[kind][0]), np.dtype(np.float32), None).values()
 
 
 class _Narrow(BlockMatrix):
