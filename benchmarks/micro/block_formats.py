@@ -104,7 +104,7 @@ def panel(library: Any, case: Case, m: Matrix) -> npt.NDArray[np.uint8]:
             rows(zeros) if case.zero else None, rows(halves) if case.zero == Zero.U8_F16 else None,
         ]  # fmt: skip
     out = aligned(library.pst_panel_bytes(m))
-    assert library.pst_pack_codes(m, *arrays, 0, 1, out.ctypes.data, None) == 0
+    assert library.pst_pack_codes(m, *arrays, 0, 1, out.ctypes.data) == 0
     return out
 
 

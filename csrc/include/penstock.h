@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 7
+#define PST_ABI 8
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -115,24 +115,22 @@ typedef struct pst_matrix {
     int32_t offset; /* the code of zero, 0 ... 255; 0 where there are zeros, and of T4, F4, E4M3 and blocks */
     float factor;   /* what every scale is multiplied by */
     const void *data;   /* 64-byte aligned */
-    const void *scales; /* 64-byte aligned; NULL if the format has none beside its data */
     const float *bias;  /* [padded N] in the order of the panels, or NULL */
     const float *table; /* [16] of T4 and F4; else NULL */
     const int32_t *order; /* NULL, or [K]: input i of the panels is component order[i] of a row */
 } pst_matrix;
 
-/* Bytes of `data` and of `scales` of one panel. -1 for arguments that no format has. Of `m` only what says the format is
+/* Bytes of `data` of one panel. -1 for arguments that no format has. Of `m` only what says the format is
  * looked at: format, cols, group, code, scale, zero. */
 PST_API int64_t pst_panel_bytes(const pst_matrix *m);
-PST_API int64_t pst_panel_scale_bytes(const pst_matrix *m);
 
 /* Pack panels first ... last-1. `row_of[64 * p + j]` is the source of output j of panel p: the address of `cols`
- * numbers of `dtype` (PST_F32, PST_F16, PST_BF16), or NULL for padding. `data` and `scales` are those of panel 0.
+ * numbers of `dtype` (PST_F32, PST_F16, PST_BF16), or NULL for padding. `data` is that of panel 0.
  * PST_M_BLOCK rounds to 8 bits (PST_C_U8, one PST_S_F32 per output, offset 128) or 4 (PST_C_U4, a PST_S_F16 per 32, 64 or
  * 128 inputs, offset 8).
  * Uses the calling thread alone; panels may be packed by several at once. 0, or -1 for what no format has. */
 PST_API int32_t pst_pack(const pst_matrix *m, int32_t dtype, const void *const *row_of, int32_t first, int32_t last,
-                         void *data, void *scales);
+                         void *data);
 
 /* Pack panels of PST_M_BLOCK from codes. Every array has a pointer per output, as `row_of` above (NULL: padding), to:
  *   codes        [cols] bytes, one code each (signed ones with the offset added); or the row's blocks
@@ -143,7 +141,7 @@ PST_API int32_t pst_pack(const pst_matrix *m, int32_t dtype, const void *const *
  * scale of its group NaN. 0, or -1 for what no format has, and for codes with more bits than it has. */
 PST_API int32_t pst_pack_codes(const pst_matrix *m, const void *const *codes, const void *const *scales,
                                const void *const *supers, const void *const *zeros, const void *const *super_zeros,
-                               int32_t first, int32_t last, void *data, void *scale_data);
+                               int32_t first, int32_t last, void *data);
 
 /* The values that panel `panel` of `m` stands for, as float [64][cols] in the panels' order of inputs: exact, but for the
  * roundings to float32 of scale * factor, code * scale and what is subtracted, in this order. */

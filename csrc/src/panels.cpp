@@ -58,11 +58,7 @@ int64_t pst_panel_bytes(const pst_matrix* m) {
     return pst::block_shape(*m, shape) ? shape.panel_bytes() : -1;
 }
 
-// No format keeps scales beside its panels now.
-int64_t pst_panel_scale_bytes(const pst_matrix* m) { return pst_panel_bytes(m) < 0 ? -1 : 0; }
-
-int32_t pst_pack(const pst_matrix* m, int32_t dtype, const void* const* row_of, int32_t first, int32_t last, void* data,
-                 void*) {
+int32_t pst_pack(const pst_matrix* m, int32_t dtype, const void* const* row_of, int32_t first, int32_t last, void* data) {
     const int64_t bytes = pst_panel_bytes(m);
     if (bytes < 0 || dtype < PST_F32 || dtype > PST_BF16) return -1;
     pst::BlockShape shape;
@@ -79,7 +75,7 @@ int32_t pst_pack(const pst_matrix* m, int32_t dtype, const void* const* row_of, 
 
 int32_t pst_pack_codes(const pst_matrix* m, const void* const* codes, const void* const* scales,
                        const void* const* supers, const void* const* zeros, const void* const* super_zeros,
-                       int32_t first, int32_t last, void* data, void*) {
+                       int32_t first, int32_t last, void* data) {
     pst::BlockShape shape;
     if (!pst::block_shape(*m, shape)) return -1;
     for (int64_t p = first; p < last; p++) {

@@ -126,7 +126,7 @@ struct ProductTest {
         const Numbers weights = dice.reals(size_t(PANEL * cols));
         const void* row_of[PANEL];
         for (int j = 0; j < PANEL; j++) row_of[j] = weights.data() + j * cols;
-        if (pst_pack(&m, PST_F32, row_of, 0, 1, data.data, nullptr)) return name + ": packing";
+        if (pst_pack(&m, PST_F32, row_of, 0, 1, data.data)) return name + ": packing";
         if (pst_unpack(&m, 0, values.data())) return name + ": unpacking";
         std::string fault;
         for (size_t i = 0; i < values.size() && fault.empty(); i++) {
@@ -159,7 +159,7 @@ struct ProductTest {
             }
         const bool supers = m.scale >= PST_S_U8_F16, blocks = m.code > PST_C_E4M3;
         if (pst_pack_codes(&m, of[0], blocks ? nullptr : of[1], supers ? of[2] : nullptr, m.zero ? of[3] : nullptr,
-                           m.zero == PST_Z_U8_F16 ? of[4] : nullptr, 0, 1, data.data, nullptr))
+                           m.zero == PST_Z_U8_F16 ? of[4] : nullptr, 0, 1, data.data))
             return name + ": packing";
         return pst_unpack(&m, 0, values.data()) ? name + ": unpacking" : "";
     }

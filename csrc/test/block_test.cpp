@@ -49,7 +49,7 @@ struct Codes {
                 pointers[part].push_back(sources.back().data);
             }
         auto array = [&](int part) { return sizes[part] ? pointers[part].data() : nullptr; };
-        EXPECT(!pst_pack_codes(&m, array(0), array(1), array(2), array(3), array(4), 0, (rows + 63) / 64, data.data, nullptr),
+        EXPECT(!pst_pack_codes(&m, array(0), array(1), array(2), array(3), array(4), 0, (rows + 63) / 64, data.data),
                "packing of code %d", kind.code);
         for (int32_t i = 0; i < cols; i++) order.push_back(cols - 1 - i);
         m.data = data.data, m.bias = bias.data();

@@ -31,7 +31,7 @@ struct Matrix {
             int64_t row = row_at(rows, pair, int32_t(i));
             if (row >= 0) row_of[i] = source.data() + row * cols;
         }
-        pst_pack(&m, PST_F32, row_of.data(), 0, panels(rows, pair), data.data, nullptr);
+        pst_pack(&m, PST_F32, row_of.data(), 0, panels(rows, pair), data.data);
         m.data = data.data, m.bias = bias.data();
     }
 };

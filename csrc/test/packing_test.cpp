@@ -46,16 +46,15 @@ struct Source {
 void pack_one(Pair f, int32_t cols, const Source& source) {
     pst_matrix m = f.matrix(ROWS, cols);
     int64_t bytes = pst_panel_bytes(&m);
-    EXPECT(pst_panel_scale_bytes(&m) == 0, "scales lie in the panels");
     const void* row_of[64 * PANELS];
     for (int i = 0; i < 64 * PANELS; i++) row_of[i] = i < ROWS ? source.row(i) : nullptr;
     Bytes once(bytes * PANELS, 0x5a);
-    int32_t failed = pst_pack(&m, source.dtype, row_of, 0, PANELS, once.data, nullptr);
+    int32_t failed = pst_pack(&m, source.dtype, row_of, 0, PANELS, once.data);
     EXPECT(!failed, "packing of format %d", f.format);
     if (failed) return;
     // Each panel by itself, the last first, into other memory: every byte is written, and is the same.
     Bytes again(bytes * PANELS, 0xc3);
-    for (int p = PANELS - 1; p >= 0; p--) pst_pack(&m, source.dtype, row_of, p, p + 1, again.data, nullptr);
+    for (int p = PANELS - 1; p >= 0; p--) pst_pack(&m, source.dtype, row_of, p, p + 1, again.data);
     EXPECT(!std::memcmp(once.data, again.data, once.size), "panels of format %d, %d columns", f.format, cols);
     m.data = once.data;
     for (int p = 0; p < PANELS; p++) {
@@ -91,18 +90,17 @@ void refusals() {
     EXPECT(bytes(kind(PST_C_IQ3_S, 0, 0, 0), 128) == -1, "half a block");
     EXPECT(bytes(kind(PST_C_IQ3_S, 0, PST_S_F16, 0), 256) == -1, "blocks have scales of their own");
     const pst_matrix unknown = plain(77, 0).matrix(1, 4), floats = plain(PST_M_F32, 0).matrix(1, 4);
-    EXPECT(pst_panel_scale_bytes(&unknown) == -1, "nor scales of it");
     const void* row_of[64] = {};
     Bytes room(64 * 64 * 4);
-    EXPECT(pst_pack(&floats, PST_I8, row_of, 0, 1, room.data, nullptr) == -1, "no such source");
-    EXPECT(pst_pack(&unknown, PST_F32, row_of, 0, 1, room.data, nullptr) == -1, "no such format");
+    EXPECT(pst_pack(&floats, PST_I8, row_of, 0, 1, room.data) == -1, "no such source");
+    EXPECT(pst_pack(&unknown, PST_F32, row_of, 0, 1, room.data) == -1, "no such format");
     const pst_matrix five = kind(PST_C_U5, 32, PST_S_F16, 0).matrix(1, 32), four = kind(PST_C_U4, 32, PST_S_F16, 0).matrix(1, 32);
-    EXPECT(pst_pack(&five, PST_F32, row_of, 0, 1, room.data, nullptr) == -1, "nothing is rounded to 5 bits");
-    EXPECT(pst_pack_codes(&four, row_of, nullptr, nullptr, nullptr, nullptr, 0, 1, room.data, nullptr) == -1, "no scales");
-    EXPECT(pst_pack_codes(&floats, row_of, row_of, nullptr, nullptr, nullptr, 0, 1, room.data, nullptr) == -1, "no codes");
+    EXPECT(pst_pack(&five, PST_F32, row_of, 0, 1, room.data) == -1, "nothing is rounded to 5 bits");
+    EXPECT(pst_pack_codes(&four, row_of, nullptr, nullptr, nullptr, nullptr, 0, 1, room.data) == -1, "no scales");
+    EXPECT(pst_pack_codes(&floats, row_of, row_of, nullptr, nullptr, nullptr, 0, 1, room.data) == -1, "no codes");
     uint8_t codes[32] = {16}, scale[2] = {};
     const void *codes_of[64] = {codes}, *scales_of[64] = {scale};
-    EXPECT(pst_pack_codes(&four, codes_of, scales_of, nullptr, nullptr, nullptr, 0, 1, room.data, nullptr) == -1, "5 bits");
+    EXPECT(pst_pack_codes(&four, codes_of, scales_of, nullptr, nullptr, nullptr, 0, 1, room.data) == -1, "5 bits");
 }
 
 }  // namespace

@@ -81,7 +81,6 @@ class Blocks:
         )  # fmt: skip
         panel_bytes = library.pst_panel_bytes(self.struct)
         assert panel_bytes > 0
-        assert library.pst_panel_scale_bytes(self.struct) == 0
         num_panels = len(outputs) // PANEL
         self.data = aligned(num_panels * panel_bytes)
         self.data[:] = 0xA5
@@ -93,7 +92,7 @@ class Blocks:
             return (c.c_void_p * len(rows))(*rows)
 
         arrays = [pointers(a) for a in (self.codes, self.scales, self.supers, self.zeros, self.super_zeros)]
-        assert library.pst_pack_codes(self.struct, *arrays, 0, num_panels, self.data.ctypes.data, None) == 0
+        assert library.pst_pack_codes(self.struct, *arrays, 0, num_panels, self.data.ctypes.data) == 0
         self.struct.data = self.data.ctypes.data
         return self
 

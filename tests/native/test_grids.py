@@ -54,7 +54,7 @@ class Grid:
         places = [rows.ctypes.data + i * rows.strides[0] if i < N else None for i in range(panels * PANEL)]
         pointers = (c.c_void_p * len(places))(*places)
         nothing = [None] * 4
-        assert library.pst_pack_codes(self.struct, pointers, *nothing, 0, panels, self._data.ctypes.data, None) == 0
+        assert library.pst_pack_codes(self.struct, pointers, *nothing, 0, panels, self._data.ctypes.data) == 0
         self.struct.data = self._data.ctypes.data
 
     @property

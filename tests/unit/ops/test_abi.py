@@ -41,4 +41,4 @@ def test_structs_have_c_s_sizes() -> None:
     """As `static_assert`s of a C compiler would say: every pointer and 64-bit number on its own boundary."""
     assert c.sizeof(abi.Op) == 4 + 16 + 4 + 48 + 16 + 32
     assert abi.Op.p.offset % 8 == 0
-    assert c.sizeof(abi.Matrix) == 44 + 4 + 40
+    assert c.sizeof(abi.Matrix) == 44 + 4 + 32

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 7
+ABI = 8
 PANEL = 64
 
 
@@ -121,7 +121,6 @@ class Matrix(c.Structure):
         ("offset", c.c_int32),
         ("factor", c.c_float),
         ("data", c.c_void_p),
-        ("scales", c.c_void_p),
         ("bias", c.c_void_p),
         ("table", c.c_void_p),
         ("order", c.c_void_p),
@@ -251,8 +250,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_pool_threads": (c.c_int32, [c.c_void_p]),
     "pst_pool_watch": (None, [c.c_void_p, c.c_void_p]),
     "pst_panel_bytes": (c.c_int64, [c.POINTER(Matrix)]),
-    "pst_panel_scale_bytes": (c.c_int64, [c.POINTER(Matrix)]),
-    "pst_pack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p, c.c_void_p]),
+    "pst_pack": (c.c_int32, [c.POINTER(Matrix), c.c_int32, c.c_void_p, c.c_int32, c.c_int32, c.c_void_p]),
     "pst_pack_codes": (
         c.c_int32,
         [
@@ -264,7 +262,6 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
             c.c_void_p,
             c.c_int32,
             c.c_int32,
-            c.c_void_p,
             c.c_void_p,
         ],
     ),

@@ -57,7 +57,7 @@ def code_packer(
     """What fills panels first ... last - 1 of `m`, and says 0. `where`: see `matrix.order`; `order`: of its inputs."""
 
     def pack(pointers: Sequence[int | None], num_panels: int, data: int) -> int:
-        failed: int = library.pst_pack_codes(m, *pointers, 0, num_panels, data, None)
+        failed: int = library.pst_pack_codes(m, *pointers, 0, num_panels, data)
         return failed
 
     def rows_of(part: StoredMatrix, low: int, high: int) -> tuple[Array | None, ...]:
@@ -73,7 +73,7 @@ def value_packer(library: Any, m: Matrix, parts: Sequence[Weight], where: npt.ND
     dtype = DTYPES[kinds.pop()]
 
     def pack(pointers: Sequence[int | None], num_panels: int, data: int) -> int:
-        failed: int = library.pst_pack(m, dtype, pointers[0], 0, num_panels, data, None)
+        failed: int = library.pst_pack(m, dtype, pointers[0], 0, num_panels, data)
         return failed
 
     def rows_of(part: Weight, low: int, high: int) -> tuple[Array]:
