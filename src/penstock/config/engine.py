@@ -43,7 +43,7 @@ class ModelConfig(Section):
     activation_quantization: str = setting(
         "int8",
         "What native kernels round activations to before products with codes of a checkpoint. int8: 8 bits with a "
-        "scale per 32 inputs (64 or 128 where weights have such groups). none: nothing; products are slower.",
+        "scale per 32 inputs (64 or 128 where weights have such groups). none: no rounding to integers; slower.",
         choices=("int8", "none"),
     )
     max_model_len: int | None = setting(

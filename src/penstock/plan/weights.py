@@ -94,12 +94,12 @@ def activation_decision(
     found = [panels_of(stored[name], shapes[name][1]) for name in kept]
     blocks = sorted({panels.row_block for panels in found if panels is not None})
     if config.model.activation_quantization == "none":
-        return Decision("activation_quantization", "none", "as given: products take activations as they are")
+        return Decision("activation_quantization", "none", "as given: activations are not rounded to integers")
     rounded = [size for size in blocks if size]
     if not rounded:
         return Decision("activation_quantization", "none", "codes of floats are multiplied with floats")
     sizes = " or ".join(map(str, rounded))
-    why = f"8 bits with a scale per {sizes} inputs, as the groups of the weights are; none keeps them as they are"
+    why = f"8 bits with a scale per {sizes} inputs, as the groups of the weights are; none rounds to no integers"
     return Decision("activation_quantization", "int8", why)
 
 
