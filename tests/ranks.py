@@ -35,6 +35,8 @@ COMMAND = (sys.executable, str(Path(__file__)))
 
 
 class Recorder:
+    packed_file = "read"
+
     def __init__(self, breaks_at: int = -1) -> None:
         self.seen: list[Any] = []
         self._breaks_at = breaks_at

@@ -172,6 +172,8 @@ def test_memory_is_given_by_subsystem(watched: LiveServer) -> None:
     assert found["penstock:memory_bytes{subsystem=weights}"] > 1e6
     info = watched.server and watched.server.client.info
     assert info
+    assert found[f"penstock:weight_bytes{{format={info.dtype}}}"] == found["penstock:memory_bytes{subsystem=weights}"]
+    assert [found[f"penstock:packed_file{{state={state}}}"] for state in ("read", "made", "none")] == [0, 0, 1]
     per_block = found["penstock:memory_bytes{subsystem=kv}"] / info.num_blocks
     assert per_block == int(per_block) > 0
 

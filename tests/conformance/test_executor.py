@@ -116,6 +116,7 @@ def test_steps_run_in_order_and_nothing_is_lost(name: str, depth: int, wire: boo
     with make(name, "recorder", depth, wire) as executor:
         assert isinstance(executor, Executor)
         assert executor.depth == depth
+        assert executor.packed_file == Recorder.packed_file
         results = run(executor, [full_step(i) for i in range(5)])
     rank = Recorder()
     assert results == [rank.execute(full_step(i)) for i in range(5)], "each result has all that the rank was given"

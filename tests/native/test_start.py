@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from penstock import LLM, SamplingParams
 from penstock.backends.native import backend as launching
 from penstock.backends.native import forward
 from penstock.base.errors import ConfigError
+from penstock.config import from_kwargs
+from penstock.launch.build import info_of
 from penstock.launch.bundled import DEFAULT, bundled_model
+from tests.command import penstock
 from tests.native.running import pytestmark_native
 
 pytestmark = pytestmark_native
@@ -29,6 +33,10 @@ def tokens(llm: LLM) -> list[int]:
 
 def decision(llm: LLM, name: str) -> Any:
     return next(d for d in llm.engine.decisions if d.name == name)
+
+
+def said(llm: LLM) -> str:
+    return info_of(llm.engine, from_kwargs(model=NANO)).packed_file
 
 
 def test_native_is_chosen_and_says_why() -> None:
@@ -73,17 +81,50 @@ def test_weights_are_packed_once(scheme: str, tmp_path: Path, monkeypatch: pytes
     times = []
     real = forward.pack
     monkeypatch.setattr(forward, "pack", lambda *a, **kw: times.append(1) or real(*a, **kw))
-    first = tokens(start(quantization=scheme))
+    llm = start(quantization=scheme)
+    first = tokens(llm)
+    assert said(llm) == "made"
     packed = len(times)
     assert packed == 6 * 4 + 1, "qkv, o, gate and up, down of six layers, and the output matrix"
-    assert tokens(start(quantization=scheme)) == first
+    llm = start(quantization=scheme)
+    assert tokens(llm) == first
     assert len(times) == packed
+    assert said(llm) == "read"
     (file,) = (tmp_path / "weights").glob("*.pst")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert tokens(start(quantization=scheme)) == first
+    llm = start(quantization=scheme)
+    assert tokens(llm) == first
+    assert said(llm) == "made"
     assert len(times) == 2 * packed, "a file that has changed is not trusted"
+
+
+def test_weights_that_are_small_are_packed_anew_and_no_file_is_kept() -> None:
+    assert said(start()) == ""
+
+
+def test_doctor_says_whether_the_next_start_finds_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    assert re.search("packed_file . none", doctor()), "nano is small"
+    monkeypatch.setattr(launching, "SMALL_BYTES", 0)
+    before = doctor()
+    assert re.search("packed_file . missing", before)
+    assert re.search("packed_weights . copied", before)
+    assert "rounds activations to 8 bits with a scale per 32 or 64 or 128 inputs" in before
+    assert "(0 bytes now)" in before
+    start()
+    after = doctor()
+    assert re.search("packed_file . there", after)
+    assert "(0 bytes now)" not in after
+
+
+def doctor() -> str:
+    done = penstock("doctor", NANO)
+    assert done.returncode == 0
+    return " ".join(done.stdout.split())
 
 
 def test_quantised_weights_take_less_memory() -> None:

@@ -18,10 +18,15 @@ from penstock.plan.devices import Device
 class WeightStore(Protocol):
     """The weights of one model as a backend holds them, kept on disk from the first start to the next.
 
-    `matrices`: what an earlier start has left; None if there is nothing, or nothing sound.
+    `path`: the file of this model, whether it is there or not.
     """
 
-    matrices: Mapping[str, Any] | None
+    path: Path
+
+    @property
+    def matrices(self) -> Mapping[str, Any] | None:
+        """What an earlier start has left, read when it is first asked for; None: there is nothing, or nothing sound."""
+        ...
 
     def names(self) -> frozenset[str]:
         """The weights that are in it, and need not be loaded."""

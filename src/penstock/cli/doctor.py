@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from penstock.report.tables import table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.core.machine import Machine
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -42,22 +48,42 @@ def doctor(args: argparse.Namespace) -> int:
         f"Kernels: {native}. In numpy: ref (row by row, exact in every batch) and blas (whole batches, faster); these "
         "compute in float32 and widen bfloat16 and float16 weights."
     )
+    if library is not None:
+        _stored_weights(console, machine)
     if args.model is not None:
         _model(args.model, console)
     return 1 if bad else 0
 
 
-def _model(path: str, console: object) -> None:
-    from rich.console import Console
+def _stored_weights(console: Console, machine: Machine) -> None:
+    """What `--activation-quantization` and `--packed-weights` are here, whatever the model."""
+    from penstock.core.panels import ROW_BLOCKS
+    from penstock.ops.native.packed_file import PackedStore
+    from penstock.plan.memory import gib
+    from penstock.plan.weights import most_copied
 
+    store = PackedStore()
+    blocks = " or ".join(map(str, ROW_BLOCKS))
+    console.print(
+        "Weights stored as codes: --activation-quantization int8, the default, rounds activations to 8 bits with a "
+        f"scale per {blocks} inputs, as their groups allow. Packed once, they are kept in {store.folder} "
+        f"({gib(store.num_bytes())} now). --packed-weights auto copies those of up to "
+        f"{gib(most_copied(machine))} into memory now, and maps larger ones.",
+        highlight=False, markup=False,
+    )  # fmt: skip
+
+
+def _model(path: str, console: Console) -> None:
     from penstock.config import from_kwargs
     from penstock.families.registry import open_model
+    from penstock.launch.backend import choose_ops, packed_decision
     from penstock.launch.build import plan_of
     from penstock.launch.hub import local_path
 
-    assert isinstance(console, Console)
     checkpoint = open_model(local_path(path))
-    plan = plan_of(from_kwargs(model=path))
+    config = from_kwargs(model=path)
+    plan = plan_of(config)
+    kept = packed_decision(choose_ops(config, checkpoint.spec)[0], checkpoint, plan)
     title = f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters"
-    rows = ((d.name, str(d.value), d.why) for d in plan.decisions)
+    rows = ((d.name, str(d.value), d.why) for d in (*plan.decisions, kept))
     console.print(table(("decision", "value", "why"), rows, title=title, left=3, box=True))

@@ -50,13 +50,17 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
     def num_bytes(self, spec: ModelSpec) -> int:
         """Bytes of all weights in memory."""
+        return sum(self.bytes_by_format(spec).values())
+
+    def bytes_by_format(self, spec: ModelSpec) -> dict[str, int]:
+        """The same by format, as people read it; plain ones by dtype."""
         size = DTYPE_BYTES[self.dtype]
         if not self.matrices:
-            return spec.num_params * size
-        total = 0
+            return {self.dtype: spec.num_params * size}
+        total: Counter[str] = Counter()
         for name, shape in weight_shapes(spec).items():
             if name in self.matrices:
-                total += self.matrix_bytes(name, (shape[0], shape[1]))
+                total[str(self.matrices[name])] += self.matrix_bytes(name, (shape[0], shape[1]))
             if name not in self.matrices or name in self.beside:
-                total += prod(shape) * size
-        return total
+                total[self.dtype] += prod(shape) * size
+        return dict(total)

@@ -31,6 +31,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     memory_bytes: dict[str, int] = {}
     """Bytes by what for, "weights" and "kv_limit": what KV may take."""
+    weight_bytes: dict[str, int] = {}
+    """Those of "weights" (draft models' are not among them) by the format that they are held in."""
+    packed_file: str = ""
+    """See `Executor.packed_file`."""
     load_s: float = 0.0
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""

@@ -24,7 +24,8 @@ _CODE_BITS = {"T4": 4, "F4": 4, "E4M3": 8} | {f"U{bits}": bits for bits in _UINT
 _SHARED_BYTES = {"NONE": 0, "F32": 4, "F16": 2, "BF16": 2, "E4M3": 1, "E8M0": 1, "U8": 1, "F16_CODES": 2}
 _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _MOST_POINT = 255
-_ROW_BLOCK = 32
+ROW_BLOCKS = (32, 64, 128)
+"""Inputs of a row that may share a scale."""
 
 
 class Panels(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class Panels(msgspec.Struct, frozen=True):
         """Inputs of a row that share a scale if rows become 8 bits; 0 where products take them as floats only."""
         if self.code in ("F4", "E4M3"):
             return 0
-        return self.group if self.group in (64, 128) else _ROW_BLOCK
+        return self.group if self.group in ROW_BLOCKS else ROW_BLOCKS[0]
 
     def num_bytes(self, shape: tuple[int, int]) -> int:
         """About the bytes of a matrix [N, K]; inner layouts may pad some more."""

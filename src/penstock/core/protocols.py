@@ -38,6 +38,9 @@ class Executor(Protocol):
 
     depth: int
     """Steps that may be in flight."""
+    packed_file: str = ""
+    """What the ranks' weights came from: "read", packed by an earlier start, or "made" by this one; "": no such file
+    is kept of them."""
 
     def submit(self, output: SchedulerOutput) -> None:
         """Take a step. Never blocks on its result."""

@@ -27,6 +27,7 @@ class InprocExecutor(Executor):
         assert depth >= 1, f"depth {depth}"
         self.depth = depth
         self._runner = build(spec, loading)
+        self.packed_file = self._runner.packed_file
         if box is not None:
             self._runner.watch(box.progress_address)
         self._queue: deque[SchedulerOutput | bytes] = deque()

@@ -20,7 +20,9 @@ class Build(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Built(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The rank takes steps."""
+    """The rank takes steps. `packed_file`: see `core.protocols.Executor`."""
+
+    packed_file: str
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):

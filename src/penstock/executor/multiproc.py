@@ -77,6 +77,7 @@ class MultiprocExecutor(Executor):
                 raise wire.error_of(message)
             if isinstance(message, Loading) and loading is not None:
                 loading(message.done, message.total)
+        self.packed_file = message.packed_file
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Rank(Protocol):
     """What an executor drives; `runner.runner.Runner` is one. `holds` and `prepare` may be called beside the steps."""
 
+    packed_file: str
+    """See `core.protocols.Executor`."""
+
     def execute(self, output: SchedulerOutput) -> StepOutput: ...
 
     def back(self, num_slabs: Sequence[int]) -> None: ...

@@ -59,7 +59,7 @@ def main(argv: list[str], build: RankFactory) -> int:
     grammars.serve(rank)
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
-    say(Built())
+    say(Built(rank.packed_file))
     try:
         run(sock, rank)
     except BaseException as error:  # a panic of a library in Rust is no Exception

@@ -13,6 +13,7 @@ from penstock.core.events import Decision
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.plan.devices import Device
+from penstock.plan.memory import gib
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
 
@@ -71,6 +72,19 @@ def packed_weights(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, bac
         files, checkpoint.spec, held=plan.held, quantization=config.model.quantization, num_bytes=plan.weight_bytes,
         copy=plan.packed_weights == "copied",
     )  # fmt: skip
+
+
+def packed_decision(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> Decision:
+    """Whether the next start finds the model's weights packed; hashes its files if no start has.
+
+    `ops` must have been decided.
+    """
+    store = packed_weights(config, checkpoint, plan, backend_of(config))
+    if store is None:
+        return Decision("packed_file", "none", "weights so small, or of these operations, are not kept packed")
+    if store.path.exists():
+        return Decision("packed_file", "there", f"{gib(store.path.stat().st_size)}, at {store.path}")
+    return Decision("packed_file", "missing", f"the next start packs, and leaves {store.path}")
 
 
 def _name(config: EngineConfig) -> str:

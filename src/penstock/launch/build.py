@@ -160,6 +160,8 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         kv_dtype=engine.plan.kv_dtype,
         pid=pid,
         memory_bytes={"weights": engine.plan.weight_bytes, "kv_limit": engine.plan.kv_bytes},
+        weight_bytes=engine.plan.held.bytes_by_format(engine.spec),
+        packed_file=core.executor.packed_file,
         load_s=load_s,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )

@@ -102,6 +102,8 @@ def build_rank(
         kinds=kinds_of(tokenizer),
     )
     rank = make_rank(config, plan, parts, clock or MonotonicClock(), poison=spec.poison)
+    if packed is not None:
+        rank.packed_file = "made" if packed.matrices is None else "read"
     release_pages(weights)
     return rank
 

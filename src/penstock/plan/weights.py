@@ -74,13 +74,18 @@ def copies_packed(config: EngineConfig, weight_bytes: int, machine: Machine) -> 
     given, available = config.execution.packed_weights, machine.available_bytes
     if given != "auto":
         return Decision("packed_weights", given, "as given")
-    if weight_bytes <= available * MOST_COPIED_PERCENT // 100:
+    if weight_bytes <= most_copied(machine):
         return Decision("packed_weights", "copied", "into huge pages, which products read faster than a mapped file")
     why = (
         f"{gib(weight_bytes)} of weights are more than {MOST_COPIED_PERCENT} % of the available {gib(available)}: the "
         "system can give pages of a file back"
     )
     return Decision("packed_weights", "mapped", why)
+
+
+def most_copied(machine: Machine) -> int:
+    """Bytes of weights up to which they are copied out of their packed file by default."""
+    return machine.available_bytes * MOST_COPIED_PERCENT // 100
 
 
 def activation_decision(

@@ -91,6 +91,7 @@ class Runner:
             num_own_groups: leading groups that `forward` looks at, if not all; the others belong to draft models.
             strict: each step checks that no row writes a page of another (tests).
         """
+        self.packed_file = ""  # what builds it knows
         self.vocab_size = rows.vocab_size
         self.rows = rows
         self.storage = storage

@@ -15,6 +15,7 @@ from penstock.backends import BACKENDS
 from penstock.backends.native.backend import NOT_BUILT
 from penstock.base.errors import CapacityError
 from penstock.config import from_kwargs
+from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.held_weights import HeldWeights
 from penstock.core.machine import Machine
 from penstock.core.matrix_format import (
@@ -263,6 +264,25 @@ def test_what_is_held_can_be_sent(folders: dict[str, Path]) -> None:
     held = hold_weights(checkpoint.spec, "float16", NONE, checkpoint.stored, traits=BACKENDS.traits("ref"), exact=True)
     assert msgspec.json.decode(msgspec.json.encode(held), type=HeldWeights) == held
     assert len(held.matrices) == 14
+
+
+def test_bytes_by_format_are_all_bytes(folders: dict[str, Path]) -> None:
+    plan = plan_of(from_kwargs(model=str(folders["awq"]), ops="native"), MACHINE)
+    spec = open_model(folders["awq"]).spec
+    by_format = plan.held.bytes_by_format(spec)
+    matrices = {name: shape for name, shape in row_matrices(spec).items() if name in plan.held.matrices}
+    plain = spec.num_params - sum(rows * columns for rows, columns in matrices.values())
+    assert by_format == {
+        "4-bit codes, a float16 scale per 32 inputs, zero points": sum(
+            plan.held.matrix_bytes(name, shape) for name, shape in matrices.items()
+        ),
+        plan.dtype: plain * DTYPE_BYTES[plan.dtype],
+    }
+    assert sum(by_format.values()) == plan.weight_bytes
+    rounded = plan_of(from_kwargs(model=str(folders["awq"]), ops="native", quantization="int8-wo"), MACHINE)
+    assert sum(rounded.held.bytes_by_format(spec).values()) == rounded.weight_bytes
+    dense = HeldWeights("float16")
+    assert dense.bytes_by_format(spec) == {"float16": 2 * spec.num_params}
 
 
 def test_a_plan_of_config_json_alone_is_that_of_the_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from penstock.backends.native.obstacle import native_matrices
@@ -20,9 +21,13 @@ class PackedWeights:
 
     def __init__(self, store: PackedStore, key: str, tables: Collection[str], *, copy: bool = True) -> None:
         """`tables`: looked up in their own type, whatever is packed of them; `copy`: see `PackedStore.load`."""
-        self._store, self._key, self._tables = store, key, frozenset(tables)
-        self.matrices: Mapping[str, Packed] | None = store.load(key, copy=copy)
-        """What an earlier start has left; None if there is nothing, or nothing sound."""
+        self._store, self._key, self._tables, self._copy = store, key, frozenset(tables), copy
+        self.path = store.path(key)
+
+    @cached_property
+    def matrices(self) -> Mapping[str, Packed] | None:
+        """See `backends.backend.WeightStore`."""
+        return self._store.load(self._key, copy=self._copy)
 
     def names(self) -> frozenset[str]:
         """The weights that are in it, and need not be loaded."""

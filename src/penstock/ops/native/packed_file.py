@@ -44,6 +44,15 @@ class PackedStore:
         self.folder = cache_folder() if folder is None else folder
         self.max_bytes = max_bytes
 
+    def path(self, key: str) -> Path:
+        """Where the file of a key is, if it is."""
+        return self.folder / (key + SUFFIX)
+
+    def num_bytes(self) -> int:
+        """Of all files that are kept."""
+        with _Closing(PrivateFolder.open(self.folder, create=False)) as folder:
+            return 0 if folder is None else sum(info.st_size for _, info in folder.files(SUFFIX))
+
     def load(self, key: str, *, copy: bool = True) -> dict[str, Packed] | None:
         """Name -> matrix, read-only; None if there is none of this key, or none that can be trusted.
 
@@ -60,9 +69,9 @@ class PackedStore:
                 _touch(fd)
                 return found
             except UnsoundError as error:
-                _log.warning("%s is not used: it %s; the weights are packed again", self.folder / (key + SUFFIX), error)
+                _log.warning("%s is not used: it %s; the weights are packed again", self.path(key), error)
             except (OSError, MemoryError, ValueError) as error:
-                _log.warning("%s cannot be read: %s", self.folder / (key + SUFFIX), error or type(error).__name__)
+                _log.warning("%s cannot be read: %s", self.path(key), error or type(error).__name__)
             finally:
                 os.close(fd)
         return None

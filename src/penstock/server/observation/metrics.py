@@ -193,6 +193,13 @@ class Metrics(Collector):
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)
+        if client.info is not None:
+            text = "Bytes of the model's weights by the format that they are held in."
+            held = client.info.weight_bytes
+            yield from self._labelled(GaugeMetricFamily, "weight_bytes", text, ("format",), held)
+            text = "1 for what the weights came from: read, packed before; made, packed by this start; none is kept."
+            came = {state: float(state == (client.info.packed_file or "none")) for state in ("read", "made", "none")}
+            yield from self._labelled(GaugeMetricFamily, "packed_file", text, ("state",), came)
 
     def _counters(self) -> Iterator[Metric]:
         s = self.stats
