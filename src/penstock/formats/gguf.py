@@ -24,6 +24,8 @@ HEADER_LIMIT_BYTES = 128 << 20
 """What a header may take: real ones have up to about 20 MB, nearly all of it vocabulary."""
 _MAX_ENTRIES = 1 << 16
 _MAX_TENSORS = 1 << 17
+_BUFFER_BYTES = 1 << 20
+_LENGTH = struct.Struct("<Q")
 _MAX_ELEMENTS = 1 << 22  # over all arrays: each becomes a Python object
 _MAX_KEY_BYTES = 65535
 _MAX_NAME_BYTES = 256
@@ -156,8 +158,28 @@ class _Reader:
         count = self.count(f"elements of {quoted(key)}", _MAX_ELEMENTS - self._elements, width)
         self._elements += count
         if kind == _STRING:
-            return [self.text(f"an element of {quoted(key)}") for _ in range(count)]
+            return self._texts(f"an element of {quoted(key)}", count)
         return self._scalars(key, kind, count)
+
+    def _texts(self, what: str, count: int) -> list[str]:
+        """A vocabulary is hundreds of thousands: what is plainly right comes out of a buffer, all else from `text`."""
+        texts: list[str] = []
+        while len(texts) < count:
+            buffer, at = self._file.read(min(_BUFFER_BYTES, self._limit - self.at)), 0
+            try:
+                while len(texts) < count:
+                    end = at + 8 + _LENGTH.unpack_from(buffer, at)[0]
+                    if end > len(buffer):
+                        break
+                    texts.append(str(buffer[at + 8 : end], "utf-8"))
+                    at = end
+            except (struct.error, UnicodeDecodeError):
+                pass  # the buffer's end, or what `text` refuses
+            self.at += at
+            self._file.seek(self.at)
+            if len(texts) < count:
+                texts.append(self.text(what))
+        return texts
 
     def _scalars(self, key: str, kind: int, count: int) -> list[Any]:
         if kind not in _SCALARS:
