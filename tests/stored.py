@@ -59,6 +59,7 @@ FORMATS: dict[str, MatrixFormat] = {
     "bnb nf4 twice": MatrixFormat("table", 4, (per("float32", 64), per("float32", 256)), table=_NF4),
     "bnb int8": MatrixFormat("int", 8, (per("float32", 0),)),
     "HQQ": MatrixFormat("uint", 4, (per(_F16, 64),), (per(_F16, 64),)),
+    "HQQ of bfloat16": MatrixFormat("uint", 4, (per("bfloat16", 64),), (per("bfloat16", 64),)),
 }  # fmt: skip
 """What readers say of each: MatrixFormat of a matrix [N, K], K a multiple of 512."""
 

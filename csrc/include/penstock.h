@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 8
+#define PST_ABI 9
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -78,9 +78,9 @@ enum pst_code {
 };
 /* How the scale of a group is kept. U8_F16, I8_F16: an integer per group times a half per 256 inputs. */
 enum pst_scale { PST_S_F32 = 0, PST_S_F16, PST_S_BF16, PST_S_E4M3, PST_S_E8M0, PST_S_U8_F16, PST_S_I8_F16 };
-/* What is subtracted. U8, F16_CODES: zero points in units of codes, so the scale multiplies them. F16: values. U8_F16:
- * values, an integer per group times a half per 256 inputs. */
-enum pst_zero { PST_Z_NONE = 0, PST_Z_U8, PST_Z_F16_CODES, PST_Z_F16, PST_Z_U8_F16 };
+/* What is subtracted. U8, F16_CODES, BF16_CODES: zero points in units of codes, so the scale multiplies them. F16: values.
+ * U8_F16: values, an integer per group times a half per 256 inputs. */
+enum pst_zero { PST_Z_NONE = 0, PST_Z_U8, PST_Z_F16_CODES, PST_Z_BF16_CODES, PST_Z_F16, PST_Z_U8_F16 };
 
 /* What the rows x become before the product: float32; bfloat16; or 8 bits: each block of a row with one float scale,
  * max |x| / 127, values rounded to the nearest, ties to even. A block is 32 inputs, or the weights' group where that is 64

@@ -11,7 +11,7 @@ namespace pst {
 namespace {
 
 constexpr int32_t SCALE_BYTES[] = {4, 2, 2, 1, 1, 1, 1};
-constexpr int32_t ZERO_BYTES[] = {0, 1, 2, 2, 1};
+constexpr int32_t ZERO_BYTES[] = {0, 1, 2, 2, 2, 1};
 constexpr int32_t CODE_BITS[] = {8, 6, 5, 4, 3, 2, 4, 4, 8};  // PST_C_U8 ... PST_C_E4M3
 
 bool fits_groups(int32_t group) {
@@ -233,6 +233,7 @@ void block_values(const BlockShape& s, const uint8_t* panel, int output, float* 
             switch (s.zero) {
                 case PST_Z_U8: to[k] = (value - float(*zero)) * scale; break;
                 case PST_Z_F16_CODES: to[k] = (value - stored_number(PST_S_F16, zero)) * scale; break;
+                case PST_Z_BF16_CODES: to[k] = (value - stored_number(PST_S_BF16, zero)) * scale; break;
                 case PST_Z_F16: to[k] = value * scale - stored_number(PST_S_F16, zero); break;
                 case PST_Z_U8_F16:
                     to[k] = value * scale - float(s.nibbles ? *stored >> 4 : int(*zero)) * super_zero;

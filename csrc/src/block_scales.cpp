@@ -28,7 +28,7 @@ template <int SCALE, int ZERO, bool NIBBLES>
 void expand(const BlockShape& s, const uint8_t* at, int groups, float* scales, float* zeros) {
     constexpr bool SUPERS = SCALE >= PST_S_U8_F16, SUPER_ZEROS = ZERO == PST_Z_U8_F16;
     constexpr int EACH = SCALE == PST_S_F32 ? 4 : SCALE == PST_S_F16 || SCALE == PST_S_BF16 ? 2 : 1;
-    constexpr int ZERO_EACH = ZERO == PST_Z_F16 || ZERO == PST_Z_F16_CODES ? 2 : 1;
+    constexpr int ZERO_EACH = ZERO == PST_Z_U8 || ZERO == PST_Z_U8_F16 ? 1 : 2;
     const uint8_t* from = at + (SUPERS + SUPER_ZEROS) * 2 * PANEL;
     const uint8_t* from_zeros = from + groups * PANEL * EACH;
     for (int j = 0; j < PANEL; j += LANES) {
@@ -44,6 +44,7 @@ void expand(const BlockShape& s, const uint8_t* at, int groups, float* scales, f
             store(scales + g * PANEL + j, value);
             if constexpr (ZERO == PST_Z_U8) store(zeros + g * PANEL + j, (all(0.0f) - load_u8(zero)) * value);
             if constexpr (ZERO == PST_Z_F16_CODES) store(zeros + g * PANEL + j, (all(0.0f) - load_f16(halves(zero))) * value);
+            if constexpr (ZERO == PST_Z_BF16_CODES) store(zeros + g * PANEL + j, (all(0.0f) - load_bf16(halves(zero))) * value);
             if constexpr (ZERO == PST_Z_F16) store(zeros + g * PANEL + j, all(0.0f) - load_f16(halves(zero)));
             if constexpr (SUPER_ZEROS)
                 store(zeros + g * PANEL + j, (NIBBLES ? load_nibbles<4>(stored) : load_u8(zero)) * super_zero);
@@ -52,7 +53,7 @@ void expand(const BlockShape& s, const uint8_t* at, int groups, float* scales, f
 }
 
 using Expand = void (*)(const BlockShape&, const uint8_t*, int, float*, float*);
-constexpr int ZERO_KINDS = 5;
+constexpr int ZERO_KINDS = 6;
 
 template <int... I>
 Expand find(int index, std::integer_sequence<int, I...>) {

@@ -149,7 +149,7 @@ struct ProductTest {
             byte = uint8_t(dice.whole(0, m.code > PST_C_E4M3 ? 0x2f : (1 << BITS[m.code]) - 1 - (m.code == PST_C_E4M3)));
         for (size_t i = 0; i < bytes[1].size(); i++) {
             bytes[1][i] = uint8_t(m.scale <= PST_S_BF16 ? (i % 2 ? 0x3c : dice.whole(0, 255)) : dice.whole(1, 15));
-            bytes[3][i] = uint8_t(m.zero == PST_Z_F16 || m.zero == PST_Z_F16_CODES ? (i % 2 ? 0x38 : 0) : dice.whole(0, 15));
+            bytes[3][i] = uint8_t(m.zero == PST_Z_U8 || m.zero == PST_Z_U8_F16 ? dice.whole(0, 15) : (i % 2 ? 0x38 : 0));
             bytes[2][i] = bytes[4][i] = i % 2 ? 0x2c : 0;  // halves of 1/16
         }
         if (m.scale == PST_S_F32)

@@ -17,7 +17,7 @@ struct Codes {
     Bytes data;
 
     static int64_t item(int32_t scale) { return scale == PST_S_F32 ? 4 : scale <= PST_S_BF16 ? 2 : 1; }
-    static int64_t zero_item(int32_t zero) { return zero == PST_Z_F16 || zero == PST_Z_F16_CODES ? 2 : 1; }
+    static int64_t zero_item(int32_t zero) { return zero == PST_Z_U8 || zero == PST_Z_U8_F16 ? 1 : 2; }
     static int64_t block_bytes(int32_t code) {
         constexpr int64_t BYTES[] = {110, 98, 82, 74, 66, 50, 56, 54};
         return BYTES[code - PST_C_IQ3_S];
@@ -102,6 +102,7 @@ void test_blocks() {
         {PST_C_U6, 16, PST_S_I8_F16, PST_Z_NONE, 32}, {PST_C_U5, 32, PST_S_U8_F16, PST_Z_U8_F16, 0},
         {PST_C_U4, 32, PST_S_F16, PST_Z_NONE, 8},     {PST_C_U4, 128, PST_S_F16, PST_Z_F16_CODES, 0},
         {PST_C_U4, 0, PST_S_E8M0, PST_Z_F16, 0},      {PST_C_U3, 16, PST_S_F16, PST_Z_NONE, 4},
+        {PST_C_U3, 64, PST_S_BF16, PST_Z_BF16_CODES, 0},
         {PST_C_U2, 16, PST_S_U8_F16, PST_Z_U8_F16, 0}, {PST_C_U2, 256, PST_S_F16, PST_Z_NONE, 1},
         {PST_C_T4, 32, PST_S_E8M0, PST_Z_NONE, 0},    {PST_C_T4, 16, PST_S_E4M3, PST_Z_NONE, 0},
         {PST_C_F4, 64, PST_S_F32, PST_Z_NONE, 0},     {PST_C_E4M3, 128, PST_S_F32, PST_Z_NONE, 0},

@@ -132,10 +132,10 @@ class Blocks:
         zero = self.key[3]
         if self.zeros is None:
             return None, None
-        out = self.zeros.astype(np.float32)
+        out = widen(self.zeros) if zero == Zero.BF16_CODES else self.zeros.astype(np.float32)
         if self.super_zeros is not None:
             out = out * self._spread(self.super_zeros, out.shape[1])
-        return (out, None) if zero in (Zero.U8, Zero.F16_CODES) else (None, out)
+        return (out, None) if zero in (Zero.U8, Zero.F16_CODES, Zero.BF16_CODES) else (None, out)
 
     def _spread(self, supers: Array, groups: int) -> F32:
         return np.repeat(supers.astype(np.float32), 256 // self.key[1], axis=1)[:, :groups]
@@ -197,6 +197,8 @@ def random_blocks(seed: int, n: int, k: int, key: Key, **more: Any) -> Blocks:
         zeros = rng.integers(0, 1 << BITS[code], (n, groups)).astype(np.uint8)
     elif zero == Zero.F16_CODES:
         zeros = (rng.uniform(0, 1 << BITS[code], (n, groups))).astype(np.float16)
+    elif zero == Zero.BF16_CODES:
+        zeros = narrow(rng.uniform(0, 1 << BITS[code], (n, groups)).astype(np.float32))
     elif zero == Zero.F16:
         zeros = (0.1 * rng.standard_normal((n, groups))).astype(np.float16)
     elif zero == Zero.U8_F16:

@@ -31,6 +31,7 @@ FORMATS: dict[str, Key] = {
     "q4_1": (Code.U4, 32, Scale.F16, Zero.F16, 0),
     "gptq4": (Code.U4, 128, Scale.F16, Zero.U8, 0),
     "hqq4": (Code.U4, 64, Scale.F16, Zero.F16_CODES, 0),
+    "hqq4_bf16": (Code.U4, 64, Scale.BF16, Zero.BF16_CODES, 0),
     "row4": (Code.U4, 0, Scale.F16, Zero.F16, 0),
     "q3_k": (Code.U3, 16, Scale.I8_F16, Zero.NONE, 4),
     "gptq3": (Code.U3, 64, Scale.F16, Zero.U8, 0),

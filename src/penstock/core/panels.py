@@ -21,7 +21,7 @@ GRIDS = ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ
 _UINTS = (8, 6, 5, 4, 3, 2)
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "e4m3": "E4M3", "e8m0": "E8M0"}
 _CODE_BITS = {"T4": 4, "F4": 4, "E4M3": 8} | {f"U{bits}": bits for bits in _UINTS}
-_SHARED_BYTES = {"NONE": 0, "F32": 4, "F16": 2, "BF16": 2, "E4M3": 1, "E8M0": 1, "U8": 1, "F16_CODES": 2}
+_SHARED_BYTES = {"NONE": 0, "F32": 4, "F16": 2, "BF16": 2, "E4M3": 1, "E8M0": 1, "U8": 1, "F16_CODES": 2, "BF16_CODES": 2}
 _TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _MOST_POINT = 255
 ROW_BLOCKS = (32, 64, 128)
@@ -161,7 +161,7 @@ def _zero(format: MatrixFormat, scale: str) -> str | None:
         return "F16" if len(format.zeros) == 1 and first.dtype == "float16" else None
     if len(format.zeros) > 1:
         return None
-    if first.dtype == "float16":
-        return "F16_CODES"
+    if first.dtype in ("float16", "bfloat16"):
+        return f"{_FLOATS[first.dtype]}_CODES"
     # A zero point may be one more than the largest code.
     return None if first.dtype in _FLOATS else "U8" if 1 << format.bits <= _MOST_POINT else "F16_CODES"

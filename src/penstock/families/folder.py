@@ -73,9 +73,14 @@ def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) ->
     """How the weights are quantised as config.json (its `quantization_config` is taken out of it) or its companion
     says; None if they are not.
 
-    Raises UnsupportedError for a method, or a kind of one, whose weights cannot be read.
+    Raises UnsupportedError for a method, or a kind of one, whose weights cannot be read, ModelError for two at once.
     """
     given = [config.pop(name, None) for name in ("quantization_config", "compression_config")]
+    if all(given) and given[0] != given[1]:
+        raise ModelError(
+            f"config.json of {quoted(folder)} has a quantization_config and another compression_config; leave out the "
+            "one that does not describe its tensors"
+        )
     quantization: object = given[0] or given[1]
     where, told = "config.json", "quantization_config of config.json"
     if not quantization and "hf_quant_config.json" in names:

@@ -188,6 +188,15 @@ def test_a_config_that_says_another_method_than_the_tensors_are_is_refused(
     refusal(lambda: open_model(write(tmp_path / "m", Stored(config, stored.parts, stored.values))), MODULE, *says)
 
 
+def test_two_formats_at_once_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", CASES["gptq: 4 bits symmetric"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"compression_config": CASES[CT].config}))
+    refusal(lambda: open_model(folder), "quantization_config", "compression_config", "leave out")
+    (folder / "config.json").write_text(json.dumps(config | {"compression_config": config["quantization_config"]}))
+    assert LOGICAL in open_model(folder).stored, "the same twice is one"
+
+
 def test_scales_of_activations_beforehand_are_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", CASES["modelopt: nvfp4"], pre_quant_scale=torch.ones(64))
     refusal(lambda: open_model(folder), "pre_quant_scale", "AWQ", kind=UnsupportedError)

@@ -21,7 +21,7 @@ WANTED = {
     "GPTQ groups of 512": Panels("U4", 256, "F16", "U8"), "GPTQ whole rows": Panels("U4", 0, "F16", offset=8),
     "compressed-tensors int4": Panels("U4", 128, "BF16", "U8"), "FP8 block": Panels("E4M3", 128, "F32"),
     "FP8 tensor": Panels("E4M3", 0, "F32"), "bnb int8": Panels("U8", 0, "F32", offset=128),
-    "HQQ": Panels("U4", 64, "F16", "F16_CODES"),
+    "HQQ": Panels("U4", 64, "F16", "F16_CODES"), "HQQ of bfloat16": Panels("U4", 64, "BF16", "BF16_CODES"),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 8
+ABI = 9
 PANEL = 64
 
 
@@ -60,8 +60,9 @@ class Zero(IntEnum):
     NONE = 0
     U8 = 1
     F16_CODES = 2
-    F16 = 3
-    U8_F16 = 4
+    BF16_CODES = 3
+    F16 = 4
+    U8_F16 = 5
 
 
 class Act(IntEnum):

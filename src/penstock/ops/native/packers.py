@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 20
 """Codes that a thread has in hand at a time."""
 _TYPES: dict[str, npt.DTypeLike] = {
     "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "E4M3": np.uint8, "E8M0": np.uint8, "U8_F16": np.uint8,
-    "I8_F16": np.int8, "U8": np.uint8, "F16_CODES": np.float16,
+    "I8_F16": np.int8, "U8": np.uint8, "F16_CODES": np.float16, "BF16_CODES": np.uint16,
 }  # fmt: skip
 
 
