@@ -156,6 +156,11 @@ def row_numbers(rows: Rows) -> npt.NDArray[np.int64]:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
+def in_one_run(rows: Rows, columns: int) -> npt.NDArray[np.int64]:
+    """Where the numbers of these rows are if row lies behind row: [n, columns]."""
+    return row_numbers(rows)[:, None] * columns + np.arange(columns)
+
+
 Weight: TypeAlias = Array | StoredMatrix
 """float32, float16, bfloat16 bits (uint16), or, of a matrix, codes."""
 

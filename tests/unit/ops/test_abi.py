@@ -6,6 +6,7 @@ import ctypes as c
 from pathlib import Path
 
 import pytest
+from tools import grids
 from tools.abi import TARGET, bare, enums, functions, generated, structs
 
 from penstock.ops.native import abi
@@ -15,6 +16,10 @@ pytestmark = pytest.mark.skipif(not (Path(TARGET).parents[4] / "csrc").is_dir(),
 
 def test_the_binding_is_the_header_s() -> None:
     assert TARGET.read_text() == generated(), "run python tools/abi.py"
+
+
+def test_the_grids_of_the_kernels_are_those_of_the_reader() -> None:
+    assert grids.TARGET.read_text() == grids.generated(), "run python tools/grids.py"
 
 
 def test_what_it_understands_of_c() -> None:

@@ -20,7 +20,8 @@ from penstock.formats.tensor_ref import TensorRef
 _PACKING = {
     8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8",
 }  # fmt: skip
-_PER_UNIT = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
+PER_UNIT = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
+"""Bits -> codes in a byte (3 bits: in a word)."""
 _INTEGERS = {"I32": 4, "I64": 8, "U8": 1}
 _NOTES = (
     ".unpack_view_dtype", ".view_as_float", ".compute_dtype", ".offload_meta", ".encoded_state_dict",
@@ -63,8 +64,8 @@ class Hqq:
             raise ModelError(f"{module.where} has {n} x {k} numbers, which are no whole groups of {group}")
         groups = n * k // group
         tall, wide = (groups, group) if axis else (group, groups)
-        num_bytes = -(-tall // _PER_UNIT[bits]) * wide * (4 if bits == 3 else 1)
-        if ref.nbytes != num_bytes or (bits != 3 and tall % _PER_UNIT[bits]):
+        num_bytes = -(-tall // PER_UNIT[bits]) * wide * (4 if bits == 3 else 1)
+        if ref.nbytes != num_bytes or (bits != 3 and tall % PER_UNIT[bits]):
             raise ModelError(
                 f"{module.where} has {ref.nbytes} bytes; {num_bytes} are needed for {n} x {k} in groups of {group}"
             )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix, row_numbers
+from penstock.ops.stored import Rows, StoredMatrix, in_one_run
 from penstock.weights.stored.checks import NO_SCALES
 
 _CHUNK = 1 << 18
@@ -47,13 +47,8 @@ class TableMatrix(StoredMatrix):
         found = (self._pairs, self._absmax, self._table, self._nested, self._nested_table)
         return tuple(a for a in found if a is not None)
 
-    def _flat(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Where the numbers of these rows are in the run of all: [n, K]."""
-        which = row_numbers(rows)
-        return which[:, None] * self.shape[1] + np.arange(self.shape[1])
-
     def _codes(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        at = self._flat(rows)
+        at = in_one_run(rows, self.shape[1])
         pairs = self._pairs[at // 2]
         return np.where(at % 2 == 0, pairs >> 4, pairs & 15)
 
@@ -67,12 +62,10 @@ class TableMatrix(StoredMatrix):
         return out
 
     def _scales(self, rows: Rows) -> tuple[F32]:
-        which = row_numbers(rows)
-        per = self.shape[1] // self._block
-        return (self._largest(which[:, None] * per + np.arange(per)),)
+        return (self._largest(in_one_run(rows, self.shape[1] // self._block)),)
 
     def _values(self, rows: Rows) -> F32:
-        return self._table[self._codes(rows)] * self._largest(self._flat(rows) // self._block)
+        return self._table[self._codes(rows)] * self._largest(in_one_run(rows, self.shape[1]) // self._block)
 
     def fault(self) -> str | None:
         """See `StoredMatrix.fault`. Codes themselves are never wrong."""

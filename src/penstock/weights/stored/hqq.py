@@ -18,12 +18,11 @@ import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.families.checkpoint import Codes
-from penstock.ops.stored import Rows, StoredMatrix, as_numbers, row_numbers
+from penstock.families.quantization.hqq import PER_UNIT
+from penstock.ops.stored import Rows, StoredMatrix, as_numbers, in_one_run
 from penstock.weights.stored.checks import NO_SCALES
 
 _CHUNK = 1 << 18
-PER = {8: 1, 6: 1, 5: 1, 4: 2, 3: 10, 2: 4, 1: 8}
-"""Bits -> codes in a byte (3 bits: in a word)."""
 
 
 class HqqMatrix(StoredMatrix):
@@ -46,14 +45,9 @@ class HqqMatrix(StoredMatrix):
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         return self._packed, *self._shared
 
-    def _flat(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Where the numbers of these rows are in the run of all: [n, K]."""
-        which = row_numbers(rows)
-        return which[:, None] * self.shape[1] + np.arange(self.shape[1])
-
     def _codes(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        row, column = np.divmod(self._flat(rows), self._wide)
-        step, per = len(self._packed) // self._wide, PER[self._bits]
+        row, column = np.divmod(in_one_run(rows, self.shape[1]), self._wide)
+        step, per = len(self._packed) // self._wide, PER_UNIT[self._bits]
         part, row = np.divmod(row, step)
         bits = 8 if per == 1 else self._bits
         shift = ((per - 1 - part) * bits).astype(self._packed.dtype)
@@ -63,9 +57,7 @@ class HqqMatrix(StoredMatrix):
 
     def _of_groups(self, rows: Rows, part: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """What the groups of these rows have: [n, G]."""
-        which = row_numbers(rows)
-        per = self.shape[1] // self._wide
-        out: npt.NDArray[Any] = part[which[:, None] * per + np.arange(per)]
+        out: npt.NDArray[Any] = part[in_one_run(rows, self.shape[1] // self._wide)]
         return out
 
     def _scales(self, rows: Rows) -> tuple[npt.NDArray[Any]]:
@@ -75,7 +67,7 @@ class HqqMatrix(StoredMatrix):
         return (self._of_groups(rows, self._shared[1]),)
 
     def _values(self, rows: Rows) -> F32:
-        at = self._flat(rows)
+        at = in_one_run(rows, self.shape[1])
         group = at // self._wide if self._axis else at % self._wide
         scale, zero = (as_numbers(self._type, part)[group] for part in self._shared)
         return (self._codes(rows).astype(np.float32) - zero) * scale

@@ -2,7 +2,8 @@
 
 A grid is a set of points whose numbers each have one of a few levels, sorted by the number that their levels' indices
 are as digits, the first the lowest; so a bit for every possible point says all. The sets were found by search, not by a
-rule. Facts taken from `iq*_grid` of ggml-common.h, github.com/ggml-org/llama.cpp.
+rule. Facts taken from `iq*_grid` of ggml-common.h, github.com/ggml-org/llama.cpp. `csrc/src/grid_tables.h` is made of
+this by `tools/grids.py`.
 """
 
 from __future__ import annotations
