@@ -14,6 +14,7 @@ import pytest
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, Rope, weight_shapes
 from penstock.families.registry import open_model, read_spec
+from penstock.formats import gguf as gguf_format
 from penstock.formats.gguf import read_gguf
 from penstock.weights.load import load_weights
 from tests.ggml import F32, entry, gguf_bytes, stored_values, tensor_entry, text, typed, write_gguf
@@ -135,6 +136,18 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         refusal(lambda: read_gguf(path), "m.gguf", culprit, kind=UnsupportedError)
     path.write_bytes(raw([], [f32("x", (2,), 0, 200)], bytes(8)))
     refusal(lambda: read_gguf(path), "'x'", "type 200", kind=UnsupportedError)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 20, 100])
+def test_texts_are_the_same_wherever_a_buffer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    texts = ["a" * (i % 23) + "\u00e4" * (i % 3) for i in range(99)]
+    metadata = METADATA | {"x.texts": texts, "x.after": 7}
+    write_gguf(tmp_path / "m.gguf", metadata, {"x": ("F32", X)})
+    monkeypatch.setattr(gguf_format, "_BUFFER_BYTES", size)
+    assert read_gguf(tmp_path / "m.gguf").metadata == metadata
+    data = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(data.replace("\u00e4".encode(), b"\xff\xff", 1))
+    refusal(lambda: read_gguf(tmp_path / "m.gguf"), "x.texts", "not UTF-8")
 
 
 def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
