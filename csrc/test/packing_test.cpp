@@ -85,7 +85,7 @@ void refusals() {
     EXPECT(bytes(plain(PST_M_F32, 0), 0) == -1 && bytes(plain(PST_M_F32, 0), -8) == -1, "no columns");
     EXPECT(bytes(kind(PST_C_U4, 48, 0, 0), 96) == -1 && bytes(kind(PST_C_U4, -32, 0, 0), 96) == -1, "no such group");
     EXPECT(bytes(kind(-1, 32, 0, 0), 96) == -1 && bytes(kind(PST_C_TQ1_0 + 1, 0, 0, 0), 256) == -1, "no such code");
-    EXPECT(bytes(kind(PST_C_U4, 32, 7, 0), 96) == -1 && bytes(kind(PST_C_U4, 32, 0, 5), 96) == -1, "no such type");
+    EXPECT(bytes(kind(PST_C_U4, 32, 7, 0), 96) == -1 && bytes(kind(PST_C_U4, 32, 0, 6), 96) == -1, "no such type");
     EXPECT(bytes(kind(PST_C_U4, 0, PST_S_U8_F16, 0), 256) == -1, "supers without groups");
     EXPECT(bytes(kind(PST_C_IQ3_S, 0, 0, 0), 128) == -1, "half a block");
     EXPECT(bytes(kind(PST_C_IQ3_S, 0, PST_S_F16, 0), 256) == -1, "blocks have scales of their own");
