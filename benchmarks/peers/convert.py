@@ -225,7 +225,9 @@ def plan(model: str, form: str, place: Place) -> tuple[Path, Callable[[], Any]]:
         out, server = Path(f"{base}-{form}.gguf"), place.llama_server()
         if server is None:
             raise ValueError(f"{form} is made by llama.cpp's own llama-quantize, beside llama-server: build it first")
-        return out, lambda: _call([str(Path(server).with_name("llama-quantize")), f"{base}-bf16.gguf", str(out), form.upper()])
+        return out, lambda: _call(
+            [str(Path(server).with_name("llama-quantize")), f"{base}-bf16.gguf", str(out), form.upper()]
+        )
     if tool == "vllm" and precision in ("int8", "w4a16"):
         out = Path(f"{base}-{precision}")
         return out, lambda: to_compressed(folder, out, precision)

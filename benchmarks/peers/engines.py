@@ -20,7 +20,7 @@ ROOT = HERE.parents[1]
 GGUF = {"q8_0": 8, "q6_k": 6, "q4_0": 4, "q4_k_m": 4, "iq4_xs": 4}
 """Formats of GGUF files `<model>-<format>.gguf` that several engines read as they are, and their bits."""
 CODES = {"gptq4": 4, "gptq4-order": 4, "awq4": 4}
-"""Checkpoints `<model>-<form>` of codes, groups of 128; `-order`: GPTQ's inputs are shuffled among the groups (desc_act)."""
+"""Checkpoints `<model>-<form>` of codes in groups of 128; `-order`: of GPTQ with desc_act, inputs in no order."""
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "w4a16": 4} | GGUF | CODES
 """What a precision is compared with: others of as many bits."""
 _COMPILED = 2 << 30

@@ -35,7 +35,7 @@ On the random qwen2.5-0.5b, 64 tokens: bfloat16 products reach 0.005; 8-bit weig
 below on average and 2.5 at least. So at 4 bits only the average tells right from wrong; at 8 and 16 every token does.
 """
 STORED_BITS = 8
-"""Tokens of stored formats are held against what the codes stand for, so only an engine's activations may be rounded."""
+"""Tokens of stored formats are held against what their codes stand for: only activations may be rounded."""
 CHECKED = ("W0", "W1", "W3", "W4")
 """Workloads whose answers are long enough; of each, the first repeat that is there."""
 

@@ -14,9 +14,9 @@ from benchmarks.peers.convert import gguf_name
 from benchmarks.peers.reference import F32, Reference
 
 _GGUF_CONFIG = {
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "rope_theta": "rope.freq_base",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }  # fmt: skip
 
 

@@ -94,7 +94,9 @@ async def test_an_engine_under_constant_load_keeps_nothing() -> None:
 
     await round_of(ROUND)
     rounds = [await round_of(ROUND) for _ in range(3)]
-    while len(rounds) < 8 and kept(rounds)[1] >= ROUND // 2:  # a leak is there every time; those that were under way, not
+    while (
+        len(rounds) < 8 and kept(rounds)[1] >= ROUND // 2
+    ):  # a leak is there every time; those that were under way, not
         rounds.append(await round_of(ROUND))
     more, blocks = kept(rounds)
     ended.set()

@@ -1,7 +1,7 @@
 """llama.cpp through its own server: token ids to /completion, tokens back as a stream.
 
-Options: `server` (the binary), `slots`, `context`, `is_ik` (ik_llama.cpp's server, which has fewer switches, divides the
-context among the slots, and names tokens only after the change that README.md makes). The model is `<model>-<precision>.gguf` beside the folder.
+Options: `server` (the binary), `slots`, `context`, `is_ik` (ik_llama.cpp's server, which divides the context among the
+slots, and names tokens only after the change that README.md makes). The model is `<model>-<precision>.gguf`.
 """
 
 from __future__ import annotations
