@@ -65,7 +65,8 @@ def test_penstock_and_the_reference_read_the_same_checkpoint(small: Place, form:
     reference = CodesReference(folder)
 
     def verdict(path: Path) -> dict[str, Any]:
-        return refcheck.check(reference, list(zip(prompts, answers(path, prompts), strict=True)), refcheck.bits_of(form))
+        found = list(zip(prompts, answers(path, prompts), strict=True))
+        return refcheck.check(reference, found, refcheck.bits_of(form))
 
     right, other = verdict(folder), verdict(small.model("small"))
     assert right["ok"]
