@@ -1,8 +1,8 @@
 """A checkpoint of `make_models` in the forms that peers read.
 
-    python -m benchmarks.peers.convert qwen2.5-0.5b --to gguf,q8_0,q4_0,vllm-int8,vllm-w4a16,ov-bf16,ov-int8,ort-int4
+    python -m benchmarks.peers.convert qwen2.5-0.5b --to gguf,q8_0,q4_0,gptq4,awq4,vllm-int8,ov-bf16,ov-int8,ort-int4
 
-GGUF and vLLM's compressed tensors are written here; block formats, OpenVINO and ONNX by the peers' own converters.
+GGUF, compressed tensors, GPTQ and AWQ are written here; block formats, OpenVINO and ONNX by the peers' own converters.
 What exists is not made again.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from benchmarks.peers.engines import Place, default_place, environment
+from benchmarks.peers.codes import to_codes
+from benchmarks.peers.engines import CODES, GGUF, Place, default_place, environment
 from benchmarks.peers.make_models import write_safetensors
 from benchmarks.peers.reference import F32, Reference
 
@@ -220,14 +221,19 @@ def plan(model: str, form: str, place: Place) -> tuple[Path, Callable[[], Any]]:
     if form == "gguf":
         out = Path(f"{base}-bf16.gguf")
         return out, lambda: to_gguf(folder, out)
-    if form in ("q8_0", "q4_0"):
+    if form in GGUF:
         out, server = Path(f"{base}-{form}.gguf"), place.llama_server()
         if server is None:
             raise ValueError(f"{form} is made by llama.cpp's own llama-quantize, beside llama-server: build it first")
-        return out, lambda: _call([str(Path(server).with_name("llama-quantize")), f"{base}-bf16.gguf", str(out), form])
+        return out, lambda: _call(
+            [str(Path(server).with_name("llama-quantize")), f"{base}-bf16.gguf", str(out), form.upper()]
+        )
     if tool == "vllm" and precision in ("int8", "w4a16"):
         out = Path(f"{base}-{precision}")
         return out, lambda: to_compressed(folder, out, precision)
+    if form in CODES:
+        out = Path(f"{base}-{form}")
+        return out, lambda: to_codes(folder, out, form)
     if tool == "ov" and precision in ("bf16", "int8", "int4"):
         out = Path(f"{base}-{form}")
         how = {"bf16": ["fp16"], "int8": ["int8"], "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"]}

@@ -17,7 +17,11 @@ from benchmarks.peers.workloads import HIGHEST_ID
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BITS = {"fp32": 32, "bf16": 16, "int8": 8, "q8_0": 8, "int4": 4, "q4_0": 4, "w4a16": 4}
+GGUF = {"q8_0": 8, "q6_k": 6, "q4_0": 4, "q4_k_m": 4, "iq4_xs": 4}
+"""Formats of GGUF files `<model>-<format>.gguf` that several engines read as they are, and their bits."""
+CODES = {"gptq4": 4, "gptq4-order": 4, "awq4": 4}
+"""Checkpoints `<model>-<form>` of codes in groups of 128; `-order`: of GPTQ with desc_act, inputs in no order."""
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "w4a16": 4} | GGUF | CODES
 """What a precision is compared with: others of as many bits."""
 _COMPILED = 2 << 30
 
@@ -42,19 +46,22 @@ class Engine:
 ENGINES = {
     e.name: e
     for e in (
-        Engine("penstock", "penstock_.py", ("bf16", "int8", "int4", "fp32"), "penstock"),
-        Engine("vllm", "vllm_.py", ("bf16", "int8", "w4a16"), "vllm", "{model}{-precision}",
+        Engine("penstock", "penstock_.py", ("bf16", "int8", "int4", "fp32", *GGUF, *CODES), "penstock"),
+        Engine("vllm", "vllm_.py", ("bf16", "int8", "w4a16", *CODES), "vllm", "{model}{-precision}",
                {"VLLM_CPU_KVCACHE_SPACE": "1"}, 1.5, _COMPILED),
-        Engine("openvino", "openvino_.py", ("bf16", "int8", "int4"), "openvino_genai", "{model}-ov-{precision}",
+        Engine("openvino", "openvino_.py", ("bf16", "int8", "int4", *GGUF), "openvino_genai", "{model}-ov-{precision}",
                {}, 1.6, _COMPILED),
         Engine("onnxruntime", "onnxruntime_.py", ("int4",), "onnxruntime_genai", "{model}-ort-{precision}",
                {}, 1.5, 6 * _COMPILED),
-        Engine("llamacpp", "llamacpp.py", ("bf16", "q8_0", "q4_0"), "", "{model}-{precision}.gguf", {}, 1.1),
-        Engine("llama-lib", "ggml_.py", ("bf16", "q8_0", "q4_0"), "llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
-        Engine("ik", "ggml_.py", ("bf16", "q8_0", "q4_0"), "ik_llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("llamacpp", "llamacpp.py", ("bf16", *GGUF), "", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("ik-server", "llamacpp.py", ("bf16", *GGUF), "", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("llama-lib", "ggml_.py", ("bf16", *GGUF), "llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
+        Engine("ik", "ggml_.py", ("bf16", *GGUF), "ik_llama_cpp", "{model}-{precision}.gguf", {}, 1.1),
         Engine("fake", "fake.py", ("bf16", "int8"), "", "", {}, 0.0, 1 << 20),
     )
 }  # fmt: skip
+SERVERS = {"llamacpp": "LLAMA_SERVER", "ik-server": "IK_LLAMA_SERVER"}
+"""Engines that are asked over HTTP -> the variable that names their binary."""
 ANCHORS = ("openvino:bf16", "llamacpp:bf16", "vllm:bf16", "penstock:bf16")
 """The first one that is there runs in every group, so that groups can be told apart from the machine's moods."""
 
@@ -96,14 +103,16 @@ class Place:
 
     def python(self, engine: str) -> Path:
         """The interpreter of an engine; ours runs Penstock and what needs nothing but Python."""
-        return Path(sys.executable) if engine in ("penstock", "llamacpp", "fake") else (
+        return Path(sys.executable) if engine in ("penstock", "llamacpp", "ik-server", "fake") else (
             self.folder / "venv" / engine / "bin" / "python"
         )  # fmt: skip
 
-    def llama_server(self) -> str | None:
-        built = self.folder / "llama.cpp" / "build" / "bin" / "llama-server"
-        given = os.environ.get("LLAMA_SERVER") or (str(built) if built.exists() else None)
-        return given or shutil.which("llama-server")
+    def llama_server(self, engine: str = "llamacpp") -> str | None:
+        """The server's binary: of llama.cpp, or of ik_llama.cpp (`ik-server`)."""
+        tree = "llama.cpp" if engine == "llamacpp" else "ik_llama.cpp"
+        built = self.folder / tree / "build" / "bin" / "llama-server"
+        given = os.environ.get(SERVERS[engine]) or (str(built) if built.exists() else None)
+        return given or (shutil.which("llama-server") if engine == "llamacpp" else None)
 
     def model(self, name: str) -> Path:
         """A model by its name in `models/`, or by a path."""
@@ -133,8 +142,8 @@ def problem(spec: Spec, model: str, place: Place) -> str | None:
         return f"{spec}: not installed (there is no {python}); see benchmarks/peers/README.md"
     if engine.module and not _can_import(python, engine.module):
         return f"{spec}: {python} cannot import {engine.module}"
-    if spec.engine == "llamacpp" and place.llama_server() is None:
-        return f"{spec}: there is no llama-server; build it, or name it with LLAMA_SERVER"
+    if spec.engine in SERVERS and place.llama_server(spec.engine) is None:
+        return f"{spec}: there is no llama-server; build it, or name it with {SERVERS[spec.engine]}"
     needed = needed_path(spec, model, place)
     if needed is not None and not needed.exists():
         return f"{spec}: {needed} is missing; make it with benchmarks.peers.make_models or .convert"
@@ -145,6 +154,8 @@ def needed_path(spec: Spec, model: str, place: Place) -> Path | None:
     pattern = ENGINES[spec.engine].needs
     if not pattern:
         return None
+    if spec.precision in GGUF | CODES:
+        pattern = "{model}-{precision}" + ".gguf" * (spec.precision in GGUF)
     suffix = "" if spec.precision == "bf16" else f"-{spec.precision}"
     text = pattern.replace("{-precision}", suffix).replace("{precision}", spec.precision)
     return Path(text.replace("{model}", str(place.model(model))))
@@ -172,8 +183,8 @@ def highest_id(model: str, place: Place) -> int:
 def options_of(spec: Spec, place: Place, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What an adapter is told besides: what the user gave for the engine, then for this precision."""
     own: dict[str, Any] = {}
-    if spec.engine == "llamacpp":
-        own["server"] = place.llama_server()
+    if spec.engine in SERVERS:
+        own = {"server": place.llama_server(spec.engine), "is_ik": spec.engine == "ik-server"}
     return own | given.get(spec.engine, {}) | given.get(str(spec), {})
 
 

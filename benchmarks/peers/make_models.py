@@ -87,7 +87,7 @@ def write_safetensors(path: Path, tensors: Iterator[tuple[str, tuple[int, ...], 
     """`tensors`: (name, shape, type, function that makes the bytes). One tensor is in memory at a time."""
     listed, header, at = list(tensors), {}, 0
     for name, shape, kind, _ in listed:
-        size = int(np.prod(shape)) * {"BF16": 2, "F32": 4, "I8": 1, "I32": 4, "I64": 8}[kind]
+        size = int(np.prod(shape)) * {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "I32": 4, "I64": 8}[kind]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()

@@ -54,11 +54,11 @@ def command(spec: Spec, model: str, place: Place, port: int, threads: int, more:
     path = str(needed_path(spec, model, place))
     match spec.engine:
         case "penstock":
-            dtype, quantization = PENSTOCK_FORMATS[spec.precision]
-            return [
-                sys.executable, "-m", "penstock.cli.main", "serve", path, "--port", str(port), "--dtype", dtype,
-                "--quantization", quantization, *more,
-            ]  # fmt: skip
+            words = [sys.executable, "-m", "penstock.cli.main", "serve", path, "--port", str(port)]
+            if spec.precision in PENSTOCK_FORMATS:
+                dtype, quantization = PENSTOCK_FORMATS[spec.precision]
+                words += ["--dtype", dtype, "--quantization", quantization]
+            return [*words, *more]
         case "vllm":
             return [
                 str(place.python("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--port",

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.peers.engines import BITS, Place, default_place, highest_id
+from benchmarks.peers.engines import BITS, CODES, GGUF, Place, Spec, default_place, highest_id, needed_path
 from benchmarks.peers.reference import Reference
 from benchmarks.peers.results import Entry, Results, opened
+from benchmarks.peers.stored_reference import CodesReference, GgufReference
 from benchmarks.peers.workloads import workload
 from rich.console import Console
 
@@ -33,6 +34,8 @@ On the random qwen2.5-0.5b, 64 tokens: bfloat16 products reach 0.005; 8-bit weig
 (0.016 on average); 4-bit weights in groups of 32, the head too, 2.5 (0.96 on average); tokens drawn at random lie 4.4
 below on average and 2.5 at least. So at 4 bits only the average tells right from wrong; at 8 and 16 every token does.
 """
+STORED_BITS = 8
+"""Tokens of stored formats are held against what their codes stand for: only activations may be rounded."""
 CHECKED = ("W0", "W1", "W3", "W4")
 """Workloads whose answers are long enough; of each, the first repeat that is there."""
 
@@ -71,7 +74,7 @@ def check(reference: Reference, requests: Sequence[tuple[list[int], list[int]]],
 def check_all(results: Results, place: Place, console: Console) -> int:
     """Check every engine that has tokens and no verdict on them yet; returns how many are wrong."""
     there = results.latest("check")
-    references: dict[str, Reference | str] = {}
+    references: dict[tuple[str, str], Reference | str] = {}
     num_wrong = 0
     for (engine, precision, model), requests in samples(results.entries, place).items():
         tokens = hashlib.sha256(json.dumps(requests).encode()).hexdigest()[:16]
@@ -79,11 +82,13 @@ def check_all(results: Results, place: Place, console: Console) -> int:
         found = there.get(key)
         if found is None:
             try:
-                reference = references.setdefault(model, _open(model, place))
+                if (at := (model, precision if precision in GGUF | CODES else "")) not in references:
+                    references[at] = _open(Spec(engine, precision), model, place)
+                reference = references[at]
                 if isinstance(reference, str):
                     verdict: dict[str, Any] = {"ok": None, "why": reference}
                 else:
-                    verdict = check(reference, requests, BITS[precision])
+                    verdict = check(reference, requests, bits_of(precision))
             except (IndexError, ValueError) as error:  # ids that no vocabulary has
                 verdict = {"ok": False, "why": str(error), "wrong": 1}
             found = {
@@ -106,10 +111,20 @@ def _sentence(found: Entry) -> str:
     )
 
 
-def _open(model: str, place: Place) -> Reference | str:
+def bits_of(precision: str) -> int:
+    """Which bounds hold."""
+    return STORED_BITS if precision in GGUF | CODES else BITS[precision]
+
+
+def _open(spec: Spec, model: str, place: Place) -> Reference | str:
+    path = needed_path(spec, model, place)
     try:
+        if path is not None and spec.precision in GGUF:
+            return GgufReference(path)
+        if path is not None and spec.precision in CODES:
+            return CodesReference(path)
         return Reference(place.model(model))
-    except (OSError, ValueError, KeyError) as error:
+    except (ImportError, OSError, ValueError, KeyError) as error:
         return str(error)
 
 

@@ -41,16 +41,20 @@ class Reference:
         self.header = json.loads(self._data[8 : 8 + size].tobytes())
         self._start = 8 + size
 
-    def weight(self, name: str) -> F32:
-        """A tensor, widened. Raises KeyError."""
+    def raw(self, name: str) -> npt.NDArray[Any]:
+        """A tensor as it is stored, bfloat16 as its bits. Raises KeyError."""
         entry = self.header[name]
         begin, end = (self._start + at for at in entry["data_offsets"])
-        raw = self._data[begin:end].tobytes()  # a copy: the file's own offsets need not be aligned
-        if entry["dtype"] == "BF16":
-            wide = np.frombuffer(raw, np.uint16).astype(np.uint32) << np.uint32(16)
-            return wide.view(np.float32).reshape(entry["shape"])
-        kind = {"F32": np.float32, "F16": np.float16}[entry["dtype"]]
-        return np.frombuffer(raw, kind).astype(np.float32).reshape(entry["shape"])
+        kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I32": np.int32}[entry["dtype"]]
+        data = self._data[begin:end].tobytes()  # a copy: the file's own offsets need not be aligned
+        return np.frombuffer(data, kind).reshape(entry["shape"])
+
+    def weight(self, name: str) -> F32:
+        """A tensor, widened. Raises KeyError."""
+        values = self.raw(name)
+        if values.dtype == np.uint16:
+            return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return values.astype(np.float32)
 
     def scores(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scores]:
         """For each (prompt, generated tokens): every generated token, given all tokens before it as they were."""

@@ -1,4 +1,4 @@
-"""The same GGUF file in Penstock, llama.cpp and ik_llama.cpp, in turns: prompts, decoding, memory, and the tokens.
+"""The same GGUF file in Penstock, llama.cpp, ik_llama.cpp and OpenVINO, in turns: prompts, decoding, memory, tokens.
 
     python -m benchmarks.peers.stored_formats --files a.gguf b.gguf --pairs 7 --out formats.json
 
@@ -49,6 +49,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama.cpp": ("llama-lib", {"slots": 1, "prefix_cache": False}),
     "ik": ("ik", {"slots": 1, "prefix_cache": False}),
     "ik-repacked": ("ik", {"slots": 1, "prefix_cache": False, "model": {"repack_tensors": True, "use_mmap": False}}),
+    "openvino": ("openvino", {"prefix_cache": False}),
 }
 """Name -> (the engine of engines.py, what its adapter is told)."""
 

@@ -1,6 +1,7 @@
 """llama.cpp through its own server: token ids to /completion, tokens back as a stream.
 
-Options: `server` (the binary), `slots`, `context`. The model is `<model>-<precision>.gguf` beside the folder.
+Options: `server` (the binary), `slots`, `context`, `is_ik` (ik_llama.cpp's server, which divides the context among the
+slots, and names tokens only after the change that README.md makes). The model is `<model>-<precision>.gguf`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from peer_worker import Engine, Recorder, Request, file_bytes, serve
 
+LLAMA_CPP, IK = ("--kv-unified", "--no-webui"), ("--webui", "none", "--flash-attn", "off")
 UNKNOWN = -1
 """Stands for a token that the server counted but never named: one whose text is not whole yet."""
 
@@ -32,8 +34,8 @@ class LlamaCpp(Engine):
             self.port = free.getsockname()[1]
         self.server = subprocess.Popen(
             [binary, "-m", str(file), "--port", str(self.port), "-t", str(threads), "-tb", str(threads),
-             "-np", str(slots), "-c", str(options.get("context", 32768)), "--kv-unified", "-b", "2048", "-ub", "512",
-             "--threads-http", str(slots + 8), "--no-webui"],
+             "-np", str(slots), "-c", str(options.get("context", 32768)), "-b", "2048", "-ub", "512",
+             "--threads-http", str(slots + 8), *(IK if options.get("is_ik") else LLAMA_CPP)],
             stdin=subprocess.DEVNULL, stdout=sys.stderr,
         )  # fmt: skip
         self.weight_bytes = file_bytes(file)

@@ -1,6 +1,7 @@
 """OpenVINO GenAI's continuous batching pipeline, stepped by hand so that every token has its time.
 
-The model is the folder `<model>-ov-<precision>` from `optimum-cli export openvino`. Options: `cache_gib`.
+The model is the folder `<model>-ov-<precision>` from `optimum-cli export openvino`, or a GGUF file, which this engine
+reads, too: `<model>-<precision>.gguf`, or the model itself. Options: `cache_gib`, `prefix_cache` (true if not said).
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ class OpenVino(Engine):
     def start(self, model: str, precision: str, threads: int, options: dict[str, Any]) -> None:
         import openvino_genai as genai
 
-        folder = Path(f"{model}-ov-{precision}")
+        given = [Path(model), Path(f"{model}-{precision}.gguf")]
+        file = next((path for path in given if path.suffix == ".gguf" and path.is_file()), None)
+        source = file or Path(f"{model}-ov-{precision}")
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = int(options.get("cache_gib", 1))
         scheduler.max_num_batched_tokens = 2048
         scheduler.max_num_seqs = 64
-        scheduler.enable_prefix_caching = True
+        scheduler.enable_prefix_caching = bool(options.get("prefix_cache", True))
         self.genai = genai
         self.pipe = genai.ContinuousBatchingPipeline(
-            str(folder), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "CACHE_DIR": ""}
+            str(source), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads, "CACHE_DIR": ""}
         )
         self.version = str(genai.__version__)
-        self.weight_bytes = file_bytes(folder / "openvino_model.bin")
+        self.weight_bytes = file_bytes(file or source / "openvino_model.bin")
         self.count = 0
 
     def _config(self, new: int) -> Any:

@@ -1,6 +1,7 @@
 """Penstock in this process, through `penstock.LLM`. Options are settings of the engine (`{"ops": "blas"}`).
 
-The precision `stored` leaves to Penstock what it makes of the file.
+The precision `stored` leaves to Penstock what it makes of the file; so do formats of GGUF, for `<model>-<format>.gguf`,
+and those of `CODES`, for the folder `<model>-<form>`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantization": "int8-w8a8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4-w4a8:128"},
 }
+CODES = ("gptq4", "gptq4-order", "awq4")
+
+
+def path_of(model: str, precision: str) -> str:
+    """What is loaded."""
+    if precision in PRECISIONS:
+        return model
+    return f"{model}-{precision}" + ("" if precision in CODES else ".gguf")
 
 
 def _commit() -> str:
@@ -35,7 +44,7 @@ class Penstock(Engine):
         from penstock.config import SETTINGS
         from penstock.launch.llm import LLM
 
-        wanted = PRECISIONS[precision] | options
+        wanted = PRECISIONS.get(precision, {}) | options
         known = set(SETTINGS)
         missing = sorted(set(wanted) - known)
         if missing:
@@ -43,7 +52,7 @@ class Penstock(Engine):
         for name in ("threads", "num_threads"):
             if name in known:
                 wanted.setdefault(name, threads)
-        self.llm = LLM(model, skip_tokenizer_init=True, **wanted)
+        self.llm = LLM(path_of(model, precision), skip_tokenizer_init=True, **wanted)
         self.version = f"{__version__} {_commit()}".strip()
         plan, spec = self.llm.engine.plan, self.llm.engine.spec
         # What one token reads: of a tied embedding beside its quantised form, a row.
