@@ -102,7 +102,9 @@ def llama_cpp(python: str, model: str, ids: Sequence[Sequence[int]], new: int) -
     return found
 
 
-def judged(exact: Logits, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], near: float) -> dict[str, Any]:
+def judged(
+    exact: Logits, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], near: float
+) -> dict[str, Any]:
     """The first difference of two texts; {} where there is none."""
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
     if at is None:

@@ -68,7 +68,6 @@ class Model:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         self.seen = 0
 
-
     def followed(self, last: Any, count: int) -> list[int]:
         """The `count` likeliest tokens, each behind the one before; `last`: logits [V] behind what is seen."""
         tokens: list[int] = []
