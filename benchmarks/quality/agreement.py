@@ -2,6 +2,7 @@
 
     LLAMA_CPP_LIB_PATH=BUILD/bin PYTHONPATH=. python benchmarks/quality/agreement.py MODEL.gguf [MODEL.gguf ...]
         --llama-cpp PYTHON --raw FILE [FILE ...] --chat FILE.jsonl [FILE.jsonl ...] [--prompts 50] [--out FILE.json]
+        [--settings '{"activation_quantization": "none"}' --again RESULT.json]
 
 Both continue the same token ids by `--new` tokens and go on behind ends of texts. Half of the prompts are questions in
 the model's chat template (the first of `turns`, `question`, `prompt` or `text` of a line), half the beginnings of
@@ -10,7 +11,8 @@ passages, cut to 48 tokens; all are passages where the file has no template.
 Two engines that round differently part where two tokens are nearly as likely, and what follows is another text. So a
 text is judged once: at its first difference, by what float32 expects there (the file's weights as they are,
 activations, keys and values in float32). Where its two best logits are at most `--near` apart, either token is right.
-Elsewhere the difference *counts*, and the table tells whose token is float32's own.
+Elsewhere the difference *counts*, and the table tells whose token is float32's own. `--again` takes llama.cpp's texts from
+an earlier result, for other settings of Penstock on the same prompts.
 """
 
 from __future__ import annotations
@@ -102,6 +104,16 @@ def llama_cpp(python: str, model: str, ids: Sequence[Sequence[int]], new: int) -
     return found
 
 
+def earlier(result: Path | None, model: str, ids: Sequence[Sequence[int]], new: int) -> list[list[int]]:
+    """llama.cpp's texts of a result; none where it has not this file with these prompts."""
+    found = [] if result is None else json.loads(result.read_text())["models"]
+    for one in found:
+        theirs = [text[THEIRS] for text in one["texts"]]
+        if one["model"] == Path(model).name and [t["prompt"] for t in one["texts"]] == [*map(list, ids)]:
+            return theirs if all(len(text) == new for text in theirs) else []
+    return []
+
+
 def judged(
     exact: Logits, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], near: float
 ) -> dict[str, Any]:
@@ -136,7 +148,7 @@ def of_model(model: str, args: argparse.Namespace) -> dict[str, Any]:
     ours = greedy(llm, ids, args.new)
     llm.engine.core.executor.close()
     del llm
-    theirs = llama_cpp(args.llama_cpp, model, ids, args.new)
+    theirs = earlier(args.again, model, ids, args.new) or llama_cpp(args.llama_cpp, model, ids, args.new)
     exact = penstock(model, FLOAT32, max_model_len=512)
     texts = []
     for (kind, prompt), mine, other in zip(asked, ours, theirs, strict=True):
@@ -149,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL.gguf")
     parser.add_argument("--llama-cpp", metavar="PYTHON", required=True, help="one that has llama-cpp-python")
+    parser.add_argument("--again", type=Path, metavar="RESULT.json")
     parser.add_argument("--raw", nargs="+", type=Path, required=True, help=".txt, or .jsonl as deviation.py reads it")
     parser.add_argument("--chat", nargs="+", type=Path, default=[])
     parser.add_argument("--prompts", type=int, default=50)

@@ -4,9 +4,9 @@
         [--schemes int8-w8a8,int4-w4a8:128] [--speeds STORED-FORMATS.json ...] [--markdown PAGE.md]
 
 ORIGINAL is what everything is compared with: its own weights, activations, keys and values in float32. Rows of the
-table are the original as it is served, the same model in other formats (`benchmarks.peers.requantise` makes such files),
-and the original under `--quantization` of each of `--schemes`. One row is measured at a time and kept in `--out` at once;
-a run that was stopped goes on there. `--kept` is a folder that keeps the reference's logits beyond the run.
+table are the original as it is served, the same model in other formats (`benchmarks.peers.requantise` makes such
+files), and the original under `--quantization` of each of `--schemes`. One row is measured at a time and kept in
+`--out` at once; a run that was stopped goes on there. `--kept`: a folder that keeps the reference's logits, too.
 
 *resident*: what a second start adds to the process's memory (`engine/resident.py`). *exact*: whether the values that
 Penstock decodes are bit for bit those that the gguf package decodes, of the first rows of one matrix of every block

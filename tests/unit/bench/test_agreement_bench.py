@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.quality import agreement
-from benchmarks.quality.agreement import NEITHER, OURS, THEIRS, drawn, judged, prompts, questions, raw_ids, row
+from benchmarks.quality.agreement import NEITHER, OURS, THEIRS, drawn, earlier, judged, prompts, questions, raw_ids, row
 
 from penstock import LLM
 
@@ -105,3 +105,12 @@ def test_tokens_of_llama_cpp_come_from_its_process(tmp_path: Path, monkeypatch: 
     echo.write_text("")
     with pytest.raises(SystemExit, match="gave no tokens of m"):
         agreement.llama_cpp(sys.executable, "m", [[1, 2]], 2)
+
+
+def test_an_earlier_result_is_taken_for_the_same_prompts_only(tmp_path: Path) -> None:
+    result = tmp_path / "r.json"
+    texts = [{"prompt": [1, 2], THEIRS: [5, 6]}, {"prompt": [3], THEIRS: [7, 8]}]
+    result.write_text(json.dumps({"models": [{"model": "m.gguf", "texts": texts}]}))
+    assert earlier(result, "folder/m.gguf", [(1, 2), (3,)], 2) == [[5, 6], [7, 8]]
+    assert earlier(result, "n.gguf", [[1, 2], [3]], 2) == earlier(result, "m.gguf", [[1, 2], [4]], 2) == []
+    assert earlier(result, "m.gguf", [[1, 2], [3]], 3) == earlier(None, "m.gguf", [[1, 2], [3]], 2) == []
