@@ -11,8 +11,8 @@ passages, cut to 48 tokens; all are passages where the file has no template.
 Two engines that round differently part where two tokens are nearly as likely, and what follows is another text. So a
 text is judged once: at its first difference, by what float32 expects there (the file's weights as they are,
 activations, keys and values in float32). Where its two best logits are at most `--near` apart, either token is right.
-Elsewhere the difference *counts*, and the table tells whose token is float32's own. `--again` takes llama.cpp's texts from
-an earlier result, for other settings of Penstock on the same prompts.
+Elsewhere the difference *counts*, and the table tells whose token is float32's own. `--again` takes llama.cpp's texts
+from an earlier result, for other settings of Penstock on the same prompts.
 """
 
 from __future__ import annotations
