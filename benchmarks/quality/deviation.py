@@ -92,9 +92,9 @@ class Exact:
         }
 
 
-def penstock(model: str, settings: Mapping[str, str]) -> Logits:
+def penstock(model: str, settings: Mapping[str, str], max_model_len: int = 256) -> Logits:
     """As the engine would serve it; rows of a prompt have the bits that they have in every batch."""
-    loaded = load(from_kwargs(model=model, ops="native", max_model_len=256, threads=1, **settings))
+    loaded = load(from_kwargs(model=model, ops="native", max_model_len=max_model_len, threads=1, **settings))
     return make_scorer(loaded, parse_scheme("none")).logits
 
 

@@ -4,7 +4,8 @@ Runs in an environment of its own that has `llama-cpp-python` and numpy (LLAMA_C
 build of the library). `python llama_cpp_logits.py MODEL OUT.npz --ids 1,5,9 [--greedy 64]` writes `logits` [T, V] of
 the ids and `tokens`, those that follow them. Keys and values are float32, and attention is the plain one, unless `--kv
 default` leaves both to llama.cpp. `MODEL OUT.npy --stream` reads lines of ids instead and writes the logits of each
-anew, then "done". Exits with 3 if llama.cpp refuses the file.
+anew, then "done"; with `--greedy 64` and without OUT it prints the ids that follow each, separated by commas. Texts are
+at most as long as `--length`, without it as the first of them. Exits with 3 if llama.cpp refuses the file.
 """
 
 from __future__ import annotations
@@ -67,41 +68,51 @@ class Model:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
         self.seen = 0
 
+    def followed(self, last: Any, count: int) -> list[int]:
+        """The `count` likeliest tokens, each behind the one before; `last`: logits [V] behind what is seen."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            tokens.append(int(last.argmax()))
+            if len(tokens) < count:
+                last = self.step(tokens[-1:])[0]
+        return tokens
 
-def stream(path: str, out: str, kv: str) -> None:
-    """Texts of the standard input, at most as long as the first, one a line."""
+
+def stream(path: str, out: str | None, kv: str, length: int, greedy: int) -> None:
+    """Texts of the standard input, one a line."""
     model: Model | None = None
     for line in sys.stdin:
         ids = [int(part) for part in line.split(",")]
         if model is None:
-            model = Model(path, len(ids) + 8, kv)
+            model = Model(path, max(length, len(ids)) + greedy + 8, kv)
         model.forget()
-        np.save(out, model.step(ids))
-        print("done", flush=True)
+        logits = model.step(ids)
+        if out is not None:
+            np.save(out, logits)
+        print(*model.followed(logits[-1], greedy) if greedy else ["done"], sep=",", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("out")
+    parser.add_argument("out", nargs="?")
     parser.add_argument("--ids", help="token ids, separated by commas")
     parser.add_argument("--stream", action="store_true", help="texts from the standard input")
     parser.add_argument("--kv", choices=("float32", "default"), default="float32")
     parser.add_argument("--greedy", type=int, default=0, help="tokens to add")
+    parser.add_argument("--length", type=int, default=0, help="tokens of the longest text of a stream")
     args = parser.parse_args()
     if args.stream:
-        stream(args.model, args.out, args.kv)
+        if args.out is None and not args.greedy:
+            parser.error("give OUT for logits, or --greedy")
+        stream(args.model, args.out, args.kv, args.length, args.greedy)
         return
-    if args.ids is None:
-        parser.error("give --ids, or --stream")
+    if args.ids is None or args.out is None:
+        parser.error("give OUT and --ids, or --stream")
     ids = [int(part) for part in args.ids.split(",")]
     model = Model(args.model, len(ids) + args.greedy + 8, args.kv)
     logits = model.step(ids)
-    tokens: list[int] = []
-    last = logits[-1]
-    while len(tokens) < args.greedy:
-        tokens.append(int(last.argmax()))
-        last = model.step(tokens[-1:])[0]
+    tokens = model.followed(logits[-1], args.greedy)
     np.savez(args.out, logits=logits, tokens=np.array(tokens, np.int64))
 
 
