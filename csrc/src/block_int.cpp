@@ -96,7 +96,13 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
         chunk.input = c * CHUNK;
         chunk.block = c * CHUNK / row.block;
         chunk.stretch = c * CHUNK / row.stretch;
+        // What is made ready next, of this panel or the one behind it, is fetched meanwhile: a part with each turn.
+        const int64_t turns = (count + step - 1) / step;
+        const int64_t part = few ? 0 : (shape.chunk_bytes() / turns + LINE) / LINE * LINE;
+        const uint8_t* coming = panel.data + shape.chunk_at(c + 1);
         for (int r = 0; r < count; r += step) {
+            for (int64_t i = 0; i < part; i += LINE) __builtin_prefetch(coming + i, 0, 2);
+            coming += part;
             for (int next = r + step; next < std::min(r + 2 * step, count); next++)
                 fetch_row(rows.data + (first + next) * rows.stride, row, chunk);
             add[std::min(step, count - r) - 1](shape, rows.data + (first + r) * rows.stride, rows.stride, row, chunk,
