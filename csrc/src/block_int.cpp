@@ -15,7 +15,8 @@ template <class Code>
 const Add* wide(Scales scales, bool zeros) {
     static constexpr const Add* KERNELS[][2] = {{BY_ROWS<Code, ROW, false>, BY_ROWS<Code, ROW, true>},
                                                 {BY_ROWS<Code, BLOCKS, false>, BY_ROWS<Code, BLOCKS, true>},
-                                                {BY_ROWS<Code, HALVES, false>, BY_ROWS<Code, HALVES, true>}};
+                                                {BY_ROWS<Code, HALVES, false>, BY_ROWS<Code, HALVES, true>},
+                                                {BY_ROWS<Code, LONG, false>, BY_ROWS<Code, LONG, true>}};
     return KERNELS[scales][zeros];
 }
 
@@ -60,7 +61,7 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
     alignas(64) uint8_t wide_codes[CHUNK * PANEL];
     alignas(64) float scales[MOST_GROUPS * PANEL], zeros[MOST_GROUPS * PANEL];
     std::memset(tile, 0, size_t(count) * PANEL * 4);
-    const Scales kind = !shape.group ? ROW : shape.group == 16 ? HALVES : BLOCKS;
+    const Scales kind = !shape.group ? ROW : shape.group == 16 ? HALVES : row.block > UNIT ? LONG : BLOCKS;
     const int step = kind == HALVES ? HALF_ROWS : ROWS;
     const bool some_zeros = shape.zero != PST_Z_NONE;
 #if defined(PST_SIGNED_BYTES)

@@ -194,8 +194,11 @@ class Linear final : public Op {
         for (int64_t first, last; team.next(c.grain, c.units, first, last);) {
             int64_t ready = -1;
             for (int64_t unit = first; unit < last; unit++) {
-                const int64_t p = c.rows_stay ? unit % panels_ : unit / c.blocks;
-                const int64_t from = (c.rows_stay ? unit / panels_ : unit % c.blocks) * c.block_rows;
+                int64_t p = unit, from = 0;
+                if (c.blocks > 1) {  // of few rows a panel takes little longer than a division
+                    p = c.rows_stay ? unit % panels_ : unit / c.blocks;
+                    from = (c.rows_stay ? unit / panels_ : unit % c.blocks) * c.block_rows;
+                }
                 const Segment& segment = segment_of(p);
                 const Product& product = *segment.product;
                 const bool many = product.many && c.block_rows >= product.many_rows;
@@ -205,7 +208,7 @@ class Linear final : public Op {
                 ready = p;
                 if (many) panel.data = unpacked;
                 const int to = int(std::min<int64_t>(count, from + c.block_rows));
-                if (!many && to - from > FIRST_ROWS && unit % c.blocks == c.blocks - 1) {
+                if (!many && to - from > FIRST_ROWS && (c.rows_stay || to == count)) {
                     coming = behind(p, segment.panel_bytes, to - int(from));
                     if (coming.bytes) panel.coming = &coming;
                 }
