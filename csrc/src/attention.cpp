@@ -173,6 +173,8 @@ struct Attend final : Op {
         for (int g = some.first; g < some.first + some.count; g++)
             for (int r = 0; r < block.count * per; r++, to += query_bytes) {
                 const float* token = queries.data + (block.first + r / per) * queries.stride;
+                if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
+                    for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
                 gather_query(rule.keys, token + (int64_t(g) * per + r % per) * dim, to);
             }
     }

@@ -22,6 +22,10 @@ const Add* find_few([[maybe_unused]] int32_t code, [[maybe_unused]] Scales scale
         {PST_C_U3, HALVES, false, BY_ROWS<Code3, HALVES, false>}, {PST_C_U3, BLOCKS, false, BY_ROWS<Code3, BLOCKS, false>},
         {PST_C_U3, BLOCKS, true, BY_ROWS<Code3, BLOCKS, true>},   {PST_C_U2, HALVES, true, BY_ROWS<Code2, HALVES, true>},
         {PST_C_U2, BLOCKS, false, BY_ROWS<Code2, BLOCKS, false>}, {PST_C_U2, BLOCKS, true, BY_ROWS<Code2, BLOCKS, true>},
+        {PST_C_U8, LONG, false, BY_ROWS<CodeU8, LONG, false>},     {PST_C_U8, LONG, true, BY_ROWS<CodeU8, LONG, true>},
+        {PST_C_U4, LONG, false, BY_ROWS<Code4, LONG, false>},     {PST_C_U4, LONG, true, BY_ROWS<Code4, LONG, true>},
+        {PST_C_U3, LONG, false, BY_ROWS<Code3, LONG, false>},     {PST_C_U3, LONG, true, BY_ROWS<Code3, LONG, true>},
+        {PST_C_U2, LONG, false, BY_ROWS<Code2, LONG, false>},     {PST_C_U2, LONG, true, BY_ROWS<Code2, LONG, true>},
         {PST_C_T4, HALVES, false, BY_ROWS<CodeT4, HALVES, false>}, {PST_C_T4, BLOCKS, false, BY_ROWS<CodeT4, BLOCKS, false>},
     };
     for (const Kernel& kernel : KERNELS)

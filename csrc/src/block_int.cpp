@@ -15,7 +15,8 @@ template <class Code>
 const Add* wide(Scales scales, bool zeros) {
     static constexpr const Add* KERNELS[][2] = {{BY_ROWS<Code, ROW, false>, BY_ROWS<Code, ROW, true>},
                                                 {BY_ROWS<Code, BLOCKS, false>, BY_ROWS<Code, BLOCKS, true>},
-                                                {BY_ROWS<Code, HALVES, false>, BY_ROWS<Code, HALVES, true>}};
+                                                {BY_ROWS<Code, HALVES, false>, BY_ROWS<Code, HALVES, true>},
+                                                {BY_ROWS<Code, LONG, false>, BY_ROWS<Code, LONG, true>}};
     return KERNELS[scales][zeros];
 }
 
@@ -60,7 +61,7 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
     alignas(64) uint8_t wide_codes[CHUNK * PANEL];
     alignas(64) float scales[MOST_GROUPS * PANEL], zeros[MOST_GROUPS * PANEL];
     std::memset(tile, 0, size_t(count) * PANEL * 4);
-    const Scales kind = !shape.group ? ROW : shape.group == 16 ? HALVES : BLOCKS;
+    const Scales kind = !shape.group ? ROW : shape.group == 16 ? HALVES : row.block > UNIT ? LONG : BLOCKS;
     const int step = kind == HALVES ? HALF_ROWS : ROWS;
     const bool some_zeros = shape.zero != PST_Z_NONE;
 #if defined(PST_SIGNED_BYTES)
@@ -96,7 +97,13 @@ void block_kernel_s8(const Rows& rows, int first, int count, const Panel& panel,
         chunk.input = c * CHUNK;
         chunk.block = c * CHUNK / row.block;
         chunk.stretch = c * CHUNK / row.stretch;
+        // What is made ready next, of this panel or the one behind it, is fetched meanwhile: a part with each turn.
+        const int64_t turns = (count + step - 1) / step;
+        const int64_t part = few ? 0 : (shape.chunk_bytes() / turns + LINE) / LINE * LINE;
+        const uint8_t* coming = panel.data + shape.chunk_at(c + 1);
         for (int r = 0; r < count; r += step) {
+            for (int64_t i = 0; i < part; i += LINE) __builtin_prefetch(coming + i, 0, 2);
+            coming += part;
             for (int next = r + step; next < std::min(r + 2 * step, count); next++)
                 fetch_row(rows.data + (first + next) * rows.stride, row, chunk);
             add[std::min(step, count - r) - 1](shape, rows.data + (first + r) * rows.stride, rows.stride, row, chunk,

@@ -28,8 +28,9 @@ constexpr int vectors_of([[maybe_unused]] int rows) {
 constexpr int ROWS = 3;
 constexpr int HALF_ROWS = 2;  // of groups of 16, which keep a sum more
 
-// How scales of weights lie to blocks of rows: one for all of a row; one or more blocks each; two in a block of 32.
-enum Scales { ROW, BLOCKS, HALVES };
+// How scales of weights lie to blocks of rows: one for all of a row; one or more blocks of 32 each; two in a block of 32; one
+// for a block of 64 or 128, the only ones of several units: a loop over them costs the others registers.
+enum Scales { ROW, BLOCKS, HALVES, LONG };
 
 // A chunk of a panel, and where it lies in a row.
 struct Chunk {
@@ -202,8 +203,9 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
             at += UNIT;
         } else {
             begin<ZEROS && SCALES != ROW>(sum, rows, block);
-            for (int u = 0; u < (SCALES == ROW ? 1 : chunk.block_units) && unit != end; u++, unit += Code::BYTES, at += UNIT) {
-                    add_lines<0>(sum, code, unit, x, at, ahead, EIGHT);
+            for (int u = 0; u < (SCALES == LONG ? chunk.block_units : 1); u++, unit += Code::BYTES, at += UNIT) {
+                if (SCALES == LONG && unit == end) break;
+                add_lines<0>(sum, code, unit, x, at, ahead, EIGHT);
             }
             // Several blocks may share a scale.
             const int64_t group = block >> chunk.shift;
@@ -212,9 +214,9 @@ void add_chunk(const Code& code, const Row (&rows)[R], const Chunk& chunk, int o
 #pragma GCC unroll 3
                 for (int r = 0; r < R; r++) {
                     F by = all(rows[r].scales[block]);
-                    if constexpr (SCALES == BLOCKS) by = by * load(scales + group * PANEL + c * LANES);
+                    if constexpr (SCALES != ROW) by = by * load(scales + group * PANEL + c * LANES);
                     total[r][c] = fma(to_float(sum[r][c]), by, total[r][c]);
-                    if constexpr (ZEROS && SCALES == BLOCKS)
+                    if constexpr (ZEROS && SCALES != ROW)
                         total[r][c] = fma(load(zeros + group * PANEL + c * LANES), all(rows[r].totals[block]), total[r][c]);
                 }
             }

@@ -34,9 +34,11 @@ constexpr int64_t ROW_STEP = 12;
 
 int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// How the work is cut: units are a panel and a block of rows, the blocks of one panel one after the other.
+// How the work is cut: units are a panel and a block of rows. The panels of one block of rows follow each other where rows
+// are what has to stay near, the blocks of one panel where it is the panel.
 struct Cut {
     int64_t block_rows, blocks, units, grain;
+    bool rows_stay;
 };
 
 // Outputs of one matrix, behind those of others.
@@ -76,13 +78,17 @@ class Linear final : public Op {
           epilogue_(epilogue), few_(std::min(capacity, std::max<int64_t>(1, FEW_NUMBERS / cols_))) {
         for (const pst_matrix& matrix : matrices) add(matrix);
         shared_rows_ = capacity > few_ ? capacity : 0;
-        bool ordered = false;
-        int64_t unpacked = 0, tile_rows = 0;
+        bool ordered = false, all_of_codes = true;
+        int64_t unpacked = 0, tile_rows = 0, widest = 1;
         for (const Segment& s : segments_) {
             ordered |= s.matrix.order != nullptr;
+            all_of_codes &= s.matrix.format == PST_M_BLOCK && s.matrix.act == PST_A_I8;
+            widest = std::max(widest, preparations_[s.rows].row_bytes);
             tile_rows = std::max<int64_t>(tile_rows, s.product->tile_rows);
             if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_)));
         }
+        // Panels of codes are smaller than rows and come in one stream, so they rather come again.
+        if (all_of_codes) near_rows_ = std::max(BLOCK_ROWS, NEAR_BYTES / widest / ROW_STEP * ROW_STEP);
         ordered_at_ = norm.kind ? aligned(int64_t(cols_) * 4) : 0;
         tile_at_ = ordered_at_ + (ordered ? aligned(int64_t(cols_) * 4) : 0);
         unpacked_at_ = tile_at_ + tile_rows * PANEL * 4;
@@ -113,7 +119,7 @@ class Linear final : public Op {
         const Cut c = cut(count, team.size);
         const int64_t piece = team.own_piece(divided(c.units, c.grain));
         if (piece < 0) return;
-        const int64_t p = piece * c.grain / c.blocks;
+        const int64_t p = piece * c.grain;
         const Segment& segment = segment_of(p);
         const uint8_t* first = segment.panel(p - segment.first).data;
         for (int64_t i = 0; i < std::min(WARM_BYTES, segment.panel_bytes); i += 64) __builtin_prefetch(first + i);
@@ -166,9 +172,11 @@ class Linear final : public Op {
     }
 
     Cut cut(int64_t rows, int64_t threads) const {
-        Cut c{rows, 1, panels_, 1};
-        if (threads > 1 && panels_ < LONG_CLAIMS * threads && rows > BLOCK_ROWS) {
-            int64_t wanted = std::min(divided(LONG_CLAIMS * threads, panels_), rows / BLOCK_ROWS);
+        Cut c{rows, 1, panels_, 1, near_rows_ < rows};
+        int64_t wanted = c.rows_stay ? divided(rows, near_rows_) : 1;
+        if (threads > 1 && panels_ < LONG_CLAIMS * threads)
+            wanted = std::max(wanted, std::min(divided(LONG_CLAIMS * threads, panels_), rows / BLOCK_ROWS));
+        if (wanted > 1) {
             c.block_rows = divided(divided(rows, wanted), ROW_STEP) * ROW_STEP;
             c.blocks = divided(rows, c.block_rows);
             c.units = panels_ * c.blocks;
@@ -186,7 +194,11 @@ class Linear final : public Op {
         for (int64_t first, last; team.next(c.grain, c.units, first, last);) {
             int64_t ready = -1;
             for (int64_t unit = first; unit < last; unit++) {
-                const int64_t p = unit / c.blocks, from = unit % c.blocks * c.block_rows;
+                int64_t p = unit, from = 0;
+                if (c.blocks > 1) {  // of few rows a panel takes little longer than a division
+                    p = c.rows_stay ? unit % panels_ : unit / c.blocks;
+                    from = (c.rows_stay ? unit / panels_ : unit % c.blocks) * c.block_rows;
+                }
                 const Segment& segment = segment_of(p);
                 const Product& product = *segment.product;
                 const bool many = product.many && c.block_rows >= product.many_rows;
@@ -196,7 +208,7 @@ class Linear final : public Op {
                 ready = p;
                 if (many) panel.data = unpacked;
                 const int to = int(std::min<int64_t>(count, from + c.block_rows));
-                if (!many && to - from > FIRST_ROWS && unit % c.blocks == c.blocks - 1) {
+                if (!many && to - from > FIRST_ROWS && (c.rows_stay || to == count)) {
                     coming = behind(p, segment.panel_bytes, to - int(from));
                     if (coming.bytes) panel.coming = &coming;
                 }
@@ -267,6 +279,7 @@ class Linear final : public Op {
     Epilogue epilogue_;
     int64_t panels_ = 0, columns_ = 0, largest_panel_ = 1;
     int32_t tile_rows_ = MAX_TILE_ROWS;
+    int64_t near_rows_ = INT32_MAX;  // rows that stay in the second cache while all panels meet them
     int64_t few_;          // rows that every thread prepares for itself
     int64_t shared_rows_;  // room for others
     int64_t ordered_at_, tile_at_, unpacked_at_, rows_at_;  // in a thread's own scratch; the normed row is at 0

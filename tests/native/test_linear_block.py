@@ -110,6 +110,20 @@ def test_integer_products(isa: str, name: str, longer: bool) -> None:
 
 
 @each_isa
+@each_threads
+@pytest.mark.parametrize("name", ["q6_k", "q4_k", "gptq4"])
+def test_rows_that_stay_near_are_the_same_alone(isa: str, threads: int, name: str) -> None:
+    """So long that several blocks of rows meet all panels, one block after the other, and the last one is shorter."""
+    k, num_rows = 8192, 200
+    x = normal(71, num_rows, k)
+    m = random_blocks(72, 70, k, FORMATS[name]).pack(library(isa))
+    together = linear(isa, x, m, threads)
+    some = [0, 71, 72, 100, 143, 144, 199]
+    np.testing.assert_array_equal(together[some], np.concatenate([linear(isa, x[i : i + 1], m) for i in some]))
+    assert len(np.unique(together[:, 0])) == num_rows
+
+
+@each_isa
 @each_format
 @pytest.mark.parametrize("act", [Act.F32, Act.BF16], ids=["f32", "bf16"])
 def test_C89_E01_weight_only(isa: str, name: str, act: Act) -> None:
