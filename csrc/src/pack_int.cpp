@@ -30,7 +30,7 @@ float largest_size(const float* w, int n) {
     return most;
 }
 
-// ---- 8 bits, a scale per output
+// ---- 8 bits
 
 void round_output8(const float* w, int cols, uint8_t* codes, float* scale) {
     // What is not finite must not hide behind finite weights: a scale of NaN makes the output NaN.
@@ -39,6 +39,21 @@ void round_output8(const float* w, int cols, uint8_t* codes, float* scale) {
     const bool any = *scale > 0;  // false where the largest weight is so small that its 127th is 0
     for (int k = 0; k < cols; k++)
         codes[k] = uint8_t(int(any ? nearest(clamp(w[k] / *scale, -127.0f, 127.0f)) : 0.0f) + 128);
+}
+
+// The same with a half per group.
+uint16_t round_group8(const float* w, int n, uint8_t* codes) {
+    const bool finite = all_finite(w, n);
+    const uint16_t stored = finite ? f32_to_f16(clamp(largest_size(w, n) / 127.0f, 0.0f, MAX_HALF)) : 0x7e00;
+    const float scale = f16_to_f32(stored);
+    for (int i = 0; i < n; i++)
+        codes[i] = uint8_t(int(scale > 0 ? nearest(clamp(w[i] / scale, -127.0f, 127.0f)) : 0.0f) + 128);
+    return stored;
+}
+
+void round_output8(const float* w, int cols, int group, uint8_t* codes, uint16_t* scales) {
+    for (int from = 0; from < cols; from += group)
+        scales[from / group] = round_group8(w + from, cols - from < group ? cols - from : group, codes + from);
 }
 
 // ---- 4 bits, a half per group
@@ -120,10 +135,11 @@ void round_output4(const float* w, int cols, int group, uint8_t* codes, uint16_t
 }  // namespace
 
 bool pack_rounded(const BlockShape& s, int32_t dtype, const void* const* row_of, uint8_t* data) {
-    const bool eight = s.code == PST_C_U8 && s.scale == PST_S_F32 && !s.group && s.offset == 128;
-    const bool four = s.code == PST_C_U4 && s.scale == PST_S_F16 && s.group >= 32 && s.group <= MAX_GROUP && s.offset == 8;
-    if ((!eight && !four) || s.zero != PST_Z_NONE) return false;
-    const size_t cols = size_t(s.cols), groups = four ? (cols - 1) / size_t(s.group) + 1 : 1;
+    const bool whole = s.code == PST_C_U8 && s.scale == PST_S_F32 && !s.group && s.offset == 128;
+    const bool grouped = s.scale == PST_S_F16 && s.group >= 32 && s.group <= MAX_GROUP;
+    const bool eight = grouped && s.code == PST_C_U8 && s.offset == 128, four = grouped && s.code == PST_C_U4 && s.offset == 8;
+    if ((!whole && !eight && !four) || s.zero != PST_Z_NONE) return false;
+    const size_t cols = size_t(s.cols), groups = whole ? 1 : (cols - 1) / size_t(s.group) + 1;
     std::vector<float> w(cols);
     std::vector<uint8_t> codes(cols * PANEL);
     std::vector<uint16_t> halves(groups * PANEL);
@@ -131,11 +147,14 @@ bool pack_rounded(const BlockShape& s, int32_t dtype, const void* const* row_of,
     const void *codes_of[PANEL], *scales_of[PANEL];
     for (size_t j = 0; j < PANEL; j++) {
         codes_of[j] = row_of[j] ? codes.data() + j * cols : nullptr;
-        scales_of[j] = !row_of[j] ? nullptr : eight ? static_cast<const void*>(scales + j) : halves.data() + j * groups;
+        scales_of[j] = !row_of[j] ? nullptr : whole ? static_cast<const void*>(scales + j) : halves.data() + j * groups;
         if (!row_of[j]) continue;
         widen(row_of[j], dtype, s.cols, w.data());
-        if (eight) round_output8(w.data(), s.cols, codes.data() + j * cols, scales + j);
-        else round_output4(w.data(), s.cols, s.group, codes.data() + j * cols, halves.data() + j * groups);
+        uint8_t* to = codes.data() + j * cols;
+        uint16_t* by = halves.data() + j * groups;
+        if (whole) round_output8(w.data(), s.cols, to, scales + j);
+        else if (eight) round_output8(w.data(), s.cols, s.group, to, by);
+        else round_output4(w.data(), s.cols, s.group, to, by);
     }
     return pack_block(s, {codes_of, scales_of, nullptr, nullptr, nullptr}, data);
 }

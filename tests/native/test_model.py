@@ -26,7 +26,7 @@ from tests.paged import Paged, nan_of
 pytestmark = pytestmark_native
 
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
-SCHEMES = ("none", "int8-w8a8", "int4-w4a8:32", "int8-wo", "int4-wo:32")
+SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")
 DTYPES = {"float32": lambda w: w, "bfloat16": narrow, "float16": lambda w: w.astype(np.float16)}
 
 

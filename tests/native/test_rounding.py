@@ -13,12 +13,14 @@ from penstock.core.panels import Panels
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.matrix import Packed, pack
+from penstock.quant.reference import int8_groups
 from tests.native.running import ISAS, each_isa, within
 
 EIGHT = Panels("U8", 0, "F32", "NONE", 128)
+EIGHTS = {group: Panels("U8", group, "F16", "NONE", 128) for group in (32, 64, 128)}
 FOUR = {group: Panels("U4", group, "F16", "NONE", 8) for group in (32, 64, 128)}
-KINDS = [EIGHT, *FOUR.values()]
-each_kind = pytest.mark.parametrize("panels", KINDS, ids=["i8", "i4-32", "i4-64", "i4-128"])
+KINDS = [EIGHT, *EIGHTS.values(), *FOUR.values()]
+each_kind = pytest.mark.parametrize("panels", KINDS, ids=["i8", "i8-32", "i8-64", "i8-128", "i4-32", "i4-64", "i4-128"])
 SHAPES = [(1, 1), (64, 4), (70, 33), (130, 203), (65, 261)]
 """Outputs, inputs."""
 MAX_HALF = 65504.0
@@ -61,6 +63,17 @@ def test_8_bit_weights_are_the_nearest(isa: str, num_rows: int, num_cols: int) -
     w = normal(2, num_rows, num_cols) * np.float32(0.02)
     unit = np.abs(w).max(axis=1, keepdims=True) / np.float32(127)
     np.testing.assert_array_equal(values(isa, w, EIGHT)[:num_rows], np.rint(w / unit) * unit)
+
+
+@each_isa
+@pytest.mark.parametrize("group", EIGHTS)
+@pytest.mark.parametrize(("num_rows", "num_cols"), SHAPES)
+def test_8_bit_groups_are_those_of_the_reference(isa: str, group: int, num_rows: int, num_cols: int) -> None:
+    w = normal(4, num_rows, num_cols) * np.float32(0.02)
+    w[:, ::7] *= 40
+    codes, scales = int8_groups(w, group)
+    wide = np.repeat(scales.astype(np.float32), group, axis=1)[:, :num_cols]
+    np.testing.assert_array_equal(values(isa, w, EIGHTS[group])[:num_rows], codes * wide)
 
 
 def plain_error(w: F32, place: float) -> npt.NDArray[np.float64]:
@@ -110,10 +123,13 @@ def test_weights_at_the_edges(isa: str) -> None:
         assert np.all(got[0] == 0)
         assert np.all(np.isfinite(got[:4]))
         within(got[1], w[1], 1.01e-42)
-        within(got[3], w[3], 2e-8 if panels is EIGHT else 5e-7)
+        # Of 8 bits a half is 0 below 127 times its least, 7.6e-6.
+        within(got[3], w[3], 2e-8 if panels is EIGHT else 5e-7 if panels.code == "U4" else 1.01e-6)
         assert np.all(np.isnan(got[4][:32])), "an infinite weight is not hidden"
         if panels is EIGHT:
             within(got[2], w[2], 1e32)
+        elif panels.code == "U8":
+            assert np.abs(got[2]).max() == 127 * MAX_HALF
         else:
             assert sorted(np.abs(got[2][got[2] != 0])) in ([7 * MAX_HALF, 8 * MAX_HALF], [7 * MAX_HALF] * 2,
                                                            [8 * MAX_HALF] * 2)  # fmt: skip

@@ -37,8 +37,8 @@ class ModelConfig(Section):
     quantization: str = setting(
         "none",
         "What native kernels round weights to. none: nothing, as they are stored. int8-w8a8, int4-w4a8: integer "
-        "products, activations have 8 bits, too. int8-wo, int4-wo: weights only. int4 takes a group size, as "
-        "int4-w4a8:128 (by default 64).",
+        "products, activations have 8 bits, too. int8-wo, int4-wo: weights only. A number is how many "
+        "inputs share a scale, as int4-w4a8:128 (by default 64) or int8-wo:32 (by default all of an output).",
     )
     activation_quantization: str = setting(
         "int8",

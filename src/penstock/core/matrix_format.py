@@ -118,7 +118,7 @@ def plain(dtype: str) -> MatrixFormat:
 # --- the setting `quantization`
 
 GROUPS = (32, 64, 128)
-"""Inputs that may share a scale in panels of 4 bits."""
+"""Inputs that may share a scale where weights are rounded."""
 _GROUP = 64
 _NAMES = ("none", "int8-w8a8", "int4-w4a8", "int8-wo", "int4-wo")
 SCHEMES = ", ".join(_NAMES)
@@ -147,7 +147,9 @@ NONE = Scheme("none")
 
 
 def parse_scheme(text: str) -> Scheme:
-    """`none`, `int8-w8a8`, `int8-wo`, `int4-w4a8`, `int4-wo`; the last two may say a group: `int4-wo:32`.
+    """`none`, `int8-w8a8`, `int8-wo`, `int4-w4a8`, `int4-wo`; all but the first may say a group: `int4-wo:32`.
+
+    Without one 8 bits have a scale per output, 4 bits one per 64 inputs.
 
     Raises ConfigError naming the choices.
     """
@@ -155,16 +157,16 @@ def parse_scheme(text: str) -> Scheme:
     base, group = (match[1], match[2]) if match is not None else ("", None)
     if base not in _NAMES:
         raise ConfigError(f"quantization: {text!r} is none of {SCHEMES}", field="quantization")
-    if group is not None and (not base.startswith("int4") or int(group) not in GROUPS):
+    if group is not None and (base == "none" or int(group) not in GROUPS):
         sizes = "|".join(map(str, GROUPS))
         raise ConfigError(f"quantization: {text!r} does not exist; groups: int4-w4a8:{sizes}", field="quantization")
     if base == "none":
         return NONE
     row_bits = 8 if base.endswith("a8") else 0
-    if base.startswith("int8"):
-        return Scheme(base, 8, 0, row_bits)
-    size = int(group or _GROUP)
-    return Scheme(base if size == _GROUP else f"{base}:{size}", 4, size, row_bits)
+    bits = int(base[3])
+    usual = 0 if bits == 8 else _GROUP
+    size = usual if group is None else int(group)
+    return Scheme(base if size == usual else f"{base}:{size}", bits, size, row_bits)
 
 
 # --- which matrices of a model

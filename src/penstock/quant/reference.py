@@ -4,8 +4,9 @@ This is the oracle of the native products (`csrc/include/penstock.h`) and the wa
 them. Shape letters: T rows, N outputs and K inputs of a matrix, G groups of inputs.
 
 Rules. int8, one scale per output: scale = max |w| / 127 as float32, code = w / scale rounded to the nearest, ties to
-even, cut to -127 ... 127. int4, one half scale per `group` inputs: see `int4_groups`. Rows, 8 bits: scale = max |x| /
-127 of a block of 32 neighbours, or of a group of the weights where that is 64 or 128. A scale of zero gives zeros.
+even, cut to -127 ... 127; or the same with one half per `group` inputs. int4, one half scale per `group` inputs: see
+`int4_groups`. Rows, 8 bits: scale = max |x| / 127 of a block of 32 neighbours, or of a group of the weights where that
+is 64 or 128. A scale of zero gives zeros.
 Source of 8 bits: Dettmers et al., LLM.int8(), arXiv 2208.07339, section 2.1; groups: Frantar et al., GPTQ, arXiv
 2210.17323, section 5 ("grouping"); blocks of 32 in rows: `block_q8_0` of github.com/ggml-org/ggml.
 """
@@ -36,21 +37,30 @@ def int8_outputs(w: F32) -> tuple[I8, F32]:
     return codes.astype(np.int8), scale
 
 
+def int8_groups(w: F32, group: int) -> tuple[I8, npt.NDArray[np.float16]]:
+    """w [N, K] -> codes [N, K] in -127 ... 127 and scales [N, G]; the last group may be short."""
+    grouped = _in_groups(w, group)
+    scale = _half(np.abs(grouped).max(axis=2, keepdims=True) / np.float32(127))
+    codes = np.clip(np.rint(_divided(grouped, scale.astype(np.float32))), -127, 127)
+    return codes.astype(np.int8).reshape(len(w), -1)[:, : w.shape[1]], scale[:, :, 0]
+
+
 def int4_groups(w: F32, group: int) -> tuple[I8, npt.NDArray[np.float16]]:
     """w [N, K] -> codes [N, K] in -8 ... 7 and scales [N, G]; the last group may be short.
 
     The number of largest magnitude (the first of equals) becomes -8: scale = -w / 8, rounded to a half, so it may be
     negative, and all sixteen codes are used. Codes are divided by the rounded scale, nearest, ties to even.
     """
-    n, k = w.shape
-    num_groups = -(-k // group)
-    padded = np.zeros((n, num_groups * group), np.float32)
-    padded[:, :k] = w
-    grouped = padded.reshape(n, num_groups, group)
+    grouped = _in_groups(w, group)
     largest: F32 = np.take_along_axis(grouped, np.argmax(np.abs(grouped), axis=2)[:, :, None], axis=2)
     scale = _half(largest / np.float32(-8))
     codes = np.clip(np.rint(_divided(grouped, scale.astype(np.float32))), -8, 7)
-    return codes.astype(np.int8).reshape(n, -1)[:, :k], scale[:, :, 0]
+    return codes.astype(np.int8).reshape(len(w), -1)[:, : w.shape[1]], scale[:, :, 0]
+
+
+def _in_groups(w: F32, group: int) -> F32:
+    """w [N, K] -> [N, G, group], zeros behind the last."""
+    return np.pad(w, ((0, 0), (0, -w.shape[1] % group))).reshape(len(w), -1, group)
 
 
 def _half(x: F32) -> npt.NDArray[np.float16]:
@@ -94,7 +104,10 @@ def quantised(weight: Weight, scheme: Scheme) -> RoundedMatrix:
     step = max(1, _CHUNK_ELEMENTS // max(1, k))
     for lo in range(0, n, step):
         part = rows_as_float32(weight, lo, lo + step)
-        found = int4_groups(part, scheme.group) if scheme.group else int8_outputs(part)
+        if not scheme.group:
+            found: tuple[I8, npt.NDArray[Any]] = int8_outputs(part)
+        else:
+            found = (int8_groups if scheme.weight_bits == 8 else int4_groups)(part, scheme.group)
         codes[lo : lo + step], scales[lo : lo + step] = found
     return RoundedMatrix(codes, scales, scheme.group)
 

@@ -9,7 +9,15 @@ from penstock.base.bf16 import F32, narrow, widen
 from penstock.base.errors import ConfigError
 from penstock.core.matrix_format import GROUPS, NONE, Scheme, parse_scheme, plain
 from penstock.ops.blas import linear
-from penstock.quant.reference import QuantisedLinear, int4_groups, int8_outputs, panels_bytes, quantised, rounded_rows
+from penstock.quant.reference import (
+    QuantisedLinear,
+    int4_groups,
+    int8_groups,
+    int8_outputs,
+    panels_bytes,
+    quantised,
+    rounded_rows,
+)
 
 
 def noise(*shape: int, seed: int = 0) -> F32:
@@ -20,12 +28,13 @@ def test_names() -> None:
     assert parse_scheme("none") == NONE
     assert parse_scheme("int8-w8a8") == Scheme("int8-w8a8", 8, 0, 8)
     assert parse_scheme("int8-wo") == Scheme("int8-wo", 8, 0, 0)
+    assert parse_scheme("int8-w8a8:32") == Scheme("int8-w8a8:32", 8, 32, 8)
     assert parse_scheme("int4-w4a8") == parse_scheme("int4-w4a8:64") == Scheme("int4-w4a8", 4, 64, 8)
     assert parse_scheme("int4-wo:128") == Scheme("int4-wo:128", 4, 128, 0)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "int8", "int4-w4a8:16", "int4-wo:", "int8-wo:64", "none:32", "INT8-WO", "int4-wo:064", "int4-wo:64 "]
+    "name", ["", "int8", "int4-w4a8:16", "int4-wo:", "int8-wo:16", "none:32", "INT8-WO", "int4-wo:064", "int4-wo:64 "]
 )
 def test_names_that_are_none(name: str) -> None:
     if name == "int4-wo:064":
@@ -47,6 +56,19 @@ def test_int8_is_within_half_a_step_and_keeps_what_fits() -> None:
     ties = np.array([[127, 0.5, 1.5, 2.5, -0.5, -1.5]], np.float32)
     assert int8_outputs(ties)[0].tolist() == [[127, 0, 2, 2, 0, -2]]
     assert not int8_outputs(np.zeros((2, 3), np.float32))[0].any()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("cols", [1, 31, 128, 200])
+def test_int8_of_groups_is_within_half_a_step_of_its_group(group: int, cols: int) -> None:
+    w = noise(9, cols, seed=cols) * np.linspace(0.01, 5, cols, dtype=np.float32)
+    codes, scales = int8_groups(w, group)
+    assert (codes.shape, scales.shape, scales.dtype) == (w.shape, (9, -(-cols // group)), np.float16)
+    wide = np.repeat(scales.astype(np.float32), group, axis=1)[:, :cols]
+    # A scale that is rounded down cuts the extreme off by a 2,048th of it, 127 / 2,048 of a step.
+    assert np.all(np.abs(codes * wide - w) <= wide * 0.5001)
+    for g in range(scales.shape[1]):
+        assert np.all(np.abs(codes[:, g * group : (g + 1) * group]).max(axis=1) == 127)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -110,7 +132,7 @@ def test_rows_are_rounded_by_themselves() -> None:
         assert np.array_equal(np.delete(out, 2, 0), np.delete(whole, 2, 0))
 
 
-@pytest.mark.parametrize("name", ["int8-w8a8", "int8-wo", "int4-w4a8:32", "int4-wo:128"])
+@pytest.mark.parametrize("name", ["int8-w8a8", "int8-wo", "int8-w8a8:32", "int4-w4a8:32", "int4-wo:128"])
 def test_the_linear_entry_is_the_product_of_what_is_stood_for(name: str) -> None:
     scheme = parse_scheme(name)
     x, w, bias, kept = noise(6, 100, seed=1), noise(70, 100, seed=2), noise(70, seed=3), noise(5, 100, seed=4)
