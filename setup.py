@@ -4,7 +4,10 @@ What a compiler cannot do is left out, and without a C++17 compiler the package 
 are slow; it says so. The build never looks at the machine it runs on: which library fits is decided at run time.
 
 By hand, beside an editable install: `python setup.py build_ext --inplace`; PENSTOCK_BUILD_ISAS=base,avx2 builds only
-those.
+those. For another processor family: CXX names a compiler for it and PENSTOCK_BUILD_MACHINE the family, as in
+
+    PENSTOCK_BUILD_MACHINE=aarch64 CXX=aarch64-linux-gnu-g++ python setup.py build_ext
+    PENSTOCK_BUILD_MACHINE=aarch64 CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28" python setup.py build_ext
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ LEVELS = {
     "avx512": AVX512,
     "avx512bf16": f"{AVX512} -mavx512bf16 -mavx512vnni",
 }
+# All of aarch64 has NEON; most processors since 2018 multiply bytes four at a time, those since 2021 also bfloat16.
+ARM_LEVELS = {"neon": "", "neon-dotprod": "-mcpu=generic+dotprod", "neon-bf16": "-mcpu=generic+dotprod+i8mm+bf16"}
 # Contraction off: what is fused is written so. No fast-math: NaN and infinity are told to people by name.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
 UNGUARDED = "score.cpp"  # has to run everywhere: never compiled with an instruction set's flags
@@ -48,7 +53,7 @@ class BuildNative(build_ext):
         target = (ROOT / "src" if beside_sources else Path(self.build_lib)) / PACKAGE
         target.mkdir(parents=True, exist_ok=True)
         objects = Path(self.build_temp) / "native"
-        levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"base": ""}
+        levels = levels_of(os.environ.get("PENSTOCK_BUILD_MACHINE") or platform.machine())
         only = os.environ.get("PENSTOCK_BUILD_ISAS", ",".join(levels)).split(",")
         built = [
             name
@@ -63,6 +68,13 @@ class BuildNative(build_ext):
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
+
+
+def levels_of(machine: str) -> dict[str, str]:
+    """Name of each library for a processor family, and its flags."""
+    if machine in ("aarch64", "arm64"):
+        return ARM_LEVELS
+    return LEVELS if machine in ("x86_64", "AMD64") else {"base": ""}
 
 
 def find_compiler() -> str | None:
