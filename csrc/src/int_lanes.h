@@ -265,8 +265,8 @@ inline I looked_up(I table, I nibbles) {
 inline F looked_up16(F table, I lanes) {
     const uint8x16x4_t bytes = {{vreinterpretq_u8_f32(table.v[0]), vreinterpretq_u8_f32(table.v[1]),
                                  vreinterpretq_u8_f32(table.v[2]), vreinterpretq_u8_f32(table.v[3])}};
-    const uint32x4_t low = vdupq_n_u32(15), four = vdupq_n_u32(0x04040404u), first = vdupq_n_u32(0x03020100u);
-    PST_FOUR(F, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, bytes_of(vmlaq_u32(first, vandq_u32(lanes.v[i], low), four)))));
+    const uint32x4_t low = vdupq_n_u32(15), times4 = vdupq_n_u32(0x04040404u), first = vdupq_n_u32(0x03020100u);
+    PST_FOUR(F, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, bytes_of(vmlaq_u32(first, vandq_u32(lanes.v[i], low), times4)))));
 }
 inline I load_ints(const int32_t* p) { return load_line((const uint8_t*)p); }
 inline F as_floats(I a) { PST_FOUR(F, vreinterpretq_f32_u32(a.v[i])); }
