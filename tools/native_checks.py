@@ -108,7 +108,7 @@ def recipe(machine: str) -> Recipe:
     compiler = shlex.split(build["find_compiler"]() or "") if machine == platform.machine() else cross_compiler()
     if not compiler:
         raise Missing("no C++17 compiler was found: install one (Debian: apt install g++) or set CXX to name it")
-    return Recipe(compiler, build["FLAGS"].split(), build["levels_of"](machine), build["UNGUARDED"])
+    return Recipe(compiler, build["FLAGS"].split(), build["levels_of"](machine, " ".join(compiler)), build["UNGUARDED"])
 
 
 def cross_compiler() -> list[str]:
