@@ -7,6 +7,7 @@
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
 #   make native      build the kernels again after a change in csrc          make test-sanitize  their C++ tests, sanitized
 #   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
+#   make test-arm    the kernels for ARM on emulated processors (needs qemu-user and g++-aarch64-linux-gnu)
 #
 # Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
 # JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
@@ -33,7 +34,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-sanitize
+.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-arm test-sanitize
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +60,9 @@ native: | $(BIN)/python
 
 test-isa: native
 	$(BIN)/python tools/native_checks.py isa
+
+test-arm: | $(BIN)/python
+	$(BIN)/python tools/native_checks.py arm
 
 test-sanitize: native
 	$(BIN)/python tools/native_checks.py asan

@@ -5,17 +5,22 @@
     python tools/native_checks.py tsan    the same with data-race checks
     python tools/native_checks.py isa     under emulators of older processors: the base set on the oldest x86-64, AVX2
                                           where there is no AVX512; and no library takes a processor for what it is not
+    python tools/native_checks.py arm     the libraries for aarch64 likewise, on emulated processors with as little as
+                                          each needs
 
 `--isas base,avx2` builds only those. 0: all is well; 1: something failed; 2: a tool is missing, and a sentence says
-which. Objects are kept in build/native-checks.
+which. Objects are kept in build/native-checks. An emulator shows what instructions compute, not how fast they are, nor
+what a processor with a weaker order of memory accesses than this one's does with the threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -30,12 +35,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "native-checks"
-EMULATOR = "qemu-x86_64"
-OLDEST = "qemu64"
-"""A model with SSE3 and nothing later: what every x86-64 has, nearly."""
-NO_AVX512 = "Haswell-noTSX"
 NOT_EMULATED = ",-pcid,-x2apic,-tsc-deadline,-invpcid"
-"""Features of that model that no program sees and no emulator has: it would say so for every thread."""
+"""Features of a Haswell that no program sees and no emulator has: it would say so for every thread."""
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+ARM_TARGET = "aarch64-linux-gnu.2.28"
+ARM_ROOT = os.environ.get("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu")
+"""Where the C library for aarch64 lies."""
 TIMEOUT_S = 1800
 SANITIZERS = {
     "plain": "",
@@ -55,6 +60,27 @@ class Missing(Exception):
 
 
 @dataclass(frozen=True)
+class Emulated:
+    """A processor to emulate: the libraries it can run, and an instruction it must not have, in assembler."""
+
+    model: str
+    isas: tuple[str, ...]
+    lacks: str = ""
+
+
+# From the least on: the tests of a library run on the first that has it.
+EMULATED = {
+    # SSE3 and nothing later: what every x86-64 has, nearly.
+    "isa": (Emulated("qemu64", ("base",), "vpabsd %ymm0, %ymm0"),
+            Emulated("Haswell-noTSX", ("base", "avx2"), "vpord %zmm0, %zmm0, %zmm0")),
+    # As numbers, for compilers do not take instructions of other processors: sdot and bfdot.
+    "arm": (Emulated("cortex-a53", ("neon",), ".inst 0x4e809400"),
+            Emulated("cortex-a76", ("neon", "neon-dotprod"), ".inst 0x6e40fc00"),
+            Emulated("max", ("neon", "neon-dotprod", "neon-bf16"))),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How the package's build compiles: `setup.py` is the only place that knows."""
 
@@ -69,7 +95,8 @@ class Recipe:
         return [*self.compiler, *self.flags, f"-I{CSRC / 'include'}", f"-DPST_ISA_LEVEL={number}", *own, *extra.split()]
 
 
-def recipe() -> Recipe:
+def recipe(machine: str) -> Recipe:
+    """For this machine's processor family, or aarch64. Raises Missing if there is no compiler for it."""
     # Read, not run: the call at the end of setup.py must not build anything.
     setuptools = importlib.import_module("setuptools")
     real = setuptools.setup
@@ -78,11 +105,19 @@ def recipe() -> Recipe:
         build: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"), run_name="recipe")
     finally:
         setuptools.setup = real  # type: ignore[attr-defined]
-    compiler = build["find_compiler"]()
-    if compiler is None:
+    compiler = shlex.split(build["find_compiler"]() or "") if machine == platform.machine() else cross_compiler()
+    if not compiler:
         raise Missing("no C++17 compiler was found: install one (Debian: apt install g++) or set CXX to name it")
-    levels = build["LEVELS"] if platform.machine() in ("x86_64", "AMD64") else {"base": ""}
-    return Recipe(shlex.split(compiler), build["FLAGS"].split(), levels, build["UNGUARDED"])
+    return Recipe(compiler, build["FLAGS"].split(), build["levels_of"](machine, " ".join(compiler)), build["UNGUARDED"])
+
+
+def cross_compiler() -> list[str]:
+    """A C++ compiler for aarch64. Raises Missing."""
+    if shutil.which(ARM_COMPILER):
+        return [ARM_COMPILER]
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang", "c++", "-target", ARM_TARGET]
+    raise Missing(f"{ARM_COMPILER} was not found: install it (Debian: apt install g++-aarch64-linux-gnu; pip: ziglang)")
 
 
 def command(words: list[str], what: str) -> None:
@@ -137,7 +172,7 @@ def build_libraries(how: Recipe, isas: list[str], *, whole: bool) -> list[Path]:
 
 
 def build_prober(how: Recipe) -> Path:
-    source, out = CSRC / "test" / "probe" / "score.cpp", BUILD / "score"
+    source, out = CSRC / "test" / "probe" / "score.cpp", BUILD / f"score-{next(iter(how.levels))}"
     BUILD.mkdir(parents=True, exist_ok=True)
     command([*how.compiler, *how.flags, str(source), "-o", str(out), "-ldl"], source.name)
     return out
@@ -160,13 +195,17 @@ def ending(code: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"
 
 
-def run_tests(program: Path, title: str, runner: list[str], *, brief: bool) -> bool:
+def run_tests(program: Path, title: str, runner: list[str], *, brief: bool) -> str:
+    """A number that stands for all results; "" if a test failed."""
     print(f"==> {title}", flush=True)
     words = [*runner, str(program), *(["brief"] if brief else [])]
-    done = subprocess.run(words, check=False, timeout=TIMEOUT_S, env=os.environ | ENVIRONMENT)
+    env = os.environ | ENVIRONMENT
+    done = subprocess.run(words, check=False, timeout=TIMEOUT_S, env=env, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="", flush=True)
     if done.returncode:
         print(f"FAILED: {title}: {ending(done.returncode)}", flush=True)
-    return done.returncode == 0
+    results = re.search(r"^results (\w+)$", done.stdout, re.MULTILINE)
+    return results[1] if results and not done.returncode else ""
 
 
 def steady(kind: str) -> list[str]:
@@ -185,7 +224,7 @@ def check_here(how: Recipe, kind: str, isas: list[str]) -> bool:
             print(f"==> {isa}: left out, this processor does not have it")
             continue
         program = build_tests(how, isa, kind)
-        good &= run_tests(program, f"{kind}: {isa}", steady(kind), brief=kind != "plain")
+        good &= bool(run_tests(program, f"{kind}: {isa}", steady(kind), brief=kind != "plain"))
     return good
 
 
@@ -203,26 +242,43 @@ def expect(condition: bool, sentence: str) -> bool:
     return condition
 
 
-def check_emulated(how: Recipe, isas: list[str]) -> bool:
+def check_emulated(how: Recipe, check: str, isas: list[str]) -> bool:
     """The libraries on processors that have less than this one, or than the compiler's."""
-    emulator = shutil.which(EMULATOR)
+    name = "qemu-x86_64" if check == "isa" else "qemu-aarch64"
+    emulator = shutil.which(name)
     if emulator is None:
-        raise Missing(f"{EMULATOR} was not found: install it (Debian: apt install qemu-user)")
-    oldest, no_avx512 = [emulator, "-cpu", OLDEST], [emulator, "-cpu", NO_AVX512 + NOT_EMULATED]
+        raise Missing(f"{name} was not found: install it (Debian: apt install qemu-user)")
+    prefix = [emulator]
+    if check == "arm" and platform.machine() != "aarch64":
+        if not any(Path(ARM_ROOT, "lib").glob("ld-linux-aarch64*")):
+            raise Missing(f"no C library for aarch64 in {ARM_ROOT}: install it (Debian: apt install libc6-arm64-cross)")
+        prefix += ["-L", ARM_ROOT]
     prober, libraries = build_prober(how), build_libraries(how, isas, whole=True)
-    good = True
-    for runner, title, fitting in ((oldest, OLDEST, ["base"]), (no_avx512, NO_AVX512, ["base", "avx2"])):
+    good, results = True, dict[str, str]()
+    for processor in EMULATED[check]:
+        model = processor.model
+        runner = [*prefix, "-cpu", model + NOT_EMULATED * model.startswith("Haswell")]
         found = {isa for isa, score in scores(runner, prober, libraries).items() if score > 0}
-        wanted = {isa for isa in isas if isa in fitting}
-        good &= expect(found == wanted, f"on {title} the usable libraries are {sorted(wanted)} (found {sorted(found)})")
-    good &= emulator_forbids(how, oldest, OLDEST, "vpabsd %ymm0, %ymm0")
-    good &= emulator_forbids(how, no_avx512, NO_AVX512, "vpord %zmm0, %zmm0, %zmm0")
-    if "base" in isas:
-        good &= run_tests(build_tests(how, "base", "plain"), f"base on {OLDEST}", oldest, brief=True)
-    if "avx2" in isas:
-        program = build_tests(how, "avx2", "plain")
-        good &= run_tests(program, f"avx2 on {NO_AVX512}", no_avx512, brief=True)
+        wanted = {isa for isa in isas if isa in processor.isas}
+        good &= expect(found == wanted, f"on {model} the usable libraries are {sorted(wanted)} (found {sorted(found)})")
+        if processor.lacks:
+            good &= emulator_forbids(how, runner, model, processor.lacks)
+        for isa in sorted(wanted - set(results)):
+            results[isa] = run_tests(build_tests(how, isa, "plain"), f"{isa} on {model}", runner, brief=True)
+    good &= all(results.values())
+    if check == "arm":
+        alike = {isa: results[isa] for isa in isas if isa in ("neon", "neon-dotprod")} | results_of_avx2()
+        good &= expect(len(set(alike.values())) <= 1, f"results are the same, bit for bit, with {' and '.join(alike)}")
     return good
+
+
+def results_of_avx2() -> dict[str, str]:
+    """Of the same tests with AVX2; nothing on a machine that has not got it."""
+    here = recipe(platform.machine())
+    isas = [isa for isa in here.levels if isa == "avx2"]
+    if not any(scores([], build_prober(here), build_libraries(here, isas, whole=False)).values()):
+        return {}
+    return {"avx2": run_tests(build_tests(here, "avx2", "plain"), "avx2, on this machine", [], brief=True)}
 
 
 def emulator_forbids(how: Recipe, runner: list[str], title: str, instruction: str) -> bool:
@@ -237,17 +293,20 @@ def emulator_forbids(how: Recipe, runner: list[str], title: str, instruction: st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("check", choices=[*SANITIZERS, "isa"])
+    parser.add_argument("check", choices=[*SANITIZERS, *EMULATED])
     parser.add_argument("--isas", default="", help="instruction sets, separated by commas (default: all)")
     options = parser.parse_args()
     try:
-        how = recipe()
+        how = recipe("aarch64" if options.check == "arm" else platform.machine())
         isas = options.isas.split(",") if options.isas else list(how.levels)
         if unknown := [isa for isa in isas if isa not in how.levels]:
             raise Missing(f"there is no instruction set {unknown[0]!r} here; there are {', '.join(how.levels)}")
         if options.check == "isa" and "avx2" not in how.levels:
             raise Missing("emulated processors are for x86-64 machines")
-        good = check_emulated(how, isas) if options.check == "isa" else check_here(how, options.check, isas)
+        if options.check in EMULATED:
+            good = check_emulated(how, options.check, isas)
+        else:
+            good = check_here(how, options.check, isas)
     except Missing as problem:
         print(problem, file=sys.stderr)
         return 2

@@ -50,6 +50,16 @@ inline void transpose8(const __m256* r, float* out) {
         _mm256_storeu_ps(out + 16 * (c + 4), _mm256_permute2f128_ps(u[c], u[c + 4], 0x31));
     }
 }
+#elif defined(__aarch64__)
+inline void transpose4(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d, float* out) {
+    auto pd = [](float32x4_t x) { return vreinterpretq_f64_f32(x); };
+    auto ps = [](float64x2_t x) { return vreinterpretq_f32_f64(x); };
+    const float32x4_t ab = vtrn1q_f32(a, b), ab2 = vtrn2q_f32(a, b), cd = vtrn1q_f32(c, d), cd2 = vtrn2q_f32(c, d);
+    vst1q_f32(out, ps(vtrn1q_f64(pd(ab), pd(cd))));
+    vst1q_f32(out + 16, ps(vtrn1q_f64(pd(ab2), pd(cd2))));
+    vst1q_f32(out + 32, ps(vtrn2q_f64(pd(ab), pd(cd))));
+    vst1q_f32(out + 48, ps(vtrn2q_f64(pd(ab2), pd(cd2))));
+}
 #endif
 
 void transpose(const F* r, float* out) {
@@ -65,6 +75,10 @@ void transpose(const F* r, float* out) {
         for (int i = 0; i < 8; i++) x[i] = r[8 * half + i].hi;
         transpose8(x, out + 8 * 16 + 8 * half);
     }
+#elif defined(__aarch64__)
+    for (int i = 0; i < 16; i += 4)
+        for (int part = 0; part < 4; part++)
+            transpose4(r[i].v[part], r[i + 1].v[part], r[i + 2].v[part], r[i + 3].v[part], out + 64 * part + i);
 #else
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 16; j++) out[16 * i + j] = r[j].v[i];

@@ -10,7 +10,7 @@ const Add* find_few([[maybe_unused]] int32_t code, [[maybe_unused]] Scales scale
         bool zeros;
         const Add* by_rows;
     };
-#if defined(__AVX2__)
+#if defined(PST_VECTORS)
     // Those that files have: others are made ready.
     static constexpr Kernel KERNELS[] = {
         {PST_C_U8, ROW, false, BY_ROWS<CodeU8, ROW, false>},       {PST_C_U8, ROW, true, BY_ROWS<CodeU8, ROW, true>},

@@ -18,6 +18,8 @@ constexpr int vectors_of([[maybe_unused]] int rows) {
     return 4;
 #elif defined(__AVX2__)
     return rows == 1 ? 4 : rows == 2 ? 2 : 1;  // a vector is two registers of 16
+#elif defined(__aarch64__)
+    return rows == 1 ? 2 : 1;  // four of 32, and both halves of a line take eight
 #else
     return 1;
 #endif
@@ -46,7 +48,7 @@ struct Widened {
         add_product(sum, w.odd, all(reinterpret_cast<const float*>(x)[1]));
     }
 };
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
 struct Pairs {
     static constexpr int INPUTS = 2, ITEM = 2;
     using Weights = I;
@@ -204,7 +206,7 @@ constexpr Few BY_ROWS[FEW_ROWS] = {few_rows<Source, X, HALVES, 1>, few_rows<Sour
 // Null where codes are made ready even for few rows.
 template <class X>
 const Few* find_few([[maybe_unused]] const BlockShape& s) {
-#if defined(__AVX2__)
+#if defined(PST_VECTORS)
     if constexpr (X::INPUTS == 2) {
 #if defined(__AVX512F__)
         if (s.code == PST_C_U4 || s.code == PST_C_T4)
@@ -297,7 +299,7 @@ constexpr Product F32_FLOATS{PST_M_BLOCK, PST_A_F32, MAX_TILE_ROWS, row_bytes_f3
                              kernel<Floats>, nullptr, nullptr, nullptr, 0};
 constexpr Product ROUNDED_FLOATS{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_f32, 
                                  prepare_blocks_rounded, kernel<Floats>, nullptr, nullptr, nullptr, 0};
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
 int64_t row_bytes_bf16(int cols, int group) { return BlockRow(cols, group, 2).bytes; }
 constexpr Product BF16{PST_M_BLOCK, PST_A_BF16, MAX_TILE_ROWS, row_bytes_bf16, prepare_blocks_bf16,
                        kernel<Pairs>, nullptr, nullptr, nullptr, 0};

@@ -11,6 +11,14 @@
 // Without vpdpbusd, products of bytes up to 255 take twice as long as those of -127 ... 127.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 #define PST_SIGNED_BYTES
+#define PST_SUMS_OF_16
+#endif
+// Nor are there products of signed with other bytes before ARM's usdot.
+#if defined(__aarch64__) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#define PST_SIGNED_BYTES
+#if !defined(__ARM_FEATURE_DOTPROD)
+#define PST_SUMS_OF_16
+#endif
 #endif
 
 namespace pst {
@@ -21,6 +29,8 @@ constexpr int vectors_of([[maybe_unused]] int rows) {
     return 4;  // 12 registers for the sums of 3 rows, 12 for their totals
 #elif defined(__AVX2__)
     return rows == 1 ? 4 : rows == 2 ? 2 : 1;  // a vector is two registers of 16
+#elif defined(__aarch64__)
+    return rows == 1 ? 2 : 1;  // four of 32; totals take as many as sums
 #else
     return 1;
 #endif
@@ -103,10 +113,10 @@ inline __attribute__((always_inline)) void add_line(I (&sum)[R][C], const Code& 
     }
 }
 
-#if defined(PST_SIGNED_BYTES)
+#if defined(PST_SUMS_OF_16)
 // The same of nibbles, into sums of 16 bits: eight lines' products of 15 at most fit.
 template <int L, class Code, int R, int C>
-inline __attribute__((always_inline)) void add_line16(I (&sum)[R][C], const Code& code, const uint8_t* unit,
+inline __attribute__((always_inline)) void add_line16(Sums16 (&sum)[R][C], const Code& code, const uint8_t* unit,
                                                       const int8_t* const (&x)[R], int64_t at, int64_t ahead) {
     fetch_ahead<Code, L, C>(unit, ahead);
 #pragma GCC unroll 4
@@ -123,13 +133,13 @@ template <int FIRST, class Code, int R, int C, int... L>
 inline __attribute__((always_inline)) void add_lines(I (&sum)[R][C], const Code& code, const uint8_t* unit,
                                                      const int8_t* const (&x)[R], int64_t at, int64_t ahead,
                                                      std::integer_sequence<int, L...>) {
-#if defined(PST_SIGNED_BYTES)
+#if defined(PST_SUMS_OF_16)
     if constexpr (Code::MOST <= 15) {
-        I half[R][C];
+        Sums16 half[R][C];
 #pragma GCC unroll 3
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) half[r][c] = every(0);
+            for (int c = 0; c < C; c++) half[r][c] = no_sums();
         (add_line16<FIRST + L>(half, code, unit, x, at, ahead), ...);
 #pragma GCC unroll 3
         for (int r = 0; r < R; r++)

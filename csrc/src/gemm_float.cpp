@@ -13,7 +13,7 @@ void prepare_f32(const float* x, int cols, int, uint8_t* data) {
     std::memset(data + bytes, 0, size_t(float_row_bytes(cols, 0)) - bytes);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
 
 using BFloat16Rows = PairedWeights;
 

@@ -42,6 +42,13 @@ struct WidenedWeights : Float32Weights {
         lo = part ? _mm256_and_si256(lo, odd) : _mm256_slli_epi32(lo, 16);
         hi = part ? _mm256_and_si256(hi, odd) : _mm256_slli_epi32(hi, 16);
         return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)};
+#elif defined(__aarch64__)
+        const uint32x4_t odd = vdupq_n_u32(0xffff0000u);
+        const F pairs = load(reinterpret_cast<const float*>(p));
+        auto widened = [&](uint32x4_t x) __attribute__((always_inline)) {
+            return vreinterpretq_f32_u32(part ? vandq_u32(x, odd) : vshlq_n_u32(x, 16));
+        };
+        PST_FOUR(F, widened(vreinterpretq_u32_f32(pairs.v[i])));
 #else
         uint32_t pairs[LANES];
         std::memcpy(pairs, p, sizeof pairs);
@@ -56,7 +63,7 @@ struct WidenedWeights : Float32Weights {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
 // Rows are bfloat16 too: vdpbf16ps adds the odd inputs' products, rounds, adds the even ones', rounds. Products are
 // exact; subnormal operands and results count as zero.
 struct PairedWeights {
@@ -64,7 +71,11 @@ struct PairedWeights {
     static F weights(const uint8_t* p, int) { return load(reinterpret_cast<const float*>(p)); }
     static F input(const uint8_t* row, int64_t step, int) { return all(reinterpret_cast<const float*>(row)[step]); }
     static F multiply(F acc, F input, F weights) {
+#if defined(__aarch64__)
+        return dot_pairs(acc, input, weights);
+#else
         return {_mm512_dpbf16_ps(acc.v, (__m512bh)input.v, (__m512bh)weights.v)};
+#endif
     }
 };
 #endif
@@ -74,7 +85,7 @@ template <int R>
 constexpr int tile_vectors() {
 #if defined(__AVX512F__)
     return 4;
-#elif defined(__AVX2__)
+#elif defined(PST_VECTORS)
     return R == 1 ? 4 : R == 2 ? 2 : 1;
 #else
     return 1;

@@ -75,6 +75,8 @@ inline void dot_u8(I& sum, I w, I x) {
     const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(x.v, 8));
     sum = {_mm512_add_epi32(sum.v, _mm512_add_epi32(even, odd))};
 }
+using Sums16 = I;
+inline Sums16 no_sums() { return every(0); }
 inline void add_dot16(I& sum, I w, I x) { sum = {_mm512_add_epi16(sum.v, _mm512_maddubs_epi16(w.v, x.v))}; }
 // -127 ... 127: |x| * (w with the sign of x). Two such products fit 16 bits.
 inline void dot_s8(I& sum, I w, I x) {
@@ -103,7 +105,7 @@ template <int J> inline F byte_value(I line, F offset) {
                                            _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32(J)));
     return {_mm512_sub_ps(_mm512_castsi512_ps(sum), offset.v)};
 }
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
 inline void dot_bf16(F& sum, I w, I x) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum.v) : "v"(w.v), "v"(x.v)); }
 #endif
 
@@ -189,6 +191,8 @@ inline void dot_u8(I& sum, I w, I x) {
     add32(sum.lo, _mm256_madd_epi16(_mm256_srli_epi16(w.lo, 8), odd));
     add32(sum.hi, _mm256_madd_epi16(_mm256_srli_epi16(w.hi, 8), odd));
 }
+using Sums16 = I;
+inline Sums16 no_sums() { return every(0); }
 inline void add_dot16(I& sum, I w, I x) {
     const __m256i lo = _mm256_maddubs_epi16(w.lo, x.lo), hi = _mm256_maddubs_epi16(w.hi, x.lo);
     asm("vpaddw %1, %0, %0" : "+x"(sum.lo) : "x"(lo));
@@ -215,6 +219,134 @@ template <int J> inline F byte_value(I line, F offset) {
     const __m256i mask = _mm256_set1_epi32(255);
     return {_mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.lo, 8 * J), mask)), offset.lo),
             _mm256_sub_ps(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(line.hi, 8 * J), mask)), offset.hi)};
+}
+
+#elif defined(__aarch64__)
+
+struct I { uint32x4_t v[4]; };
+inline uint8x16_t bytes_of(uint32x4_t a) { return vreinterpretq_u8_u32(a); }
+inline int8x16_t signed_bytes(uint32x4_t a) { return vreinterpretq_s8_u32(a); }
+inline uint32x4_t less_128(uint32x4_t a) { return veorq_u32(a, vdupq_n_u32(0x80808080u)); }
+inline I load_line(const uint8_t* p) { PST_FOUR(I, vreinterpretq_u32_u8(vld1q_u8(p + 16 * i))); }
+inline I every(int32_t x) {
+    const uint32x4_t lanes = vdupq_n_u32(uint32_t(x));
+    return {lanes, lanes, lanes, lanes};
+}
+inline F to_float(I a) { PST_FOUR(F, vcvtq_f32_s32(vreinterpretq_s32_u32(a.v[i]))); }
+inline void store_s8(uint8_t* p, F x) {
+    auto narrow = [](float32x4_t v) { return vmovn_s32(vcvtnq_s32_f32(v)); };
+    const int8x8_t low = vmovn_s16(vcombine_s16(narrow(x.v[0]), narrow(x.v[1])));
+    vst1q_u8(p, vreinterpretq_u8_s8(vcombine_s8(low, vmovn_s16(vcombine_s16(narrow(x.v[2]), narrow(x.v[3]))))));
+}
+template <int LEFT> inline uint32x4_t shifted(uint32x4_t a) {
+    if constexpr (LEFT > 0) return vshlq_n_u32(a, LEFT);
+    else if constexpr (LEFT < 0) return vshrq_n_u32(a, -LEFT);
+    else return a;
+}
+template <int LEFT> inline I shifted(I a) { PST_FOUR(I, shifted<LEFT>(a.v[i])); }
+template <uint32_t MASK> inline I bits32(I a) { PST_FOUR(I, vandq_u32(a.v[i], vdupq_n_u32(MASK))); }
+template <int MASK> inline I masked(I a) { return bits32<uint32_t(MASK) * 0x01010101u>(a); }
+inline I either(I a, I b) { PST_FOUR(I, vorrq_u32(a.v[i], b.v[i])); }
+inline void keep(I& a) { asm("" : "+w"(a.v[0]), "+w"(a.v[1]), "+w"(a.v[2]), "+w"(a.v[3])); }
+inline void store_line(uint8_t* p, I a) {
+    vst1q_u8(p, bytes_of(a.v[0]));
+    vst1q_u8(p + 16, bytes_of(a.v[1]));
+    vst1q_u8(p + 32, bytes_of(a.v[2]));
+    vst1q_u8(p + 48, bytes_of(a.v[3]));
+}
+inline I four_times(const uint8_t* p) {
+    const uint32x4_t once = vreinterpretq_u32_u8(vld1q_u8(p));
+    return {once, once, once, once};
+}
+inline I looked_up(I table, I nibbles) {
+    PST_FOUR(I, vreinterpretq_u32_u8(vqtbl1q_u8(bytes_of(table.v[i]), bytes_of(nibbles.v[i]))));
+}
+// By the lowest four bits of each lane: its four bytes are looked up among 64.
+inline F looked_up16(F table, I lanes) {
+    const uint8x16x4_t bytes = {{vreinterpretq_u8_f32(table.v[0]), vreinterpretq_u8_f32(table.v[1]),
+                                 vreinterpretq_u8_f32(table.v[2]), vreinterpretq_u8_f32(table.v[3])}};
+    const uint32x4_t low = vdupq_n_u32(15), times4 = vdupq_n_u32(0x04040404u), first = vdupq_n_u32(0x03020100u);
+    PST_FOUR(F, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, bytes_of(vmlaq_u32(first, vandq_u32(lanes.v[i], low), times4)))));
+}
+inline I load_ints(const int32_t* p) { return load_line((const uint8_t*)p); }
+inline F as_floats(I a) { PST_FOUR(F, vreinterpretq_f32_u32(a.v[i])); }
+inline I as_ints(F a) { PST_FOUR(I, vreinterpretq_u32_f32(a.v[i])); }
+inline I times(I a, I b) { PST_FOUR(I, vmulq_u32(a.v[i], b.v[i])); }
+inline F wide(uint8x16_t bytes) {
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    return to_float({vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)});
+}
+inline F load_u8(const uint8_t* p) { return wide(vld1q_u8(p)); }
+inline F load_i8(const uint8_t* p) { return wide(veorq_u8(vld1q_u8(p), vdupq_n_u8(128))) - all(128.0f); }
+template <int SHIFT> inline F load_nibbles(const uint8_t* p) {
+    return wide(vandq_u8(bytes_of(shifted<-SHIFT>(vreinterpretq_u32_u8(vld1q_u8(p)))), vdupq_n_u8(15)));
+}
+// Bytes -128 ... 127 times -127 ... 127; x is the same in all lanes.
+inline void dot_s8(I& sum, I w, I x) {
+    sum = four<I>([&](int i) __attribute__((always_inline)) {
+        const int8x16_t a = signed_bytes(w.v[i]), b = signed_bytes(x.v[0]);
+        const int32x4_t s = vreinterpretq_s32_u32(sum.v[i]);
+#if defined(__ARM_FEATURE_DOTPROD)
+        return vreinterpretq_u32_s32(vdotq_s32(s, a, b));
+#else
+        // Two such products fit 16 bits.
+        const int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+        return vreinterpretq_u32_s32(vpadalq_s16(s, vpaddq_s16(low, high)));
+#endif
+    });
+}
+inline void dot_u7(I& sum, I w, I x) { dot_s8(sum, w, x); }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+inline void dot_u8(I& sum, I w, I x) {
+    sum = four<I>([&](int i) __attribute__((always_inline)) {
+        return vreinterpretq_u32_s32(vusdotq_s32(vreinterpretq_s32_u32(sum.v[i]), bytes_of(w.v[i]), signed_bytes(x.v[0])));
+    });
+}
+#else
+// As signed bytes, and 128 times what they are multiplied by: two of that fit 16 bits.
+inline void dot_u8(I& sum, I w, I x) {
+    const int16x8_t more = vshlq_n_s16(vpaddlq_s8(signed_bytes(x.v[0])), 7);
+    const I start = four<I>([&](int i) __attribute__((always_inline)) {
+        return vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sum.v[i]), more));
+    });
+    sum = start;
+    dot_s8(sum, four<I>([&](int i) __attribute__((always_inline)) { return less_128(w.v[i]); }), x);
+}
+// Sums of 16 bits, each of every fourth product.
+struct Sums16 { int16x8_t v[8]; };
+inline Sums16 no_sums() {
+    const int16x8_t zero = vdupq_n_s16(0);
+    return {zero, zero, zero, zero, zero, zero, zero, zero};
+}
+template <int PART> inline void add_dot16(Sums16& sum, I w, I x) {
+    const int8x16_t a = signed_bytes(w.v[PART]), b = signed_bytes(x.v[0]);
+    sum.v[2 * PART] = vmlal_s8(sum.v[2 * PART], vget_low_s8(a), vget_low_s8(b));
+    sum.v[2 * PART + 1] = vmlal_high_s8(sum.v[2 * PART + 1], a, b);
+}
+inline void add_dot16(Sums16& sum, I w, I x) {
+    add_dot16<0>(sum, w, x);
+    add_dot16<1>(sum, w, x);
+    add_dot16<2>(sum, w, x);
+    add_dot16<3>(sum, w, x);
+}
+inline void add_pairs(I& sum, const Sums16& s) {
+    sum = four<I>([&](int i) __attribute__((always_inline)) {
+        return vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sum.v[i]), vpaddq_s16(s.v[2 * i], s.v[2 * i + 1])));
+    });
+}
+// n bytes (a multiple of 64) less 128. Products of -128 fit here.
+inline bool less_128(const uint8_t* from, int64_t n, uint8_t* to) {
+    for (int64_t i = 0; i < n; i += 16) vst1q_u8(to + i, veorq_u8(vld1q_u8(from + i), vdupq_n_u8(128)));
+    return true;
+}
+#endif
+#if defined(PST_BF16_PAIRS)
+inline void dot_bf16(F& sum, I w, I x) { sum = dot_pairs(sum, as_floats(x), as_floats(w)); }
+#endif
+inline F byte_offset(float offset) { return all(offset); }
+template <int J> inline F byte_value(I line, F offset) {
+    const uint32x4_t mask = vdupq_n_u32(255);
+    PST_FOUR(F, vsubq_f32(vcvtq_f32_u32(vandq_u32(shifted<-8 * J>(line.v[i]), mask)), offset.v[i]));
 }
 
 #else

@@ -71,6 +71,12 @@ const char* pst_isa_name(void) {
     return "avx512";
 #elif defined(__AVX2__)
     return "avx2";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "neon-bf16";
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return "neon-dotprod";
+#elif defined(__aarch64__)
+    return "neon";
 #else
     return "base";
 #endif

@@ -16,6 +16,11 @@ template <class In> inline void hide(In& x) { asm volatile("" : "+v"(x.v)); }
 #elif defined(__AVX2__)
 constexpr int SUMS = 6;  // a vector is two registers of 16
 template <class In> inline void hide(In& x) { asm volatile("" : "+x"(x.lo), "+x"(x.hi)); }
+#elif defined(__aarch64__)
+constexpr int SUMS = 4;  // a vector is four registers of 32
+template <class In> inline void hide(In& x) {
+    asm volatile("" : "+w"(x.v[0]), "+w"(x.v[1]), "+w"(x.v[2]), "+w"(x.v[3]));
+}
 #else
 constexpr int SUMS = 4;
 template <class In> inline void hide(In& x) { asm volatile("" : "+m"(x)); }
@@ -67,7 +72,7 @@ void of_one_thread(Team&, void* argument) {
     auto& peak = *static_cast<Peak*>(argument);
     if (peak.act == PST_A_I8)
         return multiply<8>(peak, every(0), every(0), every(0), [](I& sum, I w, I x) __attribute__((always_inline)) { dot_u7(sum, w, x); });
-#if defined(__AVX512BF16__)
+#if defined(PST_BF16_PAIRS)
     if (peak.act == PST_A_BF16)
         return multiply<4>(peak, all(0.0f), every(0), every(0), [](F& sum, I w, I x) __attribute__((always_inline)) { dot_bf16(sum, w, x); });
 #endif

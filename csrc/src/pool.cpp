@@ -21,6 +21,8 @@ namespace {
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
 #endif
 }
 

@@ -3,6 +3,8 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
+#elif defined(__aarch64__)
+#include <cstdint>
 #endif
 
 namespace pst {
@@ -17,6 +19,16 @@ class PlainRounding {
 
   private:
     unsigned before_;
+#elif defined(__aarch64__)
+    PlainRounding() {
+        asm volatile("mrs %0, fpcr" : "=r"(before_));
+        set(0);
+    }
+    ~PlainRounding() { set(before_); }
+
+  private:
+    static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+    uint64_t before_;
 #else
     PlainRounding() {}
 #endif

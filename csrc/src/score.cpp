@@ -1,6 +1,6 @@
 // Whether this processor can run the library, and what is asked of it as the library is opened: compiled without any
-// instruction set's flags, so that both are safe everywhere. PST_ISA_LEVEL is the build's: 0 base, 1 avx2, 2 avx512,
-// 3 avx512bf16.
+// instruction set's flags, so that both are safe everywhere. PST_ISA_LEVEL is the build's: on x86-64 0 base, 1 avx2,
+// 2 avx512, 3 avx512bf16; on aarch64 0 neon, 1 neon-dotprod, 2 neon-bf16.
 #include <unistd.h>
 
 #include "penstock.h"
@@ -9,7 +9,9 @@
 #define PST_ISA_LEVEL 0
 #endif
 
-#if PST_ISA_LEVEL >= 2
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#elif PST_ISA_LEVEL >= 2
 #include <cpuid.h>
 #endif
 
@@ -20,7 +22,7 @@ namespace {
 // Zen 4 follows a stream of weights by itself: asked ahead it reads 4 to 12 % slower (docs/log.md). A Zen 5
 // reads codes 10 to 25 % faster with two pages than with one, and other weights no slower; three gain nothing.
 int64_t stream_ahead() {
-#if PST_ISA_LEVEL >= 2
+#if PST_ISA_LEVEL >= 2 && !defined(__aarch64__)
     unsigned a = 0, b = 0, c = 0, d = 0;
     const unsigned vendor = __get_cpuid(0, &a, &b, &c, &d) ? b : 0, auth = 0x68747541;  // "Auth"enticAMD
     // Of AMD's families only 0x19, Zen 3 and 4, and 0x1a, Zen 5, are here; Zen 3 has no AVX512.
@@ -55,6 +57,14 @@ extern "C" int32_t pst_score(void) {
 #endif
 #if PST_ISA_LEVEL >= 3
     fits = fits && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#endif
+    return fits ? 1 + PST_ISA_LEVEL : 0;
+#elif defined(__aarch64__)
+    // By number: the headers of older systems have no names for the later ones.
+    constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
+    bool fits = getauxval(AT_HWCAP) & DOTPROD;
+#if PST_ISA_LEVEL >= 2
+    fits = fits && (getauxval(AT_HWCAP2) & (I8MM | BF16)) == (I8MM | BF16);
 #endif
     return fits ? 1 + PST_ISA_LEVEL : 0;
 #else

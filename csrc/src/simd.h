@@ -1,4 +1,5 @@
-// Sixteen floats at a time, the same on every instruction set: F is one zmm, two ymm, or what the compiler makes of it.
+// Sixteen floats at a time, the same on every instruction set: F is one zmm, two ymm, four registers of NEON, or what the
+// compiler makes of it.
 //
 // Sums are always one fused multiply-add after the other per lane, and horizontal sums one fixed tree, so code written
 // with these functions gives the same bits on every set that has fused multiply-add. The base set rounds twice.
@@ -10,6 +11,16 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Products of pairs of bfloat16, and vectors in which turning codes costs less than reading them.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PST_BF16_PAIRS
+#endif
+#if defined(__AVX2__) || defined(__aarch64__)
+#define PST_VECTORS
 #endif
 
 namespace pst {
@@ -169,6 +180,73 @@ inline void store_f16(uint16_t* p, F x) {
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.lo, 0));
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.hi, 0));
 }
+
+#elif defined(__aarch64__)
+
+struct F { float32x4_t v[4]; };
+// By name, not in a loop: so the parts stay in registers.
+template <class Out, class Of> inline __attribute__((always_inline)) Out four(Of of) { return {of(0), of(1), of(2), of(3)}; }
+#define PST_FOUR(type, expr) return four<type>([&](int i) __attribute__((always_inline)) { return expr; })
+inline F load(const float* p) { PST_FOUR(F, vld1q_f32(p + 4 * i)); }
+inline void store(float* p, F x) {
+    vst1q_f32(p, x.v[0]);
+    vst1q_f32(p + 4, x.v[1]);
+    vst1q_f32(p + 8, x.v[2]);
+    vst1q_f32(p + 12, x.v[3]);
+}
+inline F load(const float* p, int n) {
+    alignas(64) float t[16] = {};
+    std::memcpy(t, p, size_t(n) * 4);
+    return load(t);
+}
+inline void store(float* p, F x, int n) {
+    alignas(64) float t[16];
+    store(t, x);
+    std::memcpy(p, t, size_t(n) * 4);
+}
+inline F all(float x) {
+    const float32x4_t lanes = vdupq_n_f32(x);
+    return {lanes, lanes, lanes, lanes};
+}
+inline F operator+(F a, F b) { PST_FOUR(F, vaddq_f32(a.v[i], b.v[i])); }
+inline F operator-(F a, F b) { PST_FOUR(F, vsubq_f32(a.v[i], b.v[i])); }
+inline F operator*(F a, F b) { PST_FOUR(F, vmulq_f32(a.v[i], b.v[i])); }
+inline F operator/(F a, F b) { PST_FOUR(F, vdivq_f32(a.v[i], b.v[i])); }
+inline F fma(F a, F b, F c) { PST_FOUR(F, vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+// As maxps: b if one is NaN. fmax would be NaN then, and fmaxnm the other one.
+inline F max(F a, F b) { PST_FOUR(F, vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+inline F min(F a, F b) { PST_FOUR(F, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
+inline F abs(F a) { PST_FOUR(F, vabsq_f32(a.v[i])); }
+inline F round(F a) { PST_FOUR(F, vrndnq_f32(a.v[i])); }
+inline float32x4_t scale2(float32x4_t a, float32x4_t n) {  // in two halves, as above
+    const int32x4_t whole = vcvtnq_s32_f32(n), half = vshrq_n_s32(whole, 1), rest = vsubq_s32(whole, half);
+    const int32x4_t bias = vdupq_n_s32(127);
+    a = vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(half, bias), 23)));
+    return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23)));
+}
+inline F scale2(F a, F n) { PST_FOUR(F, scale2(a.v[i], n.v[i])); }
+inline F load_bf16(const uint16_t* p) { PST_FOUR(F, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16))); }
+inline F load_f16(const uint16_t* p) { PST_FOUR(F, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)))); }
+inline uint16x4_t to_bf16(float32x4_t x) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t up = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+    const uint32x4_t nan = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), up, nan), 16);
+}
+inline void store_bf16(uint16_t* p, F x) {
+    vst1q_u16(p, vcombine_u16(to_bf16(x.v[0]), to_bf16(x.v[1])));
+    vst1q_u16(p + 8, vcombine_u16(to_bf16(x.v[2]), to_bf16(x.v[3])));
+}
+inline void store_f16(uint16_t* p, F x) {
+    vst1q_u16(p, vreinterpretq_u16_f16(vcombine_f16(vcvt_f16_f32(x.v[0]), vcvt_f16_f32(x.v[1]))));
+    vst1q_u16(p + 8, vreinterpretq_u16_f16(vcombine_f16(vcvt_f16_f32(x.v[2]), vcvt_f16_f32(x.v[3]))));
+}
+#if defined(PST_BF16_PAIRS)
+// bfdot: both products of a pair and their sum with `sum`, rounded to odd; subnormal numbers count as zero.
+inline F dot_pairs(F sum, F a, F b) {
+    PST_FOUR(F, vbfdotq_f32(sum.v[i], vreinterpretq_bf16_f32(a.v[i]), vreinterpretq_bf16_f32(b.v[i])));
+}
+#endif
 
 #else
 

@@ -15,6 +15,11 @@ inline F load_s8(const uint8_t* p) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     };
     return {half(p), half(p + 8)};
+#elif defined(__aarch64__)
+    const int8x16_t bytes = vld1q_s8(reinterpret_cast<const int8_t*>(p));
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))};
 #else
     F out;
     for (int i = 0; i < LANES; i++) out.v[i] = float(int8_t(p[i]));

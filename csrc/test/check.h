@@ -15,6 +15,8 @@ extern int failures;
 extern int shown;  // of the test that runs
 // Emulators and sanitizers are slow: fewer rounds of the same.
 extern bool brief;
+// All results go into one number, which libraries that promise the same bits have in common.
+void note(const void* results, size_t bytes);
 
 #define EXPECT(condition, ...)                                                  \
     do {                                                                        \

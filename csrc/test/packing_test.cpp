@@ -52,6 +52,7 @@ void pack_one(Pair f, int32_t cols, const Source& source) {
     int32_t failed = pst_pack(&m, source.dtype, row_of, 0, PANELS, once.data);
     EXPECT(!failed, "packing of format %d", f.format);
     if (failed) return;
+    note(once.data, once.size);
     // Each panel by itself, the last first, into other memory: every byte is written, and is the same.
     Bytes again(bytes * PANELS, 0xc3);
     for (int p = PANELS - 1; p >= 0; p--) pst_pack(&m, source.dtype, row_of, p, p + 1, again.data);

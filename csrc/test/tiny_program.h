@@ -66,6 +66,7 @@ struct TinyProgram {
         pst_register r = registers[size_t(number)];
         Numbers out;
         for (const float* row = r.data; count--; row += r.stride) out.insert(out.end(), row, row + r.width);
+        note(out.data(), out.size() * sizeof(float));
         return out;
     }
 };

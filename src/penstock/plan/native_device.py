@@ -11,10 +11,14 @@ from penstock.plan.devices import Device
 
 _EPYC5 = "measured on an AMD EPYC (family 26), a product 1024x2048x2048 on two threads, halved"
 _EPYC3 = "measured on an AMD EPYC (family 25), a product 512x512x512 on one thread"
+_ARM = "estimate, no ARM processor was measured: two multiply-adds of four floats a cycle at 2.5 GHz"
 _RATES: dict[str, tuple[dict[str, float], str]] = {
     "avx512bf16": ({"float32": 104e9, "bfloat16": 475e9, "float16": 104e9}, _EPYC5),
     "avx512": ({"float32": 104e9, "bfloat16": 104e9, "float16": 104e9}, f"{_EPYC5}; halves are widened to float32"),
     "avx2": ({"float32": 90e9, "bfloat16": 90e9, "float16": 90e9}, f"{_EPYC3}; halves are widened to float32"),
+    "neon-bf16": ({"float32": 40e9, "bfloat16": 80e9, "float16": 40e9}, f"{_ARM}; bfloat16 twice"),
+    "neon-dotprod": ({"float32": 40e9, "bfloat16": 40e9, "float16": 40e9}, f"{_ARM}; halves are widened to float32"),
+    "neon": ({"float32": 20e9, "bfloat16": 20e9, "float16": 20e9}, f"{_ARM}, halved; halves are widened to float32"),
     "base": ({"float32": 15e9, "bfloat16": 15e9, "float16": 15e9}, "estimate: a sixth of avx2"),
 }
 _ONE_CORE_READS, _SOCKET_READS = 23e9, 46e9

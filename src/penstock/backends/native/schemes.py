@@ -12,6 +12,8 @@ from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.stored import StoredMatrix, Weight, alike
 
+WITH_BF16 = ("avx512bf16", "neon-bf16")
+"""Instruction sets that multiply bfloat16."""
 _EXACT = {np.dtype(np.float32): Format.F32, np.dtype(np.float16): Format.F16, np.dtype(np.uint16): Format.BF16}
 
 
@@ -40,7 +42,7 @@ def packing(scheme: Scheme, weight: Weight, isa: str, row_bits: int = 8) -> Pack
     rows stay floats. A scheme says itself."""
     dtype = weight.dtype
     # Without instructions for bfloat16, rounding the rows would cost accuracy and win nothing.
-    short = Act.BF16 if isa == "avx512bf16" else Act.F32
+    short = Act.BF16 if isa in WITH_BF16 else Act.F32
     if scheme.weight_bits:
         columns = weight.shape[1]
         stays = isinstance(weight, StoredMatrix) and takes(scheme, weight.format, columns)
