@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from penstock import __version__
@@ -85,11 +85,13 @@ class Metrics(Collector):
         if info is not None and info.pid:
             ProcessCollector("penstock_engine", self._engine_pid, registry=self.registry)
 
-    def render(self, only: str | None = None) -> bytes:
-        """Prometheus' text format. `only`: the one tenant whose numbers are told; None: all of them."""
-        tenants = CollectorRegistry()
-        tenants.register(_Tenants(self, only))
-        return generate_latest(self.registry) + generate_latest(tenants)
+    def render(self, only: str | None = None, accept: str = "") -> tuple[bytes, str]:
+        """The text and its content type: OpenMetrics if `accept`, a request's header, has it, else Prometheus' own.
+
+        `only`: the one tenant whose numbers are told; None: all of them.
+        """
+        encode, content_type = choose_encoder(accept)
+        return encode(_Told(self, only)), content_type
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once
@@ -147,7 +149,9 @@ class Metrics(Collector):
     def _histogram(
         self, name: str, text: str, distribution: Distribution, prefixes: tuple[str, ...] = BOTH
     ) -> Iterator[Metric]:
-        buckets = distribution.cumulative()
+        buckets: list[Any] = list(distribution.cumulative())
+        for at, (trace_id, value, unix_s) in distribution.exemplars.items():
+            buckets[at] = (*buckets[at], Exemplar({"trace_id": trace_id}, value, unix_s))
         for prefix in prefixes:
             family = HistogramMetricFamily(prefix + name, text, labels=LABELS)
             family.add_metric(self._labels, buckets, distribution.total)
@@ -316,18 +320,17 @@ class Metrics(Collector):
         yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)
 
 
-class _Tenants(Collector):
-    """What not everybody may see."""
+class _Told(CollectorRegistry):
+    """What a request may see."""
 
     def __init__(self, metrics: Metrics, only: str | None) -> None:
+        super().__init__()
         self._metrics = metrics
         self._only = only
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.tenants(self._only)
+        yield from self._metrics.registry.collect()
+        yield from self._metrics.tenants(self._only)
 
 
 # -- the same numbers for others ---------------------------------------------------------------------------------
