@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +26,9 @@ CHAT = FRONTS["/api/chat"]
 
 
 @pytest.fixture
-def ollama(live: LiveServer) -> Iterator[Any]:
+def ollama(live: LiveServer) -> Any:
     package = pytest.importorskip("ollama", reason="the official client is not installed")
-    yield package.Client(host=live.url, timeout=60)
+    return package.Client(host=live.url, timeout=60)
 
 
 # -- the official client ---------------------------------------------------------------------------------------------

@@ -141,6 +141,7 @@ class Around:
         state["request_id"] = request_id
         state["tenant"] = ANYONE
         state["probe"] = self._probe
+        state["keep_alive_s"] = self.server.config.sse_keep_alive_interval
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         started = False
         gate: Gate | None = self.server.parts.get("admission")

@@ -17,6 +17,7 @@ NAMES = {
     **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty",
                                             "frequency_penalty", "seed", "stop")},
     "logprobs": "top_logprobs", "structured_outputs.json": "format",
+    "structured_outputs.json_object": "format",
 }  # fmt: skip
 """Our field -> Ollama's."""
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")

@@ -151,7 +151,10 @@ def _bias(given: Any) -> dict[int, float] | None:
     if given is None:
         return None
     out: dict[int, float] = {}
-    for token, value in given.items() if isinstance(given, dict) else given:
+    for pair in given.items() if isinstance(given, dict) else given:
+        if len(pair) != 2 or isinstance(pair[0], bool | float) or isinstance(pair[1], str):
+            raise InputError("logit_bias must be a list of [token id, number or false]", param="logit_bias")
+        token, value = pair
         if isinstance(token, str) and not (token.isascii() and token.isdigit() and len(token) < 20):
             raise InputError(f"logit_bias: {token[:40]!r} is no token id; texts are not taken", param="logit_bias")
         out[int(token)] = (-100.0 if value is False else 0.0) if isinstance(value, bool) else float(value)

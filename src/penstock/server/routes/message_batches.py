@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -197,14 +196,16 @@ class _Line(msgspec.Struct):
 
 
 def _lines(store: FileStore, tenant: Tenant, file_id: str | None) -> Iterator[_Line]:
-    if file_id is not None:
-        with _path(store, tenant, file_id).open("rb") as file:
-            for line in file:
-                yield msgspec.json.decode(line, type=_Line)
-
-
-def _path(store: FileStore, tenant: Tenant, file_id: str) -> Path:
-    return store.path(tenant, file_id)
+    """Nothing if the file is not there (any more)."""
+    if file_id is None:
+        return
+    try:
+        path = store.path(tenant, file_id)
+    except RefusedError:
+        return
+    with path.open("rb") as file:
+        for line in file:
+            yield msgspec.json.decode(line, type=_Line)
 
 
 def _results(store: FileStore, tenant: Tenant, batch: BatchObject) -> Iterator[bytes]:

@@ -10,7 +10,8 @@ from penstock.server.schema.forms import ForeignForms
 
 
 class LlamaSampling(ForeignForms, kw_only=True):
-    """`n_predict`: -1 fills the context. `cache_prompt`: false does without the prefix cache."""
+    """`n_predict`: -1 fills the context. `cache_prompt`: false does without the prefix cache. `logit_bias`: pairs of a
+    token id and a number, or false."""
 
     model: str | None = None
     n_predict: int | None = None
@@ -25,7 +26,7 @@ class LlamaSampling(ForeignForms, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
-    logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
+    logit_bias: list[list[int | float | bool | str]] | dict[str, float | bool] | None = None
     n_probs: int | None = None
     cache_prompt: bool | None = None
     return_tokens: bool | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core.compression import PromptCompression
 from penstock.server.schema.forms import StructuredOutputsField
-from penstock.server.schema.known import ANTHROPIC, Open, Shape
+from penstock.server.schema.known import ANTHROPIC, Shape
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
@@ -83,8 +83,6 @@ class TokenCount(msgspec.Struct, kw_only=True):
 
 class BatchedMessage(msgspec.Struct, kw_only=True):
     """`params`: the body of a request to /v1/messages. It is checked when its turn comes, not before."""
-
-    inner: ClassVar[Shape] = {"params": Open()}
 
     custom_id: str
     params: dict[str, Any]

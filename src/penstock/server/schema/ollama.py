@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.server.schema.known import TOOLS, Open, Shape
+from penstock.server.schema.known import TOOLS, Shape
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class OllamaGenerating(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatRequest(OllamaGenerating, kw_only=True):
-    inner: ClassVar[Shape] = {"messages": Open(), "tools": TOOLS}
+    inner: ClassVar[Shape] = {"tools": TOOLS}
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None

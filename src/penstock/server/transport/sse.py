@@ -65,7 +65,7 @@ class EventStream(Response):
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        interval_s = scope["app"].state.server.config.sse_keep_alive_interval if self.media_type == EVENTS else 0.0
+        interval_s = scope.get("state", {}).get("keep_alive_s", 0.0) if self.media_type == EVENTS else 0.0
         writer = asyncio.ensure_future(self._write(send, interval_s))
         reader = asyncio.ensure_future(left(receive))
         try:
