@@ -121,7 +121,7 @@ def test_a_model_without_marks_cannot_fill_in(live: LiveServer, http: httpx.Clie
     assert live.server is not None
     live.server.parts.pop("fill_marks", None)
     answer = http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
-    assert answer.status_code == 501
+    assert answer.status_code == 400
     assert "Qwen2.5-Coder" in answer.json()["error"]["message"]
 
 
@@ -152,7 +152,6 @@ def test_a_real_coder_fills_in(coder: LiveServer) -> None:
     with httpx.Client(base_url=coder.url, timeout=120) as http:
         found = http.post("/infill", json=body).json()
         assert found["content"].strip().startswith("a + b")
-        assert found["stop_type"] == "eos"
         assert found["prompt"].count("<|fim_middle|>") == 2  # the mark, and the text that spells it
         shown = http.post("/api/show", json={}).json()
         assert "insert" in shown["capabilities"]
@@ -161,3 +160,22 @@ def test_a_real_coder_fills_in(coder: LiveServer) -> None:
                                    "options": {"num_predict": 12, "temperature": 0}},
         ).json()  # fmt: skip
         assert filled["response"].strip().startswith("a + b")
+
+
+def test_completions_fill_in_too(coder: LiveServer) -> None:
+    import openai
+
+    with openai.OpenAI(base_url=coder.url + "/v1", api_key="none") as client:
+        found = client.completions.create(
+            model="", prompt="def add(a, b):\n    return ", suffix="\n\nprint(add(1, 2))\n", max_tokens=12,
+            temperature=0,
+        ).choices[0]  # fmt: skip
+    assert found.text.strip().startswith("a + b")
+
+
+def test_a_suffix_belongs_to_one_text(live: LiveServer, http: httpx.Client) -> None:
+    filling(live)
+    body = {"prompt": ["a", "b"], "suffix": "c", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body).json()["error"]["param"] == "suffix"
+    answer = http.post("/v1/completions", json=body | {"prompt": "a", "echo": True, "return_token_ids": True}).json()
+    assert {MARKS.prefix, MARKS.suffix, MARKS.middle} <= set(answer["choices"][0]["prompt_token_ids"])

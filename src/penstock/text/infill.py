@@ -50,7 +50,7 @@ def fill_marks(tokenizer: Tokenizer) -> FillMarks | None:
         ids = [i for i in map(tokenizer.piece_to_id, literals) if i is not None]
         if len(ids) == len(literals):
             ends = tuple(i for i in map(tokenizer.piece_to_id, _ENDS) if i is not None)
-            return FillMarks(*ids, repository=first(_REPOSITORY), file=first(_FILE), ends=ends)
+            return FillMarks(ids[0], ids[1], ids[2], first(_REPOSITORY), first(_FILE), ends)
     return None
 
 

@@ -40,8 +40,8 @@ def chat_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
         if message.get("thinking") is not None:
             kept["reasoning_content"] = string_in(message, "thinking", where, empty=True)
         if message.get("tool_calls"):
-            kept["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", len(out))
-            waiting += [(call["id"], call["function"]["name"]) for call in kept["tool_calls"]]
+            calls = kept["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls", len(out))
+            waiting += [(call["id"], call["function"]["name"]) for call in calls]
         elif kept.get("role") == "tool":
             kept["tool_call_id"] = _answered(message, waiting)
         out.append(kept)

@@ -161,7 +161,8 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> Tools:
         return Tools()
     made: list[dict[str, Any]] = []
     grammars: dict[str, str] = {}
-    custom, names = set(), {}
+    custom: set[str] = set()
+    names: dict[str, str] = {}
     for i, tool in enumerate(tools):
         where, ours = f"tools[{i}]", f"tools[{i}].function"
         if tool.get("type") == "custom":

@@ -85,7 +85,7 @@ async def complete(caller: Caller, body: LlamaCompletionRequest) -> LlamaRun:
 
 
 async def fill(caller: Caller, body: InfillRequest) -> LlamaRun:
-    """Raises: as `complete`, RefusedError (501) where the model cannot fill in."""
+    """Raises: as `complete`, InputError where the model cannot fill in."""
     check_model(caller.server, body.model)
     files = [(extra.filename or "tmp", extra.text) for extra in body.input_extra or ()]
     prompt, ends = await fill_prompt(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from msgspec import Raw
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock import __version__
-from penstock.base.errors import InputError, RefusedError
+from penstock.base.errors import InputError
 from penstock.base.hashing import digest
 from penstock.server.context import Server
 from penstock.server.ollama.input import NAMES, chat_messages, sampling, template_kwargs
@@ -44,8 +44,11 @@ from penstock.server.turns.infill import fill_prompt, marks_of
 from penstock.server.turns.times import rfc3339
 from penstock.server.turns.turn import begin, begin_text
 
-_TEXT_ONLY = (([],), "is not supported: this model reads only text")
-_CONTEXT = (([],), "is not supported: send the conversation to /api/chat; its beginning is not computed again")
+_TEXT_ONLY: tuple[tuple[Any, ...], str] = (([],), "is not supported: this model reads only text")
+_CONTEXT: tuple[tuple[Any, ...], str] = (
+    ([],),
+    "is not supported: send the conversation to /api/chat; its beginning is not computed again",
+)
 REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "images": _TEXT_ONLY,
     "context": _CONTEXT,
@@ -124,8 +127,9 @@ async def _chat(caller: Caller, body: OllamaChatRequest, model: str) -> OllamaRu
 
 
 async def _generate(caller: Caller, body: OllamaGenerateRequest, model: str) -> OllamaRun:
-    """Raises: as `_chat`, RefusedError (501) for a suffix where the model cannot fill in."""
-    server, asker, ends = caller.server, asker_of(caller), []
+    """Raises: as `_chat`, InputError for a suffix where the model cannot fill in."""
+    server, asker = caller.server, asker_of(caller)
+    ends: list[int] = []
     defaults = sampling_defaults(server)
     if body.suffix:
         prompt, ends = await fill_prompt(server, body.prompt, body.suffix, asker, param="prompt")
@@ -157,11 +161,13 @@ async def embed(request: Request) -> Response:
     body = await read(request, OllamaEmbedRequest)
     model = model_of(caller.server, body.model)
     asked = EmbeddingRequest(
-        input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=-1 if body.truncate else None
+        input=[*body.input] if isinstance(body.input, list) else body.input,
+        dimensions=body.dimensions,
+        truncate_prompt_tokens=-1 if body.truncate else None,
     )
     vectors, num_tokens = await unless_gone(request, written_vectors(caller, asked, keep_first=True))
     return as_json(OllamaEmbeddings(
-        model=model, embeddings=Raw(b"[" + b",".join(vectors) + b"]"), prompt_eval_count=num_tokens,
+        model=model, embeddings=_raw(b"[" + b",".join(vectors) + b"]"), prompt_eval_count=num_tokens,
         total_duration=round(1e9 * (caller.server.service.clock.now() - caller.arrival_s)),
     ))  # fmt: skip
 
@@ -171,7 +177,11 @@ async def old_embeddings(request: Request) -> Response:
     body = await read(request, OllamaEmbeddingRequest)
     model_of(caller.server, body.model)
     vectors, _ = await unless_gone(request, written_vectors(caller, EmbeddingRequest(input=body.prompt)))
-    return as_json(OllamaEmbedding(embedding=Raw(vectors[0])))
+    return as_json(OllamaEmbedding(embedding=_raw(bytes(vectors[0]))))
+
+
+def _raw(written: bytes) -> Any:
+    return msgspec.Raw(written)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -255,10 +265,10 @@ async def pull(request: Request) -> Response:
 
 
 async def no_library(request: Request) -> Response:
-    raise RefusedError(
+    raise InputError(
         "this server serves one model, chosen at its start, and keeps no library of models; use the command line",
-        status=501, code="no_library",
-    )  # fmt: skip
+        code="no_library",
+    )
 
 
 ROUTES: list[BaseRoute] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.base.errors import RefusedError
+from penstock.base.errors import InputError
 from penstock.server.call import Asker, Prompt
 from penstock.server.encoding import PromptFit
 from penstock.text.infill import FillMarks, fill_marks, fill_steps
@@ -27,14 +27,14 @@ async def fill_prompt(
     server: Server, prefix: str, suffix: str, asker: Asker, *, files: Sequence[tuple[str, str]] = (), begun: str = "",
     param: str = "input_prefix",
 ) -> tuple[Prompt, list[int]]:  # fmt: skip
-    """The prompt, and ids that end a filling. Raises RefusedError (501) where the model cannot fill in, and as
+    """The prompt, and ids that end a filling. Raises InputError where the model cannot fill in, and as
     `Service.encode_all`; errors call the whole by `param`."""
     tokenizer, marks = server.service.need_tokenizer(), marks_of(server)
     if marks is None:
-        raise RefusedError(
+        raise InputError(
             f"{server.model_name} cannot fill in: its vocabulary has no tokens for prefix, suffix and middle; serve a "
             "model of code that has them (Qwen2.5-Coder, StarCoder, CodeGemma, DeepSeek-Coder), or ask it to write on",
-            status=501, code="no_infill", param="suffix" if param == "prompt" else param,
+            code="no_infill", param="suffix" if param == "prompt" else param,
         )  # fmt: skip
     fit = PromptFit.to_generate(server.service.limits)
     size = len(prefix) + len(suffix) + len(begun) + sum(len(name) + len(text) for name, text in files)
