@@ -197,7 +197,11 @@ def test_metrics_are_open_metrics_where_that_is_asked_for(live: LiveServer) -> N
         assert answer.text.endswith("# EOF\n")
         assert answer.text.count("# EOF") == 1
         families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-        assert {"vllm:generation_tokens", "penstock:tenant", "vllm:iteration_tokens_total"} <= set(families)
+        for name in ("vllm:generation_tokens", "penstock:tenant", "vllm:iteration_tokens_total"):
+            assert families[name].samples, name
+        assert {sample.name for sample in families["vllm:generation_tokens"].samples} == {
+            "vllm:generation_tokens_total"
+        }
     plain = httpx.get(live.url + "/metrics", headers={"accept": "*/*"})
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "# EOF" not in plain.text
