@@ -404,7 +404,7 @@ def test_trusted_templates_are_bounded() -> None:
         (CHAT, "guided_grammar", "root ::= x", "structured_outputs"),
         (TEXT, "best_of", 3, "n samples"),
         (TEXT, "suffix", "end", "fill in"),
-        (TEXT, "truncate_prompt_tokens", 3, "never cut"),
+        (TEXT, "truncate_prompt_tokens", 0, "-1, for what leaves room"),
         (TEXT, "prompt_embeds", "abc", "token ids"),
         (CHAT, "audio", {"voice": "x"}, "text only"),
         (CHAT, "modalities", ["text", "audio"], "text only"),

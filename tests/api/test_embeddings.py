@@ -92,7 +92,7 @@ def test_a_long_list_does_not_fill_the_queue(live: LiveServer, http: httpx.Clien
         ({"input": "a", "dimensions": 10**6}, "dimensions", "from 1 to"),
         ({"input": "a", "pooling": "max"}, "pooling", "last, mean, cls"),
         ({"input": "a", "cache_salt": "x" * 300}, "cache_salt", "256"),
-        ({"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
+        ({"input": "a", "truncate_prompt_tokens": 513}, "truncate_prompt_tokens", "from 1 to 512"),
     ],
 )
 def test_bad_input_is_named(http: httpx.Client, body: dict[str, Any], param: str, words: str) -> None:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from penstock.server.live import LiveServer
-from penstock.server.openai.logprobs import TokenTexts, Written
 from penstock.server.routes.page import FOLDER, files
+from penstock.server.turns.logprobs import TokenTexts, Written
 from penstock.text.detokenize import IncrementalDetokenizer
 from tests.api.chromium import Chromium, find
 from tests.api.watch import Endings, small

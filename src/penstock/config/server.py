@@ -83,6 +83,15 @@ class ServerConfig(Section):
     max_stream_chars: int = setting(
         1 << 20, "Characters a slow reader of a stream may be behind before it is given up.", minimum=1024
     )
+    sse_keep_alive_interval: float = setting(
+        0.0, "Seconds without news after which a stream of events gets a comment, so that proxies keep its connection; "
+        "0: none.", minimum=0,
+    )  # fmt: skip
+    otlp_traces_endpoint: str | None = setting(
+        None, "Where OpenTelemetry traces go (OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces): one span per "
+        "request, in the trace that its traceparent names. Needs penstock[otel]."
+    )  # fmt: skip
+    trace_prompts: bool = setting(False, "Put prompts and answers into traces, too; otherwise they hold none.")
     max_n: int = setting(64, "Samples per request.", minimum=1)
     max_prompts: int = setting(1024, "Prompts per completion request.", minimum=1)
     shutdown_timeout: float = setting(

@@ -19,7 +19,8 @@ from penstock.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Front:
-    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults."""
+    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults. `family`: of
+    its architecture."""
 
     path: Path
     tokenizer: Tokenizer | None
@@ -27,6 +28,7 @@ class Front:
     named_templates: dict[str, str]
     no_tokenizer: str
     generation_config: dict[str, object]
+    family: str = ""
 
 
 def open_front(config: EngineConfig) -> Front:
@@ -55,6 +57,7 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
             named_templates=files.named_templates,
             no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
             generation_config=dict(checkpoint.generation_config),
+            family=checkpoint.spec.family,
         )
 
     return load

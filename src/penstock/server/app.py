@@ -29,8 +29,11 @@ from penstock.server.routes import (
     docs,
     embeddings,
     files,
+    llama_server,
+    message_batches,
     messages,
     models,
+    ollama,
     ops,
     page,
     responses,
@@ -46,7 +49,10 @@ from penstock.server.transport.web_guard import WebGuard
 from penstock.server.turns.defaults import sampling_defaults
 
 log = logging.getLogger("penstock.server")
-MODULES = (chat, completions, responses, messages, embeddings, models, text, files, batches, ops, docs, admin, page)
+MODULES = (
+    chat, completions, responses, messages, message_batches, embeddings, models, text, files, batches, ollama,
+    llama_server, ops, docs, admin, page,
+)  # fmt: skip
 PROBE_CONNECTIONS = 128
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -135,6 +141,7 @@ class Around:
         state["request_id"] = request_id
         state["tenant"] = ANYONE
         state["probe"] = self._probe
+        state["keep_alive_s"] = self.server.config.sse_keep_alive_interval
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         started = False
         gate: Gate | None = self.server.parts.get("admission")

@@ -22,7 +22,7 @@ from penstock.server.admission import gate, keys
 from penstock.server.admission.keys import fair_share
 from penstock.server.batches import files, runner
 from penstock.server.context import Server
-from penstock.server.observation import loop_watch, metrics, request_log
+from penstock.server.observation import loop_watch, metrics, request_log, traces
 from penstock.server.parsing.choose import check_parsers
 from penstock.server.responses import store
 from penstock.server.service import Service
@@ -31,7 +31,7 @@ from penstock.server.turns import compression, grammars
 from penstock.text.template import check_template
 
 log = logging.getLogger("penstock.server")
-_PARTS = (loop_watch, keys, metrics, request_log, gate, grammars, store, files, runner)
+_PARTS = (loop_watch, keys, metrics, request_log, traces, gate, grammars, store, files, runner)
 """Installed in this order; closed in the opposite one."""
 
 
@@ -46,6 +46,7 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         check_parsers(config.server.tool_call_parser, config.server.reasoning_parser)
     except InputError as error:
         raise ConfigError(str(error), field=error.param) from None
+    traces.check_traces(config.server)
     given = given_template(config)
     config = fair_share(config)
     load_front = begin_front(config.engine)

@@ -22,10 +22,16 @@ class Distribution:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, tuple[str, float, float]] = {}
+        """By bucket: a trace, its value and its time since 1970, of one that was observed lately."""
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def exemplify(self, value: float, trace_id: str, unix_s: float) -> None:
+        """Name a trace for the bucket of `value`, which was observed."""
+        self.exemplars[bisect_left(self.bounds, value)] = (trace_id, value, unix_s)
 
     @property
     def num(self) -> int:

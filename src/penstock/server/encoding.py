@@ -100,7 +100,7 @@ class TextEncoding:
         def steps(in_all: int) -> Steps[list[list[int]]]:
             return encode_all_steps(tokenizer, texts, params, fit.most, in_all, add_special_tokens)
 
-        return await self._run(sum(map(len, texts)), steps, fit, asker, params[0])
+        return await self.run(sum(map(len, texts)), steps, fit, asker, params[0])
 
     async def chat(
         self, tokenizer: Tokenizer, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any],
@@ -113,14 +113,14 @@ class TextEncoding:
             most = min(fit.most, in_all)
             return encode_chat_steps(tokenizer, template, messages, **options, most=most, size=size)
 
-        return await self._run(size, steps, fit, asker, param)
+        return await self.run(size, steps, fit, asker, param)
 
     async def work(self, size: int, asker: Asker, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """`work(*args, **kwargs)`, which takes time in proportion to `size` (in characters of text).
 
         Raises: what it raises, RefusedError (429, 503), WireError (408).
         """
-        return await self._run(size, lambda _: one_step(size, work, *args, **kwargs), _ANY, asker, "")
+        return await self.run(size, lambda _: one_step(size, work, *args, **kwargs), _ANY, asker, "")
 
     def refusals(self) -> dict[str, int]:
         """For metrics: every reason, also those that have not occurred."""
@@ -130,7 +130,7 @@ class TextEncoding:
         """The server ends: what waits is refused, and nothing more is taken."""
         self.queue.drop()
 
-    async def _run(self, size: int, steps: Callable[[int], Steps[T]], fit: PromptFit, asker: Asker, param: str) -> T:
+    async def run(self, size: int, steps: Callable[[int], Steps[T]], fit: PromptFit, asker: Asker, param: str) -> T:
         admission = self._service.admission
         try:
             if size <= INLINE_CHARS:

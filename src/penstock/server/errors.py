@@ -1,10 +1,11 @@
-"""Errors in the shape that the client of a path expects: OpenAI's everywhere, Anthropic's under /v1/messages."""
+"""Errors in the shape that the client of a path expects: OpenAI's, unless `_SHAPES` knows better."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -47,9 +48,9 @@ class WireError(Exception):
         self.retry = retry
 
     def body(self, path: str = "") -> dict[str, Any]:
-        if is_anthropic(path):
-            kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        for begins, shape in _SHAPES:
+            if path.startswith(begins):
+                return shape(self)
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error, **self.extra}
 
@@ -62,8 +63,23 @@ class WireError(Exception):
         return headers
 
 
-def is_anthropic(path: str) -> bool:
-    return path.startswith("/v1/messages")
+def _anthropic(error: WireError) -> dict[str, Any]:
+    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _ollama(error: WireError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+def _llama_server(error: WireError) -> dict[str, Any]:
+    return {"error": {"code": error.status, "message": error.message, "type": error.type, "param": error.param}}
+
+
+_SHAPES: tuple[tuple[str, Callable[[WireError], dict[str, Any]]], ...] = (
+    ("/v1/messages", _anthropic), ("/api/", _ollama), ("/completion", _llama_server), ("/infill", _llama_server),
+)  # fmt: skip
+"""How the paths of other families of clients begin, and what they read."""
 
 
 def wire_error(error: BaseException) -> WireError:

@@ -17,10 +17,10 @@ from penstock.engine.client import Sample
 from penstock.engine.frontend import CHARS_PER_LOGPROB, EngineClient
 from penstock.engine.stream import Cursor
 from penstock.server.call import Tenant
-from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts
 from penstock.server.schema import decode
 from penstock.server.transport.pieces import GAP, Pieces
 from penstock.server.transport.slices import Slices, whole
+from penstock.server.turns.logprobs import Columns, LogprobWriter, TokenTexts
 
 
 def test_a_body_is_counted_alike_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

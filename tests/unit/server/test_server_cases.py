@@ -108,7 +108,7 @@ def test_nothing_to_embed_is_refused_with_the_count() -> None:
     limits = SimpleNamespace(context=(64, "the context"))
     service = SimpleNamespace(limits=limits, encode_all=print)
     server = SimpleNamespace(service=service, config=SimpleNamespace(max_prompts=8))
-    body: Any = SimpleNamespace(input=[], add_special_tokens=True, timeout=None)
+    body: Any = SimpleNamespace(input=[], add_special_tokens=True, timeout=None, truncate_prompt_tokens=None)
     caller: Any = SimpleNamespace(server=server, timeout_s=None, tenant=None, arrival_s=0.0)
     with pytest.raises(InputError, match="input has 0 entries; 1 to 8"):
         asyncio.run(_prompts(caller, body))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.batch import TokenLogprobs
-from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts
+from penstock.server.turns.logprobs import Columns, LogprobWriter, TokenTexts
 from penstock.text.detokenize import IncrementalDetokenizer
 from penstock.text.places import TokenPlaces
 from penstock.text.tokenizer import Tokenizer

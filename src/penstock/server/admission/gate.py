@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from penstock.core.messages import EngineInfo
 
 GENERATING = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
+        "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/completion", "/infill",
+    )
 )  # fmt: skip
 TICK_S = 0.1
 QUEUE_OVER_KV = 16

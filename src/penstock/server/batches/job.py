@@ -213,11 +213,15 @@ class _ErrorBody(msgspec.Struct):
     type: str | None = None
 
 
+class _Told(msgspec.Struct):
+    error: _ErrorBody
+
+
 def _error(answer: Answer) -> LineError | None:
     if answer.status < 400:
         return None
     try:
-        told = msgspec.json.decode(answer.body, type=dict[str, _ErrorBody]).get("error", _ErrorBody())
+        told = msgspec.json.decode(answer.body, type=_Told).error
     except (msgspec.MsgspecError, RecursionError):
         told = _ErrorBody()
     return LineError(told.code or told.type or f"http_{answer.status}", told.message or f"status {answer.status}")

@@ -114,8 +114,8 @@ class BatchRunner:
         """Why a file cannot be deleted yet; None if it can. Blocks on the disk; call it from any thread."""
         return self._folder.in_use(tenant, file_id)
 
-    async def create(self, tenant: Tenant, wanted: BatchRequest) -> BatchObject:
-        """Raises InputError, RefusedError."""
+    async def create(self, tenant: Tenant, wanted: BatchRequest, num_lines: int = 0) -> BatchObject:
+        """`num_lines`: of its input, if that is known. Raises InputError, RefusedError."""
         window_s = _check(wanted)
         try:
             await asyncio.to_thread(self._store.get, tenant, wanted.input_file_id)
@@ -136,7 +136,7 @@ class BatchRunner:
             status="validating",
             created_at=now,
             expires_at=now + window_s,
-            request_counts=RequestCounts(),
+            request_counts=RequestCounts(total=num_lines),
             metadata=wanted.metadata,
         )
         record = Record(
@@ -197,6 +197,17 @@ class BatchRunner:
         # Also for our own: should we die now, another server knows.
         await through(self._folder.ask_for_end, self._folder.path(tenant, batch_id))
         return await self.get(tenant, batch_id)
+
+    async def delete(self, tenant: Tenant, batch_id: str) -> BatchObject:
+        """Forget a batch that has ended, with its files. What it was. Raises RefusedError (404, 409)."""
+        batch = await self.get(tenant, batch_id)
+        if batch.status not in FINAL or batch_id in self._active:
+            raise RefusedError(f"{batch_id[:64]!r} has not ended; cancel it, or wait for its end", status=409)
+        await asyncio.to_thread(self._folder.path(tenant, batch_id).unlink, missing_ok=True)
+        for file_id in filter(None, (batch.input_file_id, batch.output_file_id, batch.error_file_id)):
+            with contextlib.suppress(RefusedError):  # gone already, or another batch needs it
+                await asyncio.to_thread(self._store.delete, tenant, file_id, partial(self.in_use, tenant, file_id))
+        return batch
 
     # -- one batch -----------------------------------------------------------------------------------------------
 

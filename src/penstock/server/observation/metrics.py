@@ -6,13 +6,15 @@ counters of the prefix cache count tokens.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as open_metrics
 from prometheus_client.registry import Collector
 
 from penstock import __version__
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.server.errors import WireError
 
 LABELS = ["model_name", "engine"]
+OPEN_METRICS = "application/openmetrics-text"
 BOTH = ("vllm:", "penstock:")
 OURS = ("penstock:",)
 _ENGINE_STATES = ("starting", "ready", "restarting", "failed", "stopped")
@@ -85,11 +88,17 @@ class Metrics(Collector):
         if info is not None and info.pid:
             ProcessCollector("penstock_engine", self._engine_pid, registry=self.registry)
 
-    def render(self, only: str | None = None) -> bytes:
-        """Prometheus' text format. `only`: the one tenant whose numbers are told; None: all of them."""
-        tenants = CollectorRegistry()
-        tenants.register(_Tenants(self, only))
-        return generate_latest(self.registry) + generate_latest(tenants)
+    def render(self, only: str | None = None, accept: str = "") -> tuple[bytes, str]:
+        """The text and its content type: OpenMetrics if `accept`, a request's header, has it, else Prometheus' own.
+
+        `only`: the one tenant whose numbers are told; None: all of them.
+        """
+        told = _Told(self, only)
+        if OPEN_METRICS not in accept:
+            return generate_latest(told), "text/plain; version=0.0.4; charset=utf-8"
+        # With its default, the library writes `_` for the `:` of names in samples, though not in their heads.
+        keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(open_metrics).parameters else {}
+        return open_metrics(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once
@@ -147,7 +156,9 @@ class Metrics(Collector):
     def _histogram(
         self, name: str, text: str, distribution: Distribution, prefixes: tuple[str, ...] = BOTH
     ) -> Iterator[Metric]:
-        buckets = distribution.cumulative()
+        buckets: list[Any] = list(distribution.cumulative())
+        for at, (trace_id, value, unix_s) in distribution.exemplars.items():
+            buckets[at] = (*buckets[at], Exemplar({"trace_id": trace_id}, value, unix_s))
         for prefix in prefixes:
             family = HistogramMetricFamily(prefix + name, text, labels=LABELS)
             family.add_metric(self._labels, buckets, distribution.total)
@@ -316,18 +327,17 @@ class Metrics(Collector):
         yield from self._gauge("kv_capacity_tokens", "Tokens that the KV memory holds.", info.kv_capacity_tokens or 0)
 
 
-class _Tenants(Collector):
-    """What not everybody may see."""
+class _Told(CollectorRegistry):
+    """What a request may see."""
 
     def __init__(self, metrics: Metrics, only: str | None) -> None:
+        super().__init__()
         self._metrics = metrics
         self._only = only
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.tenants(self._only)
+        yield from self._metrics.registry.collect()
+        yield from self._metrics.tenants(self._only)
 
 
 # -- the same numbers for others ---------------------------------------------------------------------------------

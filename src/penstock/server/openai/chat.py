@@ -14,7 +14,6 @@ from penstock.base.errors import InputError
 from penstock.server.context import Server
 from penstock.server.errors import told
 from penstock.server.openai.completion import CHARS_PER_ID
-from penstock.server.openai.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from penstock.server.schema.openai import (
     ChatChoice,
@@ -28,6 +27,7 @@ from penstock.server.transport.pieces import GAP, NUL, Pieces
 from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
 from penstock.server.turns.asking import Caller, Conversation, Options, check_model, check_stream_options
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.turns.turn import Answer, Piece, Turn, begin
 
 
@@ -77,6 +77,7 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
         names=names,
         prediction="" if body.prediction is None else body.prediction.text(),
         compression=body.prompt_compression,
+        truncate=body.truncate_prompt_tokens,
     )
 
 

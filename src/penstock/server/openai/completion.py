@@ -19,7 +19,6 @@ from penstock.engine.stream import Delta, Stream
 from penstock.server.call import Asker, Prompt
 from penstock.server.context import Server
 from penstock.server.errors import told
-from penstock.server.openai.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import Completion, CompletionChoice, CompletionRequest
 from penstock.server.transport.pieces import GAP, NUL, Pieces
@@ -27,6 +26,9 @@ from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
 from penstock.server.turns.asking import Caller, Options, asker_of, check_model, check_stream_options, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.infill import fill_prompt
+from penstock.server.turns.logprobs import Columns, LogprobWriter, TokenTexts, prompt_logprobs
+from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 from penstock.server.turns.turn import FINISHES, Meter
 from penstock.text.detokenize import IncrementalDetokenizer
 from penstock.text.places import TokenPlaces
@@ -56,8 +58,13 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None
     check_compression(server, body.prompt_compression, echo=bool(body.echo), prompt_logprobs=asks)
+    check_truncation(body.truncate_prompt_tokens, server.service.limits, body.prompt_compression)
     asker = asker_of(caller, body.timeout)
-    prompts = await _prompts(server, body, asker)
+    room = server.service.limits.context[0] - (params.max_tokens or options.default_max_tokens or 1)
+    given, ends = await _prompts(server, body, asker)
+    prompts = [truncated(prompt, body.truncate_prompt_tokens, room) for prompt in given]
+    if ends:
+        params = msgspec.structs.replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
     if body.prompt_compression is not None:
         prompts = [await compress_prompt(server, prompt, body.prompt_compression, asker) for prompt in prompts]
     streams: list[Stream] = []
@@ -92,10 +99,21 @@ def _params(server: Server, body: CompletionRequest) -> tuple[SamplingParams, bo
     return params, scoring
 
 
-async def _prompts(server: Server, body: CompletionRequest, asker: Asker) -> list[Prompt]:
+async def _prompts(server: Server, body: CompletionRequest, asker: Asker) -> tuple[list[Prompt], list[int]]:
+    """The prompts, and ids that end a gap that is filled in. Raises InputError, and as `Service.encode_all`."""
+    if not body.suffix:
+        return await _plain_prompts(server, body, asker), []
+    if not isinstance(body.prompt, str):
+        raise InputError("suffix needs a prompt that is one text", param="suffix")
+    prompt, ends = await fill_prompt(server, body.prompt, body.suffix, asker, param="prompt")
+    return [prompt], ends
+
+
+async def _plain_prompts(server: Server, body: CompletionRequest, asker: Asker) -> list[Prompt]:
     """Raises InputError naming the prompt, and as `Service.encode_all`."""
     given = body.prompt
-    fit = None if body.prompt_compression is None else TO_COMPRESS
+    fit = to_cut(body.truncate_prompt_tokens, server.service.limits)
+    fit = fit if body.prompt_compression is None else TO_COMPRESS
     encode = partial(
         server.service.encode_all, add_special_tokens=body.add_special_tokens is not False, fit=fit, asker=asker
     )

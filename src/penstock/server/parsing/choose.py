@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,16 +24,19 @@ if TYPE_CHECKING:
     from penstock.server.context import Server
 
 Tools = Sequence[Mapping[str, Any]] | None
+NO_GRAMMARS: Mapping[str, str] = {}
+_ALL = re.compile(r"[\s\S]*")
 
 
 def parser_for(
     server: Server, tools: Tools, tool_choice: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
-    *, prompt_text: str = "", parallel: bool = True, bound: bool = False,
+    *, prompt_text: str = "", parallel: bool = True, bound: bool = False, raw: Collection[str] = (),
 ) -> OutputParser | None:  # fmt: skip
     """A parser for one sample; None: all output is plain content.
 
     `tools` are those of `check_tools`; `parallel` is parallel_tool_calls. `prompt_text`: the end of the prompt as text,
     if known; it shows whether the prompt has opened or closed a thought. `bound`: the request binds its answer.
+    `raw`: tools whose arguments are no JSON where they are named.
 
     Raises InputError if this model cannot call tools: its template does not show them to it, or writes calls in no
     known way.
@@ -42,7 +46,7 @@ def parser_for(
     arguments = schemas(tools or (), choice.names)
     calls = choice.kind in ("named", "required")
     if choice.kind == "named":
-        needs = _arguments_of(choice.names[0])
+        needs = _arguments_of(choice.names[0], raw=choice.names[0] in raw)
     elif choice.kind == "required":
         needs = FORMATS["openai"]
     else:
@@ -87,14 +91,15 @@ def _state(server: Server, thoughts: Thoughts | None, kwargs: Mapping[str, Any] 
 
 
 def params_for(
-    server: Server, tools: Tools, tool_choice: Any, params: SamplingParams, *, parallel: bool = True
-) -> SamplingParams:
+    server: Server, tools: Tools, tool_choice: Any, params: SamplingParams, *, parallel: bool = True,
+    grammars: Mapping[str, str] = NO_GRAMMARS,
+) -> SamplingParams:  # fmt: skip
     """`params` with what `tool_choice` asks of decoding.
 
     `required` and a named function bind the output to the tools' schemas, behind a thought where there is one
     (`lead_for`). With `auto`, a `strict` tool binds the arguments once a call has begun, in
     formats and vocabularies that allow it; elsewhere strict is refused. Markers that are special tokens are made
-    visible for the parser.
+    visible for the parser. `grammars`: in Lark, of what a tool that is named takes instead of JSON.
     Raises InputError if the request binds its output to something else as well, has no such tool, or a schema with
     what cannot be enforced.
     """
@@ -103,7 +108,9 @@ def params_for(
     needs = _tool_format(server) if choice.kind == "auto" else _framed(server)
     special = _special(server, needs if choice.kind in ("none", "auto") else None, _thoughts(server))
     asked: StructuredOutputs | None = None
-    if choice.kind == "named":
+    if choice.kind == "named" and choice.names[0] in grammars:
+        asked = StructuredOutputs(grammar=grammars[choice.names[0]])
+    elif choice.kind == "named":
         asked = StructuredOutputs(json=bound_schemas(tools or (), choice.names)[choice.names[0]])
     elif choice.kind == "required":
         asked = StructuredOutputs(json=calls_schema(bound_schemas(tools or (), choice.names), parallel=parallel))
@@ -112,7 +119,7 @@ def params_for(
             where = f"tools[{next(iter(strict.values()))}].function.strict"
             raise InputError(
                 f"{where} is only possible for this model where tool_choice is required or names a function; "
-                "leave strict out",
+                "leave it out",
                 param=where,
             )
         bound = bound_schemas(tools or (), tuple(strict))
@@ -144,6 +151,20 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
     ):
         if name is not None and name not in known and name != "none":
             raise InputError(f"{what} is {name!r}; there are none, {', '.join(sorted(known))}", param=what)
+
+
+def writes_calls(server: Server) -> bool:
+    """Whether requests may have tools that the model decides about."""
+    try:
+        _tool_format(server)
+    except InputError:
+        return False
+    return True
+
+
+def writes_thoughts(server: Server) -> bool:
+    """Whether the model thinks before it answers, in a way that can be told apart."""
+    return _thoughts(server) is not None
 
 
 def _tool_format(server: Server) -> Format:
@@ -181,14 +202,15 @@ def _thoughts(server: Server) -> Thoughts | None:
     return THOUGHTS.get(name)
 
 
-def _arguments_of(name: str) -> Format:
-    """The whole output is the arguments of a call of `name`."""
+def _arguments_of(name: str, *, raw: bool = False) -> Format:
+    """The whole output is the arguments of a call of `name`, in JSON unless they are `raw`."""
 
     def read(r: Reader, opener: str) -> Steps[None]:
-        yield from r.space()
+        if not raw:
+            yield from r.space()
         yield from r.need()
         r.begin(name)
-        yield from json_arguments(r, NONE, r.write)
+        yield from r.run(_ALL, r.write) if raw else json_arguments(r, NONE, r.write)
         r.end()
 
     return Format("named", read, whole=True)

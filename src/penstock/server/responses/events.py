@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from penstock.server.responses.custom import input_of
 from penstock.server.turns.asking import new_id
 
 Item = dict[str, Any]
+NO_CUSTOM: Mapping[str, bool] = {}
 
 
 class ResponseWriter:
     """One stream: sequence numbers, item ids and indices. `items` is the output so far, as the final object shows it.
 
-    What is returned is never changed later. `make_id(prefix)` makes item ids.
+    What is returned is never changed later. `make_id(prefix)` makes item ids. `custom`: tools that are none of
+    functions, and whether their arguments are their input as it is; it comes in one piece.
     """
 
-    def __init__(self, make_id: Callable[[str], str] = new_id) -> None:
+    def __init__(self, make_id: Callable[[str], str] = new_id, custom: Mapping[str, bool] = NO_CUSTOM) -> None:
         self.items: list[Item] = []
         self._make_id = make_id
         self._sequence = 0
         self._open: Item | None = None
         self._calls: dict[int, Item] = {}
+        self._custom = custom
+        self._arguments = ""
 
     @property
     def reasoning(self) -> bool:
@@ -43,6 +48,15 @@ class ResponseWriter:
                     out += self._text("message", text)
                 case Reasoning(text) if text:
                     out += self._text("reasoning", text)
+                case CallStart(index, call_id, name) if name in self._custom:
+                    self._arguments = ""
+                    out += self._begin({
+                        "id": self._make_id("ctc_"), "type": "custom_tool_call", "status": "in_progress",
+                        "call_id": call_id, "name": name, "input": "",
+                    })  # fmt: skip
+                    self._calls[index] = self.items[-1]
+                case CallArguments(index, text) if "input" in self._calls[index]:
+                    self._arguments += text
                 case CallStart(index, call_id, name):
                     out += self._begin({
                         "id": self._make_id("fc_"), "type": "function_call", "status": "in_progress",
@@ -99,7 +113,11 @@ class ResponseWriter:
             return []
         item["status"] = status
         out: list[Item] = []
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item["input"] = input_of(self._arguments, self._custom[item["name"]])
+            out.append(self._on(item, "custom_tool_call_input.delta", delta=item["input"]))
+            out.append(self._on(item, "custom_tool_call_input.done", input=item["input"]))
+        elif item["type"] == "function_call":
             out.append(self._on(item, "function_call_arguments.done", name=item["name"], arguments=item["arguments"]))
         else:
             part = dict(item["content"][0])
@@ -123,7 +141,8 @@ def final_kind(status: str) -> str:
 def replay(response: Item) -> list[Item]:
     """The events of a finished response that was not streamed: each text in one piece."""
     ids = iter([item["id"] for item in response["output"]])
-    writer = ResponseWriter(lambda prefix: next(ids))
+    custom = {item["name"]: True for item in response["output"] if item["type"] == "custom_tool_call"}
+    writer = ResponseWriter(lambda prefix: next(ids), custom)
     nothing = dict.fromkeys(("usage", "completed_at", "incomplete_details", "error"))
     begun = {**response, **nothing, "status": "in_progress", "output": []}
     out = [writer.say("created", response=begun), writer.say("in_progress", response=begun)]
@@ -137,5 +156,7 @@ def replay(response: Item) -> list[Item]:
 def _events(item: Item, number: int) -> list[Event]:
     if item["type"] == "function_call":
         return [CallStart(number, item["call_id"], item["name"]), CallArguments(number, item["arguments"])]
+    if item["type"] == "custom_tool_call":
+        return [CallStart(number, item["call_id"], item["name"]), CallArguments(number, item["input"])]
     text = "".join(part["text"] for part in item["content"])
     return [Content(text) if item["type"] == "message" else Reasoning(text)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import InputError
+from penstock.server.parsing.tools import check_tools, read_choice
+from penstock.server.responses.custom import arguments_of, as_function
 from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.responses import ResponsesRequest
 from penstock.server.turns.asking import new_id
@@ -13,7 +16,10 @@ from penstock.server.turns.asking import new_id
 MAX_ITEMS = 10_000
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_PREFIX = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_PREFIX = {
+    "message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_",
+    "custom_tool_call": "ctc_", "custom_tool_call_output": "ctco_",
+}  # fmt: skip
 
 
 def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -57,8 +63,10 @@ def chat_messages(
             case "message":
                 made.message(item, where)
             case "function_call":
-                made.call(item, where)
-            case "function_call_output":
+                made.call(item, where, string_in(item, "arguments", where, empty=True))
+            case "custom_tool_call":
+                made.call(item, where, arguments_of(string_in(item, "input", where, empty=True)))
+            case "function_call_output" | "custom_tool_call_output":
                 made.output(item, where)
             case "reasoning":
                 made.reasoning(item, where)
@@ -96,12 +104,9 @@ class _Messages:
             self.out.append({"role": _ROLES[role], "content": content})
             self._open = False
 
-    def call(self, item: Mapping[str, Any], where: str) -> None:
+    def call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
         call_id = string_in(item, "call_id", where)
-        function = {
-            "name": string_in(item, "name", where),
-            "arguments": string_in(item, "arguments", where, empty=True),
-        }
+        function = {"name": string_in(item, "name", where), "arguments": arguments}
         calls = self._assistant(False).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
@@ -139,32 +144,68 @@ def _plain(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Raises InputError for any tool that is not a function: this server runs none by itself."""
+@dataclass(frozen=True)
+class Tools:
+    """`listed`: as chat has them. `custom`: names of those that are shown as functions and are none; `grammars`: in
+    Lark, of the input of some of these; `names`: places in `listed` -> as the client calls them."""
+
+    listed: list[dict[str, Any]] | None = None
+    custom: frozenset[str] = frozenset()
+    grammars: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def chat_tools(tools: list[dict[str, Any]] | None) -> Tools:
+    """Raises InputError for any tool that would have to run on the server: it runs none by itself."""
     if tools is None:
-        return None
-    made = []
+        return Tools()
+    made: list[dict[str, Any]] = []
+    grammars: dict[str, str] = {}
+    custom: set[str] = set()
+    names: dict[str, str] = {}
     for i, tool in enumerate(tools):
-        if tool.get("type") != "function":
+        where, ours = f"tools[{i}]", f"tools[{i}].function"
+        if tool.get("type") == "custom":
+            function, lark = as_function(tool, where)
+            made.append(function)
+            custom.add(str(tool.get("name")))
+            if lark is not None:
+                grammars[str(tool.get("name"))] = lark
+            names |= {f"{ours}.strict": f"{where}.format", f"{ours}.parameters": f"{where}.format"}
+        elif tool.get("type") == "function":
+            kept = ("name", "description", "parameters", "strict")
+            made.append({"type": "function", "function": {k: tool[k] for k in kept if tool.get(k) is not None}})
+        else:
             raise InputError(
-                f"tools[{i}].type is {str(tool.get('type'))[:40]!r}; only function tools are possible here",
-                param=f"tools[{i}].type",
+                f"{where}.type is {str(tool.get('type'))[:40]!r}; only function and custom tools are possible here",
+                param=f"{where}.type",
             )
-        names = ("name", "description", "parameters", "strict")
-        function = {name: tool[name] for name in names if tool.get(name) is not None}
-        made.append({"type": "function", "function": function})
-    return made
+    return Tools(made, frozenset(custom), grammars, names)
 
 
-def chat_tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Raises InputError."""
-    if not isinstance(choice, dict):
+def chat_tool_choice(choice: str | dict[str, Any] | None, tools: Tools) -> str | dict[str, Any] | None:
+    """Raises InputError, also where a tool with a grammar in Lark may be called and is not named: only a whole answer
+    can be bound to one."""
+    if isinstance(choice, dict):
+        if choice.get("type") in ("function", "custom"):
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        if choice.get("type") != "allowed_tools":
+            raise InputError(
+                'tool_choice must be "auto", "none", "required", {"type": "function" or "custom", "name": ...} or '
+                '{"type": "allowed_tools", "mode": ..., "tools": [...]}', param="tool_choice",
+            )  # fmt: skip
+    if not tools.grammars:
         return choice
-    if choice.get("type") != "function":
+    asked = read_choice(check_tools(tools.listed, choice), choice)
+    if asked.kind == "required" and len(asked.names) == 1:
+        return {"type": "function", "function": {"name": asked.names[0]}}
+    found = next((name for name in asked.names if name in tools.grammars), None)
+    if asked.kind in ("auto", "required") and found is not None:
         raise InputError(
-            'tool_choice must be "auto", "none", "required" or {"type": "function", "name": ...}', param="tool_choice"
-        )
-    return {"type": "function", "function": {"name": choice.get("name")}}
+            f"the grammar of {found} is possible only where tool_choice names it or it is the one tool and required; "
+            "do so, or write it as a regex", param="tool_choice",
+        )  # fmt: skip
+    return choice
 
 
 def form(body: ResponsesRequest) -> Form | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 
 from penstock.server.errors import WireError, told
 from penstock.server.parsing.events import Reasoning
-from penstock.server.responses.events import Item, ResponseWriter, final_kind
+from penstock.server.responses.events import NO_CUSTOM, Item, ResponseWriter, final_kind
 from penstock.server.responses.store import ResponseStore, Stored
 from penstock.server.schema.responses import InputTokensDetails, OutputTokensDetails, ResponseObject, ResponseUsage
 from penstock.server.transport.sse import encoder, frame
@@ -31,8 +31,9 @@ class ResponseRun:
     """
 
     def __init__(
-        self, turn: Turn, response: ResponseObject, items: Sequence[Item], store: ResponseStore, max_stream_chars: int
-    ) -> None:
+        self, turn: Turn, response: ResponseObject, items: Sequence[Item], store: ResponseStore, max_stream_chars: int,
+        custom: Mapping[str, bool] = NO_CUSTOM,
+    ) -> None:  # fmt: skip
         self.id = response.id
         self.turn = turn
         self.tenant = turn.call.tenant
@@ -44,7 +45,7 @@ class ResponseRun:
         self.streamed = response.background
         self._items = list(items)
         self._store = store
-        self._writer = ResponseWriter()
+        self._writer = ResponseWriter(custom=custom)
         self._reasoning_tokens = 0
         self._cancelled = False
         self._news = asyncio.Event()

@@ -14,12 +14,10 @@ from penstock.server.transport.pieces import Pieces, PiecesResponse
 from penstock.server.transport.sse import EventStream, unless_gone
 from penstock.server.turns.asking import Caller, caller_of
 
-REFUSED_FIELDS = {**REFUSED, "suffix": (("",), "is not supported: this model writes on, it does not fill in")}
-
 
 async def completions(request: Request) -> Response:
     caller = caller_of(request)
-    body = await read(request, CompletionRequest, refused=REFUSED_FIELDS, accepted=ACCEPTED)
+    body = await read(request, CompletionRequest, refused=REFUSED, accepted=ACCEPTED)
     if body.stream:
         return EventStream(await unless_gone(request, start(caller, body)))
     return PiecesResponse(await unless_gone(request, complete(caller, body)))

@@ -24,6 +24,7 @@ from penstock.server.schema.openai import PromptTokensDetails
 from penstock.server.transport.pieces import GAP, Pieces, PiecesResponse
 from penstock.server.transport.sse import encoder, unless_gone
 from penstock.server.turns.asking import Caller, Options, asker_of, caller_of, check_model, make_call, new_id
+from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 from penstock.text.validate import build_pooling_request
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 AT_ONCE = 16
 """Inputs of one request that are with the engine at a time: a long list must not fill the queue."""
 _REFUSED = {
-    "truncate_prompt_tokens": ((), "is not supported: an input is never cut; shorten it before it is sent"),
     "messages": ((), "is not supported; send the text as input"),
 }
 
@@ -48,17 +48,37 @@ async def embeddings(request: Request) -> Response:
 
 async def embed(caller: Caller, body: EmbeddingRequest) -> Pieces:
     """EmbeddingList, as JSON. Raises InputError, RefusedError, WireError, EngineError; cancelling aborts."""
-    server = caller.server
-    model = check_model(server, body.model)
+    model = check_model(caller.server, body.model)
     coded = body.encoding_format or "float"
     if coded not in ("float", "base64"):
         raise InputError(f"encoding_format must be float or base64, not {coded[:40]!r}", param="encoding_format")
+    parts, num_tokens = await written_vectors(caller, body, coded)
+    answer = EmbeddingList(
+        data=[EmbeddingObject(index=i, embedding=GAP) for i in range(len(parts))],
+        model=model,
+        usage=EmbeddingUsage(
+            prompt_tokens=num_tokens, total_tokens=num_tokens, prompt_tokens_details=PromptTokensDetails()
+        ),
+    )
+    return Pieces(answer, parts)
+
+
+async def written_vectors(
+    caller: Caller, body: EmbeddingRequest, coded: str = "float", *, keep_first: bool = False
+) -> tuple[list[bytes | bytearray], int]:
+    """The vectors of a request's inputs as JSON, and the tokens of the inputs. `keep_first`: of an input that is cut.
+
+    Raises InputError, RefusedError, WireError, EngineError; cancelling aborts.
+    """
+    server = caller.server
     info = server.client.info
     assert info is not None
     check_dimensions(body.dimensions, info.embedding_size)
     pooling = "last" if body.pooling is None else body.pooling
     work = server.slices.work(caller.tenant)
-    prompts = await _prompts(caller, body)
+    most, room = body.truncate_prompt_tokens, server.service.limits.context[0]
+    check_truncation(most, server.service.limits)
+    prompts = [truncated(prompt, most, room, keep_first=keep_first) for prompt in await _prompts(caller, body)]
     for prompt in prompts:  # all of them, before any runs
         await work.pause()
         build_pooling_request("", prompt.ids, pooling, limits=server.service.limits, param=prompt.param)
@@ -78,19 +98,11 @@ async def embed(caller: Caller, body: EmbeddingRequest) -> Pieces:
     finally:
         for task in tasks:
             task.cancel()
-    parts = []
+    parts: list[bytes | bytearray] = []
     for vector in vectors:
         await work.pause()
         parts.append(encoder.encode(_written(vector, coded)))
-    num_tokens = sum(len(prompt.ids) for prompt in prompts)
-    answer = EmbeddingList(
-        data=[EmbeddingObject(index=i, embedding=GAP) for i in range(len(parts))],
-        model=model,
-        usage=EmbeddingUsage(
-            prompt_tokens=num_tokens, total_tokens=num_tokens, prompt_tokens_details=PromptTokensDetails()
-        ),
-    )
-    return Pieces(answer, parts)
+    return parts, sum(len(prompt.ids) for prompt in prompts)
 
 
 def _written(vector: Vector, coded: str) -> list[float] | str:
@@ -120,7 +132,8 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
     given, service = body.input, caller.server.service
     encode = partial(
         service.encode_all, add_special_tokens=body.add_special_tokens is not False,
-        fit=PromptFit.to_pool(service.limits), asker=asker_of(caller, body.timeout),
+        fit=to_cut(body.truncate_prompt_tokens, service.limits) or PromptFit.to_pool(service.limits),
+        asker=asker_of(caller, body.timeout),
     )  # fmt: skip
     if isinstance(given, str):
         return await encode([given], ["input"])

@@ -36,17 +36,20 @@ def parts_of(request: Request) -> tuple[Server, Tenant, FileStore]:
 def page(request: Request, items: list[T], default: int) -> tuple[list[T], bool]:
     """The part of a list that `after`, `limit` and `order` ask for, and whether there is more. Raises InputError."""
     query = request.query_params
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InputError("order must be asc or desc", param="order")
+    return part(items if order == "desc" else items[::-1], query.get("limit"), default, query.get("after"))
+
+
+def part(listed: list[T], given: str | None, default: int, after: str | None) -> tuple[list[T], bool]:
+    """`given` items of a list, `default` if that is None, behind the one called `after`. Raises InputError."""
     try:
-        limit = int(query.get("limit", default))
+        limit = int(default if given is None else given)
     except ValueError:
         limit = 0
     if not 1 <= limit <= 10_000:
         raise InputError("limit must be a whole number from 1 to 10000", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InputError("order must be asc or desc", param="order")
-    listed = items if order == "desc" else items[::-1]
-    after = query.get("after")
     if after is not None:
         ids = [getattr(item, "id") for item in listed]  # noqa: B009  every struct here has one
         if after not in ids:

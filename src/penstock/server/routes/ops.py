@@ -56,10 +56,9 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     server: Server = request.app.state.server
-    return Response(
-        server.parts["metrics"].render(only_tenant(request.scope, server)),
-        headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
-    )
+    only, accept = only_tenant(request.scope, server), request.headers.get("accept", "")
+    text, content_type = server.parts["metrics"].render(only, accept)
+    return Response(text, headers={"content-type": content_type, "vary": "Accept"})
 
 
 async def version(request: Request) -> Response:

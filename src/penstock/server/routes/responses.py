@@ -94,7 +94,8 @@ async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
         user=body.user,
         metadata=body.metadata or {},
     )
-    return ResponseRun(turn, response, items, store, server.config.max_stream_chars)
+    custom = {name: name in asked.grammars for name in chat_tools(body.tools).custom}
+    return ResponseRun(turn, response, items, store, server.config.max_stream_chars, custom)
 
 
 def _check(body: ResponsesRequest, keep: bool) -> None:
@@ -135,6 +136,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    tools = chat_tools(body.tools)
     messages = chat_messages(items, body.instructions, num_stored=len(before))
     await work.pause()
     asked = Conversation(
@@ -147,13 +149,20 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
         ),
-        tools=chat_tools(body.tools),
-        tool_choice=chat_tool_choice(body.tool_choice),
+        tools=tools.listed,
+        tool_choice=chat_tool_choice(body.tool_choice, tools),
+        grammars=tools.grammars,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         chat_template_kwargs=kwargs or None,
-        names={"max_tokens": "max_output_tokens", "messages": "input", **(asked_form.names if asked_form else {})},
+        names={
+            "max_tokens": "max_output_tokens",
+            "messages": "input",
+            **tools.names,
+            **(asked_form.names if asked_form else {}),
+        },
         param="input",
         compression=body.prompt_compression,
+        truncate=body.truncate_prompt_tokens,
     )
     return asked, items
 

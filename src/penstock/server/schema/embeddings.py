@@ -23,6 +23,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     pooling: str | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None

@@ -52,6 +52,7 @@ class Sampling(ForeignForms, kw_only=True):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     structured_outputs: StructuredOutputsField | None = None
@@ -104,7 +105,6 @@ def _token_id(key: str) -> int:
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **REFUSED_FORMS,
     "best_of": ((1,), "is not supported: OpenAI and vLLM have dropped it; ask for n samples with logprobs and choose"),
-    "truncate_prompt_tokens": ((), "is not supported: a prompt is never cut; shorten it before it is sent"),
     "logits_processors": ((), "is not supported: a request cannot bring code"),
     "prompt_embeds": ((), "is not supported; send text or token ids"),
     "mm_processor_kwargs": (({},), "is not supported: this model reads text only"),

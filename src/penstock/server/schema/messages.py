@@ -79,3 +79,51 @@ class MessageObject(msgspec.Struct, kw_only=True):
 
 class TokenCount(msgspec.Struct, kw_only=True):
     input_tokens: int
+
+
+class BatchedMessage(msgspec.Struct, kw_only=True):
+    """`params`: the body of a request to /v1/messages. It is checked when its turn comes, not before."""
+
+    custom_id: str
+    params: dict[str, Any]
+
+
+class MessageBatchRequest(msgspec.Struct, kw_only=True):
+    requests: list[BatchedMessage]
+
+
+class MessageBatchCounts(msgspec.Struct, kw_only=True):
+    """All of them are `processing` until the batch has ended."""
+
+    processing: int = 0
+    succeeded: int = 0
+    errored: int = 0
+    canceled: int = 0
+    expired: int = 0
+
+
+class MessageBatch(msgspec.Struct, kw_only=True):
+    """`processing_status`: in_progress, canceling or ended. Times are RFC 3339, in UTC."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: str
+    request_counts: MessageBatchCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None = None
+    cancel_initiated_at: str | None = None
+    archived_at: str | None = None
+    results_url: str | None = None
+
+
+class MessageBatchList(msgspec.Struct, kw_only=True):
+    data: list[MessageBatch]
+    has_more: bool
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class MessageBatchDeleted(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["message_batch_deleted"] = "message_batch_deleted"

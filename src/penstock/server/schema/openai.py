@@ -13,9 +13,11 @@ from penstock.server.schema.known import MESSAGES, TOOL_CHOICE, TOOLS, Shape
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids. `suffix`: what stands behind the
+    gap between it and the prompt, which is filled in."""
 
     prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
     max_tokens: int | UnsetType | None = UNSET
     echo: bool | None = None
     logprobs: int | None = None

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from starlette.routing import Route
 
+from penstock.server.schema.ollama import OllamaError
 from penstock.server.schema.openai import Error
 
 _REF = "#/components/schemas/{name}"
@@ -29,6 +30,7 @@ _PARAMETER = re.compile(r"\{([^}]+)\}")
 _OPEN = ("/health", "/ready")
 """Paths that never need a key."""
 _HIDDEN = ("/internal/",)
+_OLLAMA = "/api/"
 
 Docs = dict[tuple[str, str], tuple[str, type | None, type | None]]
 
@@ -53,7 +55,7 @@ def document(modules: Iterable[ModuleType], version: str) -> dict[str, Any]:
     """OpenAPI 3.1."""
     found = [(route, method, docs) for module in modules for route, method, docs in _operations(module)]
     kinds = [kind for _, _, entry in found if entry is not None for kind in entry[1:] if kind is not None]
-    kinds = list(dict.fromkeys([*kinds, Error]))
+    kinds = list(dict.fromkeys([*kinds, Error, OllamaError]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     shapes = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -89,8 +91,10 @@ def _operation(
     if answers is not None:
         good["content"] = {"application/json": {"schema": shapes[answers]}}
         if asks is not None and "stream" in {f.name for f in msgspec.structs.fields(asks)}:
-            good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    bad = {"description": "What is wrong", "content": {"application/json": {"schema": shapes[Error]}}}
+            lines = "application/x-ndjson" if path.startswith(_OLLAMA) else "text/event-stream"
+            good["content"][lines] = {"schema": {"type": "string"}}
+    error = shapes[OllamaError if path.startswith(_OLLAMA) else Error]
+    bad = {"description": "What is wrong", "content": {"application/json": {"schema": error}}}
     out: dict[str, Any] = {"summary": summary, "responses": {"200": good, "default": bad}}
     names = _PARAMETER.findall(path)
     if names:

@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 encoder = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients pass over it, proxies see that the connection is alive."""
 POLL_S = 0.5
 """How often a stream's backlog is looked at."""
 
@@ -56,15 +59,14 @@ class Streamed(Protocol):
 class EventStream(Response):
     """Sends what `source` yields, each piece at once; aborts it when the client goes away or does not read."""
 
-    def __init__(self, source: Streamed) -> None:
-        super().__init__(
-            None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
-        )
+    def __init__(self, source: Streamed, media_type: str = EVENTS) -> None:
+        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = asyncio.ensure_future(self._write(send))
+        interval_s = scope.get("state", {}).get("keep_alive_s", 0.0) if self.media_type == EVENTS else 0.0
+        writer = asyncio.ensure_future(self._write(send, interval_s))
         reader = asyncio.ensure_future(left(receive))
         try:
             while True:
@@ -82,12 +84,36 @@ class EventStream(Response):
             writer.cancel()
             await asyncio.wait({writer, reader})
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, interval_s: float) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._source.frames()) as frames:
-            async for piece in frames:
+        frames = self._source.frames()
+        async with aclosing(kept_alive(frames, interval_s) if interval_s else frames) as pieces:
+            async for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def kept_alive(frames: AsyncGenerator[bytes, None], interval_s: float) -> AsyncGenerator[bytes, None]:
+    """`frames`, and a comment whenever none has come for `interval_s` seconds."""
+
+    async def following() -> bytes | None:
+        return await anext(frames, None)
+
+    async with aclosing(frames):
+        waiting = asyncio.ensure_future(following())
+        try:
+            while True:
+                done, _ = await asyncio.wait({waiting}, timeout=interval_s)
+                if not done:
+                    yield KEEP_ALIVE
+                elif (piece := waiting.result()) is None:
+                    return
+                else:
+                    yield piece
+                    waiting = asyncio.ensure_future(following())
+        finally:
+            waiting.cancel()
+            await asyncio.wait({waiting})
 
 
 async def left(receive: Receive) -> None:

@@ -34,6 +34,8 @@ class Caller:
     """Of requests that name none."""
     timeout_s: float | None = None
     """The header X-Request-Timeout, in seconds; the field `timeout` goes before it."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """The headers that say which trace it belongs to (W3C Trace Context)."""
 
 
 def caller_of(request: Request) -> Caller:
@@ -43,6 +45,7 @@ def caller_of(request: Request) -> Caller:
         server=server, request_id=state["request_id"], tenant=state["tenant"],
         arrival_s=state.get("received_s") or server.service.clock.now(), timeout_s=_timeout_s(request),
         priority=request.scope.get(PRIORITY, 0),
+        trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
     )  # fmt: skip
 
 
@@ -92,6 +95,8 @@ class Conversation:
         param: how errors call the messages.
         prediction: text that the answer is likely to repeat.
         compression: how the prompt is to be made shorter.
+        grammars: in Lark, by the name of a tool: what it takes instead of JSON. It has to be named, then.
+        truncate: the prompt's last tokens that are kept, at most; -1: as many as leave room for the answer.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -108,6 +113,8 @@ class Conversation:
     param: str = "messages"
     prediction: str = ""
     compression: PromptCompression | None = None
+    grammars: Mapping[str, str] = field(default_factory=dict)
+    truncate: int | None = None
 
 
 def make_call(
@@ -139,7 +146,7 @@ def make_call(
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
-        facts={"http_request_id": caller.request_id, **compression_facts(prompt), **options.facts},
+        facts={"http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts},
     )
 
 

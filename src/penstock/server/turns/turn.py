@@ -10,7 +10,7 @@ Both ways read the same events, so what is streamed adds up to what is answered 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +25,12 @@ from penstock.server.parsing import check_tools, lead_for, params_for, parser_fo
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
-from penstock.server.turns.asking import Caller, Conversation, asker_of, make_call, new_id
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_chat
+from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 
 if TYPE_CHECKING:
+    from penstock.core.sampling import SamplingParams
     from penstock.server.parsing import OutputParser
 
 PROMPT_TAIL = 64
@@ -202,6 +204,20 @@ class Meter:
         return answer
 
 
+async def begin_text(
+    caller: Caller, prompt: Prompt, params: SamplingParams, options: Options, endpoint: str, *, prefix: str,
+    names: Mapping[str, str],
+) -> Turn:  # fmt: skip
+    """A turn without a conversation: admit and submit. `names`: our field -> the client's, for errors.
+
+    Raises InputError, RefusedError, EngineError.
+    """
+    call = make_call(caller, prompt, params, options, endpoint, new_id(prefix))
+    with renamed(names):
+        stream = await caller.server.service.submit(call)
+    return Turn(call, stream, [None] * params.n, speculates=caller.server.speculates)
+
+
 async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: str = "chatcmpl-") -> Turn:
     """Check, encode, admit, submit. The caller must read the turn or abort it.
 
@@ -211,6 +227,8 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     tools = check_tools(asked.tools, choice) or None
     parallel = asked.parallel_tool_calls
     check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
+    limits, max_tokens = server.service.limits, asked.params.max_tokens
+    check_truncation(asked.truncate, limits, asked.compression)
     shown = None if choice == "none" else tools
     asker = asker_of(caller, asked.options.timeout_s)
     prompt = await server.service.encode_chat(
@@ -221,9 +239,10 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,
         param=asked.param,
-        fit=TO_COMPRESS if asked.compression is not None else None,
+        fit=TO_COMPRESS if asked.compression is not None else to_cut(asked.truncate, limits),
         asker=asker,
     )
+    prompt = truncated(prompt, asked.truncate, limits.context[0] - (max_tokens or 1))
     if asked.compression is not None:
         prompt = await compress_chat(server, prompt, asked.compression, asked, shown, asker)
     reference = await server.service.encode_reference(asked.prediction, param="prediction.content", asker=asker)
@@ -231,10 +250,11 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     bound = asked.params.structured_outputs is not None
     kwargs = asked.chat_template_kwargs
     parsers = [
-        parser_for(server, tools, choice, kwargs, prompt_text=ends, parallel=parallel, bound=bound)
+        parser_for(server, tools, choice, kwargs, prompt_text=ends, parallel=parallel, bound=bound, raw=asked.grammars)
         for _ in range(max(1, min(asked.params.n, server.service.limits.max_n)))  # what is more, `submit` refuses
     ]
-    params = params_for(server, tools, choice, asked.params, parallel=parallel)
+    with renamed(asked.names):
+        params = params_for(server, tools, choice, asked.params, parallel=parallel, grammars=asked.grammars)
     call = make_call(caller, prompt, params, asked.options, endpoint, new_id(prefix))
     call.lead = lead_for(
         server, tools, choice, kwargs, prompt_text=ends, bound=bound, continued=asked.continue_final_message
