@@ -13,13 +13,15 @@ from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.text.defaults import Wanted
 from penstock.text.limits import Limits
 from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Front:
-    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults."""
+    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults; `sampling`:
+    the settings about them."""
 
     path: Path
     tokenizer: Tokenizer | None
@@ -27,6 +29,7 @@ class Front:
     named_templates: dict[str, str]
     no_tokenizer: str
     generation_config: dict[str, object]
+    sampling: Wanted = Wanted()
 
 
 def open_front(config: EngineConfig) -> Front:
@@ -55,6 +58,7 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
             named_templates=files.named_templates,
             no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
             generation_config=dict(checkpoint.generation_config),
+            sampling=Wanted(config.model.generation_config, config.model.repetition_detection),
         )
 
     return load
