@@ -88,12 +88,16 @@ def _compression(text: str | None) -> dict[str, Any] | None:
 
 def with_default_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments, with the bundled model if none was named. Mutates `args`."""
-    from penstock.launch.bundled import DEFAULT, bundled_model
+    from penstock.launch.bundled import DEFAULT, NEXT, bundled_model
 
     named = any(getattr(args, name, None) is not None for name in ("model", "model_positional", "config"))
     if not named and bundled_model(DEFAULT) is not None:
         args.model = DEFAULT
-        print(f"(no MODEL was named: this is {DEFAULT}, which comes with Penstock)", file=sys.stderr)
+        print(
+            f"(no MODEL was named: this is {DEFAULT}, which comes with Penstock and only tells tales, badly; for "
+            f"answers: {NEXT})",
+            file=sys.stderr,
+        )
     return args
 
 

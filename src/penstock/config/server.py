@@ -42,7 +42,7 @@ class ServerConfig(Section):
     tool_prompt: str = setting(
         "auto",
         "Tell models whose chat template shows no tools of them in plain words. auto: whatever tool_choice says; "
-        "required: only where a call is required or a function is named, to which decoding is bound; off: refuse tools.",
+        "required: only where a call is required or a function is named, to which decoding is bound; off: no tools.",
         choices=("auto", "required", "off"),
     )
     bare_tool_calls: str = setting(

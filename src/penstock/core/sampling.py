@@ -36,8 +36,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     structural_tag: str | None = None
 
 
-class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True,
-                                gc=False):  # fmt: skip
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):  # fmt: skip
     """When a sample is taken to run in circles: its newest tokens are one pattern, `min_count` times in a row. It then
     ends with the finish reason "repetition". Names are vLLM's.
 

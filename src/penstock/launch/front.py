@@ -29,7 +29,7 @@ class Front:
     named_templates: dict[str, str]
     no_tokenizer: str
     generation_config: dict[str, object]
-    sampling: Wanted = Wanted()
+    sampling: Wanted
 
 
 def open_front(config: EngineConfig) -> Front:

@@ -85,10 +85,11 @@ def model_defaults(generation_config: Mapping[str, Any], limits: Limits) -> dict
 
 def sampling_decision(generation_config: Mapping[str, Any], defaults: Mapping[str, Any], mode: str) -> Decision:
     """For the log and `--explain`: what `sampling_defaults` found, and whose word it is."""
-    named = _SHAPING & {_NAMES.get(name) for name, value in generation_config.items() if value is not None}
+    own = any(ours in _SHAPING and ours in defaults and generation_config.get(theirs) == defaults[ours]
+              for theirs, ours in _NAMES.items())  # fmt: skip
     if mode == "vllm":
         why = "generation_config is vllm: neutral, as OpenAI's"
-    elif named & defaults.keys():
+    elif own:
         why = "the model's own, for requests that name none"
     else:
         why = "the model's files give none; for requests that name none (--generation-config vllm: neutral)"

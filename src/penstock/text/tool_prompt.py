@@ -1,4 +1,4 @@
-"""Tools as plain words, for models whose chat template shows none: in front of what the user says, and in what was said.
+"""Tools as plain words, for models whose chat template shows none: beside what the user says, and in what was said.
 
 Such a model was not trained to call. It can still be told what there is and how to answer; where a call is required
 decoding is bound to its form, and what is left to the model is to choose well (llama.cpp's "generic" chat format does
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 _AUTO = (
-    'To call one, answer with nothing but {"name": FUNCTION, "arguments": {...}}. If none of them helps, answer in plain '
-    "words."
+    'To call one, answer with nothing but {"name": FUNCTION, "arguments": {...}}. If none of them helps, answer in '
+    "plain words."
 )
 _REQUIRED = 'Answer with nothing but a list of calls: [{"name": FUNCTION, "arguments": {...}}].'
 _NAMED = "Answer with nothing but a JSON object of this function's arguments."
@@ -82,10 +83,8 @@ def _calls(message: Mapping[str, Any], called: dict[str, str]) -> Mapping[str, A
             return message
         called[str(call.get("id"))] = str(function.get("name"))
         given = function.get("arguments")
-        try:
+        with suppress(ValueError):  # a model's own words, valid or not
             given = json.loads(given) if isinstance(given, str) else given
-        except ValueError:
-            pass  # a model's own words, valid or not
         lines.append(json.dumps({"name": function.get("name"), "arguments": given}, ensure_ascii=False))
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return _joined("\n".join(lines), rest, behind=True)

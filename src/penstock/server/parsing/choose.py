@@ -160,12 +160,12 @@ def tool_support(server: Server) -> str:
     """Of `/v1/models`: "template" for a model whose template shows tools; "prompt" where Penstock tells it of them in
     plain words, "prompt-required" if only where a call is bound; "none"."""
     config = server.config
-    if not config.enable_auto_tool_choice or server.service.tokenizer is None:
+    template = server.service.tool_template
+    if not template or not config.enable_auto_tool_choice or config.tool_call_parser == "none":
         return "none"
-    if reads_tools(server.service.tool_template):
+    if reads_tools(template):
         return "template"
-    prompted = {"auto": "prompt", "required": "prompt-required", "off": "none"}[config.tool_prompt]
-    return prompted if config.tool_call_parser != "none" and server.service.tool_template else "none"
+    return {"auto": "prompt", "required": "prompt-required", "off": "none"}[config.tool_prompt]
 
 
 def shown(
@@ -195,7 +195,8 @@ def _tool_format(server: Server, kind: str, tools: Tools) -> Format:
         raise InputError("this server does not take tools (it was started without auto tool choice)", param="tools")
     name = config.tool_call_parser
     support = tool_support(server)
-    if support == "none" or (support == "prompt-required" and kind == "auto"):
+    refused = support == "none" or (support == "prompt-required" and kind == "auto")
+    if refused and name in (None, "none"):
         only = " unless tool_choice is required or names a function" if support != "none" else ""
         raise InputError(
             f"this model's chat template does not show tools to the model; leave tools out{only}", param="tools"
@@ -212,7 +213,8 @@ def _tool_format(server: Server, kind: str, tools: Tools) -> Format:
             param="tools",
         )
     # A strict tool's arguments are bound behind the format's own marks only.
-    return loosely(found) if takes_bare(server) and not _strict(tools, schemas(tools or (), ())) else found
+    strict = any(tool["function"].get("strict") for tool in tools or ())
+    return loosely(found) if support != "template" or (takes_bare(server) and not strict) else found
 
 
 def _framed(server: Server) -> Format | None:
