@@ -4,7 +4,7 @@
 
 Twenty questions, each asked with every setting and seed. `ended`: the model ended by itself within --max-tokens.
 `loops`: answers with a pattern of up to 32 tokens, four times in a row. `distinct`: different runs of 2 and of 4
-tokens, of all of them. `foreign`: answers with letters of another script than was asked in. `logprob`: mean of the chosen
+tokens, of all of them. `foreign`: answers with letters of another script. `logprob`: mean of the chosen
 tokens' under the model itself, before any setting. `--show N` prints the first answers too.
 """
 
