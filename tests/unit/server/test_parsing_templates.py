@@ -224,8 +224,32 @@ def test_json_without_marks_is_a_call_from_models_known_for_it(template, setting
         got = parse(parser_for(chosen, ALL, "auto"), [text])
         assert got.calls == ([("f", '{"a": 1}')] if called or marked else [])
         assert got.content == ("" if got.calls else text)
-    strict = [{**ALL[0], "function": ALL[0]["function"] | {"strict": True}}, *ALL[1:]]
-    assert parse(parser_for(chosen, strict, "auto"), [BARE]).calls == [], "nothing would bind its arguments"
+
+
+@pytest.mark.parametrize("template", [QWEN25, PLAIN])
+def test_strict_binds_calls_without_marks(template):
+    """What the parser takes for a call of a strict tool is what the grammar has bound, in every split."""
+    strict = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": strict}}, *ALL[:2]]
+    grammar = grammar_of(params_for(server(template), tools, "auto", SamplingParams()).structured_outputs)
+    good, free = '{"name": "f", "arguments": {"a": 1}}', '{"name":"now" ,\n "arguments": {"x": [1]} }'
+    calls = [("f", '{"a": 1}'), ("now", '{"x": [1]}')]
+    for text, found, content in (
+        ("", [], ""), ("Hello <b> {", [], "Hello <b> {"), (good, calls[:1], ""),
+        (f"```json\n{good}\n```", calls[:1], ""),
+        (f"[{good},\n{free}]", calls, ""), (f"Hm.\n{good}\n{free}\n```", calls, "Hm."),
+        ('{"name": "Bob", "arguments": {"a": 3}}', [], '{"name": "Bob", "arguments": {"a": 3}}'),
+        ('{"arguments": {"a": 3}, "name": "f"}', [], '{"arguments": {"a": 3}, "name": "f"}'),
+        ('{"type": "function", "name": "f", "arguments": {"a": 3}}', [], None),
+        ('{"function": "f", "arguments": {"a": 3}}', [], None),
+    ):  # fmt: skip
+        assert bound(grammar, text) == (len(text), True), text
+        whole = parse(parser_for(server(template), tools, "auto"), [text])
+        assert (whole.calls, whole.content) == (found, text if content is None else content)
+        for i in range(1, len(text)):
+            assert parse(parser_for(server(template), tools, "auto"), [text[:i], text[i:]]) == whole
+    for text, count in (('{"name": "f", "arguments": {"a": 3}}', 33), (f'[{good}, {{"name":"f","arguments": 3', 64)):
+        assert bound(grammar, text) == (count, False)
 
 
 @pytest.mark.parametrize("setting", ["auto", "required", "off"])

@@ -118,7 +118,7 @@ def params_for(
     elif choice.kind == "required":
         asked = StructuredOutputs(json=calls_schema(bound_schemas(tools or (), choice.names), parallel=parallel))
     elif choice.kind == "auto" and (strict := _strict(tools, choice.names)):
-        if needs is None or needs.shape is None or special:
+        if needs is None or (needs.shape is None and not needs.plain) or special:
             where = f"tools[{next(iter(strict.values()))}].function.strict"
             raise InputError(
                 f"{where} is only possible for this model where tool_choice is required or names a function; "
@@ -127,7 +127,8 @@ def params_for(
             )
         bound = bound_schemas(tools or (), tuple(strict))
         free = {name: bound.get(name, {"type": "object"}) for name in arguments}
-        asked = StructuredOutputs(grammar=text_or_calls(needs.opens[0], needs.shape, free))
+        opener = needs.opens[0] if needs.opens else ""
+        asked = StructuredOutputs(grammar=text_or_calls(opener, needs.shape, free, needs.plain))
     if special:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     if asked is None:
@@ -212,9 +213,8 @@ def _tool_format(server: Server, kind: str, tools: Tools) -> Format:
             "--tool-call-parser, or leave tools out",
             param="tools",
         )
-    # A strict tool's arguments are bound behind the format's own marks only.
     strict = any(tool["function"].get("strict") for tool in tools or ())
-    return loosely(found) if support != "template" or (takes_bare(server) and not strict) else found
+    return loosely(found, plain=strict) if support != "template" or takes_bare(server) else found
 
 
 def _framed(server: Server) -> Format | None:

@@ -106,6 +106,30 @@ def declared_call(r: Reader) -> Steps[None]:
         r.end()
 
 
+def plain_call(r: Reader) -> Steps[None]:
+    """`declared_call` just as `text_or_calls` binds it: the name first, then the arguments, then its end."""
+    yield from r.space()
+    yield from r.expect("{")
+    yield from r.space()
+    yield from r.expect('"name":')
+    yield from r.space()
+    yield from r.expect('"')
+    name = yield from r.run(_IN_STRING)
+    yield from r.expect('"')
+    yield from r.space()
+    yield from r.expect(",")
+    yield from r.space()
+    yield from r.expect('"arguments":')
+    if (yield from r.space()) != "{" or name not in r.tools:
+        raise Broken
+    r.begin(name)
+    yield from _nested(r, r.write, NONE)
+    yield from r.space()
+    if (yield from r.peek()) == "}":
+        r.take(1)
+    r.end()
+
+
 def _declared(r: Reader, name: str, early: list[str], inner: bool) -> Steps[None]:
     """As `_members`, which cannot wait: `early` are arguments in front of the name."""
     while True:

@@ -11,16 +11,18 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from penstock.server.parsing.json_wire import declared_call
+from penstock.server.parsing.json_wire import declared_call, plain_call
 from penstock.server.parsing.reader import Format, Reader
 from penstock.server.parsing.tape import Steps, ignore
 
 _LANGUAGE = re.compile(r"[a-z_]*")
 _SEPARATORS = re.compile(r"[\s,;]*")
 _CLOSES = {"```": "```", "<tools>": "</tools>", "[": "]"}
+_READS = {True: plain_call, False: declared_call}
 
 
-def _read(r: Reader, opener: str) -> Steps[None]:
+def _read(r: Reader, opener: str, plain: bool = False) -> Steps[None]:
+    """`plain`: only what a grammar has bound (`text_or_calls`)."""
     if opener != "{":
         r.take(len(opener))
         if opener == "```":
@@ -33,21 +35,25 @@ def _read(r: Reader, opener: str) -> Steps[None]:
         yield from r.run(_SEPARATORS, ignore)
         if r.calls > before and (yield from r.peek()) != "{":
             break
-        yield from declared_call(r)
+        yield from _READS[plain](r)
     for word in (inner, _CLOSES.get(opener, "")):
         if word:
             yield from r.close(word)
+    if opener in "{[":  # some open no block and close one
+        yield from r.space()
+        if (yield from r.peek(4)) in ("```", "```\n"):
+            r.take(3)
 
 
 FORMAT = Format("bare", _read, bare=("{", *_CLOSES))
 
 
 @lru_cache(maxsize=32)
-def loosely(format: Format) -> Format:
-    """`format`, or a call as nothing but JSON."""
+def loosely(format: Format, plain: bool = False) -> Format:
+    """`format`, or a call as nothing but JSON. `plain`: that only as a grammar binds it."""
+    own = () if format is FORMAT else (*format.opens, *format.bare)
 
     def read(r: Reader, opener: str) -> Steps[None]:
-        yield from (format.read if opener in (*format.opens, *format.bare) else _read)(r, opener)
+        yield from format.read(r, opener) if opener in own else _read(r, opener, plain)
 
-    others = tuple(word for word in FORMAT.bare if word not in (*format.opens, *format.bare))
-    return replace(format, read=read, bare=format.bare + others)
+    return replace(format, read=read, bare=tuple(dict.fromkeys((*format.bare, *FORMAT.bare))), plain=plain)
