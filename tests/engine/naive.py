@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.base.rng import uniform
 from penstock.core.request import Request
-from penstock.core.sampling import TokenRules
+from penstock.core.sampling import RepetitionDetectionParams, TokenRules
 from tests.engine.fake_model import history_hash, logits_of
 from tests.oracle import NaiveModel
 
@@ -105,6 +105,19 @@ def generate(logits: Logits, request: Request, index: int = 0) -> tuple[list[int
             return output, "stop"
         if len(output) >= request.max_tokens:
             return output, "length"
+        if len(output) >= request.rules.min_tokens and circles(output, request.repetition):
+            return output, "repetition"
+
+
+def circles(output: Sequence[int], asked: RepetitionDetectionParams | None) -> bool:
+    """Whether the last tokens are a pattern, as often as is asked: by the definition."""
+    if asked is None:
+        return False
+    return any(
+        len(output) >= size * asked.min_count
+        and list(output[len(output) - size * asked.min_count :]) == list(output[-size:]) * asked.min_count
+        for size in range(max(1, asked.min_pattern_size), asked.max_pattern_size + 1)
+    )
 
 
 def log_softmax(row: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from penstock.core.request import Abort, Control, Request
+from penstock.core.sampling import RepetitionDetectionParams
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, request
 from tests.engine.naive import beam_search, fake_logits, generate
@@ -48,6 +49,7 @@ knobs = st.builds(
     draft_share=st.sampled_from([0.3, 0.9]),
 )
 
+CIRCLES = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
 rules_of_chance = st.fixed_dictionaries(
     {},
     optional={
@@ -101,6 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
         beam=st.sampled_from([None, None, None, None, 2, 3]),
         eos=st.booleans(),
         taint=st.sampled_from(["", "", "", "lossy"]),
+        circles=st.sampled_from([None, None, CIRCLES]),
         chance=rules_of_chance,
     )
     def submit(
@@ -113,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         beam: int | None,
         eos: bool,
         taint: str,
+        circles: RepetitionDetectionParams | None,
         chance: dict[str, Any],
     ) -> None:
         prompt = (self.stems[stem][:shared] + own) or [3]
@@ -128,6 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             beam_width=beam,
             taint=taint,
+            repetition=None if beam is not None else circles,
             **chance,
         )
         self.requests[r.request_id] = r

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from penstock.core.batch import SchedulerOutput
 from penstock.core.request import Abort, Control, Request
+from penstock.core.sampling import RepetitionDetectionParams
 from penstock.core.sequence import Sequence
 from penstock.engine.core import EngineCore
 from tests.engine.fake_model import VOCAB
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, real_engine, request, run, tiny
-from tests.engine.naive import beam_search, fake_logits, generate
+from tests.engine.naive import beam_search, circles, fake_logits, generate
 
 
 def random_prompt(rng: random.Random, n: int) -> list[int]:
@@ -70,6 +72,38 @@ def test_A01_stop_length_and_eos_rules(stop_at: str) -> None:
         assert (got.tokens[0], got.reasons[0]) == generate(fake_logits, r)
     else:
         assert (got.tokens[0], got.reasons[0]) == (tokens, "length")
+
+
+@pytest.mark.parametrize("knobs", [Knobs(), Knobs(depth=2), Knobs(num_drafts=4), Knobs(num_blocks=24, max_num_seqs=8)])
+def test_a_sample_that_runs_in_circles_ends(knobs: Knobs) -> None:
+    """By its tokens alone: alone or among others, with drafts, preemption and steps in flight."""
+    asked = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=2, min_count=3)
+    few: dict[str, Any] = {"allowed_ids": [5, 6]}  # of which circles are soon made
+    requests = [
+        request([7, 8, 9 + i], max_tokens=40, repetition=asked, min_tokens=20 * (i == 5), **few) for i in range(6)
+    ]
+    core, _ = fake_engine(knobs)
+    got = run(core, requests)
+    for r in requests:
+        found = got[r.request_id]
+        assert (found.tokens[0], found.reasons[0]) == generate(fake_logits, r)
+        assert found.reasons[0] == "repetition"
+        assert len(found.tokens[0]) < 40
+    free = request([7, 8, 9], max_tokens=40, **few)
+    assert run(fake_engine(knobs)[0], [free])[free.request_id].reasons[0] == "length"
+
+
+def test_circles_are_found_as_the_definition_says() -> None:
+    rng = random.Random(3)
+    for _ in range(3000):
+        prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 4))]
+        output = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+        low = rng.randrange(4)
+        asked = RepetitionDetectionParams(
+            max_pattern_size=low + rng.randrange(1, 4), min_pattern_size=low, min_count=rng.randrange(2, 5)
+        )
+        r = request(prompt, repetition=asked)
+        assert r.circles(array("I", prompt + output)) == circles(output, asked), (output, asked)
 
 
 def test_A05_continuous_batching_beats_static_on_a_skewed_load() -> None:

@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     for flag, text in (
         ("--max-tokens", "tokens of an answer at most (default: 256)"),
-        ("--temperature", "0 is greedy (default: 0.7)"),
+        ("--temperature", "0 is greedy (default, as of all that follows: the model's own, else 0.7)"),
         ("--top-p", "keep the likeliest tokens up to this probability"),
         ("--top-k", "keep this many likeliest tokens"),
+        ("--min-p", "keep tokens at least this likely, relative to the likeliest"),
         ("--sampling-seed", "same seed, same answers"),
     ):
         sampling.add_argument(flag, type=number, default=None, help=text, metavar="N")
@@ -37,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     """Read a line, answer it, and so on. Without a terminal every line of standard input is a turn."""
+    from msgspec.structs import replace
+
     from penstock.cli.run import with_default_model
     from penstock.config.load import from_args
-    from penstock.core.sampling import SamplingParams
     from penstock.launch.llm import LLM
 
-    given: dict[str, Any] = {"max_tokens": 256, "temperature": 0.7}
-    given |= {n: v for n in ("max_tokens", "temperature", "top_p", "top_k") if (v := getattr(args, n)) is not None}
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    given: dict[str, Any] = {"max_tokens": 256} | {n: v for n in names if (v := getattr(args, n)) is not None}
     if args.sampling_seed is not None:
         given["seed"] = args.sampling_seed
-    conversation = Conversation(
-        LLM.from_config(from_args(with_default_model(args))), SamplingParams(**given), args.system
-    )
+    llm = LLM.from_config(from_args(with_default_model(args)))
+    conversation = Conversation(llm, replace(llm.get_default_sampling_params(), **given), args.system)
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP, file=sys.stderr)

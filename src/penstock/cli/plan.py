@@ -63,7 +63,7 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored, _ = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     machine = probe()
     chosen: tuple[Decision, ...] = ()

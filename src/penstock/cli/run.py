@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     for flag, text in (
         ("--max-tokens", "generated tokens at most (default: 128)"),
-        ("--temperature", "0 is greedy (default: 1.0)"),
+        ("--temperature", "0 is greedy (default, as of all that follows: the model's own, else 0.7)"),
         ("--top-p", "keep the likeliest tokens up to this probability"),
         ("--top-k", "keep this many likeliest tokens"),
         ("--min-p", "keep tokens at least this likely, relative to the likeliest"),
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """What was named, and a length."""
     names = (
         "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "min_tokens", "n", "stop",
@@ -87,19 +88,24 @@ def _compression(text: str | None) -> dict[str, Any] | None:
 
 def with_default_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments, with the bundled model if none was named. Mutates `args`."""
-    from penstock.launch.bundled import DEFAULT, bundled_model
+    from penstock.launch.bundled import DEFAULT, NEXT, bundled_model
 
     named = any(getattr(args, name, None) is not None for name in ("model", "model_positional", "config"))
     if not named and bundled_model(DEFAULT) is not None:
         args.model = DEFAULT
-        print(f"(no MODEL was named: this is {DEFAULT}, which comes with Penstock)", file=sys.stderr)
+        print(
+            f"(no MODEL was named: this is {DEFAULT}, which comes with Penstock and only tells tales, badly; for "
+            f"answers: {NEXT})",
+            file=sys.stderr,
+        )
     return args
 
 
 def run(args: argparse.Namespace) -> int:
+    from msgspec.structs import replace
+
     from penstock.base.errors import InputError
     from penstock.config.load import from_args
-    from penstock.core.sampling import SamplingParams
     from penstock.launch.llm import LLM
 
     prompt = args.prompt
@@ -109,8 +115,9 @@ def run(args: argparse.Namespace) -> int:
         prompt = sys.stdin.read()
     if not prompt:
         raise InputError("prompt must not be empty", param="prompt")
-    params, compression = SamplingParams(**_sampling(args)), _compression(args.prompt_compression)
+    compression = _compression(args.prompt_compression)
     llm = LLM.from_config(from_args(with_default_model(args)))
+    params = replace(llm.get_default_sampling_params(), **_sampling(args))
     for d in llm.engine.decisions:
         if args.explain or (d.name == "rope_regime" and d.value == "extended"):
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)

@@ -60,6 +60,20 @@ class ModelConfig(Section):
     rope_theta: float | None = setting(None, "Another base of rotary frequencies than the checkpoint's.", above=0.0)
     skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = setting(0, "Seed from which requests that bring none get theirs.", minimum=0, maximum=2**64 - 1)
+    generation_config: str = setting(
+        "auto",
+        "Sampling defaults where a request names none. auto: those of the model's generation_config.json or GGUF file, "
+        "or mild ones of Penstock's (temperature 0.7, top_p 0.95, min_p 0.05) where it gives none; vllm: OpenAI's "
+        "neutral ones.",
+        choices=("auto", "vllm"),
+    )
+    repetition_detection: str | None = setting(
+        None,
+        "End outputs that run in circles, where a request names nothing else, as a JSON object with vLLM's names: "
+        '{"max_pattern_size": 64, "min_count": 8} ends one whose newest tokens are a pattern of up to 64 tokens, 8 '
+        'times in a row (finish_reason "repetition").',
+        takes_object=True,
+    )
     prompt_compressor: str = setting(
         "pico",
         "Model that reads the prompts of requests with prompt_compression; it needs the served model's tokens. pico "

@@ -39,13 +39,19 @@ class ServerConfig(Section):
     trust_request_chat_template: bool = setting(False, "Run chat templates that come with requests.")
     tool_call_parser: str | None = setting(None, "How this model writes tool calls; by default found by its template.")
     reasoning_parser: str | None = setting(None, "How this model marks its thoughts; by default by its template.")
-    enable_auto_tool_choice: bool = setting(True, "Let the model decide about tools (tool_choice auto).")
-    generation_config: str = setting(
+    tool_prompt: str = setting(
         "auto",
-        "Sampling defaults of requests that name none. auto: those of the model's generation_config.json, as in vLLM; "
-        "vllm: OpenAI's neutral ones.",
-        choices=("auto", "vllm"),
+        "Tell models whose chat template shows no tools of them in plain words. auto: whatever tool_choice says; "
+        "required: only where a call is required or a function is named, to which decoding is bound; off: no tools.",
+        choices=("auto", "required", "off"),
     )
+    bare_tool_calls: str = setting(
+        "auto",
+        "Take JSON that is a call of a declared tool for one, without the marks of the model's template. auto: from "
+        "models of which it is known that they leave the marks out (Qwen 2.5); on: from all; off: from none.",
+        choices=("auto", "on", "off"),
+    )
+    enable_auto_tool_choice: bool = setting(True, "Let the model decide about tools (tool_choice auto).")
     max_logprobs: int = setting(20, "Largest logprobs of a request; -1: the whole vocabulary.", minimum=-1)
     max_logprob_entries: int = setting(
         1_000_000, "Log-probabilities that a request may come to: n x max_tokens x (logprobs + 1).", minimum=1

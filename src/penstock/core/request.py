@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 from penstock.base.errors import InputError
-from penstock.core.sampling import BeamSearchParams, TokenRules
+from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
+
+REPETITION = ("repetition", "repetition_detected")
+"""Finish reason and stop reason (vLLM's words) of a sample that ran in circles."""
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -51,6 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         slo_tpot_s: seconds that a token after the first should take on average; drafts go to those who are behind
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
+        repetition: what counts as running in circles, which ends a sample; None: nothing does.
     """
 
     request_id: str
@@ -70,8 +76,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     weight: float = 1.0
     slo_tpot_s: float | None = None
     resume: Resume | None = None
+    repetition: RepetitionDetectionParams | None = None
 
-    def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | None]:
+    def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
         if num_generated >= self.rules.min_tokens:
             if token_id in self.eos_token_ids:
@@ -79,6 +86,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
             if token_id in self.stop_token_ids:
                 return "stop", token_id
         return ("length" if num_generated >= self.max_tokens else None), None
+
+    def circles(self, token_ids: array[int]) -> bool:
+        """Whether a sample that would go on, with these tokens of prompt and output, ends because it repeats itself."""
+        start = len(self.prompt_token_ids)
+        return (
+            self.repetition is not None
+            and len(token_ids) - start >= self.rules.min_tokens
+            and self.repetition.found(token_ids, start)
+        )
 
     @property
     def reads_cache(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
@@ -35,6 +36,37 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     structural_tag: str | None = None
 
 
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False
+):  # fmt: skip
+    """When a sample is taken to run in circles: its newest tokens are one pattern, `min_count` times in a row. It then
+    ends with the finish reason "repetition". Names are vLLM's.
+
+    Attributes:
+        max_pattern_size: longest pattern, in tokens; 0: nothing is looked for.
+        min_pattern_size: shortest; 0 is 1.
+        min_count: times, at least 2.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def found(self, token_ids: array[int], start: int) -> bool:
+        """Whether what is behind position `start` ends in such a pattern. By tokens alone, so that batches, replays and
+        drafts change nothing."""
+        known = len(token_ids)
+        longest = min(self.max_pattern_size, (known - start) // max(self.min_count, 1))
+        last = token_ids[-1]
+        for size in range(max(1, self.min_pattern_size), longest + 1):
+            # Nearly always the first comparison is the last one. What equals itself moved by `size` repeats by `size`.
+            if token_ids[-1 - size] == last:
+                reach = known - size * self.min_count
+                if token_ids[reach : known - size] == token_ids[reach + size :]:
+                    return True
+        return False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How to choose the next token. Checked once, by `text.validate`, for every front end.
 
@@ -58,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens, spaces_between_special_tokens: how output ids become text.
         detokenize: False leaves `text` empty.
         structured_outputs: a schema, regex, choice or grammar that the output must satisfy.
+        repetition_detection: end a sample that runs in circles; None: the server's default, by default none.
     """
 
     n: int = 1
@@ -84,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     @property
     def greedy(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.core.output import EngineOutput
+from penstock.core.request import REPETITION
 from penstock.core.sequence import Sequence
 from penstock.engine.beams import Beams
 from penstock.engine.drafting import Drafting
@@ -128,6 +129,8 @@ class Commit:
         self.stats.num_sampled_tokens += 1
         num_generated = len(seq.token_ids) - seq.prompt_len
         finish_reason, stop_reason = request.ending(num_generated, token_id)
+        if finish_reason is None and request.repetition is not None and request.circles(seq.token_ids):
+            finish_reason, stop_reason = REPETITION
         if finish_reason is None and num_generated > 1 and logprob is None:  # nearly always
             out = EngineOutput(
                 request_id=request.request_id, index=seq.index, token_ids=[token_id],
@@ -157,7 +160,7 @@ class Commit:
 
     def emit(
         self, seq: Sequence, token_ids: list[int], logprobs: list[TokenLogprobs], finish_reason: str | None,
-        stop_reason: int | None,
+        stop_reason: int | str | None,
         num_drafted: int = 0, num_accepted: int = 0,
     ) -> None:  # fmt: skip
         out = EngineOutput(
@@ -171,7 +174,7 @@ class Commit:
     # -- endings -------------------------------------------------------------------------------------------------
 
     def finish(
-        self, group: SequenceGroup, seq: Sequence, reason: str, stop_reason: int | None, *, emit: bool = True,
+        self, group: SequenceGroup, seq: Sequence, reason: str, stop_reason: int | str | None, *, emit: bool = True,
         aborted: bool = False,
     ) -> None:  # fmt: skip
         """End one sample. A finished sequence owns nothing."""

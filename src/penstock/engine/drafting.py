@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from penstock.core.request import REPETITION
 from penstock.core.sequence import Sequence
 from penstock.engine.gain import Gain
 
@@ -72,10 +73,15 @@ class Drafting:
         for depth in range(accepted):
             stats.accepted_at[depth] += 1
 
-    def _upto_end(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], tuple[str | None, int | None]]:
+    def _upto_end(self, seq: Sequence, token_ids: list[int]) -> tuple[list[int], tuple[str | None, int | str | None]]:
         """The tokens up to the one that ends the sample, and (finish reason, stop reason)."""
+        request = seq.request
+        known = seq.token_ids[:] if request.repetition is not None else None
         for i, token_id in enumerate(token_ids):
-            ending = seq.request.ending(seq.num_generated + i + 1, token_id)
+            ending = request.ending(seq.num_generated + i + 1, token_id)
+            if known is not None and ending[0] is None:
+                known.append(token_id)
+                ending = REPETITION if request.circles(known) else ending
             if ending[0] is not None:
                 return token_ids[: i + 1], ending
         return token_ids, (None, None)

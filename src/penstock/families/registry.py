@@ -140,10 +140,11 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 class Described(NamedTuple):
-    """What a model computes, and its matrices that are stored as codes, by logical name."""
+    """What a model computes, its matrices that are stored as codes, by logical name, and how it wants to be sampled."""
 
     spec: ModelSpec
     stored: Mapping[str, MatrixFormat]
+    generation_config: Mapping[str, Any]
 
 
 def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
@@ -172,11 +173,13 @@ def read_model(path: str | os.PathLike[str]) -> Described:
     method = read_quantization(folder, names, config)
     spec = family.spec(config)
     check_count(spec)
-    return Described(spec, {} if method is None else expected_codes(method, spec, family.weight_map(spec)))
+    codes = {} if method is None else expected_codes(method, spec, family.weight_map(spec))
+    generation = "generation_config.json" in names
+    return Described(spec, codes, read_json_object(folder / "generation_config.json") if generation else {})
 
 
 def _described(checkpoint: Checkpoint) -> Described:
-    return Described(checkpoint.spec, checkpoint.stored)
+    return Described(checkpoint.spec, checkpoint.stored, checkpoint.generation_config)
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,7 @@ from penstock.plan.cost import RooflineTimer
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
+from penstock.text.defaults import Wanted, sampling_decision, sampling_defaults
 from penstock.text.limits import Limits
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Engine:
     plan: Plan
     spec: ModelSpec
     limits: Limits
+    sampling_defaults: dict[str, Any]
+    """For requests that name none (`text.defaults`)."""
     tokenizer: Tokenizer | None
     clock: Clock
     chat_template: str | None
@@ -115,12 +118,15 @@ def start(
         timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
         seconds_budget=serving,
     )
-    decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
+    defaults, said = _sampling(checkpoint.generation_config, limits, config)
+    decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions, said)
     return Engine(
         core=core,
         plan=msgspec.structs.replace(plan, decisions=decisions),
         spec=checkpoint.spec,
-        limits=limits_of(checkpoint, plan),
+        limits=limits,
+        sampling_defaults=defaults,
         tokenizer=tokenizer,
         clock=clock,
         chat_template=files.tokenizer.chat_template,
@@ -132,14 +138,22 @@ def start(
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    own, stored = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored, generation = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
     plan = resolve(
         config, spec, machine or probe(), draft_specs(config), keeping_of(config), stored, traits_of(config)
     )  # fmt: skip
     changed = stretch_decision(own, spec)
-    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions))
+    said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
+    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, said))
+
+
+def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[dict[str, Any], Decision]:
+    """What requests that name nothing are sampled with, and the line about it."""
+    wanted = Wanted(config.model.generation_config, config.model.repetition_detection)
+    found = sampling_defaults(generation, limits, wanted)
+    return found, sampling_decision(generation, found, wanted.generation_config)
 
 
 def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:

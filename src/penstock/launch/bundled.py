@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 DEFAULT = "nano"
+NEXT = "penstock serve qwen2.5-coder:0.5b"
+"""What to try after it: the smallest model here whose answers are of use."""
 _FOLDER = Path(__file__).resolve().parents[1] / "bundled"
 
 

@@ -49,7 +49,7 @@ def draft_specs(config: EngineConfig) -> list[NamedSpec]:
     def read(name: str) -> Described:
         return read_model(local_path(name, weights=False))
 
-    return [NamedSpec(name, *_had(name, read)) for name in model_names(config)]
+    return [NamedSpec(name, *_had(name, read)[:2]) for name in model_names(config)]
 
 
 def open_drafts(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> list[OpenDraft]:

@@ -13,14 +13,15 @@ from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
+from penstock.text.defaults import Wanted
 from penstock.text.limits import Limits
 from penstock.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Front:
-    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults. `family`: of
-    its architecture."""
+    """`no_tokenizer`: why there is none, if there is none. `generation_config`: the model's own defaults; `sampling`:
+    the settings about them; `family`: of its architecture."""
 
     path: Path
     tokenizer: Tokenizer | None
@@ -28,6 +29,7 @@ class Front:
     named_templates: dict[str, str]
     no_tokenizer: str
     generation_config: dict[str, object]
+    sampling: Wanted
     family: str = ""
 
 
@@ -57,6 +59,7 @@ def begin_front(config: EngineConfig) -> Callable[[], Front]:
             named_templates=files.named_templates,
             no_tokenizer=files.reason or "it was started with skip_tokenizer_init",
             generation_config=dict(checkpoint.generation_config),
+            sampling=Wanted(config.model.generation_config, config.model.repetition_detection),
             family=checkpoint.spec.family,
         )
 

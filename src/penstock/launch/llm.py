@@ -202,7 +202,7 @@ class LLM:
 
         The prompt is checked by the call itself, not by the first `next`. Raises InputError.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         return self._stream(*self._request(self._tokens(prompt), params, 0, prompt_compression), params)
 
     def stream_chat(
@@ -214,9 +214,17 @@ class LLM:
         **chat: Any,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         prompt = self._chat_tokens(messages, **chat)
         return self._stream(*self._request(prompt, params, 0, prompt_compression), params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling_params get (vLLM's name): the model's own, or mild ones (`text.defaults`).
+
+        `SamplingParams(...)` stays neutral in what it does not name, and their length is its own.
+        """
+        found = {k: v for k, v in self._engine.sampling_defaults.items() if k != "max_tokens"}
+        return SamplingParams(**found)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises InputError if the engine was started without one."""
@@ -243,7 +251,7 @@ class LLM:
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
         if params is None:
-            return [SamplingParams()] * num_prompts
+            return [self.get_default_sampling_params()] * num_prompts
         if isinstance(params, SamplingParams):
             return [params] * num_prompts
         listed = list(params)

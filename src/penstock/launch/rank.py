@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.base.errors import InputError
@@ -78,7 +78,9 @@ def build_rank(
     tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None
     grammars = None
     if not config.model.skip_tokenizer_init and files.tokenizer.kind != "none":
-        grammars = grammar_cache(files.read, limits_of(checkpoint, plan), config.cache.grammar_cache_bytes)
+        grammars = grammar_cache(
+            files.read, limits_of(checkpoint.spec, checkpoint.generation_config, plan), config.cache.grammar_cache_bytes
+        )
         if spec.warm_grammars:
             with suppress(InputError):  # tokens that are not bytes; the validator refuses
                 grammars.compiler()
@@ -127,10 +129,9 @@ def grammar_cache(read: Callable[[], Tokenizer | None], limits: Limits, max_byte
     return GrammarCache(make, max_bytes, end_ids=lambda: frozenset({*tokenizer().special_ids, *limits.eos_token_ids}))
 
 
-def limits_of(checkpoint: Checkpoint, plan: Plan) -> Limits:
+def limits_of(spec: ModelSpec, generation_config: Mapping[str, Any], plan: Plan) -> Limits:
     """What a request may ask of this model; its end tokens are those of config.json and generation_config.json."""
-    spec = checkpoint.spec
-    given = checkpoint.generation_config.get("eos_token_id")
+    given = generation_config.get("eos_token_id")
     more = given if isinstance(given, list) else [given]
     ends = [t for t in more if isinstance(t, int) and not isinstance(t, bool) and 0 <= t < spec.vocab_size]
     return Limits(

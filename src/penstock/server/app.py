@@ -47,6 +47,7 @@ from penstock.server.transport.protocol import HttpLimits
 from penstock.server.transport.sse import Gone
 from penstock.server.transport.web_guard import WebGuard
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.text.defaults import sampling_decision
 
 log = logging.getLogger("penstock.server")
 MODULES = (
@@ -70,9 +71,10 @@ def make_app(server: Server) -> ASGIApp:
     around = Around(app, server)
     server.parts["app"] = around
     server.parts["docs"] = Documentation(MODULES, __version__)
-    defaults = sampling_defaults(server)
-    if defaults:
-        log.info("where a request says nothing, the model's own generation_config.json decides: %s", defaults)
+    front = server.parts.get("front")
+    if front is not None:
+        said = sampling_decision(front.generation_config, sampling_defaults(server), front.sampling.generation_config)
+        log.info("where a request says nothing: %s (%s)", said.value, said.why)
     if "batches" in server.parts:
         server.parts["batches"].start(around)
     origins = server.config.names("allowed_origins")

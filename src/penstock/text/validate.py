@@ -15,7 +15,13 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.request import Request
-from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs, TokenRules
+from penstock.core.sampling import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputs,
+    TokenRules,
+)
 from penstock.text.encoding import TOO_LONG
 from penstock.text.grammar.lead import tokens_to_think
 from penstock.text.grammar.source import Compiled, grammar_of, kind_of
@@ -26,6 +32,8 @@ MIN_REPETITION_PENALTY = 1e-6
 """It divides logits: by less, they may leave float32."""
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 100.0
+MAX_PATTERN, MAX_PATTERN_TOKENS = 256, 4096
+"""Of repetition_detection: tokens of a pattern, and of all its repetitions. They are compared after every token."""
 POOLINGS = ("last", "mean", "cls")
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
@@ -77,11 +85,23 @@ def validate_sampling(params: SamplingParams, *, limits: Limits) -> None:
         )
     _logit_bias(params.logit_bias, limits)
     _bad_words(params.bad_words, limits)
+    if params.repetition_detection is not None:
+        _repetition(params.repetition_detection)
     if params.structured_outputs is not None:
         kind_of(params.structured_outputs)
         if not params.detokenize:
             raise InputError("structured_outputs need text: they cannot be used with detokenize false",
                              param="structured_outputs")  # fmt: skip
+
+
+def _repetition(asked: RepetitionDetectionParams) -> None:
+    name = "repetition_detection"
+    if not isinstance(asked, RepetitionDetectionParams):
+        raise InputError(f"{name} must be RepetitionDetectionParams, not {_show(asked)}", param=name)
+    _integer(f"{name}.max_pattern_size", asked.max_pattern_size, 0, MAX_PATTERN)
+    if asked.max_pattern_size:
+        _integer(f"{name}.min_pattern_size", asked.min_pattern_size, 0, asked.max_pattern_size)
+        _integer(f"{name}.min_count", asked.min_count, 2, MAX_PATTERN_TOKENS // asked.max_pattern_size)
 
 
 def validate_beam(params: BeamSearchParams, *, limits: Limits) -> None:
@@ -209,8 +229,13 @@ def build_request(
         request_id=request_id, prompt_token_ids=list(map(int, prompt_token_ids)), rules=rules, n=int(params.n),
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
-        namespace=namespace, taint=taint, arrival_s=arrival_s, slo_tpot_s=slo_tpot_s,
+        namespace=namespace, taint=taint, arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam),
     )  # fmt: skip
+
+
+def _watched(params: SamplingParams, beam: BeamSearchParams | None) -> RepetitionDetectionParams | None:
+    asked = params.repetition_detection
+    return asked if asked is not None and asked.max_pattern_size and beam is None else None
 
 
 def build_pooling_request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.cli.main import main
+from penstock.core.sampling import SamplingParams
+from penstock.launch.llm import LLM
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -87,3 +90,38 @@ def test_a_system_message_changes_the_answer(folder: Path, monkeypatch: pytest.M
     assert plain == without != with_system
     talk(folder, ["hello"], monkeypatch, "--system", "Be brief.")
     assert capsys.readouterr().out.splitlines() == [with_system]
+
+
+@pytest.mark.parametrize(
+    ("generation", "flags", "expected"),
+    [
+        (None, [], (0.7, 0.95, 0.05)), ({"temperature": 0.3, "top_k": 5}, [], (0.3, 1.0, 0.0)),
+        (None, ["--generation-config", "vllm"], (1.0, 1.0, 0.0)), (None, ["--top-p", "0.5"], (0.7, 0.5, 0.05)),
+    ],
+)  # fmt: skip
+def test_run_chat_and_llm_sample_alike_where_nothing_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, generation: Any, flags: Any,
+    expected: tuple[float, ...],
+) -> None:  # fmt: skip
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    seen: list[SamplingParams] = []
+    whole = LLM._stream
+
+    def spy(self: LLM, request: Any, text: Any, params: SamplingParams) -> Any:
+        seen.append(params)
+        return whole(self, request, text, params)
+
+    monkeypatch.setattr(LLM, "_stream", spy)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(model), "--max-tokens", "2", *flags]) == 0
+    assert main(["run", str(model), "-p", "hello", "--max-tokens", "2", "--explain", *flags]) == 0
+    assert [(p.temperature, p.top_p, p.min_p, p.max_tokens) for p in seen] == [(*expected, 2)] * 2
+    assert "sampling_defaults = " in capsys.readouterr().err
+    if "--top-p" not in flags:
+        own = {} if not flags else {"generation_config": "vllm"}
+        params = LLM(str(model), **own).get_default_sampling_params()
+        assert (params.temperature, params.top_p, params.min_p, params.max_tokens) == (*expected, 16)

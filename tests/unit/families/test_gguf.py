@@ -13,7 +13,7 @@ import pytest
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Attention, Experts, Rope, weight_shapes
-from penstock.families.registry import open_model, read_spec
+from penstock.families.registry import open_model, read_model, read_spec
 from penstock.formats import gguf as gguf_format
 from penstock.formats.gguf import read_gguf
 from penstock.weights.load import load_weights
@@ -208,6 +208,14 @@ def attention_of(path: Path) -> Attention:
     mixer = open_model(path).spec.layers[1].mixer
     assert isinstance(mixer, Attention)
     return mixer
+
+
+def test_what_a_file_says_of_sampling_is_a_generation_config(tmp_path: Path) -> None:
+    said = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 0}
+    path = write_model(tmp_path / "m.gguf", model_metadata() | {f"general.sampling.{k}": v for k, v in said.items()})
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    assert open_model(path).generation_config == read_model(path).generation_config == expected
+    assert open_model(write_model(tmp_path / "n.gguf")).generation_config == {}
 
 
 def test_a_llama_file_becomes_a_spec(tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ LONG = [
     Golden("gemma4", '<|tool_call>call:get_weather{city:<|"|>a "b" \\ü<|"|>,days:3,where:{x:[<|"|>y<|"|>,true]}}'
            "<tool_call|><|tool_call>call:now{}<tool_call|>",
            [("get_weather", {"city": 'a "b" \\ü', "days": 3, "where": {"x": ["y", True]}}), N]),
+    Golden("bare", call(*W), [W]),
+    Golden("bare", f"I look.\n```json\n{call('get_weather', NASTY)}\n```\nDone.", [("get_weather", NASTY)],
+           "I look.Done."),
+    Golden("bare", f"<tools>\n{call(*W)}\n{call(*N)}\n</tools>", [W, N]),
+    Golden("bare", f"```\n[{call(*W)},\n {call(*N)}]```", [W, N]),
+    Golden("bare", f"[{call(*W)}, {call(*N)}]", [W, N]),
+    Golden("bare", '{"type": "function", "function": {"arguments": {"a": 1}, "name": "f"}}\n' + call(*N),
+           [("f", {"a": 1}), N]),
 ]  # fmt: skip
 
 SHORT = [
@@ -132,6 +140,7 @@ SHORT = [
     Golden("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value><</arg_value></tool_call>", [("f", {"s": "<"})]),
     Golden("openai", '[{"name": "f", "arguments": {"a": 1}}, {"name": "now"}]', [("f", {"a": 1}), N]),
     Golden("gemma4", '<|tool_call>call:f{s:<|"|><|<|"|>,a:1}<tool_call|>', [("f", {"s": "<|", "a": 1})]),
+    Golden("bare", 'A\n```json\n{"name": "f", "arguments": {"a": 1}}\n```', [("f", {"a": 1})], "A"),
 ]  # fmt: skip
 
 THOUGHT = "\nHm, <tool_call> or </thin?\n"

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.server.parsing import OutputParser
 from penstock.server.parsing.formats import FORMATS, THOUGHTS
-from tests.unit.server.parsing_goldens import LONG, NASTY, SHORT, TEXTS, THOUGHT, j, make, parse
+from penstock.server.parsing.formats.bare import loosely
+from tests.unit.server.parsing_goldens import LONG, NASTY, SHORT, TEXTS, THOUGHT, TOOLS, j, make, parse
 
 IDS = [f"{g.format}-{n}" for n, g in enumerate(LONG)]
 CALLING = [name for name in FORMATS if not FORMATS[name].whole]
@@ -45,6 +47,36 @@ def test_every_split_in_three(golden):
     for i in range(1, len(text)):
         for k in range(i + 1, len(text)):
             assert parse(make(golden.format), [text[:i], text[i:k], text[k:]]) == whole
+
+
+UNCALLED = [
+    '{"name": "f"}', '{"name": "f", "description": "x", "parameters": {"type": "object"}}', '[{"name": "now"}]',
+    '{"name": "f", "parameters": {"a": 1}}', '{"type": "function", "function": {"name": "f", "description": "x"}}',
+    '{"name": "f", "arguments": "a"}', '{"name": "f", "arguments": null}', '{"name": "Bob", "arguments": {}}',
+    '```json\n{"name": "f", "age": 3}\n```', "```python\nf(1)\n```", "<tools>\n{}\n</tools>", "```", "[",
+    'Like {"name": "f", "arguments": {}}, so', '{"arguments": {"a": 1}}', '{"name": "f", "arguments"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("format", [FORMATS["bare"], loosely(FORMATS["hermes"])], ids=["bare", "loosely"])
+@pytest.mark.parametrize("text", TEXTS + UNCALLED)
+def test_json_that_is_no_call_of_a_tool_stays_text(format, text):
+    """Not even one with a tool's name in it: declarations and examples have that, too."""
+    for pieces in ([text], list(text)):
+        got = parse(OutputParser(format, None, TOOLS), pieces)
+        assert (got.content, got.calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    "golden", [g for g in LONG + SHORT if g.format in ("hermes", "bare")], ids=lambda g: g.text[:20]
+)
+def test_calls_with_marks_and_without_in_one_format(golden):
+    format, text = loosely(FORMATS["hermes"]), golden.text
+    whole = parse(OutputParser(format, None, TOOLS), [text])
+    assert [(name, json.loads(arguments)) for name, arguments in whole.calls] == golden.calls
+    assert (whole.content, whole.unfinished) == (golden.content, False)
+    for i in range(1, len(text)):
+        assert parse(OutputParser(format, None, TOOLS), [text[:i], text[i:]]) == whole
 
 
 @pytest.mark.parametrize("name", CALLING)

@@ -10,7 +10,15 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.config.server import ServerConfig
 from penstock.core.sampling import SamplingParams, StructuredOutputs
-from penstock.server.parsing import OutputParser, check_tools, params_for, parser_for
+from penstock.server.parsing import (
+    OutputParser,
+    check_tools,
+    params_for,
+    parser_for,
+    shown,
+    takes_bare,
+    tool_support,
+)
 from penstock.server.parsing.formats import FORMATS, THOUGHTS
 from penstock.server.parsing.template_format import find_format, find_thoughts, reads_tools
 from penstock.text.grammar.source import grammar_of
@@ -199,6 +207,77 @@ def test_tools_by_the_template():
     assert parser_for(server(HERMES, tool_call_parser="qwen3_xml"), ALL).format.name == "qwen3_coder"
 
 
+QWEN25 = HERMES.replace("{%- if tools %}", "{%- if tools %}You are Qwen, created by Alibaba Cloud.", 1)
+BARE = '{"name": "f", "arguments": {"a": 1}}'
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "setting", "called"),
+    [(QWEN25, "auto", True), (QWEN25, "off", False), (HERMES, "auto", False), (HERMES, "on", True),
+     (QWEN25 + "{# <think> #}", "auto", False)],
+)  # fmt: skip
+def test_json_without_marks_is_a_call_from_models_known_for_it(template, setting, called):
+    chosen = server(template, bare_tool_calls=setting)
+    assert takes_bare(chosen) == called
+    for text, marked in ((BARE, False), (f"<tool_call>{BARE}</tool_call>", True)):
+        got = parse(parser_for(chosen, ALL, "auto"), [text])
+        assert got.calls == ([("f", '{"a": 1}')] if called or marked else [])
+        assert got.content == ("" if got.calls else text)
+
+
+@pytest.mark.parametrize("template", [QWEN25, PLAIN])
+def test_strict_binds_calls_without_marks(template):
+    """What the parser takes for a call of a strict tool is what the grammar has bound, in every split."""
+    strict = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": strict}}, *ALL[:2]]
+    grammar = grammar_of(params_for(server(template), tools, "auto", SamplingParams()).structured_outputs)
+    good, free = '{"name": "f", "arguments": {"a": 1}}', '{"name":"now" ,\n "arguments": {"x": [1]} }'
+    calls = [("f", '{"a": 1}'), ("now", '{"x": [1]}')]
+    for text, found, content in (
+        ("", [], ""), ("Hello <b> {", [], "Hello <b> {"), (good, calls[:1], ""),
+        (f"```json\n{good}\n```", calls[:1], ""),
+        (f"[{good},\n{free}]", calls, ""), (f"Hm.\n{good}\n{free}\n```", calls, "Hm."),
+        ('{"name": "Bob", "arguments": {"a": 3}}', [], '{"name": "Bob", "arguments": {"a": 3}}'),
+        ('{"arguments": {"a": 3}, "name": "f"}', [], '{"arguments": {"a": 3}, "name": "f"}'),
+        ('{"type": "function", "name": "f", "arguments": {"a": 3}}', [], None),
+        ('{"function": "f", "arguments": {"a": 3}}', [], None),
+    ):  # fmt: skip
+        assert bound(grammar, text) == (len(text), True), text
+        whole = parse(parser_for(server(template), tools, "auto"), [text])
+        assert (whole.calls, whole.content) == (found, text if content is None else content)
+        for i in range(1, len(text)):
+            assert parse(parser_for(server(template), tools, "auto"), [text[:i], text[i:]]) == whole
+    for text, count in (('{"name": "f", "arguments": {"a": 3}}', 33), (f'[{good}, {{"name":"f","arguments": 3', 64)):
+        assert bound(grammar, text) == (count, False)
+
+
+@pytest.mark.parametrize("setting", ["auto", "required", "off"])
+def test_tools_without_a_template_for_them(setting):
+    chosen = server(PLAIN, tool_prompt=setting)
+    assert tool_support(chosen) == {"auto": "prompt", "required": "prompt-required", "off": "none"}[setting]
+    user = [{"role": "user", "content": "Hi"}]
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "f"}}):
+        messages, tools = shown(chosen, user, ALL, choice, None)
+        if setting == "off" or (setting == "required" and choice == "auto"):
+            with pytest.raises(InputError) as caught:
+                parser_for(chosen, ALL, choice)
+            assert caught.value.param == "tools"
+            assert ("unless" in str(caught.value)) == (setting == "required")
+            continue
+        assert tools is None
+        assert "You can call functions" in messages[0]["content"]
+        assert parser_for(chosen, ALL, choice) is not None
+    if setting == "auto":
+        assert parse(parser_for(chosen, ALL), [f"Hm.\n{BARE}"]) == ("Hm.", "", [("f", '{"a": 1}')], False)
+        assert shown(chosen, user, ALL, "auto", PLAIN) == (user, ALL), "a template of the request's speaks for itself"
+        assert shown(chosen, user, ALL, "none", None) == (user, None)
+    assert shown(chosen, user, None, None, None) == (user, None)
+    assert shown(server(HERMES, tool_prompt=setting), user, ALL, "auto", None) == (user, ALL)
+    assert tool_support(server(HERMES, tool_prompt=setting)) == "template"
+    assert tool_support(server(HERMES, enable_auto_tool_choice=False)) == "none"
+
+
 def test_text_stays_text_with_tool_choice_none():
     text = '<tool_call>{"name": "now"}</tool_call>'
     parser = parser_for(server(HERMES, reasoning_parser="qwen3"), ALL, "none")
@@ -206,7 +285,7 @@ def test_text_stays_text_with_tool_choice_none():
 
 
 @pytest.mark.parametrize(("template", "settings", "words"), [
-    ("{{ messages[0].content }}", {}, "does not show tools"),
+    ("{{ messages[0].content }}", {"tool_prompt": "off"}, "does not show tools"),
     ("{{ messages[0].content }}{{ tools }}", {}, "--tool-call-parser"),
     (HERMES, {"tool_call_parser": "none"}, "does not show tools"),
     (HERMES, {"enable_auto_tool_choice": False}, "does not take tools"),

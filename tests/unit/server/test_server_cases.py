@@ -22,7 +22,7 @@ from penstock.server.routes.embeddings import _prompts
 from penstock.server.routes.files import page
 from penstock.server.schema.batches import BatchObject, RequestCounts
 from penstock.server.schema.openapi import _operations
-from penstock.server.turns.defaults import model_defaults
+from penstock.text.defaults import model_defaults
 from penstock.text.limits import Limits
 
 

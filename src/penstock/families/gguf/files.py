@@ -23,7 +23,7 @@ from penstock.families.gguf.missing import NEEDS
 from penstock.families.gguf.places import find_places
 from penstock.families.gguf.rope import FACTORS
 from penstock.families.gguf.stored import as_stored
-from penstock.families.gguf.tokens import special_tokens, tokenizer_files
+from penstock.families.gguf.tokens import sampling_fields, special_tokens, tokenizer_files
 from penstock.families.reading import WHERE
 from penstock.formats.files import quoted
 from penstock.formats.gguf import Gguf, is_first_part, read_gguf, split_paths
@@ -79,7 +79,7 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     places = find_places(spec, tensors, architecture.names, halves_apart=architecture.halves_apart)
     weights = _match(path, header, spec, places, name)
     check_weights(weights, spec)
-    return Checkpoint(path, spec, weights, tokenizer_files(first))
+    return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first))
 
 
 def _unknown(path: Path, name: object) -> UnsupportedError:

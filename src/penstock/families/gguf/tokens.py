@@ -25,6 +25,19 @@ def special_tokens(gguf: Gguf, vocab_size: int) -> tuple[int | None, tuple[int, 
     return (bos[0] if bos else None), tuple(dict.fromkeys(ends))
 
 
+_SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""Metadata general.sampling.* that llama.cpp's converter writes, and where it takes them from."""
+
+
+def sampling_fields(gguf: Gguf) -> dict[str, object]:
+    """What the file says of sampling, in the words of generation_config.json. Whether it can be is not looked at."""
+    found = {theirs: gguf.metadata.get(f"general.sampling.{name}") for name, theirs in _SAMPLING.items()}
+    # The file has float32: 0.95 is written 0.949999988.
+    return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in found.items() if v is not None}
+
+
 def tokenizer_files(gguf: Gguf) -> TokenizerFiles:
     templates = gguf_templates(gguf.path, gguf.metadata)
     if not gguf.metadata.get("tokenizer.ggml.tokens"):

@@ -10,7 +10,7 @@ from penstock.server.parsing.events import CallArguments, CallStart, Content, Ev
 
 Block = dict[str, Any]
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
 
 
 def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:

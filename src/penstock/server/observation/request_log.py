@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.request")
 throughput_log = logging.getLogger("penstock.throughput")
-STATUS = {"stop": 200, "length": 200, "client_gone": 499, "timeout": 408, "error": 500}
+STATUS = {"stop": 200, "length": 200, "repetition": 200, "client_gone": 499, "timeout": 408, "error": 500}
 LOG_EVERY = 10
 """Ticks of one second between two lines about throughput."""
 _REMEMBERED = 1024

@@ -27,6 +27,8 @@ RECENT = 50
 """Finished requests that the page shows."""
 ENDINGS = {"abort": "client_gone", "stop": "stop", "length": "length", "error": "error", "timeout": "timeout"}
 """What a finish reason means to operators; any other is its own name."""
+GOOD = ("repetition", "length", "stop")
+"""Endings with an answer."""
 
 
 _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -196,8 +198,8 @@ def ending(output: RequestOutput) -> str:
     reasons = [sample.finish_reason or "abort" for sample in output.outputs]
     if output.error is not None:
         return "error"
-    odd = [reason for reason in reasons if reason not in ("stop", "length")]
-    reason = odd[0] if odd else "length" if "length" in reasons else "stop"
+    odd = [reason for reason in reasons if reason not in GOOD]
+    reason = odd[0] if odd else next(good for good in GOOD if good in reasons or good == "stop")
     return ENDINGS.get(reason, reason)
 
 

@@ -168,7 +168,7 @@ export class EngineView {
       const cells = [at.toLocaleTimeString([], { hour12: false }), r.endpoint.replace(/\.?completions/, "") || "text", r.prompt_tokens, r.cached_tokens,
         r.generated_tokens, time(r.ttft_s), time(r.tpot_s)];
       row.append(...cells.map((c) => element("td", "", String(c))));
-      row.append(element("td", ["stop", "length"].includes(r.ending) ? "" : "odd", r.ending.replace("_", " ")));
+      row.append(element("td", ["stop", "length", "repetition"].includes(r.ending) ? "" : "odd", r.ending.replace("_", " ")));
       return row;
     });
     $("recent").replaceChildren(...rows);

@@ -12,12 +12,21 @@ from penstock.base.errors import InputError
 from penstock.core.sampling import StructuredOutputs
 from penstock.server.parsing.engine import OutputParser
 from penstock.server.parsing.formats import ALIASES, FORMATS, THOUGHTS
+from penstock.server.parsing.formats.bare import loosely
 from penstock.server.parsing.json_wire import NONE, json_arguments
 from penstock.server.parsing.reader import Format, Reader, Thoughts
 from penstock.server.parsing.tape import Steps
-from penstock.server.parsing.template_format import State, find_format, find_thoughts, reads_tools, thought_state
+from penstock.server.parsing.template_format import (
+    State,
+    find_format,
+    find_thoughts,
+    leaves_marks_out,
+    reads_tools,
+    thought_state,
+)
 from penstock.server.parsing.tools import bound_schemas, calls_schema, read_choice, schemas, text_or_calls
 from penstock.text.grammar.lead import Lead, thought_lead
+from penstock.text.tool_prompt import has_calls, with_tools
 
 if TYPE_CHECKING:
     from penstock.core.sampling import SamplingParams
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 Tools = Sequence[Mapping[str, Any]] | None
 NO_GRAMMARS: Mapping[str, str] = {}
 _ALL = re.compile(r"[\s\S]*")
+Messages = Sequence[Mapping[str, Any]]
 
 
 def parser_for(
@@ -42,7 +52,7 @@ def parser_for(
     known way.
     """
     choice = read_choice(tools, tool_choice)
-    needs = _tool_format(server) if choice.kind != "none" else None
+    needs = _tool_format(server, choice.kind, tools) if choice.kind != "none" else None
     arguments = schemas(tools or (), choice.names)
     calls = choice.kind in ("named", "required")
     if choice.kind == "named":
@@ -105,7 +115,7 @@ def params_for(
     """
     choice = read_choice(tools, tool_choice)
     arguments = schemas(tools or (), choice.names)
-    needs = _tool_format(server) if choice.kind == "auto" else _framed(server)
+    needs = _tool_format(server, "auto", tools) if choice.kind == "auto" else _framed(server)
     special = _special(server, needs if choice.kind in ("none", "auto") else None, _thoughts(server))
     asked: StructuredOutputs | None = None
     if choice.kind == "named" and choice.names[0] in grammars:
@@ -115,7 +125,7 @@ def params_for(
     elif choice.kind == "required":
         asked = StructuredOutputs(json=calls_schema(bound_schemas(tools or (), choice.names), parallel=parallel))
     elif choice.kind == "auto" and (strict := _strict(tools, choice.names)):
-        if needs is None or needs.shape is None or special:
+        if needs is None or (needs.shape is None and not needs.plain) or special:
             where = f"tools[{next(iter(strict.values()))}].function.strict"
             raise InputError(
                 f"{where} is only possible for this model where tool_choice is required or names a function; "
@@ -124,7 +134,8 @@ def params_for(
             )
         bound = bound_schemas(tools or (), tuple(strict))
         free = {name: bound.get(name, {"type": "object"}) for name in arguments}
-        asked = StructuredOutputs(grammar=text_or_calls(needs.opens[0], needs.shape, free))
+        opener = needs.opens[0] if needs.opens else ""
+        asked = StructuredOutputs(grammar=text_or_calls(opener, needs.shape, free, needs.plain))
     if special:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     if asked is None:
@@ -155,11 +166,7 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
 
 def writes_calls(server: Server) -> bool:
     """Whether requests may have tools that the model decides about."""
-    try:
-        _tool_format(server)
-    except InputError:
-        return False
-    return True
+    return tool_support(server) in ("template", "prompt")
 
 
 def writes_thoughts(server: Server) -> bool:
@@ -167,25 +174,64 @@ def writes_thoughts(server: Server) -> bool:
     return _thoughts(server) is not None
 
 
-def _tool_format(server: Server) -> Format:
-    """How this model writes calls. Raises InputError if it writes none."""
+def tool_support(server: Server) -> str:
+    """Of `/v1/models`: "template" for a model whose template shows tools; "prompt" where Penstock tells it of them in
+    plain words, "prompt-required" if only where a call is bound; "none"."""
+    config = server.config
+    template = server.service.tool_template
+    if not template or not config.enable_auto_tool_choice or config.tool_call_parser == "none":
+        return "none"
+    if reads_tools(template):
+        return "template"
+    return {"auto": "prompt", "required": "prompt-required", "off": "none"}[config.tool_prompt]
+
+
+def shown(
+    server: Server, messages: Messages, tools: list[dict[str, Any]] | None, tool_choice: Any, chat_template: str | None
+) -> tuple[Messages, list[dict[str, Any]] | None]:  # fmt: skip
+    """Messages and tools as the template gets them: as they are, or all in messages' words (`text.tool_prompt`).
+
+    `tools` are those of `check_tools`. Raises InputError for a tool_choice that is none.
+    """
+    tools = tools or None
+    if not (tools or has_calls(messages)) or chat_template or tool_support(server) not in ("prompt", "prompt-required"):
+        return messages, None if tool_choice == "none" else tools
+    choice = read_choice(tools, tool_choice)
+    return with_tools(messages, tools or (), choice.kind, choice.names), None
+
+
+def takes_bare(server: Server) -> bool:
+    """Whether a call may be nothing but JSON, where a model's template has marks for it."""
+    setting = server.config.bare_tool_calls
+    return setting == "on" or (setting == "auto" and leaves_marks_out(server.service.tool_template))
+
+
+def _tool_format(server: Server, kind: str, tools: Tools) -> Format:
+    """How this model writes calls, for a tool_choice of `kind`. Raises InputError if it writes none."""
     config, template = server.config, server.service.tool_template
     if not config.enable_auto_tool_choice:
         raise InputError("this server does not take tools (it was started without auto tool choice)", param="tools")
     name = config.tool_call_parser
-    if name is not None and name != "none":
+    support = tool_support(server)
+    refused = support == "none" or (support == "prompt-required" and kind == "auto")
+    if refused and name in (None, "none"):
+        only = " unless tool_choice is required or names a function" if support != "none" else ""
+        raise InputError(
+            f"this model's chat template does not show tools to the model; leave tools out{only}", param="tools"
+        )
+    if name is not None:
         check_parsers(name, None)
-        return FORMATS[ALIASES.get(name, name)]
-    if name == "none" or not reads_tools(template):
-        raise InputError("this model's chat template does not show tools to the model; leave tools out", param="tools")
-    found = find_format(template)
+        found: Format | None = FORMATS[ALIASES.get(name, name)]
+    else:
+        found = find_format(template) if support == "template" else FORMATS["bare"]
     if found is None:
         raise InputError(
             "this model's chat template does not show how the model writes tool calls; start the server with "
             "--tool-call-parser, or leave tools out",
             param="tools",
         )
-    return found
+    strict = any(tool["function"].get("strict") for tool in tools or ())
+    return loosely(found, plain=strict) if support != "template" or takes_bare(server) else found
 
 
 def _framed(server: Server) -> Format | None:

@@ -87,6 +87,81 @@ def _members(r: Reader, ends: Markers, early: list[str], inner: bool) -> Steps[N
             yield from _value(r, ignore, ends)
 
 
+def declared_call(r: Reader) -> Steps[None]:
+    """`json_call`, but certain before it begins: the name is a tool's, and an object of arguments stands beside it.
+
+    Raises Broken before that; behind it, what is wrong only ends the call.
+    """
+    yield from r.space()
+    yield from r.expect("{")
+    before = r.calls
+    try:
+        yield from _declared(r, "", [], False)
+    except Broken:
+        if r.calls == before:
+            raise
+    if r.calls == before:
+        raise Broken
+    if r.in_call:
+        r.end()
+
+
+def plain_call(r: Reader) -> Steps[None]:
+    """`declared_call` just as `text_or_calls` binds it: the name first, then the arguments, then its end."""
+    yield from r.space()
+    yield from r.expect("{")
+    yield from r.space()
+    yield from r.expect('"name":')
+    yield from r.space()
+    yield from r.expect('"')
+    name = yield from r.run(_IN_STRING)
+    yield from r.expect('"')
+    yield from r.space()
+    yield from r.expect(",")
+    yield from r.space()
+    yield from r.expect('"arguments":')
+    if (yield from r.space()) != "{" or name not in r.tools:
+        raise Broken
+    r.begin(name)
+    yield from _nested(r, r.write, NONE)
+    yield from r.space()
+    if (yield from r.peek()) == "}":
+        r.take(1)
+    r.end()
+
+
+def _declared(r: Reader, name: str, early: list[str], inner: bool) -> Steps[None]:
+    """As `_members`, which cannot wait: `early` are arguments in front of the name."""
+    while True:
+        yield from r.run(_SEPARATORS, ignore)
+        if (yield from r.need()) == "}":
+            r.take(1)
+            return
+        key = yield from _text(r)
+        if not r.in_call and key not in _KEYS:
+            raise Broken
+        yield from r.space()
+        yield from r.expect(":")
+        char = yield from r.space()
+        if key in _NAMES and not name and char == '"':
+            name = yield from _text(r)
+            if name not in r.tools:
+                raise Broken
+            if early:
+                r.begin(name)
+                for piece in early:
+                    r.write(piece)
+        elif key == "function" and not inner and char == "{":
+            r.take(1)
+            yield from _declared(r, name, early, True)
+        elif key == "arguments" and char == "{" and not early and not r.in_call:
+            if name:
+                r.begin(name)
+            yield from _nested(r, r.write if name else early.append, NONE)
+        else:
+            yield from _value(r, ignore, NONE)
+
+
 def json_arguments(r: Reader, ends: Markers, sink: Sink) -> Steps[None]:
     """The value that is the arguments. A string is taken for JSON in a string, null for none."""
     yield from r.space()

@@ -154,6 +154,7 @@ class Format:
         whole: `read` is called once, at the beginning, and reads everything.
         shape: what stands between the first of `opens`, the name, the arguments in JSON, and behind them, so that
             decoding can be bound to it; None where that is not so simple.
+        plain: a call may be nothing but JSON, in the one way that a grammar can bind.
         signs: groups of literals; a chat template that has all of one group teaches this format.
     """
 
@@ -164,6 +165,7 @@ class Format:
     new_id: Callable[[], str] = call_id
     whole: bool = False
     shape: tuple[str, str, str] | None = None
+    plain: bool = False
     signs: tuple[tuple[str, ...], ...] = ()
 
 

@@ -51,6 +51,17 @@ def find_format(template: str) -> Format | None:
     return next((f for f in FORMATS.values() if _has(template, f.signs)), None)
 
 
+def leaves_marks_out(template: str) -> bool:
+    """Whether the model is one of those that mostly write calls without the marks that its template asks for.
+
+    Qwen 2.5 and its Coder share one template; the Coder writes bare or fenced JSON (`docs/log.md`). Later models of the
+    family think, and were taught the marks.
+    """
+    return (
+        "You are Qwen, created by Alibaba Cloud" in template and "<tool_call>" in template and "<think>" not in template
+    )
+
+
 @lru_cache(maxsize=32)
 def find_thoughts(template: str) -> Thoughts | None:
     """The marks of thoughts that the template knows, if only to leave thoughts out."""

@@ -182,17 +182,24 @@ def calls_schema(tools: Mapping[str, Any], *, parallel: bool) -> dict[str, Any]:
     return out if parallel else out | {"maxItems": 1}
 
 
-def text_or_calls(opener: str, shape: tuple[str, str, str], tools: Mapping[str, Any]) -> str:
-    """A grammar in Lark: any text, in which `opener` begins a call that its tool's schema allows."""
-    before, between, after = map(lark_literal, shape)
-    lines = [
-        "start: call* TEXT",
-        r"TEXT: /(.|\n)*/",
-        f"head[lazy]: TEXT {lark_literal(opener)}",
-        f"call: head {before} ({' | '.join(f'tool_{n}' for n in range(len(tools)))}) {after}",
-        *(
+def text_or_calls(opener: str, shape: tuple[str, str, str] | None, tools: Mapping[str, Any], plain: bool) -> str:
+    """A grammar in Lark: any text, in which `opener` begins a call that its tool's schema allows.
+
+    `plain`: so does the JSON of a call as far as its arguments (`json_wire.plain_call`), wherever it stands. Without a
+    `shape` nothing else does.
+    """
+    lines = ["start: call* TEXT", r"TEXT: /(.|\n)*/", r"BLANK: /\s{0,16}/"]
+    calls = []
+    if shape is not None:
+        before, between, after = map(lark_literal, shape)
+        lines.append(f"head[lazy]: TEXT {lark_literal(opener)}")
+        calls.append(f"head {before} ({' | '.join(f'tool_{n}' for n in range(len(tools)))}) {after}")
+        lines += [
             f"tool_{n}: {lark_literal(name)} {between} %json {json.dumps(schema)}"
             for n, (name, schema) in enumerate(tools.items())
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        ]
+    if plain:
+        for n, (name, schema) in enumerate(tools.items()):  # names are letters, digits, _ and -
+            lines.append(rf'plain_{n}[lazy]: TEXT /\{{\s*"name":\s*"{name}"\s*,\s*"arguments":/')
+            calls.append(f'plain_{n} BLANK %json {json.dumps(schema)} BLANK "}}"')
+    return "\n".join([*lines, f"call: {' | '.join(calls)}"]) + "\n"

@@ -97,7 +97,7 @@ class ResponseRun:
             self._log([self._writer.say(kind, response=begun) for kind in ("created", "in_progress")])
             async for pieces in self.turn.pieces():
                 for piece in pieces:
-                    if piece.finish_reason == "length":
+                    if piece.finish_reason in ("length", "repetition"):
                         status = "incomplete"
                     self._take(piece)
         except asyncio.CancelledError:

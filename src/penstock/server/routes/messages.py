@@ -21,6 +21,7 @@ from penstock.server.anthropic.input import (
 )
 from penstock.server.encoding import PromptFit
 from penstock.server.errors import told
+from penstock.server.parsing import check_tools, shown
 from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
 from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
@@ -47,7 +48,7 @@ ACCEPTED = frozenset(
 """Fields that Anthropic's clients send and that have no meaning for one model on one machine."""
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "min_tokens", "ignore_eos", "stop_token_ids",
+    "min_tokens", "ignore_eos", "stop_token_ids", "repetition_detection",
 )  # fmt: skip
 
 
@@ -179,9 +180,11 @@ async def count_tokens(request: Request) -> Response:
     check_model(caller.server, body.model)
     asked = _conversation(body, SamplingParams())
     service = caller.server.service
+    tools = check_tools(asked.tools, asked.tool_choice)
+    said, shown_tools = shown(caller.server, asked.messages, tools, asked.tool_choice, asked.chat_template)
     counting = service.encode_chat(
-        asked.messages,
-        tools=None if asked.tool_choice == "none" else asked.tools or None,
+        said,
+        tools=shown_tools,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
         continue_final_message=asked.continue_final_message,

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.server.context import Server
+from penstock.server.parsing import takes_bare, tool_support
 from penstock.server.schema.openai import Model, ModelList
 from penstock.server.transport.sse import as_json
 from penstock.server.turns.asking import check_model
@@ -33,6 +34,11 @@ def _model(server: Server, name: str) -> Model:
         root=server.model_name,
         max_model_len=limits.context[0],
         default_sampling_params=sampling_defaults(server),
+        capabilities={
+            "chat": bool(server.service.chat_template or server.service.named_templates),
+            "tools": tool_support(server),
+            "bare_tool_calls": takes_bare(server),
+        },
     )
 
 

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
 from penstock.server.encoding import PromptFit
+from penstock.server.parsing import check_tools, shown
 from penstock.server.responses.events import Item, replay
 from penstock.server.responses.input import (
     chat_messages,
@@ -232,9 +233,11 @@ async def count_input(request: Request) -> Response:
     check_model(caller.server, body.model)
     asked, _ = await _conversation(caller, body)
     service = caller.server.service
+    tools = check_tools(asked.tools, asked.tool_choice)
+    messages, shown_tools = shown(caller.server, asked.messages, tools, asked.tool_choice, asked.chat_template)
     counting = service.encode_chat(
-        asked.messages,
-        tools=None if asked.tool_choice == "none" else asked.tools or None,
+        messages,
+        tools=shown_tools,
         chat_template_kwargs=asked.chat_template_kwargs,
         param="input",
         fit=PromptFit.to_count(service.limits),

@@ -11,7 +11,7 @@ from penstock.base.errors import InputError
 from penstock.server.call import Asker, Prompt
 from penstock.server.context import Server
 from penstock.server.encoding import PromptFit
-from penstock.server.parsing import check_tools
+from penstock.server.parsing import check_tools, shown
 from penstock.server.schema.decode import read
 from penstock.server.schema.text import (
     DetokenizeRequest,
@@ -112,9 +112,10 @@ async def _applied(caller: Caller, body: TemplateRequest) -> TemplateResponse:
 
 
 async def _chat(server: Server, body: TokenizeRequest | TemplateRequest, asker: Asker) -> Prompt:
+    messages, tools = shown(server, body.messages or [], check_tools(body.tools), None, body.chat_template)
     return await server.service.encode_chat(
-        body.messages or [],
-        tools=check_tools(body.tools) or None,
+        messages,
+        tools=tools,
         chat_template=body.chat_template,
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.base.errors import InputError
 from penstock.core.compression import PromptCompression
-from penstock.core.sampling import SamplingParams
+from penstock.core.sampling import RepetitionDetectionParams, SamplingParams
 from penstock.server.schema.forms import REFUSED_FORMS, ForeignForms, Form, ResponseFormat, StructuredOutputsField, only
 
 _ID = re.compile(r"0|[1-9][0-9]{0,19}")
@@ -63,6 +63,7 @@ class Sampling(ForeignForms, kw_only=True):
     timeout: float | None = None
     request_id: str | None = None
     prompt_compression: PromptCompression | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """As the validator takes it. `defaults`: the model's own; of the length, which depends on the prompt,
@@ -93,6 +94,7 @@ _SAME = (
     "n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed", "stop", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "skip_special_tokens", "spaces_between_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "repetition_detection",
 )  # fmt: skip
 
 
@@ -111,7 +113,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "media_io_kwargs": (({},), "is not supported: this model reads text only"),
     "kv_transfer_params": (({},), "is not supported by this server"),
     "vllm_xargs": (({},), "is not supported by this server"),
-    "repetition_detection": (({},), "is not supported; use repetition_penalty or max_tokens"),
     "thinking_token_budget": ((), "is not supported; use max_tokens, or chat_template_kwargs of the model"),
     "length_penalty": ((1, 1.0), "belongs to beam search, which this path does not have"),
     "use_beam_search": ((False,), "is not supported over HTTP; ask for n samples instead"),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from penstock.core.compression import PromptCompression
+from penstock.core.sampling import RepetitionDetectionParams
 from penstock.server.schema.forms import StructuredOutputsField
 from penstock.server.schema.known import ANTHROPIC, Shape
 
@@ -40,6 +41,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None

@@ -193,7 +193,12 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """`default_sampling_params`: what this model's own configuration says where a request says nothing."""
+    """`default_sampling_params`: what requests that say nothing get: the model's own, or mild ones.
+
+    `capabilities`: `chat`; `tools`, which is "template" if the model's template shows them to it, "prompt" if Penstock
+    tells it of them in plain words ("prompt-required": only where a call is required or named), or "none"; and
+    `bare_tool_calls`, whether JSON without the template's marks counts as a call.
+    """
 
     id: str
     object: str = "model"
@@ -202,7 +207,8 @@ class Model(msgspec.Struct, kw_only=True):
     root: str | None = None
     parent: str | None = None
     max_model_len: int
-    default_sampling_params: dict[str, float]
+    default_sampling_params: dict[str, Any]
+    capabilities: dict[str, Any] = {}
 
 
 class ModelList(msgspec.Struct, kw_only=True):

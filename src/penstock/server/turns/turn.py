@@ -11,7 +11,7 @@ Both ways read the same events, so what is streamed adds up to what is answered 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET
@@ -21,7 +21,7 @@ from penstock.core.output import RequestMetrics
 from penstock.engine.stream import Delta, Stream
 from penstock.server.call import Call, Prompt
 from penstock.server.errors import WireError, wire_error
-from penstock.server.parsing import check_tools, lead_for, params_for, parser_for
+from penstock.server.parsing import check_tools, lead_for, params_for, parser_for, shown
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -144,7 +144,7 @@ class Turn:
         self.stream.abort()
 
 
-FINISHES = ("stop", "length")
+FINISHES = ("stop", "length", "repetition")
 """The engine's own words; what else ends a request is an error to its client."""
 
 
@@ -229,11 +229,12 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
     limits, max_tokens = server.service.limits, asked.params.max_tokens
     check_truncation(asked.truncate, limits, asked.compression)
-    shown = None if choice == "none" else tools
+    messages, shown_tools = shown(server, asked.messages, tools, choice, asked.chat_template)
+    asked = replace(asked, messages=messages)
     asker = asker_of(caller, asked.options.timeout_s)
     prompt = await server.service.encode_chat(
         asked.messages,
-        tools=shown,
+        tools=shown_tools,
         chat_template=asked.chat_template,
         chat_template_kwargs=asked.chat_template_kwargs,
         add_generation_prompt=asked.add_generation_prompt,
@@ -244,7 +245,7 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     )
     prompt = truncated(prompt, asked.truncate, limits.context[0] - (max_tokens or 1))
     if asked.compression is not None:
-        prompt = await compress_chat(server, prompt, asked.compression, asked, shown, asker)
+        prompt = await compress_chat(server, prompt, asked.compression, asked, shown_tools, asker)
     reference = await server.service.encode_reference(asked.prediction, param="prediction.content", asker=asker)
     ends = server.service.need_tokenizer().decode(prompt.ids[-PROMPT_TAIL:], skip_special_tokens=False)
     bound = asked.params.structured_outputs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.server.parsing.formats import (
+    bare,
     deepseek_v3,
     gemma4,
     glm45,
@@ -22,7 +23,7 @@ from penstock.server.parsing.reader import Format, Thoughts
 
 _ALL = (
     qwen3_coder, glm45, hermes, kimi_k2, deepseek_v3, mistral, gemma4, gpt_oss, internlm, phi4_mini_json, granite,
-    pythonic, llama3_json, openai,
+    pythonic, llama3_json, openai, bare,
 )  # fmt: skip
 FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in _ALL}
 """Where a chat template fits several, the first is taken: the more special come first."""
