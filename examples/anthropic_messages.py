@@ -1,7 +1,7 @@
 """Anthropic's client against the same server: a message, streamed.
 
-    penstock serve                      # in another terminal
-    pip install anthropic && python anthropic_messages.py
+penstock serve                      # in another terminal
+pip install anthropic && python anthropic_messages.py
 """
 
 import os

@@ -1,7 +1,7 @@
 """OpenAI's client: a conversation, streamed, with its usage.
 
-    penstock serve                      # in another terminal
-    pip install openai && python openai_chat.py
+penstock serve                      # in another terminal
+pip install openai && python openai_chat.py
 """
 
 import os

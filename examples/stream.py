@@ -1,6 +1,6 @@
 """`LLM.stream`: tokens as they come, in this process, without a server.
 
-    python stream.py [MODEL]
+python stream.py [MODEL]
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Answers that have a form, whatever the model: a JSON schema, a choice, a regular expression.
 
-    penstock serve                      # in another terminal
-    pip install openai && python structured.py
+penstock serve                      # in another terminal
+pip install openai && python structured.py
 """
 
 import json

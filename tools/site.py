@@ -38,6 +38,9 @@ MOVED = {
     "docs/catalogue.tsv": "catalogue.md",
 }
 """Where what stands elsewhere, or is no Markdown, becomes a page."""
+ASSETS = ("assets", "images")
+_SHIM = "https://unpkg.com/iframe-worker/shim"
+"""Loaded by zensical's pages for a search without a server; docs/assets has it."""
 _CODE = re.compile(r"(^[ ]*```.*?^[ ]*```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _GROUPS = {
@@ -58,7 +61,8 @@ class Staging:
 
     def run(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
-        shutil.copytree(DOCS / "images", self.out / "images")
+        for folder in ASSETS:
+            shutil.copytree(DOCS / folder, self.out / folder)
         for path, page in self.pages.items():
             text = catalogue() if path.endswith(".tsv") else (ROOT / path).read_text(encoding="utf-8")
             self._write(page, self.turned(text, path, page))
@@ -76,7 +80,7 @@ class Staging:
         if not name or re.match(r"[a-z]+:", link):
             return link
         there = os.path.normpath(os.path.join(os.path.dirname(path), name))
-        if there.startswith("docs/images/"):
+        if there.startswith(tuple(f"docs/{folder}/" for folder in ASSETS)):
             staged = there.removeprefix("docs/")
         elif there in self.pages:
             staged = self.pages[there]
@@ -137,11 +141,14 @@ def _source_html(path: str) -> str:
 
     where = ROOT / path
     if where.is_dir():
-        text = "\n".join(sorted(p.name + "/" * p.is_dir() for p in where.iterdir() if not p.name.startswith((".", "_"))))
+        text = "\n".join(
+            sorted(p.name + "/" * p.is_dir() for p in where.iterdir() if not p.name.startswith((".", "_")))
+        )
     else:
         text = where.read_text(encoding="utf-8")
+    plain = len(text) > 100_000 or where.suffix in ("", ".json", ".jsonl")  # figures need no colours
     try:
-        lexer = TextLexer() if len(text) > 300_000 or where.is_dir() else get_lexer_for_filename(where.name)
+        lexer = TextLexer() if plain else get_lexer_for_filename(where.name)
     except ClassNotFound:
         lexer = TextLexer()
     light = HtmlFormatter(style="default", linenos="table", lineanchors="L", anchorlinenos=True)
@@ -168,6 +175,14 @@ body {{ margin: 1rem; font: 0.9rem/1.4 ui-monospace, monospace; overflow-wrap: a
 {code}
 </body></html>
 """
+
+
+def localise(site: Path) -> None:
+    """The one script that pages would fetch from elsewhere comes from their own folder."""
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        here = os.path.relpath(site / "assets" / "iframe-worker.js", page.parent)
+        page.write_text(text.replace(_SHIM, here), encoding="utf-8")
 
 
 # -- what was built holds ------------------------------------------------------------------------------------------
@@ -233,7 +248,9 @@ def check_nav(pages: set[str]) -> list[str]:
     named = list(nav_pages(tomllib.loads(CONFIG.read_text(encoding="utf-8"))["project"]["nav"]))
     wrong = [f"zensical.toml: nav names {page}, which is no page" for page in named if page not in pages]
     wrong += [f"zensical.toml: nav leaves out {page}" for page in sorted(pages - set(named))]
-    return wrong + [f"zensical.toml: nav names {page} twice" for page in sorted({p for p in named if named.count(p) > 1})]
+    return wrong + [
+        f"zensical.toml: nav names {page} twice" for page in sorted({p for p in named if named.count(p) > 1})
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,6 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         status = subprocess.run([zensical, "build", "--clean", "--strict", "-f", str(CONFIG)], cwd=ROOT).returncode
         if status:
             return status
+        localise(OUT / "html")
         wrong = list(problems(OUT / "html"))
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     if not wrong and not args.stage:

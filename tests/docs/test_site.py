@@ -90,7 +90,9 @@ def test_sources_and_the_catalogue_become_pages(staged: Path) -> None:
 def test_the_check_of_built_pages_notices(site: ModuleType, tmp_path: Path) -> None:
     good = '<a href="b.html#there">x</a><a href="https://example.org">x</a><img src="data:image/png;base64,AA==">'
     (tmp_path / "a.html").write_text(good, encoding="utf-8")
-    (tmp_path / "b.html").write_text('<h2 id="there">b</h2><link rel="canonical" href="https://x.org">', encoding="utf-8")
+    (tmp_path / "b.html").write_text(
+        '<h2 id="there">b</h2><link rel="canonical" href="https://x.org">', encoding="utf-8"
+    )
     assert list(site.problems(tmp_path)) == []
     bad = {
         '<a href="c.html">x</a>': "a.html links to c.html, which is not there",

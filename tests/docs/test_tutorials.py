@@ -52,7 +52,7 @@ def test_what_a_page_says_is_compared(console: str, why: str, tmp_path: Path) ->
 
 
 def test_another_terminal_stays_until_the_end(tmp_path: Path) -> None:
-    serve = 'trap "echo bye > gone" EXIT; echo up; sleep 60'
+    serve = 'trap "echo bye > gone; exit" INT; echo up; while true; do sleep 0.1; done'
     text = page(f"$ bash -c '{serve}'\nup", ' title="server"') + page("$ test -e gone || echo not yet\nnot yet")
     with Tutorial(text, tmp_path, timeout_s=20) as tutorial:
         assert tutorial.run() == 2
@@ -61,7 +61,9 @@ def test_another_terminal_stays_until_the_end(tmp_path: Path) -> None:
 
 def test_a_terminal_that_ends_or_says_nothing_is_noticed(tmp_path: Path) -> None:
     for command, why in (("echo down", "ended"), ("sleep 60", "there is only")):
-        with Tutorial(page(f"$ {command}\nup", ' title="server"'), tmp_path, timeout_s=1) as tutorial:
+        with Tutorial(
+            page(f"$ {command}\nup", ' title="server"'), tmp_path, timeout_s=5 if command == "echo down" else 1
+        ) as tutorial:
             with pytest.raises(Differs, match=why):
                 tutorial.run()
 
