@@ -2,8 +2,8 @@
 
     python my_selector.py
 
-This one keeps every n-th token beside the first and the last ones, whatever they are: a baseline that selectors with a paper
-have to beat. Selectors give up accuracy: `penstock cap` says how much.
+This one keeps every n-th token beside the first and the last ones, whatever they are: a baseline for those that have a
+paper. Selectors give up accuracy: `penstock cap` says how much.
 """
 
 import numpy as np

@@ -5,8 +5,8 @@
 
 On GitHub the pages stand as they are: they link to sources, and README.md lies outside of docs/. A site has only what
 is staged for it. So links are turned round to where their targets stand there; a file of the repository that a page
-links to becomes a page with its text; docs/catalogue.tsv becomes a table. What is built must hold: every link and anchor
-leads somewhere, and nothing is loaded from elsewhere.
+links to becomes a page with its text; docs/catalogue.tsv becomes a table. What is built must hold: every link and
+anchor leads somewhere, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -51,7 +51,7 @@ _GROUPS = {
 
 
 class Staging:
-    """One staging run: `pages` maps a path from the repository's root to its page; `sources` collects what is linked."""
+    """One run. `pages`: path from the repository's root -> its page; `sources` collects what else is linked."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -106,9 +106,10 @@ def catalogue() -> str:
     lines = [
         "# Catalogue", "",
         f"Every serving optimisation that was found published, {len(rows)} rows, and what Penstock has of it: "
-        + ", ".join(f"{n} {s}" for s, n in counts.items()) + ". *works*: on, tested, measured. *simulated*: on the virtual "
-        "clock. *partial*: a part, which the row names. What is *absent* is listed at the end of its group, by name only. "
-        "The same as a table for programs, with files and tests: `docs/catalogue.tsv`.", "",
+        + ", ".join(f"{n} {s}" for s, n in counts.items())
+        + ". *works*: built, tested, measured. *simulated*: on the virtual clock. *partial*: a part, which the row "
+        "names. What is *absent* is listed at the end of its group, by name only. The same for programs, with "
+        "files and tests: `docs/catalogue.tsv`.", "",
     ]  # fmt: skip
     for group in sorted({r["id"][0] for r in rows}):
         mine = [r for r in rows if r["id"][0] == group]

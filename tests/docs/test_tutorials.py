@@ -60,12 +60,10 @@ def test_another_terminal_stays_until_the_end(tmp_path: Path) -> None:
 
 
 def test_a_terminal_that_ends_or_says_nothing_is_noticed(tmp_path: Path) -> None:
-    for command, why in (("echo down", "ended"), ("sleep 60", "there is only")):
-        with Tutorial(
-            page(f"$ {command}\nup", ' title="server"'), tmp_path, timeout_s=5 if command == "echo down" else 1
-        ) as tutorial:
-            with pytest.raises(Differs, match=why):
-                tutorial.run()
+    for command, why, timeout_s in (("echo down", "ended", 20), ("sleep 60", "there is only", 1)):
+        text = page(f"$ {command}\nup", ' title="server"')
+        with Tutorial(text, tmp_path, timeout_s) as tutorial, pytest.raises(Differs, match=why):
+            tutorial.run()
 
 
 def test_files_and_blocks() -> None:

@@ -1,9 +1,10 @@
 """Runs a tutorial: its files are written, its commands run in shells, and what they print is what the page says.
 
 - ```` ```python title="name.py" ````, any language but console: a file.
-- ```` ```console ````: lines after `$ ` are commands of one shell, run one after the other; each must succeed, and print
-  what stands below it. `...` is any text, a line of its own any number of lines.
-- ```` ```console title="NAME" ````: another terminal, whose last command stays: the page waits until it has printed that.
+- ```` ```console ````: lines after `$ ` are commands of one shell, run one after the other; each must succeed, and
+  print what stands below it. `...` is any text, a line of its own any number of lines.
+- ```` ```console title="NAME" ````: another terminal, whose last command stays: the page waits until it has printed
+  what stands below it.
 
 Port 8000 becomes a free one. Shells and what they started end with the tutorial.
 """
