@@ -6,6 +6,7 @@
 #   make types       mypy --strict                                           make distclean  remove .venv too
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
 #   make native      build the kernels again after a change in csrc          make test-sanitize  their C++ tests, sanitized
+#   make docs        the documentation as a site in build/site/html
 #   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
 #   make test-arm    the kernels for ARM on emulated processors (needs qemu-user and g++-aarch64-linux-gnu)
 #
@@ -15,6 +16,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCUMENTING := $(VENV)/.installed-for-docs
 SERVING := $(VENV)/.installed-for-serving
 MODEL ?=
 ARGS ?=
@@ -34,7 +36,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-arm test-sanitize
+.PHONY: help serve test lint types contracts docs check clean distclean constraints install native test-isa test-arm test-sanitize
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -59,6 +61,9 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
+docs: $(DOCUMENTING)
+	$(BIN)/python tools/site.py
+
 native: | $(BIN)/python
 	$(BIN)/python setup.py -q build_ext --inplace
 
@@ -72,7 +77,7 @@ test-sanitize: native
 	$(BIN)/python tools/native_checks.py asan
 	$(BIN)/python tools/native_checks.py tsan
 
-check: test lint types contracts
+check: test lint types contracts docs
 
 install: $(STAMP)
 
@@ -88,6 +93,11 @@ $(SERVING): pyproject.toml constraints.txt setup.py $(wildcard csrc/src/* csrc/i
 $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/src/* csrc/include/*) | $(BIN)/python
 	@echo "==> installing into $(VENV) (a few minutes the first time: the tests compare with torch)"
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP) -c constraints.txt -e '.[test]'
+	@touch $@
+
+# The site is made of text: nothing of Penstock has to be installed for it.
+$(DOCUMENTING): pyproject.toml constraints.txt | $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP) -c constraints.txt zensical
 	@touch $@
 
 $(BIN)/python:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,10 @@ from penstock.families.registry import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 CONCEPTS = sorted((DOCS / "concepts").glob("*.md"))
 READING_PATH = (
     "core/sequence", "core/batch", "kv/block_pool", "kv/manager", "kv/prefix/radix", "sched/scheduler", "engine/core",
@@ -114,14 +118,24 @@ def test_every_concept_and_guide_can_be_reached() -> None:
             continue
         seen.add(page)
         todo += [(page.parent / t.partition("#")[0]).resolve() for t in links(page) if ".md" in t]
-    wanted = {*CONCEPTS, *(DOCS / "guides").glob("*.md")}
+    wanted = {*CONCEPTS, *(DOCS / "guides").glob("*.md"), *(DOCS / "tutorials").glob("*.md"), *PAGES[2:4]}
     assert wanted <= seen, f"not linked: {sorted(p.name for p in wanted - seen)}"
+
+
+def test_the_readme_counts_what_works() -> None:
+    """Its first lines say how much of the catalogue there is."""
+    states = Counter(row.status for row in load("catalogue").read())
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"Of (\d+) published optimisations (\d+) work or are simulated and (\d+) do in part", text)
+    assert said is not None
+    there = sum(states.values()), states["works"] + states["simulated"], states["partial"]
+    assert tuple(map(int, said.groups())) == there
 
 
 def test_paths_in_code_spans_exist() -> None:
     """`src/...`, `tests/...` and `docs/...` in the pages of this folder."""
     for page in DOCS.rglob("*.md"):
-        if page.parent.name in ("guides", "design") or page.name == "log.md":
+        if page.parent.name in ("guides", "design", "tutorials") or page.name == "log.md":
             continue  # guides name files that the reader will write; decisions and the log tell of the past
         for path in re.findall(r"`((?:src|tests|docs|tools)/[\w./-]+)`", prose(page)):
             assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"

@@ -143,7 +143,7 @@ def test_commands_of_the_docs_exist(page: str) -> None:
 
 def test_ci_runs_the_readme_s_test_command_first() -> None:
     stages = re.findall(r"^stage (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert stages == ["make test", "make lint", "make types", "make contracts"]
+    assert stages == ["make test", "make lint", "make types", "make contracts", "make docs"]
 
 
 def test_import_contracts_cover_every_room() -> None:
