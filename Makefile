@@ -7,6 +7,8 @@
 #   make contracts   imports run downward only                               make constraints  pin what .venv holds
 #   make native      build the kernels again after a change in csrc          make test-sanitize  their C++ tests, sanitized
 #   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
+#   make wheel       what users install, into dist/: the source distribution, a wheel with kernels for this processor
+#                    family, a wheel without      make try-wheel  install that in an empty folder and serve: sizes, times
 #
 # Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
 # JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
@@ -33,7 +35,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-sanitize
+.PHONY: help serve test lint types contracts check clean distclean constraints install native test-isa test-sanitize wheel try-wheel
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +65,12 @@ test-isa: native
 test-sanitize: native
 	$(BIN)/python tools/native_checks.py asan
 	$(BIN)/python tools/native_checks.py tsan
+
+wheel: | $(BIN)/python
+	$(BIN)/python tools/wheel.py build
+
+try-wheel: | $(BIN)/python
+	$(BIN)/python tools/wheel.py try dist/penstock-*-manylinux_*_$$(uname -m).whl
 
 check: test lint types contracts
 

@@ -4,7 +4,8 @@ What a compiler cannot do is left out, and without a C++17 compiler the package 
 are slow; it says so. The build never looks at the machine it runs on: which library fits is decided at run time.
 
 By hand, beside an editable install: `python setup.py build_ext --inplace`; PENSTOCK_BUILD_ISAS=base,avx2 builds only
-those.
+those, and PENSTOCK_BUILD_ISAS=none makes a wheel for every platform, without kernels. `tools/wheel.py` makes those for
+others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -33,6 +35,7 @@ LEVELS = {
 }
 # Contraction off: what is fused is written so. No fast-math: NaN and infinity are told to people by name.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
+PURE = sys.platform != "linux" or os.environ.get("PENSTOCK_BUILD_ISAS") == "none"
 UNGUARDED = "score.cpp"  # has to run everywhere: never compiled with an instruction set's flags
 
 
@@ -48,7 +51,7 @@ class BuildNative(build_ext):
         target = (ROOT / "src" if beside_sources else Path(self.build_lib)) / PACKAGE
         target.mkdir(parents=True, exist_ok=True)
         objects = Path(self.build_temp) / "native"
-        levels = LEVELS if platform.machine() in ("x86_64", "AMD64") else {"base": ""}
+        levels = levels_of(os.environ.get("PENSTOCK_BUILD_MACHINE") or platform.machine())
         only = os.environ.get("PENSTOCK_BUILD_ISAS", ",".join(levels)).split(",")
         built = [
             name
@@ -63,6 +66,18 @@ class BuildNative(build_ext):
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
+
+
+class Wheel(bdist_wheel):
+    """The kernels are called through their C interface: one wheel serves every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def levels_of(machine: str) -> dict[str, str]:
+    """Name of each library for a processor family, and its flags."""
+    return LEVELS if machine in ("x86_64", "AMD64") else {"base": ""}
 
 
 def find_compiler() -> str | None:
@@ -98,7 +113,8 @@ def build(compiler: str, objects: Path, target: Path, level: str, number: int, f
     library = target / f"penstock-{level}.so"
     fresh = library.with_suffix(".new")  # a running process has the old one mapped
     parts = [str(folder / (source.stem + ".o")) for source in sources]
-    command = [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *parts]
+    extra = shlex.split(os.environ.get("LDFLAGS", ""))
+    command = [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *parts, *extra]
     linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         print(linked.stderr, file=sys.stderr)
@@ -111,4 +127,7 @@ def skip(why: str) -> None:
     print(f"penstock: native kernels were not built: {why}; it will run on its slow reference kernels", file=sys.stderr)
 
 
-setup(ext_modules=[Extension("penstock.ops.native.lib.none", [])], cmdclass={"build_ext": BuildNative})
+setup(
+    ext_modules=[] if PURE else [Extension("penstock.ops.native.lib.none", [])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+)
