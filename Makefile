@@ -8,7 +8,7 @@
 #   make native      build the kernels again after a change in csrc          make test-sanitize  their C++ tests, sanitized
 #   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
 #   make wheel       what users install, into dist/: the source distribution, a wheel with kernels for this processor
-#                    family, a wheel without      make try-wheel  install that in an empty folder and serve: sizes, times
+#                    family (or MACHINE=aarch64), a wheel without; make try-wheel installs it in an empty folder and serves
 #
 # Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
 # JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
@@ -67,7 +67,7 @@ test-sanitize: native
 	$(BIN)/python tools/native_checks.py tsan
 
 wheel: | $(BIN)/python
-	$(BIN)/python tools/wheel.py build
+	$(BIN)/python tools/wheel.py build $(if $(MACHINE),--machine $(MACHINE))
 
 try-wheel: | $(BIN)/python
 	$(BIN)/python tools/wheel.py try dist/penstock-*-manylinux_*_$$(uname -m).whl
