@@ -67,10 +67,10 @@ test-sanitize: native
 	$(BIN)/python tools/native_checks.py tsan
 
 wheel: | $(BIN)/python
-	$(BIN)/python tools/wheel.py build $(if $(MACHINE),--machine $(MACHINE))
+	$(BIN)/python tools/dist.py build $(if $(MACHINE),--machine $(MACHINE))
 
 try-wheel: | $(BIN)/python
-	$(BIN)/python tools/wheel.py try dist/penstock-*-manylinux_*_$$(uname -m).whl
+	$(BIN)/python tools/dist.py try dist/penstock-*-manylinux_*_$$(uname -m).whl
 
 check: test lint types contracts
 

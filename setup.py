@@ -4,7 +4,7 @@ What a compiler cannot do is left out, and without a C++17 compiler the package 
 are slow; it says so. The build never looks at the machine it runs on: which library fits is decided at run time.
 
 By hand, beside an editable install: `python setup.py build_ext --inplace`; PENSTOCK_BUILD_ISAS=base,avx2 builds only
-those, and PENSTOCK_BUILD_ISAS=none makes a wheel for every platform, without kernels. `tools/wheel.py` makes those for
+those, and PENSTOCK_BUILD_ISAS=none makes a wheel for every platform, without kernels. `tools/dist.py` makes those for
 others.
 """
 
@@ -113,8 +113,8 @@ def build(compiler: str, objects: Path, target: Path, level: str, number: int, f
     library = target / f"penstock-{level}.so"
     fresh = library.with_suffix(".new")  # a running process has the old one mapped
     parts = [str(folder / (source.stem + ".o")) for source in sources]
-    extra = shlex.split(os.environ.get("LDFLAGS", ""))
-    command = [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *parts, *extra]
+    linker, extra = os.environ.get("PENSTOCK_BUILD_LINKER", compiler), os.environ.get("LDFLAGS", "")
+    command = [*shlex.split(linker), "-shared", "-pthread", "-o", str(fresh), *parts, *shlex.split(extra)]
     linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         print(linked.stderr, file=sys.stderr)

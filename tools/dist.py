@@ -1,9 +1,9 @@
 """What goes to users: wheels and the source distribution, what they must hold, and what an installation costs.
 
-    python tools/wheel.py build              into dist/: the source distribution, a wheel with kernels for Linux with
+    python tools/dist.py build              into dist/: the source distribution, a wheel with kernels for Linux with
                                              glibc 2.28 or newer, and one without kernels for every other system
-    python tools/wheel.py check dist/*       what each of them holds; 1 and a line for each fault if it is not right
-    python tools/wheel.py try dist/X.whl     install it into an empty folder, without a compiler or this repository,
+    python tools/dist.py check dist/*       what each of them holds; 1 and a line for each fault if it is not right
+    python tools/dist.py try dist/X.whl     install it into an empty folder, without a compiler or this repository,
                                              and serve: sizes and times
 
 The wheels are built from the source distribution, so it builds. Both are built in an environment of their own
@@ -36,12 +36,13 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 TOOLS = ROOT / "build" / "wheel-tools"
 REQUIRES = ("setuptools==84.2.1", "ziglang==0.15.2")
-"""setuptools builds; zig is a C++ compiler and linker that knows every glibc's symbols, and brings its own libc++."""
+"""setuptools builds; zig links, as it knows every glibc's symbols, and compiles where there is no GCC."""
 SOURCES = ("src", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 GLIBC = (2, 28)
 """Debian 10, RHEL 8, Ubuntu 20.04, and all that is newer: PEP 600's manylinux_2_28."""
-SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"}
-"""Libraries that glibc itself brings. libstdc++ and libgcc are not: an image may come without them."""
+NEWEST = {"GLIBC": GLIBC, "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+"""Versions of symbols that such systems have: those of glibc 2.28 and GCC 8."""
+SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1"}
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 MOST_BYTES = 40 * 2**20
 NO_KERNELS = "none"
@@ -74,9 +75,8 @@ def build(machine: str) -> list[Path]:
             unpacked,
             "build_wheel",
             f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}",
-            CXX=f"{python} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}",
-            LDFLAGS="-s",
             PENSTOCK_BUILD_MACHINE=machine,
+            **compilers(python, machine),
         )
     return [sdist, pure, full]
 
@@ -101,6 +101,19 @@ def tools() -> Path:
         run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIRES])
         stamp.write_text(json.dumps(REQUIRES))
     return python
+
+
+def compilers(python: Path, machine: str) -> dict[str, str]:
+    """What compiles and links for a processor family, for `setup.py`. The kernels are measured as GCC compiles them."""
+    zig = f"{python} -m ziglang c++ -target {machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    gcc = os.environ.get("CXX") or ("g++" if machine == platform.machine() else f"{machine}-linux-gnu-g++")
+    if shutil.which(gcc) is None:
+        print(f"==> there is no {gcc}: zig compiles", flush=True)
+        return {"CXX": zig, "LDFLAGS": "-s"}
+    # As a C compiler zig leaves its own C++ library out; GCC's are linked to, as every system has them.
+    names = [run([gcc, f"-print-file-name={name}"]).strip() for name in ("libstdc++.so", "libgcc_s.so.1")]
+    linker = zig.replace(" c++ ", " cc ")
+    return {"CXX": gcc, "PENSTOCK_BUILD_LINKER": linker, "LDFLAGS": f"-s {' '.join(names)}"}
 
 
 def backend(python: Path, tree: Path, hook: str, platform_tag: str = "", **environment: str) -> Path:
@@ -202,20 +215,22 @@ def levels_of(machine: str) -> list[str]:
 
 
 def portability(content: bytes) -> list[str]:
-    """What a library needs that a system with glibc 2.28 and nothing else has not. Raises: WheelError."""
+    """What a library needs that a system with glibc 2.28 has not. Raises: WheelError."""
     if shutil.which("readelf") is None:
         raise WheelError("readelf was not found: install binutils (Debian: apt install binutils)")
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(content)
         file.flush()
         said = run(["readelf", "-W", "-d", "-V", file.name])
+        symbols = run(["readelf", "-W", "--dyn-syms", file.name])
     needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\]", said))
-    faults = [f"it needs {name}, which is not a part of glibc" for name in sorted(needed - SYSTEM - LOADERS)]
-    symbols = {tuple(map(int, v.split("."))) for v in re.findall(r"Name: GLIBC_([\d.]+)", said)}
-    newest = max(symbols, default=(0,))
-    if newest > GLIBC:
-        faults.append(f"it needs glibc {'.'.join(map(str, newest))}, newer than {'.'.join(map(str, GLIBC))}")
-    return faults
+    faults = [f"it needs {name}, which not every Linux has" for name in sorted(needed - SYSTEM - LOADERS)]
+    for kind, version in re.findall(r"Name: ([A-Z]+)_([\d.]+)", said):
+        if tuple(map(int, version.split("."))) > NEWEST.get(kind, ()):
+            faults.append(f"it needs {kind}_{version}; {'.'.join(map(str, NEWEST.get(kind, ()))) or 'none'} is allowed")
+    # A symbol without a version is in none of the libraries that it was linked with.
+    nowhere = re.findall(r"\bGLOBAL\s+DEFAULT\s+UND (\w+)$", symbols, re.MULTILINE)
+    return sorted({*faults, *(f"{name} is in no library that it names" for name in nowhere)})
 
 
 # -- try -------------------------------------------------------------------------------------------------------------
