@@ -9,6 +9,8 @@
 #   make docs        the documentation as a site in build/site/html
 #   make test-isa    the kernels on emulated processors without AVX512 (needs qemu-user)
 #   make test-arm    the kernels for ARM on emulated processors (needs qemu-user and g++-aarch64-linux-gnu)
+#   make wheel       what users install, into dist/: the source distribution, a wheel with kernels for this processor
+#                    family (or MACHINE=aarch64), a wheel without; make try-wheel installs it in an empty folder and serves
 #
 # Variables: MODEL and ARGS (make serve MODEL=/path/to/model ARGS="--port 9000"), PYTHON (interpreter for .venv),
 # JOBS (test processes), PYTEST (extra arguments: make test PYTEST="-k plan"), PIP (extra arguments of pip install, for example an index of your own).
@@ -36,7 +38,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint types contracts docs check clean distclean constraints install native test-isa test-arm test-sanitize
+.PHONY: help serve test lint types contracts docs check clean distclean constraints install native test-isa test-arm test-sanitize wheel try-wheel
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -76,6 +78,12 @@ test-arm: | $(BIN)/python
 test-sanitize: native
 	$(BIN)/python tools/native_checks.py asan
 	$(BIN)/python tools/native_checks.py tsan
+
+wheel: | $(BIN)/python
+	$(BIN)/python tools/dist.py build $(if $(MACHINE),--machine $(MACHINE))
+
+try-wheel: | $(BIN)/python
+	$(BIN)/python tools/dist.py try dist/penstock-*-manylinux_*_$$(uname -m).whl
 
 check: test lint types contracts docs
 

@@ -4,7 +4,8 @@ What a compiler cannot do is left out, and without a C++17 compiler the package 
 are slow; it says so. The build never looks at the machine it runs on: which library fits is decided at run time.
 
 By hand, beside an editable install: `python setup.py build_ext --inplace`; PENSTOCK_BUILD_ISAS=base,avx2 builds only
-those. For another processor family: CXX names a compiler for it and PENSTOCK_BUILD_MACHINE the family, as in
+those, and PENSTOCK_BUILD_ISAS=none makes a wheel for every platform, without kernels. `tools/dist.py` makes those for
+others. For another processor family: CXX names a compiler for it and PENSTOCK_BUILD_MACHINE the family, as in
 
     PENSTOCK_BUILD_MACHINE=aarch64 CXX=aarch64-linux-gnu-g++ python setup.py build_ext
     PENSTOCK_BUILD_MACHINE=aarch64 CXX="python -m ziglang c++ -target aarch64-linux-gnu.2.28" python setup.py build_ext
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -36,6 +38,7 @@ LEVELS = {
 }
 # Contraction off: what is fused is written so. No fast-math: NaN and infinity are told to people by name.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=off -Wall -Wextra"
+PURE = sys.platform != "linux" or os.environ.get("PENSTOCK_BUILD_ISAS") == "none"
 UNGUARDED = "score.cpp"  # has to run everywhere: never compiled with an instruction set's flags
 
 
@@ -66,6 +69,13 @@ class BuildNative(build_ext):
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
+
+
+class Wheel(bdist_wheel):
+    """The kernels are called through their C interface: one wheel serves every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def levels_of(machine: str, compiler: str = "") -> dict[str, str]:
@@ -112,7 +122,8 @@ def build(compiler: str, objects: Path, target: Path, level: str, number: int, f
     library = target / f"penstock-{level}.so"
     fresh = library.with_suffix(".new")  # a running process has the old one mapped
     parts = [str(folder / (source.stem + ".o")) for source in sources]
-    command = [*shlex.split(compiler), "-shared", "-pthread", "-o", str(fresh), *parts]
+    linker, extra = os.environ.get("PENSTOCK_BUILD_LINKER", compiler), os.environ.get("LDFLAGS", "")
+    command = [*shlex.split(linker), "-shared", "-pthread", "-o", str(fresh), *parts, *shlex.split(extra)]
     linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         print(linked.stderr, file=sys.stderr)
@@ -125,4 +136,7 @@ def skip(why: str) -> None:
     print(f"penstock: native kernels were not built: {why}; it will run on its slow reference kernels", file=sys.stderr)
 
 
-setup(ext_modules=[Extension("penstock.ops.native.lib.none", [])], cmdclass={"build_ext": BuildNative})
+setup(
+    ext_modules=[] if PURE else [Extension("penstock.ops.native.lib.none", [])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel},
+)

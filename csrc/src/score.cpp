@@ -11,7 +11,7 @@
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
-#elif PST_ISA_LEVEL >= 2
+#elif PST_ISA_LEVEL >= 1 && defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
@@ -31,6 +31,27 @@ int64_t stream_ahead() {
     return 8192;
 }
 
+#if PST_ISA_LEVEL >= 1 && defined(__x86_64__)
+// Not by __builtin_cpu_supports: what it reads is a part of GCC's library, which other compilers come without.
+bool has(int level) {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+    const unsigned osxsave = 1u << 27, fma = 1u << 12, f16c = 1u << 29;
+    if ((c & (osxsave | fma | f16c)) != (osxsave | fma | f16c)) return false;
+    // Registers that the operating system does not save do not count.
+    unsigned saved = 0, high = 0;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    const unsigned ymm = 0x06, zmm = 0xe6, wanted = level >= 2 ? zmm : ymm;
+    if ((saved & wanted) != wanted || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const unsigned avx2 = 1u << 5, avx512f = 1u << 16, dq = 1u << 17, cd = 1u << 28, bw = 1u << 30, vl = 1u << 31;
+    const unsigned bits = level >= 2 ? avx2 | avx512f | dq | cd | bw | vl : avx2;
+    if ((b & bits) != bits) return false;
+    if (level < 3) return true;
+    const bool vnni = c & 1u << 11;
+    return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);  // bfloat16
+}
+#endif
+
 // Rows and sums lie there, too.
 int64_t near_bytes() {
     const long size = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -48,17 +69,7 @@ extern "C" int32_t pst_score(void) {
 #if PST_ISA_LEVEL == 0
     return 1;
 #elif defined(__x86_64__)
-    // __builtin_cpu_supports asks the operating system too (xgetbv): registers that it does not save do not count.
-    bool fits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#if PST_ISA_LEVEL >= 2
-    fits = fits && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512cd");
-#endif
-#if PST_ISA_LEVEL >= 3
-    fits = fits && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#endif
-    return fits ? 1 + PST_ISA_LEVEL : 0;
+    return pst::has(PST_ISA_LEVEL) ? 1 + PST_ISA_LEVEL : 0;
 #elif defined(__aarch64__)
     // By number: the headers of older systems have no names for the later ones.
     constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;

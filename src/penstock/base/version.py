@@ -1,3 +1,3 @@
 """Which Penstock this is, for every layer: importing the package itself leads to what is above."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

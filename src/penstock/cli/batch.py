@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +39,9 @@ def batch(args: argparse.Namespace) -> int:
     the disk takes no more answers."""
     from penstock.base.errors import InputError, PenstockError
     from penstock.cli.run import with_default_model
+    from penstock.cli.serve import refuse_windows
+
+    refuse_windows("penstock batch")
     from penstock.server.errors import trouble
 
     named = [path for path in (args.file, args.input_file) if path is not None]
@@ -87,6 +89,8 @@ def _config(args: argparse.Namespace) -> ServeConfig:
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
     """Raises InputError if another process writes there."""
+    import fcntl
+
     from penstock.base.errors import InputError
 
     with target.open("ab") as file:

@@ -24,6 +24,7 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.cli.run import with_default_model
     from penstock.config.load import serve_from_args
 
+    refuse_windows("penstock serve")
     config = serve_from_args(with_default_model(args))
     if args.explain:
         explain(config.engine)
@@ -34,6 +35,18 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.server.main import serve as run
 
     return run(config, spare)
+
+
+def refuse_windows(command: str) -> None:
+    """Raises ConfigError where Python has no `fcntl`: engines and locks of files need more than Windows has."""
+    from importlib.util import find_spec
+
+    from penstock.base.errors import ConfigError
+
+    if find_spec("fcntl") is None:
+        raise ConfigError(
+            f"{command} needs Linux or macOS; on Windows run it in WSL, or use penstock run and penstock.LLM"
+        )
 
 
 def explain(engine: EngineConfig) -> None:

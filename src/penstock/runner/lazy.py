@@ -35,6 +35,9 @@ class LazyStorage(Storage):
 
     def _new(self, shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:
         num_bytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # Elsewhere memory that was given back need not read as zeros.
+            raise ConfigError("kv_allocator: virtual needs Linux; use paged", field="kv_allocator")
         try:
             mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         except OSError as error:

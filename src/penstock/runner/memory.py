@@ -31,12 +31,15 @@ SMALL_BYTES = 1 << 20
 _CHUNK_BYTES = 4 << 20
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE (Linux 5.14): as if every page had been written to, without changing one."""
+_ADVISES = hasattr(mmap, "MADV_DONTNEED")
 _LOG = logging.getLogger(__name__)
 
 
 def zeroed(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     """Zeros: touched if they are few, else for `populate` to touch, in huge pages if the system has them."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if not _ADVISES:  # such a system gives memory as it is touched
+        return np.zeros(shape, dtype)
     if num_bytes <= SMALL_BYTES:
         array: Array = np.empty(shape, dtype)
         array.fill(0)
@@ -62,7 +65,7 @@ def populate(parts: Iterable[Part]) -> threading.Thread | None:
         for array, first, end in parts
         if array.nbytes > SMALL_BYTES and end > first
     ]
-    if not large:
+    if not large or not _ADVISES:
         return None
     thread = threading.Thread(target=_touch, args=(large,), name="penstock-populate", daemon=True)
     thread.start()
@@ -70,7 +73,12 @@ def populate(parts: Iterable[Part]) -> threading.Thread | None:
 
 
 def give_back(parts: Iterable[Part]) -> None:
-    """Give the whole pages in parts of large arrays back to the system: they read as zeros. Nobody may use them now."""
+    """Give the whole pages in parts of large arrays back to the system: they read as zeros. Nobody may use them now.
+
+    Nothing happens on systems that take no advice.
+    """
+    if not _ADVISES:
+        return
     libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
     for array, first, end in parts:
         begin = -(-(array.ctypes.data + first) // page) * page

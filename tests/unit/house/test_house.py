@@ -105,7 +105,15 @@ def test_version_is_one_number() -> None:
         check=True,
         timeout=120,
     )
-    assert run.stdout.split()[-1] == project()["project"]["version"]
+    version = run.stdout.split()[-1]
+    assert project()["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "penstock.base.version.__version__"}
+    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert version == released[0]
+    for page in (ROOT / "deploy").rglob("*"):
+        named = re.findall(
+            r"\bpenstock[:-](\d+\.\d+\.\d+)|newTag: (\S+)", page.read_text("utf-8") if page.is_file() else ""
+        )
+        assert {a or b for a, b in named} <= {version}, page.name
 
 
 def test_direct_dependencies_are_few_and_pinned() -> None:

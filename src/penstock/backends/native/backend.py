@@ -26,7 +26,7 @@ from penstock.plan.native_device import native_device
 SMALL_BYTES = 64 << 20
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 """kv_cache_dtype that native kernels read and write."""
-NOT_BUILT = "no native kernels were built: install Penstock again where a C++17 compiler is found"
+NOT_BUILT = "no native kernels are installed: on Linux a wheel of Penstock brings them, or a C++17 compiler builds them"
 
 
 class NativeBackend:
