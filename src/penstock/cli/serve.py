@@ -31,6 +31,12 @@ def serve(args: argparse.Namespace) -> int:
 
     # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
     spare = None if config.server.engine_in_process else spawn()
+    from penstock.launch.hub import local_path
+    from penstock.launch.progress import loading
+
+    # Before the event loop, where Ctrl-C ends it: what is here already takes no time.
+    with loading(f"pulling {config.engine.model.model}", show_from=0) as progress:
+        local_path(config.engine.model.model, config.engine.model.revision, progress)
     from penstock.server.main import serve as run
 
     return run(config, spare)

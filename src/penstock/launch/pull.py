@@ -89,7 +89,9 @@ def _pull(
                 f"{quoted(cache.snapshot / file.name)} was there already and is not what the hub lists: its hash is "
                 f"{found}, not {file.digest}; remove it, then pull again"
             )
-        record.files.setdefault(file.name, StoredFile(file.num_bytes, file.digest))
+        # A blob that a newer commit still has was brought by the pull of the older one.
+        brought = before is not None and any(f.made and f.digest == file.digest for f in before.files.values())
+        record.files.setdefault(file.name, StoredFile(file.num_bytes, file.digest, made=brought))
     checkpoint = open_model(record.path)
     record.quantization, record.whole, record.pulled_s = quantization_of(checkpoint), True, time.time()
     store.save(record)
@@ -195,15 +197,14 @@ def _drop_files(store: ModelStore, record: Record) -> int:
     if not record.repo:
         return 0
     cache = RepoCache(record.repo, record.commit)
-    kept = {
-        (other.repo, file_name if file.digest == "" else file.digest)
-        for other in store.all() if (other.name, other.commit) != (record.name, record.commit)
-        for file_name, file in other.files.items()
-    }  # fmt: skip
+    others = [o for o in store.all() if o.name != record.name and (o.repo, o.commit) == (record.repo, record.commit)]
     dropped = 0
     for file_name, file in record.files.items():
-        if file.made and (record.repo, file.digest) not in kept:
-            cache.drop(file_name, file.digest)
+        heirs = [other for other in others if file_name in other.files]
+        if file.made and heirs:
+            heirs[0].files[file_name] = file  # it goes with the last name
+            store.save(heirs[0])
+        elif file.made and cache.drop(file_name, file.digest):
             dropped += file.num_bytes
     if not record.whole:
         cache.drop_partials()

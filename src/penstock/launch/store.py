@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import quote
 
 import msgspec
@@ -74,12 +73,18 @@ class Record(msgspec.Struct, kw_only=True):
 class Hold:
     """A model that may not be removed while this is open. Closed with `close`, or by the end of the process."""
 
-    def __init__(self, files: list[BinaryIO]) -> None:
-        self._files = files
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    def add(self, fd: int) -> None:
+        self._fds.append(fd)
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class ModelStore:
@@ -114,15 +119,17 @@ class ModelStore:
                 folder.remove(_file_name(name))
                 folder.remove(_file_name(name, ".lock"))
 
-    def hold(self, path: Path | str) -> Hold:
-        """Keep what lies at `path` from being removed: every name of it is in use until the hold is closed."""
-        wanted, files = os.path.realpath(path), []
+    def hold(self, *paths: Path | str) -> Hold:
+        """Keep what lies at `paths` from being removed: all names of it are in use until the hold is closed."""
+        wanted = {os.path.realpath(path) for path in paths}
+        hold = Hold()
         for record in self.all():
-            if os.path.realpath(record.path) == wanted:
-                file = (self.folder / _file_name(record.name, ".lock")).open("ab")
-                fcntl.flock(file, fcntl.LOCK_SH)
-                files.append(file)
-        return Hold(files)
+            if os.path.realpath(record.path) in wanted:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                fd = os.open(self.folder / _file_name(record.name, ".lock"), flags, 0o600)
+                hold.add(fd)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+        return hold
 
     def in_use(self, name: str) -> bool:
         """Whether a living process holds it; the dead hold nothing."""

@@ -58,7 +58,9 @@ class RepoCache:
         from huggingface_hub.file_download import repo_folder_name
 
         if not _COMMIT.fullmatch(commit):
-            raise ModelError(f"the Hugging Face Hub named {quoted(commit)} as a commit of {quoted(repo)}, which is none")
+            raise ModelError(
+                f"the Hugging Face Hub named {quoted(commit)} as a commit of {quoted(repo)}, which is none"
+            )
         self.repo, self.commit = repo, commit
         self.root = Path(constants.HF_HUB_CACHE)
         name = repo_folder_name(repo_id=repo, repo_type="model")
@@ -130,15 +132,17 @@ class RepoCache:
         found = digest_of(self.snapshot / file.name, len(file.digest))
         return None if found == file.digest else found
 
-    def drop(self, name: str, digest: str) -> None:
-        """Remove a file, and its blob unless another snapshot has it, too."""
+    def drop(self, name: str, digest: str) -> bool:
+        """Remove a file, and its blob unless another snapshot has it, too; whether the blob went."""
         link, blob = self.snapshot / name, self.folder / "blobs" / digest
         if not _DIGEST.fullmatch(digest) or not link.parent.resolve().is_relative_to(self.folder.resolve()):
-            return
+            return False
         link.unlink(missing_ok=True)
         others = (path for path in (self.folder / "snapshots").rglob("*") if path.is_symlink())
-        if not any(os.path.realpath(path) == os.path.realpath(blob) for path in others):
-            blob.unlink(missing_ok=True)
+        if any(os.path.realpath(path) == os.path.realpath(blob) for path in others):
+            return False
+        blob.unlink(missing_ok=True)
+        return True
 
     def drop_partials(self) -> None:
         """Remove what cut transfers left, unless they go on."""
@@ -236,7 +240,7 @@ def _append(
             have = 0
         with partial.open("r+b" if have else "wb") as out:
             out.seek(have)
-            for piece in response.iter_bytes(_CHUNK):
+            for piece in response.iter_bytes():  # a size would keep back what came before a cut
                 if have + len(piece) > file.num_bytes:
                     raise ModelError(
                         f"the Hugging Face Hub sends more of {quoted(file.name)} than the {file.num_bytes:,} bytes that "

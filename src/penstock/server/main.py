@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,8 @@ from penstock.base.memory import trim
 from penstock.config import ServeConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
+from penstock.launch.running import Running, announce_running, end_running, started
+from penstock.launch.store import ModelStore
 from penstock.server.admission.arguments import hide_keys
 from penstock.server.app import http_server
 from penstock.server.build import build, close
@@ -74,6 +77,7 @@ async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -
         trim()
         gc.freeze()  # as in the engine's process: collections need not look at what stays
         announce(server, sockets)
+        server.closers.append(Presence(server, config.engine.model.model, sockets).stop)
         failed = asyncio.create_task(_failed(server))
         await asyncio.wait({running, told, failed}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set() and failed.done():
@@ -148,6 +152,34 @@ def announce(server: Server, sockets: Sockets) -> None:
         f"or open {where}/ in a browser\n"
     )
     sys.stdout.flush()
+
+
+class Presence:
+    """The file by which `penstock ps` and `stop` find this server, kept up to date; its model is in use meanwhile."""
+
+    def __init__(self, server: Server, model: str, sockets: Sockets) -> None:
+        uds, main = server.config.uds, sockets.main
+        self._hold = ModelStore().hold(server.parts["front"].path)
+        self._entry = Running(
+            pid=os.getpid(), started=started(os.getpid()) or "", model=model, names=[server.model_name, *server.aliases],
+            where=uds or _address(main), port=0 if uds else main.getsockname()[1], since_s=time.time(),
+        )  # fmt: skip
+        self._server = server
+        announce_running(self._entry)
+        self._task = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if self._entry.num_live != self._server.client.num_live:
+                self._entry.num_live = self._server.client.num_live
+                await asyncio.to_thread(announce_running, self._entry)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        end_running(self._entry.pid)
+        self._hold.close()
 
 
 def _address(sock: socket.socket) -> str:

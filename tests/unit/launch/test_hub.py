@@ -26,6 +26,7 @@ from tests.unit.families.test_gguf import model_metadata, split, write_model
 from tests.unit.formats.test_formats import refusal
 from tests.unit.launch.mock_hub import COMMIT, OLD, TOKEN, MockHub, running
 
+
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
     """The hub of this test; the library's settings, which it reads when it is imported, point there."""
