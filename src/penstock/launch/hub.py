@@ -60,12 +60,6 @@ def local_path(
     if revision is not None and found.revision not in (None, revision):
         raise ConfigError(f"revision: {revision!r} contradicts {model!r}", field="revision")
     found = HubModel(found.repo, found.revision or revision, found.file)
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise ModelError(
-            f"there is no folder {quoted(model)} here; to download models by their ids: pip install 'penstock[hub]'"
-        ) from None
     with sentences(found):
         return _download(found, progress or (lambda done, total: None), weights)
 

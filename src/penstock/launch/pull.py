@@ -44,10 +44,6 @@ def pull(
         raise ModelError(f"{quoted(model)} is no name that can be pulled: {nearest(store, model)}")
     if alias is not None and alias.terms and not accept_terms:
         raise ModelError(f"{model} comes under {alias.terms}: read them, then pull it with --accept-terms")
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise ModelError("pulling models needs huggingface_hub: pip install 'penstock[hub]'") from None
     with store.pulling(model, lambda: say(f"another process is pulling {model}; waiting for it")), sentences(wanted):
         return _pull(store, model, wanted, alias, max_bytes, progress, say)
 
@@ -132,8 +128,8 @@ def _check_room(
         needed = sum(file.num_bytes for file in files)
         if others + needed > max_bytes:
             raise ModelError(
-                f"{record.name} takes {needed / 1e9:.2f} GB and the models that were pulled {others / 1e9:.2f} GB, more "
-                f"than --max-disk allows ({max_bytes / 1e9:.2f} GB); raise it, or remove one (penstock list)"
+                f"{record.name} takes {needed / 1e9:.2f} GB and the models that were pulled {others / 1e9:.2f} GB, "
+                f"more than --max-disk allows ({max_bytes / 1e9:.2f} GB); raise it, or remove one (penstock list)"
             )
     check_space(record.name, cache.root, cache.missing_bytes(files))
 

@@ -1,4 +1,4 @@
-"""The servers of this user that run: one small file each in a folder that is nobody else's, and what /proc says of them.
+"""The servers of this user that run: a small file each in a folder that is nobody else's, and what /proc says of them.
 
 A number of a process is used again after its end, so a file names the start of its process, too; one whose process is
 gone, or is another, is removed by whoever finds it.

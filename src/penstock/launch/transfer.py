@@ -1,4 +1,4 @@
-"""Files of the Hugging Face Hub into its cache, in the cache's own layout: blobs/HASH, snapshots/COMMIT/NAME, refs/NAME.
+"""Files of the Hugging Face Hub into its cache, in that one's layout: blobs/HASH, snapshots/COMMIT/NAME, refs/NAME.
 
 `huggingface_hub` (2.4) finds files and keeps tokens; the bytes are moved here, because it begins a file again after its
 process died, compares sizes but no hashes, and writes a body to the disk until it ends. Its locks are taken, so that
@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -198,8 +197,13 @@ class RepoCache:
 
     def _download(self, file: HubFile, partial: Path, counter: _Counter, ended: threading.Event) -> None:
         """The bytes of a file behind those that are there, in as many connections as it takes."""
-        from huggingface_hub import hf_hub_url
+        from huggingface_hub import constants, hf_hub_url
 
+        if file.num_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
+            raise ModelError(
+                f"{quoted(file.name)} is too large for plain HTTP; bring it with: hf download {self.repo} {file.name} "
+                f"--revision {self.commit}"
+            )
         url = hf_hub_url(self.repo, file.name, revision=self.commit)
         if _size(partial) > file.num_bytes:
             partial.unlink()
@@ -224,16 +228,16 @@ class RepoCache:
 def _append(
     url: str, file: HubFile, partial: Path, have: int, counter: _Counter, ended: threading.Event
 ) -> None:  # fmt: skip
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+    import huggingface_hub
 
-    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    library: Any = huggingface_hub.utils
+    headers = library.build_hf_headers() | {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
-    session: Any = get_session()
+    session: Any = huggingface_hub.get_session()
     with session.stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
         if response.status_code >= 400:
-            hf_raise_for_status(response)
+            library.hf_raise_for_status(response)
         goes_on = response.headers.get("Content-Range", "").startswith(f"bytes {have}-")
         if have and not (response.status_code == 206 and goes_on):
             counter.add(-have)
@@ -243,8 +247,8 @@ def _append(
             for piece in response.iter_bytes():  # a size would keep back what came before a cut
                 if have + len(piece) > file.num_bytes:
                     raise ModelError(
-                        f"the Hugging Face Hub sends more of {quoted(file.name)} than the {file.num_bytes:,} bytes that "
-                        "it lists; try again later"
+                        f"the Hugging Face Hub sends more of {quoted(file.name)} than the {file.num_bytes:,} bytes "
+                        "that it lists; try again later"
                     )
                 out.write(piece)
                 have += len(piece)

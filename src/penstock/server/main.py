@@ -158,10 +158,10 @@ class Presence:
     """The file by which `penstock ps` and `stop` find this server, kept up to date; its model is in use meanwhile."""
 
     def __init__(self, server: Server, model: str, sockets: Sockets) -> None:
-        uds, main = server.config.uds, sockets.main
+        uds, main, pid = server.config.uds, sockets.main, os.getpid()
         self._hold = ModelStore().hold(server.parts["front"].path)
         self._entry = Running(
-            pid=os.getpid(), started=started(os.getpid()) or "", model=model, names=[server.model_name, *server.aliases],
+            pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
             where=uds or _address(main), port=0 if uds else main.getsockname()[1], since_s=time.time(),
         )  # fmt: skip
         self._server = server

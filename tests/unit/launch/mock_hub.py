@@ -1,5 +1,5 @@
-"""A mock of the Hugging Face Hub on real sockets: the answers of its API that a download needs, and a second server that
-large files are redirected to, as the hub does. It can be told to misbehave, file by file."""
+"""A mock of the Hugging Face Hub on real sockets: the answers of its API that a download needs, and a second server
+that large files are redirected to, as the hub does. It can be told to misbehave, file by file."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -230,11 +229,6 @@ def test_ids(text: str, want: HubModel | None) -> None:
     assert parse_id(text) == want
     if want is None:
         assert local_path(text) == Path(text), "left to open_model, which says what is wrong with it"
-
-
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refusal(lambda: local_path("org/name"), "pip install 'penstock[hub]'")
 
 
 def test_the_command_line_runs_an_id(server: MockHub, tiny: Path, tmp_path: Path) -> None:

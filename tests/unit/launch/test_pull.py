@@ -205,8 +205,10 @@ def test_a_hub_that_stops_again_and_again_is_given_up(server: MockHub, store: Mo
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "/etc/evil.json", "a/../../b.json", "a//b.json", "./a.json", "~/a.json",
-                                  "a\\b.json", "a\nb.json", ""])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "../evil.json", "/etc/evil.json", "a/../../b.json", "a//b.json", "./a.json", "~/a.json", "a\\b.json", "a\nb.json",
+    "",
+])  # fmt: skip
 def test_names_that_lead_out_are_refused(
     server: MockHub, store: ModelStore, tiny: Path, tmp_path: Path, name: str
 ) -> None:
