@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.launch.listing import HubModel
-
 GEMMA_TERMS = "Gemma's terms of use (https://ai.google.dev/gemma/terms)"
 LLAMA_TERMS = "the Llama 3.2 licence (https://www.llama.com/llama3_2/license)"
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A repository. `file`: one GGUF file of it, instead of its model folder."""
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)

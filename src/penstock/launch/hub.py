@@ -12,14 +12,18 @@ from pathlib import Path
 
 from penstock.base.errors import ConfigError, ModelError
 from penstock.formats.files import quoted
-from penstock.launch.aliases import ALIASES
+from penstock.launch.aliases import ALIASES, HubModel
 from penstock.launch.bundled import bundled_model
-from penstock.launch.listing import HubModel, cached, list_files, parse_id, sentences
+from penstock.launch.listing import cached, list_files, parse_id, sentences
 from penstock.launch.pull import nearest, pull
 from penstock.launch.store import NAME, ModelStore
 from penstock.launch.transfer import Progress, check_space, is_unreachable
 
 _log = logging.getLogger(__name__)
+
+
+def _silent(done: int, total: int) -> None:
+    """Tells nobody."""
 
 
 def local_path(
@@ -46,9 +50,10 @@ def local_path(
             if not record.repo:
                 raise ModelError(f"{quoted(gone)}, a file of {model}, is gone or was changed; name the model again")
         if revision is None and model in ALIASES:
-            return Path(pull(store, model, progress=progress or (lambda done, total: None)).path)
+            return Path(pull(store, model, progress=progress or _silent).path)
         found = parse_id(model)
-        if found is None and NAME.fullmatch(model) and not model.endswith((".gguf", ".bin", ".json")):
+        file = model.endswith((".gguf", ".bin", ".json"))
+        if found is None and revision is None and NAME.fullmatch(model) and not file:
             raise ModelError(
                 f"there is no model {quoted(model)}: no folder or file of this name is here, and none was pulled; "
                 f"{nearest(store, model)}"
@@ -61,7 +66,7 @@ def local_path(
         raise ConfigError(f"revision: {revision!r} contradicts {model!r}", field="revision")
     found = HubModel(found.repo, found.revision or revision, found.file)
     with sentences(found):
-        return _download(found, progress or (lambda done, total: None), weights)
+        return _download(found, progress or _silent, weights)
 
 
 def _download(wanted: HubModel, progress: Progress, weights: bool) -> Path:
@@ -76,7 +81,7 @@ def _download(wanted: HubModel, progress: Progress, weights: bool) -> Path:
         return path
     cache, files = listing.cache(), listing.small()
     check_space(wanted.repo, cache.root, cache.missing_bytes(files))
-    cache.fetch(files, lambda done, total: None)
+    cache.fetch(files, _silent)
     if weights or not files:
         files = [*files, *listing.weights()]
         check_space(wanted.repo, cache.root, cache.missing_bytes(files))

@@ -17,6 +17,7 @@ from penstock.formats.files import quoted
 from penstock.formats.gguf import is_first_part, part_names
 from penstock.formats.json_file import read_json_object
 from penstock.formats.safetensors import INDEX_NAME
+from penstock.launch.aliases import HubModel
 from penstock.launch.transfer import HubFile, RepoCache, is_unreachable
 
 _ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[^@]+\.gguf))?")
@@ -29,15 +30,6 @@ _SMALL = re.compile(
 )  # fmt: skip
 _MAX_FILES = 20_000
 _TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class HubModel:
-    """`file`: one GGUF file of the repository, instead of its model folder."""
-
-    repo: str
-    revision: str | None = None
-    file: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from penstock.base.errors import ModelError
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.formats.files import quoted
-from penstock.launch.aliases import ALIASES, Alias
+from penstock.launch.aliases import ALIASES, Alias, HubModel
 from penstock.launch.bundled import bundled_model
-from penstock.launch.listing import HubModel, Listing, list_files, parse_id, sentences
+from penstock.launch.listing import Listing, list_files, parse_id, sentences
 from penstock.launch.store import NAME, ModelStore, Record, StoredFile
 from penstock.launch.transfer import HubFile, Progress, RepoCache, check_space, digest_of
 
@@ -40,11 +40,13 @@ def pull(
     """
     alias = ALIASES.get(model)
     wanted = parse_id(model) if alias is None else alias.model
+    if wanted is None and bundled_model(model) is not None:
+        raise ModelError(f"{model} comes with Penstock: penstock serve {model}")
     if wanted is None:
         raise ModelError(f"{quoted(model)} is no name that can be pulled: {nearest(store, model)}")
     if alias is not None and alias.terms and not accept_terms:
         raise ModelError(f"{model} comes under {alias.terms}: read them, then pull it with --accept-terms")
-    with store.pulling(model, lambda: say(f"another process is pulling {model}; waiting for it")), sentences(wanted):
+    with sentences(wanted), store.pulling(model, lambda: say(f"another process is pulling {model}; waiting for it")):
         return _pull(store, model, wanted, alias, max_bytes, progress, say)
 
 
@@ -66,7 +68,7 @@ def _pull(
     )  # fmt: skip
     cache = listing.cache()
     small = listing.small()
-    present = {file.name for file in listing.files.values() if _is_asked(listing, file) and cache.has(file)}
+    present = {name for name, file in listing.files.items() if cache.has(file)}
     _check_room(store, record, cache, _likely(listing), max_bytes)
 
     def made(file: HubFile) -> None:
@@ -94,10 +96,6 @@ def _pull(
     if before is not None and old is None:
         _drop_files(store, before)
     return record
-
-
-def _is_asked(listing: Listing, file: HubFile) -> bool:
-    return file.name == listing.first or file.name.endswith((".safetensors", ".gguf", ".json", ".model", ".jinja"))
 
 
 def _likely(listing: Listing) -> list[HubFile]:

@@ -51,16 +51,17 @@ def runtime_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"penstock-{os.geteuid()}"
 
 
-def announce_running(entry: Running, folder: Path | None = None) -> None:
-    """Write or rewrite the file of a server. A folder that cannot be used is a warning: the server runs without it."""
-    with_folder = PrivateFolder.open(folder or runtime_folder(), create=True)
-    if with_folder is None:
-        return
-    with with_folder as opened:
+def announce_running(entry: Running, folder: Path | None = None) -> bool:
+    """Write or rewrite the file of a server; whether that was possible. If not, the server runs without it."""
+    found = PrivateFolder.open(folder or runtime_folder(), create=True)
+    if found is None:
+        return False
+    with found as opened:
         try:
             opened.write(f"{entry.pid}{_SUFFIX}", [msgspec.json.encode(entry)])
         except OSError:
-            return
+            return False
+    return True
 
 
 def end_running(pid: int, folder: Path | None = None) -> None:

@@ -126,7 +126,10 @@ class ModelStore:
         for record in self.all():
             if os.path.realpath(record.path) in wanted:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                fd = os.open(self.folder / _file_name(record.name, ".lock"), flags, 0o600)
+                try:
+                    fd = os.open(self.folder / _file_name(record.name, ".lock"), flags, 0o600)
+                except OSError:  # where nothing can be written, nothing can be removed either
+                    continue
                 hold.add(fd)
                 fcntl.flock(fd, fcntl.LOCK_SH)
         return hold

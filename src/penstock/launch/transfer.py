@@ -172,7 +172,7 @@ class RepoCache:
         blob = self._blob(file)
         blob.parent.mkdir(parents=True, exist_ok=True)
         with locked(self._locks / f"{file.digest}.lock"):
-            if _size(blob) != file.num_bytes:
+            if _size(blob) != file.num_bytes or digest_of(blob, len(file.digest)) != file.digest:
                 partial = _partial(blob)
                 resumed = _size(partial) > 0
                 counter.add(min(_size(partial), file.num_bytes) - arrived)  # another process may have gone on with it

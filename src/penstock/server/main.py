@@ -162,14 +162,14 @@ class Presence:
         self._hold = ModelStore().hold(server.parts["front"].path)
         self._entry = Running(
             pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
-            where=uds or _address(main), port=0 if uds else main.getsockname()[1], since_s=time.time(),
+            where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1], since_s=time.time(),
         )  # fmt: skip
         self._server = server
-        announce_running(self._entry)
+        self._known = announce_running(self._entry)
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        while True:
+        while self._known:
             await asyncio.sleep(1.0)
             if self._entry.num_live != self._server.client.num_live:
                 self._entry.num_live = self._server.client.num_live

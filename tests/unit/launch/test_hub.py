@@ -17,8 +17,9 @@ from huggingface_hub import constants
 from penstock.base.errors import ConfigError, UnsupportedError
 from penstock.families.registry import open_model
 from penstock.launch import transfer
+from penstock.launch.aliases import HubModel
 from penstock.launch.hub import local_path
-from penstock.launch.listing import HubModel, parse_id
+from penstock.launch.listing import parse_id
 from penstock.weights.load import load_weights
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 from tests.unit.families.test_gguf import model_metadata, split, write_model

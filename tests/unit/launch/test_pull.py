@@ -16,10 +16,10 @@ import pytest
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.families.registry import open_model
 from penstock.launch import aliases, pull, transfer
-from penstock.launch.aliases import ALIASES, Alias
+from penstock.launch.aliases import ALIASES, Alias, HubModel
 from penstock.launch.bundled import bundled_model
 from penstock.launch.hub import local_path
-from penstock.launch.listing import HubModel, leads_out
+from penstock.launch.listing import leads_out
 from penstock.launch.store import ModelStore
 from tests.unit.families.test_families import TINY, write_folder
 from tests.unit.families.test_gguf import model_metadata, write_model
