@@ -162,7 +162,8 @@ class Presence:
         self._hold = ModelStore().hold(server.parts["front"].path)
         self._entry = Running(
             pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
-            where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1], since_s=time.time(),
+            where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1],
+            since_s=time.time(),
         )  # fmt: skip
         self._server = server
         self._known = announce_running(self._entry)
