@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -86,15 +88,32 @@ def test_a_server_that_was_killed_is_forgotten_and_holds_nothing(place: Path) ->
 
 def test_stop_waits_for_what_was_begun_and_ps_tells_of_it(place: Path) -> None:
     with serving("mine:1", "--port", "0") as server, server.client() as http:
-        body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
+        (engine,) = [
+            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat")
+            if path.read_text().rpartition(")")[2].split()[1] == str(server.process.pid)
+        ]  # fmt: skip
+        body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_lines()
             next(pieces)
-            (entry,) = running()
-            os.kill(entry.pid, signal.SIGSTOP)  # so that the answer is under way for as long as it is looked at
-            os.kill(entry.pid, signal.SIGCONT)
-            assert penstock("stop", entry.where).returncode == 0
+            os.kill(engine, signal.SIGSTOP)  # so that the answer is under way for as long as it is looked at
+            try:
+                deadline_s = time.monotonic() + 20
+                while "1 request" not in penstock("ps").stdout:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.1)
+                stop = subprocess.Popen(
+                    [sys.executable, "-m", "penstock", "stop", server.url.rpartition("/")[2]], text=True,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+                with pytest.raises(subprocess.TimeoutExpired):
+                    stop.wait(1.5)
+            finally:
+                os.kill(engine, signal.SIGCONT)
             assert list(pieces)[-2] == "data: [DONE]"
+        out, told = stop.communicate(timeout=60)
+        assert (stop.returncode, told) == (0, "mine:1 ends what it has begun (1 request)\n")
+        assert out.startswith("stopped mine:1")
         assert server.process.wait(10) == 0
 
 

@@ -34,8 +34,7 @@ def _ps() -> int:
 
     console, rows = Console(highlight=False), []
     for entry in running():
-        busy = f"{entry.num_live} request{'s' if entry.num_live != 1 else ''}" if entry.num_live else "idle"
-        memory = size_text(memory_bytes(entry.pid))
+        memory, busy = size_text(memory_bytes(entry.pid)), _requests(entry.num_live) if entry.num_live else "idle"
         rows.append([escape(entry.names[0]), entry.where, str(entry.pid), memory, age_text(entry.since_s), busy])
     if rows:
         console.print(table(["MODEL", "WHERE", "PID", "MEMORY", "SINCE", "BUSY"], rows, left=2))
@@ -44,13 +43,17 @@ def _ps() -> int:
     return 0
 
 
+def _requests(num: int) -> str:
+    return f"{num} request{'' if num == 1 else 's'}"
+
+
 def _stop(args: argparse.Namespace) -> int:
     from penstock.launch.running import find_running, running, started, stop_running
 
     entry = find_running(args.server, running())
     stop_running(entry, now=args.now)
     if entry.num_live and not args.now:
-        print(f"{entry.names[0]} ends {entry.num_live} requests first", file=sys.stderr)
+        print(f"{entry.names[0]} ends what it has begun ({_requests(entry.num_live)})", file=sys.stderr)
     ends_s = time.monotonic() + args.timeout
     while started(entry.pid) == entry.started and time.monotonic() < ends_s:
         time.sleep(0.05)

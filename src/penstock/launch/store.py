@@ -98,6 +98,11 @@ class ModelStore:
         with _opened(self.folder, create=False) as folder:
             return None if folder is None else _read(folder, _file_name(name), name)
 
+    def has(self, name: str) -> bool:
+        """Whether all of it is here."""
+        record = self.get(name)
+        return record is not None and record.whole and record.missing() is None
+
     def all(self) -> list[Record]:
         """By name. What cannot be read is left out."""
         with _opened(self.folder, create=False) as folder:

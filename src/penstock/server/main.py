@@ -76,8 +76,8 @@ async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -
             await asyncio.sleep(0.005)
         trim()
         gc.freeze()  # as in the engine's process: collections need not look at what stays
-        announce(server, sockets)
         server.closers.append(Presence(server, config.engine.model.model, sockets).stop)
+        announce(server, sockets)
         failed = asyncio.create_task(_failed(server))
         await asyncio.wait({running, told, failed}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set() and failed.done():
