@@ -79,7 +79,7 @@ def _pull(args: argparse.Namespace, store: ModelStore) -> int:
                 say=lambda text: print(text, file=sys.stderr),
             )  # fmt: skip
     about = ", ".join(part for part in (size_text(record.num_bytes), record.quantization, record.licence) if part)
-    print(f"{record.name} is here ({about}); next: penstock serve {record.name}")
+    print(f"{record.name} is here ({about})\nnext: penstock serve {record.name}")
     return 0
 
 

@@ -449,7 +449,7 @@ def test_a_pull_goes_on_after_its_process_was_killed(server: MockHub, tmp_path: 
     second = penstock(server, tmp_path, "pull", "org/big")
     out, errors = second.communicate(timeout=60)
     assert (second.returncode, errors) == (0, ""), "no bar where there is no terminal"
-    assert out.startswith("org/big is here (3 MB, Q8_0, apache-2.0)")
+    assert out == "org/big is here (3 MB, Q8_0, apache-2.0)\nnext: penstock serve org/big\n"
     assert server.ranges == [(file.name, 0), (file.name, begun)], "only the rest came"
     assert sha256(local_path("org/big")) == sha256(file)
 
