@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,17 @@ def test_a_spoiled_beginning_is_thrown_away(server: MockHub, store: ModelStore, 
     assert sha256(local_path("tiny:1k")) == sha256(gguf)
 
 
+def test_what_lies_in_the_cache_is_not_believed(server: MockHub, store: ModelStore, gguf: Path, tmp_path: Path) -> None:
+    blob = tmp_path / "cache" / "models--org--tiny-GGUF" / "blobs" / sha256(gguf)
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(bytes(gguf.stat().st_size))
+    path = local_path("org/tiny-GGUF")  # no link to it: it is brought again
+    assert sha256(path) == sha256(gguf)
+    blob.write_bytes(bytes(gguf.stat().st_size))
+    refusal(lambda: pull.pull(store, "tiny:1k"), "was there already and is not what the hub lists", "remove it")
+    assert path.exists(), "whoever brought it may want it"
+
+
 def cut_off(tmp_path: Path, file: Path, begun: bytes) -> None:
     blobs = tmp_path / "cache" / "models--org--tiny-GGUF" / "blobs"
     blobs.mkdir(parents=True)
@@ -353,16 +365,21 @@ def test_a_newer_commit_takes_the_place_of_the_older(
     server: MockHub, store: ModelStore, tiny: Path, tmp_path: Path
 ) -> None:
     first = pull.pull(store, "org/tiny")
-    newer = write_folder(tmp_path / "newer", TINY | {"rms_norm_eps": 0.5})
+    newer = tmp_path / "newer"
+    shutil.copytree(tiny, newer)
+    (newer / "config.json").write_text(json.dumps(TINY | {"rms_norm_eps": 0.5}))
     server.repos["org/tiny"] = {OLD: newer, COMMIT: tiny}
     assert local_path("org/tiny") == Path(first.path), "until it is pulled again"
     hold = store.hold(first.path)
     refusal(lambda: pull.pull(store, "org/tiny"), "is in use")
     hold.close()
     second = pull.pull(store, "org/tiny")
+    assert second.missing() is None
     assert local_path("org/tiny") == Path(second.path)
     assert not Path(first.path).exists()
-    assert open_model(second.path).spec.layers[0].norm.eps == 0.5
+    assert open_model(second.path).spec.layers[0].norm.eps == 0.5, "the weights, which both have, are still here"
+    assert pull.remove(store, "org/tiny")[1] == second.num_bytes, "brought by the first pull, removed with the second"
+    assert kept(tmp_path) == set()
 
 
 def test_a_folder_of_yours_has_a_name_and_stays(
