@@ -16,7 +16,7 @@ import pytest
 from penstock.base.errors import ModelError
 from penstock.config import serve_from_kwargs
 from penstock.launch.running import (
-    Running,
+    RunningServer,
     announce_running,
     find_running,
     memory_bytes,
@@ -118,7 +118,7 @@ def test_stop_waits_for_what_was_begun_and_ps_tells_of_it(place: Path) -> None:
 
 
 def test_another_process_of_the_same_number_is_none_of_ours(tmp_path: Path) -> None:
-    me = Running(
+    me = RunningServer(
         pid=os.getpid(),
         started="another start",
         model="m",
@@ -139,8 +139,10 @@ def test_another_process_of_the_same_number_is_none_of_ours(tmp_path: Path) -> N
 
 
 def test_servers_are_named_by_model_port_socket_or_pid() -> None:
-    def server(pid: int, where: str, port: int) -> Running:
-        return Running(pid=pid, started="", model="path/m", names=["m", "alias"], where=where, port=port, since_s=0.0)
+    def server(pid: int, where: str, port: int) -> RunningServer:
+        return RunningServer(
+            pid=pid, started="", model="path/m", names=["m", "alias"], where=where, port=port, since_s=0.0
+        )
 
     both = [server(5, "127.0.0.1:8000", 8000), server(6, "/run/x.sock", 0)]
     for text, pid in (("8000", 5), ("127.0.0.1:8000", 5), ("5", 5), ("6", 6), ("/run/x.sock", 6)):

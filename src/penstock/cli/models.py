@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.launch.store import ModelStore, Record
+    from penstock.launch.store import ModelStore, NamedModel
 
 
 def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
@@ -141,7 +141,7 @@ def _show(args: argparse.Namespace, store: ModelStore) -> int:
     return 0
 
 
-def _facts(model: str, record: Record | None) -> list[tuple[str, str]]:
+def _facts(model: str, record: NamedModel | None) -> list[tuple[str, str]]:
     from penstock.families.registry import open_model
     from penstock.launch.hub import local_path
     from penstock.launch.pull import quantization_of

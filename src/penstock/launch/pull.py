@@ -16,7 +16,7 @@ from penstock.formats.files import quoted
 from penstock.launch.aliases import ALIASES, Alias, HubModel
 from penstock.launch.bundled import bundled_model
 from penstock.launch.listing import Listing, list_files, parse_id, sentences
-from penstock.launch.store import NAME, ModelStore, Record, StoredFile
+from penstock.launch.store import NAME, ModelStore, NamedModel, StoredFile
 from penstock.launch.transfer import HubFile, Progress, RepoCache, check_space, digest_of
 
 Say = Callable[[str], None]
@@ -31,7 +31,7 @@ def pull(
     accept_terms: bool = False,
     progress: Progress = lambda done, total: None,
     say: Say = lambda text: None,
-) -> Record:
+) -> NamedModel:
     """Bring a model of the table or of the Hugging Face Hub, and remember it under `model`.
 
     `max_bytes`: what all that was pulled may take on the disk, this one included. `say`: told what people wait for.
@@ -53,7 +53,7 @@ def pull(
 def _pull(
     store: ModelStore, name: str, wanted: HubModel, alias: Alias | None, max_bytes: int | None, progress: Progress,
     say: Say,
-) -> Record:  # fmt: skip
+) -> NamedModel:  # fmt: skip
     before = store.get(name)
     if before is not None and before.whole and before.commit == wanted.revision and before.missing() is None:
         return before  # a revision that is a commit does not change: the hub need not be asked
@@ -62,7 +62,7 @@ def _pull(
     if before is not None and before.commit != listing.commit and store.in_use(name):
         raise ModelError(f"{name} is in use, and the Hugging Face Hub has a newer one; stop it first (penstock ps)")
     old = before if before is not None and before.commit == listing.commit else None
-    record = Record(
+    record = NamedModel(
         name=name, path=str(listing.path()), repo=wanted.repo, revision=wanted.revision or "", commit=listing.commit,
         licence=listing.licence or (alias.licence if alias is not None else ""), files={} if old is None else old.files,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _check_known(name: str, alias: Alias | None, listing: Listing) -> None:
 
 
 def _check_room(
-    store: ModelStore, record: Record, cache: RepoCache, files: list[HubFile], max_bytes: int | None
+    store: ModelStore, record: NamedModel, cache: RepoCache, files: list[HubFile], max_bytes: int | None
 ) -> None:
     """Before the first byte. Raises ModelError."""
     if max_bytes is not None:
@@ -132,7 +132,7 @@ def _check_room(
     check_space(record.name, cache.root, cache.missing_bytes(files))
 
 
-def name_local(store: ModelStore, path: Path, name: str | None) -> Record:
+def name_local(store: ModelStore, path: Path, name: str | None) -> NamedModel:
     """Give a folder or file of the user's a name; it stays where it is, and `remove` forgets the name only.
 
     Raises ModelError, UnsupportedError for what is no model and for names that cannot be given.
@@ -154,7 +154,7 @@ def name_local(store: ModelStore, path: Path, name: str | None) -> Record:
     known = ALIASES.get(name)
     if known is not None and (path.is_dir() or not known.sha256 or digest_of(path) != known.sha256):
         raise ModelError(f"{name} is the name of another model; choose another --name")
-    record = Record(
+    record = NamedModel(
         name=name, path=str(path.resolve()), whole=True, pulled_s=time.time(),
         quantization=quantization_of(checkpoint), licence=known.licence if known is not None else "",
         files={os.path.relpath(p, root): StoredFile(p.stat().st_size) for p in files},
@@ -165,7 +165,7 @@ def name_local(store: ModelStore, path: Path, name: str | None) -> Record:
     return record
 
 
-def remove(store: ModelStore, name: str) -> tuple[Record, int]:
+def remove(store: ModelStore, name: str) -> tuple[NamedModel, int]:
     """Forget a name and remove the files that Penstock brought for it and nobody else needs; the bytes of these.
 
     Raises ModelError for a name that is none, and for a model in use.
@@ -187,7 +187,7 @@ def remove(store: ModelStore, name: str) -> tuple[Record, int]:
     return record, num_bytes
 
 
-def _drop_files(store: ModelStore, record: Record) -> int:
+def _drop_files(store: ModelStore, record: NamedModel) -> int:
     if not record.repo:
         return 0
     cache = RepoCache(record.repo, record.commit)

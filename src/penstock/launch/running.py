@@ -23,7 +23,7 @@ _MAX_BYTES = 64 << 10
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Running(msgspec.Struct, kw_only=True):
+class RunningServer(msgspec.Struct, kw_only=True):
     """A server. `started`: of its process, in ticks since `boot` ("" where there is no /proc). `where`: host:port, or
     the path of a unix socket (`port` is 0 then). `model`: as it was named; `names`: by which clients call it.
     `num_live`: requests that it answers."""
@@ -51,7 +51,7 @@ def runtime_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"penstock-{os.geteuid()}"
 
 
-def announce_running(entry: Running, folder: Path | None = None) -> bool:
+def announce_running(entry: RunningServer, folder: Path | None = None) -> bool:
     """Write or rewrite the file of a server; whether that was possible. If not, the server runs without it."""
     found = PrivateFolder.open(folder or runtime_folder(), create=True)
     if found is None:
@@ -72,7 +72,7 @@ def end_running(pid: int, folder: Path | None = None) -> None:
             opened.remove(f"{pid}{_SUFFIX}")
 
 
-def running(folder: Path | None = None) -> list[Running]:
+def running(folder: Path | None = None) -> list[RunningServer]:
     """Those that live, by port."""
     found = PrivateFolder.open(folder or runtime_folder(), create=False)
     if found is None:
@@ -85,7 +85,7 @@ def running(folder: Path | None = None) -> list[Running]:
                 continue
             with open(fd, "rb") as file:
                 try:
-                    entry = msgspec.json.decode(file.read(_MAX_BYTES), type=Running)
+                    entry = msgspec.json.decode(file.read(_MAX_BYTES), type=RunningServer)
                 except msgspec.MsgspecError:
                     continue
             if started(entry.pid) == entry.started:
@@ -141,7 +141,7 @@ def _shared_out(pid: int) -> int:
     return 0
 
 
-def find_running(text: str, servers: list[Running]) -> Running:
+def find_running(text: str, servers: list[RunningServer]) -> RunningServer:
     """The server of a model's name, a port or the number of a process. Raises ModelError, naming what there is."""
     named = [s for s in servers if text in (s.model, s.where, str(s.port), str(s.pid), *s.names)]
     if len(named) == 1:
@@ -153,7 +153,7 @@ def find_running(text: str, servers: list[Running]) -> Running:
     raise ModelError(f"no server of yours runs {quoted(text)}; " + (f"there are {there}" if there else "none runs"))
 
 
-def stop_running(entry: Running, *, now: bool = False) -> None:
+def stop_running(entry: RunningServer, *, now: bool = False) -> None:
     """Tell a server to end (SIGTERM): it takes nothing new and ends what it has begun; `now`: not even that.
 
     The process is taken hold of before it is looked at, so that no other one of the same number is hit. Raises

@@ -34,7 +34,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     made: bool = False
 
 
-class Record(msgspec.Struct, kw_only=True):
+class NamedModel(msgspec.Struct, kw_only=True):
     """A model with a name. `path`: what is opened. `repo`, `revision`, `commit`: on the Hugging Face Hub, "" for a
     folder of the user's. `whole`: the pull ended. `quantization`: of most of its bytes."""
 
@@ -93,7 +93,7 @@ class ModelStore:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = cache_folder().parent / "models" if folder is None else folder
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: str) -> NamedModel | None:
         """None too for a file that cannot be trusted or read (a warning says so)."""
         with _opened(self.folder, create=False) as folder:
             return None if folder is None else _read(folder, _file_name(name), name)
@@ -103,7 +103,7 @@ class ModelStore:
         record = self.get(name)
         return record is not None and record.whole and record.missing() is None
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[NamedModel]:
         """By name. What cannot be read is left out."""
         with _opened(self.folder, create=False) as folder:
             if folder is None:
@@ -111,7 +111,7 @@ class ModelStore:
             found = [_read(folder, name, None) for name, _ in folder.files(_SUFFIX)]
         return sorted((record for record in found if record is not None), key=lambda record: record.name)
 
-    def save(self, record: Record) -> None:
+    def save(self, record: NamedModel) -> None:
         """Raises ModelError if the folder cannot be used."""
         with _opened(self.folder, create=True) as folder:
             if folder is None:
@@ -184,13 +184,13 @@ def _opened(path: Path, *, create: bool) -> Iterator[PrivateFolder | None]:
             folder.close()
 
 
-def _read(folder: PrivateFolder, file_name: str, name: str | None) -> Record | None:
+def _read(folder: PrivateFolder, file_name: str, name: str | None) -> NamedModel | None:
     fd = folder.open_file(file_name)
     if fd is None:
         return None
     with open(fd, "rb") as file:
         try:
-            record = msgspec.json.decode(file.read(_MAX_BYTES), type=Record)
+            record = msgspec.json.decode(file.read(_MAX_BYTES), type=NamedModel)
         except msgspec.MsgspecError:
             return None
     return record if name in (None, record.name) else None

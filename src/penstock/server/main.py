@@ -17,7 +17,7 @@ from penstock.base.memory import trim
 from penstock.config import ServeConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
-from penstock.launch.running import Running, announce_running, end_running, started
+from penstock.launch.running import RunningServer, announce_running, end_running, started
 from penstock.launch.store import ModelStore
 from penstock.server.admission.arguments import hide_keys
 from penstock.server.app import http_server
@@ -160,7 +160,7 @@ class Presence:
     def __init__(self, server: Server, model: str, sockets: Sockets) -> None:
         uds, main, pid = server.config.uds, sockets.main, os.getpid()
         self._hold = ModelStore().hold(server.parts["front"].path)
-        self._entry = Running(
+        self._entry = RunningServer(
             pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
             where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1],
             since_s=time.time(),

@@ -11,7 +11,7 @@ import pytest
 from penstock.cli.models import age_text, size_text
 from penstock.launch.aliases import ALIASES
 from penstock.launch.bundled import bundled_model
-from penstock.launch.store import ModelStore, Record, StoredFile
+from penstock.launch.store import ModelStore, NamedModel, StoredFile
 from tests.command import penstock
 
 
@@ -83,8 +83,8 @@ def test_what_is_wrong_is_one_sentence(copy: Path) -> None:
 
 def test_a_pull_that_did_not_end_and_files_that_are_gone_are_said(copy: Path) -> None:
     store = ModelStore()
-    store.save(Record(name="half", path=str(copy), repo="org/half", commit="a" * 40))
-    store.save(Record(name="gone", path=str(copy), whole=True, files={"absent": StoredFile(3)}))
+    store.save(NamedModel(name="half", path=str(copy), repo="org/half", commit="a" * 40))
+    store.save(NamedModel(name="gone", path=str(copy), whole=True, files={"absent": StoredFile(3)}))
     lines = {line.split()[0]: line for line in said(penstock("list")).splitlines()}
     assert "not whole: pull it again" in lines["half"]
     assert "files are gone" in lines["gone"]
