@@ -113,6 +113,19 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_datastore_arguments(datastore)
 
+    from penstock.cli.models import add_arguments as add_models_arguments
+    from penstock.cli.servers import add_arguments as add_servers_arguments
+
+    for name, text in (
+        ("pull", "bring a model by name, or name one of yours"),
+        ("list", "the models that were pulled; --available: those that can be"),
+        ("show", "what a model is: family, context, format, template, licence, files"),
+        ("rm", "remove models that were pulled"),
+    ):
+        add_models_arguments(name, commands.add_parser(name, allow_abbrev=False, help=text))
+    for name, text in (("ps", "the servers that run"), ("stop", "end a server when it has answered")):
+        add_servers_arguments(name, commands.add_parser(name, allow_abbrev=False, help=text))
+
     doctor = commands.add_parser("doctor", help="what this machine and this installation can do, and why not")
     doctor.add_argument("model", nargs="?", help="also say whether and how this model folder would run")
     return parser
@@ -178,6 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from penstock.cli.datastore import datastore
 
             return datastore(args)
+        if args.command in ("pull", "list", "show", "rm"):
+            from penstock.cli.models import models
+
+            return models(args)
+        if args.command in ("ps", "stop"):
+            from penstock.cli.servers import servers
+
+            return servers(args)
         from penstock.cli.doctor import doctor
 
         return doctor(args)

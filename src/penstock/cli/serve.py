@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ def serve(args: argparse.Namespace) -> int:
     config = serve_from_args(with_default_model(args))
     if args.explain:
         explain(config.engine)
+    bring(config.engine)
     from penstock.engine.spawn import spawn
 
     # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
@@ -47,6 +49,21 @@ def refuse_windows(command: str) -> None:
         raise ConfigError(
             f"{command} needs Linux or macOS; on Windows run it in WSL, or use penstock run and penstock.LLM"
         )
+
+
+def bring(engine: EngineConfig) -> None:
+    """Pull a model that is not here while nothing else has begun, so that Ctrl-C ends it. Raises as `local_path`."""
+    from penstock.launch.bundled import bundled_model
+    from penstock.launch.store import ModelStore
+
+    name = engine.model.model
+    if os.path.exists(name) or bundled_model(name) is not None or ModelStore().has(name):
+        return  # found here again, without the imports that pulling takes
+    from penstock.launch.hub import local_path
+    from penstock.launch.progress import loading
+
+    with loading(f"pulling {name}", show_from=0) as progress:
+        local_path(name, engine.model.revision, progress)
 
 
 def explain(engine: EngineConfig) -> None:

@@ -16,6 +16,9 @@ class ServerConfig(Section):
     port: int = setting(8000, "Port to listen on; 0 takes any that is free.", minimum=0, maximum=65535)
     uds: str | None = setting(None, "Listen on this unix socket instead.")
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
+    any_model_name: bool = setting(
+        False, "Answer requests for models of any other name, too, with the model that is served, under its own name."
+    )
     api_key: str | None = setting(None, "Keys of which clients must send one (commas between them); also from the "
                                   "environment, PENSTOCK_API_KEY or VLLM_API_KEY, where other users of the machine "
                                   "cannot read them.")  # fmt: skip

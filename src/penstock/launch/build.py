@@ -29,6 +29,7 @@ from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.rank import build_rank, limits_of, open_files
 from penstock.launch.selection import keeping_of
+from penstock.launch.store import Hold, ModelStore
 from penstock.plan.cost import RooflineTimer
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
@@ -56,6 +57,8 @@ class Engine:
     named_templates: dict[str, str]
     no_tokenizer: str
     """Why there is no tokenizer, if the model has none. An engine that serves has none of its own (`start`)."""
+    hold: Hold
+    """Keeps models that were pulled from being removed."""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -84,6 +87,8 @@ def start(
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)
         draft_models = open_drafts(config, download)
+    drafts = tuple(str(draft_model.checkpoint.path) for draft_model in draft_models)
+    hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
     config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine or probe()
@@ -101,7 +106,7 @@ def start(
         config=config.as_kwargs(),
         plan=msgspec.structs.replace(plan, decisions=()),
         model=str(path),
-        drafts=tuple(str(draft_model.checkpoint.path) for draft_model in draft_models),
+        drafts=drafts,
         warm_grammars=serving and config.cache.warm_grammars,
     )
     clock = MonotonicClock()
@@ -132,6 +137,7 @@ def start(
         chat_template=files.tokenizer.chat_template,
         named_templates=files.tokenizer.named_templates,
         no_tokenizer=files.tokenizer.reason or "the engine was started with skip_tokenizer_init",
+        hold=hold,
     )
 
 

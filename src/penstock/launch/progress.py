@@ -13,14 +13,16 @@ SHOW_FROM_BYTES = 200_000_000
 
 
 @contextmanager
-def loading(label: str = "loading weights") -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes read or downloaded; silent for small models and where stderr is no terminal."""
+def loading(
+    label: str = "loading weights", *, show_from: int = SHOW_FROM_BYTES
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes read or downloaded; silent below `show_from` bytes and where stderr is no terminal."""
     bar: Any = None
     task: Any = None
 
     def report(done: int, total: int) -> None:
         nonlocal bar, task
-        if total < SHOW_FROM_BYTES or not sys.stderr.isatty():
+        if total < show_from or not sys.stderr.isatty():
             return
         if bar is None:
             from rich.console import Console

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,8 @@ from penstock.base.memory import trim
 from penstock.config import ServeConfig
 from penstock.core.messages import EngineInfo
 from penstock.engine.spawn import Spawned
+from penstock.launch.running import RunningServer, announce_running, end_running, started
+from penstock.launch.store import ModelStore
 from penstock.server.admission.arguments import hide_keys
 from penstock.server.app import http_server
 from penstock.server.build import build, close
@@ -73,6 +76,7 @@ async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -
             await asyncio.sleep(0.005)
         trim()
         gc.freeze()  # as in the engine's process: collections need not look at what stays
+        server.closers.append(Presence(server, config.engine.model.model, sockets).stop)
         announce(server, sockets)
         failed = asyncio.create_task(_failed(server))
         await asyncio.wait({running, told, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,6 +152,35 @@ def announce(server: Server, sockets: Sockets) -> None:
         f"or open {where}/ in a browser\n"
     )
     sys.stdout.flush()
+
+
+class Presence:
+    """The file by which `penstock ps` and `stop` find this server, kept up to date; its model is in use meanwhile."""
+
+    def __init__(self, server: Server, model: str, sockets: Sockets) -> None:
+        uds, main, pid = server.config.uds, sockets.main, os.getpid()
+        self._hold = ModelStore().hold(server.parts["front"].path)
+        self._entry = RunningServer(
+            pid=pid, started=started(pid) or "", model=model, names=[server.model_name, *server.aliases],
+            where=os.path.abspath(uds) if uds else _address(main), port=0 if uds else main.getsockname()[1],
+            since_s=time.time(),
+        )  # fmt: skip
+        self._server = server
+        self._known = announce_running(self._entry)
+        self._task = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        while self._known:
+            await asyncio.sleep(1.0)
+            if self._entry.num_live != self._server.client.num_live:
+                self._entry.num_live = self._server.client.num_live
+                await asyncio.to_thread(announce_running, self._entry)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        end_running(self._entry.pid)
+        self._hold.close()
 
 
 def _address(sock: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""Models by their ids: a real HTTP server in this process speaks the few words of the hub that a download needs."""
+"""Models by their ids, over real sockets: see `mock_hub`."""
 
 from __future__ import annotations
 
@@ -7,119 +7,49 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
-import huggingface_hub
 import numpy as np
 import pytest
 from huggingface_hub import constants
 
 from penstock.base.errors import ConfigError, UnsupportedError
 from penstock.families.registry import open_model
-from penstock.launch import hub
-from penstock.launch.hub import HubModel, local_path, parse_id
+from penstock.launch import transfer
+from penstock.launch.aliases import HubModel
+from penstock.launch.hub import local_path
+from penstock.launch.listing import parse_id
 from penstock.weights.load import load_weights
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 from tests.unit.families.test_gguf import model_metadata, split, write_model
 from tests.unit.formats.test_formats import refusal
-
-COMMIT, OLD = "a" * 40, "b" * 40
-TOKEN = "hf_secret"
-
-
-class FakeHub(ThreadingHTTPServer):
-    """`repos`: id -> revision -> folder. `log`: every file that was sent. `gated` ids need the token."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repos: dict[str, dict[str, Path]] = {}
-        self.gated: set[str] = set()
-        self.log: list[str] = []
-        self.broken = False
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        if self.server.broken:
-            return self.answer(503)
-        parts = unquote(self.path.split("?")[0]).strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
-            repo, revision, name = "/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main", None
-        else:
-            repo, revision, name = "/".join(parts[:2]), parts[3], "/".join(parts[4:])
-        revisions = self.server.repos.get(repo)
-        if revisions is None:
-            return self.answer(404, X_Error_Code="RepoNotFound")
-        if repo in self.server.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self.answer(403, X_Error_Code="GatedRepo")
-        names = {"main": COMMIT, "v1": OLD, COMMIT: COMMIT, OLD: OLD}
-        if names.get(revision) not in revisions:
-            return self.answer(404, X_Error_Code="RevisionNotFound")
-        commit = names[revision]
-        folder = revisions[commit]
-        if name is None:
-            files = sorted(p for p in folder.rglob("*") if p.is_file())
-            siblings = [{"rfilename": str(p.relative_to(folder)), "size": p.stat().st_size} for p in files]
-            return self.answer(200, json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode())
-        path = folder / name
-        if not path.is_file():
-            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
-        if self.command == "GET":
-            self.server.log.append(name)
-        return self.answer(200, path.read_bytes(), ETag=f'"{commit}-{name}"', X_Repo_Commit=commit)
+from tests.unit.launch.mock_hub import COMMIT, OLD, TOKEN, MockHub, running
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MockHub]:
     """The hub of this test; the library's settings, which it reads when it is imported, point there."""
-    server = FakeHub()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
+    with running() as server:
+        point_at(server, tmp_path, monkeypatch)
+        yield server
+
+
+def point_at(server: MockHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "penstock"))
+    monkeypatch.setattr(transfer, "SPARE_BYTES", 0)
+    monkeypatch.setattr(transfer, "_WAIT_S", 0.001)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 @pytest.fixture
-def tiny(server: FakeHub, tmp_path: Path) -> Path:
+def tiny(server: MockHub, tmp_path: Path) -> Path:
     """The folder that `org/tiny` has on the hub, with much in it that nobody needs."""
     folder = write_folder(tmp_path / "upstream")
     (folder / "tokenizer_config.json").write_text("{}")
@@ -136,14 +66,14 @@ def tiny(server: FakeHub, tmp_path: Path) -> Path:
 NEEDED = {"config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}
 
 
-def test_a_model_is_downloaded_once_and_only_what_is_needed(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
+def test_a_model_is_downloaded_once_and_only_what_is_needed(server: MockHub, tiny: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     path = local_path("org/tiny", progress=lambda done, total: seen.append((done, total)))
     assert {p.name for p in path.iterdir()} == set(server.log) == NEEDED
     assert len(server.log) == len(NEEDED)
     assert path.is_relative_to(tmp_path / "cache")
-    weights = (tiny / "model.safetensors").stat().st_size
-    assert seen[-1] == (weights, weights)
+    total = sum((tiny / name).stat().st_size for name in NEEDED)
+    assert seen[-1] == (total, total)
     checkpoint = open_model(path)
     assert checkpoint.spec.eos_token_ids == (2, 3)
     loaded = load_weights(checkpoint, checkpoint.spec, "float32")
@@ -153,7 +83,7 @@ def test_a_model_is_downloaded_once_and_only_what_is_needed(server: FakeHub, tin
 
 
 def test_without_a_network_the_cache_is_used(
-    server: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: MockHub, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = local_path("org/tiny")
     caplog.clear()
@@ -173,7 +103,7 @@ def test_without_a_network_the_cache_is_used(
 
 
 def test_an_interrupted_download_is_completed_or_named(
-    server: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    server: MockHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = local_path("org/tiny", weights=False)
     assert {p.name for p in path.iterdir()} == NEEDED - {"model.safetensors"}
@@ -184,7 +114,7 @@ def test_an_interrupted_download_is_completed_or_named(
     assert server.log.count("config.json") == 1
 
 
-def test_revisions(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
+def test_revisions(server: MockHub, tiny: Path, tmp_path: Path) -> None:
     other = write_folder(tmp_path / "older", TINY | {"rms_norm_eps": 0.5})
     server.repos["org/tiny"][OLD] = other
     for given, revision in (("org/tiny@v1", None), ("org/tiny", "v1"), ("org/tiny@v1", "v1"), ("org/tiny", OLD)):
@@ -199,7 +129,7 @@ def test_revisions(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
         local_path(str(tiny), "main")
 
 
-def test_shards_are_those_that_the_index_names(server: FakeHub, tiny: Path) -> None:
+def test_shards_are_those_that_the_index_names(server: MockHub, tiny: Path) -> None:
     from safetensors.numpy import save_file
 
     tensors = tiny_tensors(TINY)
@@ -217,7 +147,7 @@ def test_shards_are_those_that_the_index_names(server: FakeHub, tiny: Path) -> N
     refusal(lambda: local_path("org/tiny"), "lacks 1 of its 2 shards", "'model-1.safetensors'")
 
 
-def test_what_cannot_run_is_refused_before_its_weights_come(server: FakeHub, tiny: Path) -> None:
+def test_what_cannot_run_is_refused_before_its_weights_come(server: MockHub, tiny: Path) -> None:
     (tiny / "config.json").write_text(json.dumps(TINY | {"architectures": ["Unheard"]}))
     refusal(lambda: local_path("org/tiny"), "'Unheard'", kind=UnsupportedError)
     assert "model.safetensors" not in server.log
@@ -229,7 +159,7 @@ def test_what_cannot_run_is_refused_before_its_weights_come(server: FakeHub, tin
     refusal(lambda: local_path("org/tiny"), "neither a config.json with safetensors nor a GGUF file")
 
 
-def test_gguf_files(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_files(server: MockHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "ggufs"
     (folder / "big").mkdir(parents=True)
     write_model(folder / "m-Q8_0.gguf", model_metadata(), kind="Q8_0")
@@ -242,7 +172,7 @@ def test_gguf_files(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     refusal(lambda: local_path("org/m-GGUF"), "2 GGUF models", "org/m-GGUF/big/m-00001-of-00002.gguf")
     server.log.clear()
     path = local_path("org/m-GGUF@main/big/m-00001-of-00002.gguf")
-    assert sorted(server.log) == ["big/m-00001-of-00002.gguf", "big/m-00002-of-00002.gguf"]
+    assert sorted(server.log) == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
     assert open_model(path).spec.vocab_size == 16
     assert local_path("org/m-GGUF/m-Q8_0.gguf").name == "m-Q8_0.gguf"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -254,7 +184,7 @@ def test_gguf_files(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     refusal(lambda: local_path("org/m-GGUF/big/m-00001-of-00002.gguf"), "has no file 'big/m-00002-of-00002.gguf'")
 
 
-def test_private_gated_and_missing_models(server: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_gated_and_missing_models(server: MockHub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal(lambda: local_path("org/absent"), "'org/absent'", "set HF_TOKEN")
     server.gated.add("org/tiny")
     refusal(lambda: local_path("org/tiny"), "'org/tiny' is gated", "HF_TOKEN")
@@ -264,24 +194,24 @@ def test_private_gated_and_missing_models(server: FakeHub, tiny: Path, monkeypat
 
 
 def test_a_full_disk_is_named_before_anything_is_written(
-    server: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    server: MockHub, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda path: usage._replace(free=100))
     refusal(lambda: local_path("org/tiny"), "'org/tiny' needs 0.0 GB", "HF_HOME")
     assert server.log == []
     monkeypatch.undo()
 
 
-def test_a_disk_that_fills_up_is_named(server: FakeHub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> str:
+def test_a_disk_that_fills_up_is_named(server: MockHub, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
+    monkeypatch.setattr(transfer.os, "fsync", full)
     refusal(lambda: local_path("org/tiny"), "the disk is full")
 
 
-def test_what_is_here_wins_over_an_id(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
+def test_what_is_here_wins_over_an_id(server: MockHub, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "org").mkdir()
     write_folder(tmp_path / "org" / "tiny")
     assert local_path("org/tiny") == Path("org/tiny")
@@ -293,7 +223,7 @@ def test_what_is_here_wins_over_an_id(server: FakeHub, tiny: Path, tmp_path: Pat
     ("org/name@v1.0", HubModel("org/name", "v1.0")),
     ("org/name/x.gguf", HubModel("org/name", None, "x.gguf")),
     ("org/name@main/sub/x.gguf", HubModel("org/name", "main", "sub/x.gguf")),
-    ("name", None), ("./org/name", None), ("/org/name", None), ("org/name/x.bin", None), ("org/../name", None),
+    ("name.gguf", None), ("./org/name", None), ("/org/name", None), ("org/name/x.bin", None), ("org/../name", None),
     ("org/name/../x.gguf", None), ("org/name//x.gguf", None), ("~/org/name", None), ("a\0b/c", None), ("", None),
 ])  # fmt: skip
 def test_ids(text: str, want: HubModel | None) -> None:
@@ -302,12 +232,7 @@ def test_ids(text: str, want: HubModel | None) -> None:
         assert local_path(text) == Path(text), "left to open_model, which says what is wrong with it"
 
 
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refusal(lambda: local_path("org/name"), "pip install 'penstock[hub]'")
-
-
-def test_the_command_line_runs_an_id(server: FakeHub, tiny: Path, tmp_path: Path) -> None:
+def test_the_command_line_runs_an_id(server: MockHub, tiny: Path, tmp_path: Path) -> None:
     """The real way in: a fresh process that learns of the hub by its environment."""
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("HF_")},

@@ -22,7 +22,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     server: Server = request.app.state.server
-    name = check_model(server, request.path_params["model"])
+    name = check_model(server, request.path_params["model"], exact=True)
     return as_json(_model(server, name))
 
 

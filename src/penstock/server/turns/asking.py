@@ -169,12 +169,17 @@ def check_stream_options(stream: bool | None, options: object) -> None:
                          param="stream_options")  # fmt: skip
 
 
-def check_model(server: Server, name: str | None) -> str:
-    """The name to answer under. Raises RefusedError (404) for a model that is not served here."""
+def check_model(server: Server, name: str | None, *, exact: bool = False) -> str:
+    """The name to answer under. Raises RefusedError (404) for a model that is not served here.
+
+    `exact`: also where any name is answered (`--any-model-name`).
+    """
     if not name:
         return server.model_name
     if name == server.model_name or name in server.aliases:
         return name
+    if server.config.any_model_name and not exact:
+        return server.model_name
     served = ", ".join([server.model_name, *server.aliases])
     raise RefusedError(
         f"the model {name[:80]!r} is not served here; served is {served}",

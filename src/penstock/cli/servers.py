@@ -1,0 +1,64 @@
+"""`penstock ps | stop`: the servers of this user that run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+
+def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+    if command == "stop":
+        parser.description = (
+            "End a server: it takes nothing new, ends what it has begun (--shutdown-timeout), and goes."
+        )
+        parser.add_argument("server", metavar="NAME|PORT", help="its model, its port, or its pid (penstock ps)")
+        parser.add_argument("--now", action="store_true", help="do not wait for what it has begun")
+        parser.add_argument(
+            "--timeout", type=float, default=90.0, metavar="SECONDS", help="wait this long (default: 90)"
+        )
+
+
+def servers(args: argparse.Namespace) -> int:
+    """Run one of the commands. Raises ModelError."""
+    return _ps() if args.command == "ps" else _stop(args)
+
+
+def _ps() -> int:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from penstock.cli.models import age_text, size_text
+    from penstock.launch.running import memory_bytes, running
+    from penstock.report.tables import table
+
+    console, rows = Console(highlight=False), []
+    for entry in running():
+        memory, busy = size_text(memory_bytes(entry.pid)), _requests(entry.num_live) if entry.num_live else "idle"
+        rows.append([escape(entry.names[0]), entry.where, str(entry.pid), memory, age_text(entry.since_s), busy])
+    if rows:
+        console.print(table(["MODEL", "WHERE", "PID", "MEMORY", "SINCE", "BUSY"], rows, left=2))
+    else:
+        console.print("No server of yours runs; begin one: penstock serve MODEL")
+    return 0
+
+
+def _requests(num: int) -> str:
+    return f"{num} request{'' if num == 1 else 's'}"
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from penstock.launch.running import find_running, running, started, stop_running
+
+    entry = find_running(args.server, running())
+    stop_running(entry, now=args.now)
+    if entry.num_live and not args.now:
+        print(f"{entry.names[0]} ends what it has begun ({_requests(entry.num_live)})", file=sys.stderr)
+    ends_s = time.monotonic() + args.timeout
+    while started(entry.pid) == entry.started and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    if started(entry.pid) == entry.started:
+        print(f"{entry.names[0]} (pid {entry.pid}) has not ended yet; --now ends it at once", file=sys.stderr)
+        return 1
+    print(f"stopped {entry.names[0]} ({entry.port or entry.where})")
+    return 0
