@@ -117,6 +117,12 @@ class Chromium:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def fresh(self, url: str) -> None:
+        """As a user who has never been at `url`'s server: nothing is kept for it. Events so far are forgotten."""
+        self.open(url)
+        self.run("localStorage.clear(); sessionStorage.clear()")
+        self.events.clear()
+
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -133,7 +139,7 @@ class Chromium:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: int = 0) -> None:
-        extra = {"text": "\r"} if key == "Enter" else {}
+        extra = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra)
 

@@ -1,4 +1,4 @@
-"""The playground at /. Its files hold no secrets and need no key; what they ask for does."""
+"""The playground at / and the viewer of the API at /docs. Their files hold no secrets and need no key; what they ask for does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 from penstock.server.errors import WireError
 
 FOLDER = Path(__file__).parent.parent / "page"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -25,13 +25,13 @@ HEADERS = {
 
 @cache
 def files() -> dict[str, tuple[bytes, str, str]]:
-    """name -> (content, media type, entity tag)."""
+    """path below the folder -> (content, media type, entity tag)."""
     found = {}
-    for path in sorted(FOLDER.iterdir()):
+    for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:
             content = path.read_bytes()
             tag = '"' + hashlib.blake2b(content, digest_size=12).hexdigest() + '"'
-            found[path.name] = (content, TYPES[path.suffix], tag)
+            found[path.relative_to(FOLDER).as_posix()] = (content, TYPES[path.suffix], tag)
     return found
 
 
@@ -50,11 +50,17 @@ async def page(request: Request) -> Response:
     return _file(request, "index.html")
 
 
+async def docs(request: Request) -> Response:
+    return _file(request, "docs.html")
+
+
 async def asset(request: Request) -> Response:
     return _file(request, request.path_params["name"])
 
 
 ROUTES: list[BaseRoute] = [
     Route("/", page, methods=["GET"]),
-    Route("/page/{name}", asset, methods=["GET"]),
+    Route("/docs", docs, methods=["GET"]),
+    Route("/page/{name:path}", asset, methods=["GET"]),
 ]
+DOCS = {("GET", "/docs"): ("This interface as a page where it can be tried", None, None)}
