@@ -23,9 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "src/penstock/server/page/vendor"
-LANGUAGES = (
-    "bash c cpp css diff go ini java javascript json markdown python rust sql typescript xml yaml"
-).split()  # fmt: skip
+LANGUAGES = "bash c cpp css diff go ini java javascript json markdown python rust sql typescript xml yaml".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ PACKAGES = (
     ),
     Package(
         "swagger-ui-dist", "5.35.0", "Apache-2.0", "LICENSE",
-        {"swagger-ui-bundle.js": "swagger-ui.js", "swagger-ui.css": "swagger-ui.css", "NOTICE": "NOTICE-swagger-ui-dist.txt",
-         "swagger-ui-bundle.js.LICENSE.txt": "NOTICE-swagger-ui-bundle.txt"},
+        {"swagger-ui-bundle.js": "swagger-ui.js", "swagger-ui.css": "swagger-ui.css",
+         "NOTICE": "NOTICE-swagger-ui-dist.txt", "swagger-ui-bundle.js.LICENSE.txt": "NOTICE-swagger-ui-bundle.txt"},
     ),
-    Package("axe-core", "4.14.1", "MPL-2.0", "LICENSE", 
+    Package("axe-core", "4.14.1", "MPL-2.0", "LICENSE",
             {"axe.min.js": "axe.js", "LICENSE-3RD-PARTY.txt": "NOTICE-axe-core.txt"}, "tests/data/axe"),
 )  # fmt: skip
 

@@ -118,10 +118,12 @@ class Chromium:
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def fresh(self, url: str) -> None:
-        """As a user who has never been at `url`'s server: nothing is kept for it. Events so far are forgotten."""
-        self.open(url)
-        self.run("localStorage.clear(); sessionStorage.clear()")
+        """Open `url` as a user who has never been there: nothing is kept. Events so far are forgotten."""
         self.events.clear()
+        clear = "localStorage.clear(); sessionStorage.clear()"
+        script = self.call("Page.addScriptToEvaluateOnNewDocument", source=clear)["identifier"]
+        self.open(url)
+        self.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""

@@ -1,4 +1,4 @@
-"""A real server on a real socket: the bundled model, the engine as a process of its own; and a browser that looks at one."""
+"""A real server on a real socket: the bundled model, the engine as a process of its own; and a browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.launch.bundled import bundled_model
 from penstock.server.live import LiveServer
 from tests.api.chromium import Chromium, find
 
-READY = "document.getElementById('state').textContent === 'ready'"
+READY = "document.getElementById('state')?.textContent === 'ready'"
 ANSWERED = "document.querySelector('.turn.model:last-child .facts')"
 needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (apt-get install chromium)")
 
@@ -23,6 +23,12 @@ def ask(page: Chromium, text: str, **fields: str) -> None:
         page.run(f"document.getElementById({name!r}).value = {value!r}")
     page.type("#prompt", text)
     page.press("Enter", 13)
+
+
+def reload(page: Chromium) -> None:
+    page.run("window.old = true")
+    page.call("Page.reload")
+    page.until(f"!window.old && {READY}")
 
 
 def bundled() -> str:
@@ -69,8 +75,7 @@ def browser() -> Iterator[Chromium]:
 def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     """The page of `shown`, ready, nothing kept. Afterwards nothing has complained, or was asked of anybody else."""
     browser.look(1280, 900)
-    browser.fresh(shown.url + "/page/icon.svg")
-    browser.open(shown.url + "/")
+    browser.fresh(shown.url + "/")
     browser.until(READY)
     yield browser
     assert browser.complaints == []

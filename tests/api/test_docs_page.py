@@ -42,7 +42,7 @@ def test_every_example_of_the_document_works(shown: LiveServer) -> None:
 
 
 def operation(path: str) -> str:
-    return f"[...document.querySelectorAll('.opblock')].find((b) => b.querySelector('.opblock-summary-path')?.dataset.path === '{path}')"
+    return f"document.querySelector('.opblock-summary-path[data-path=\"{path}\"]')?.closest('.opblock')"
 
 
 @needs_browser
@@ -50,8 +50,7 @@ def operation(path: str) -> str:
 def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
     with small(**({"api_key": key} if key else {})) as server:
         browser.look(1280, 900)
-        browser.fresh(server.url + "/page/icon.svg")
-        browser.open(server.url + "/docs")
+        browser.fresh(server.url + "/docs")
         if key:
             browser.until("!document.getElementById('key-form').hidden")
             browser.type("#key", "wrong")
@@ -62,9 +61,9 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
             browser.press("Enter", 13)
             browser.events[:] = [e for e in browser.events if "401 (Unauthorized)" not in str(e)]
         block = operation("/v1/completions")
-        browser.until(block)
+        browser.until(f"!!{block}")
         browser.run(f"{block}.querySelector('.opblock-summary-control').click()")
-        browser.until(f"{block}.querySelector('.try-out__btn')")
+        browser.until(f"!!{block}.querySelector('.try-out__btn')")
         browser.run(f"{block}.querySelector('.try-out__btn').click()")
         browser.until(f"{block}.querySelector('.body-param__text')?.value.includes('Once upon a time')")
         browser.run(f"{block}.querySelector('.execute').click()")
@@ -84,7 +83,7 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_fits(browser: Chromium, shown: LiveServer, width: int) -> None:
     colours = set()
-    browser.fresh(shown.url + "/page/icon.svg")
+    browser.fresh(shown.url + "/docs")
     for scheme in ("light", "dark"):
         browser.look(width, 800, scheme, mobile=width < 500)
         browser.open(shown.url + "/docs")

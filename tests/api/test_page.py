@@ -93,7 +93,7 @@ def test_a_chat_is_streamed_into_the_page(page: Chromium, shown: LiveServer) -> 
         const watch = { childList: true, subtree: true, characterData: true };
         new MutationObserver(() => seen.add(said())).observe(document.getElementById('log'), watch);
     }""")
-    ask(page, "Tell me a story about a mill.", max_tokens="24", seed="3", temperature="1")
+    ask(page, "Tell me a story about a mill.", max_tokens="80", seed="3", temperature="1")
     page.until(ANSWERED)
     output = endings.wait()
     assert page.run("document.querySelector('.turn.user .text').textContent") == "Tell me a story about a mill."

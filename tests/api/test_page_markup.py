@@ -1,8 +1,10 @@
+# ruff: noqa: E501
 """Nothing that a model writes acts, loads or looks like the page: a corpus of attacks, in a browser."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +13,14 @@ import pytest
 from penstock.server.live import LiveServer
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from tests.api.chromium import Chromium
-from tests.api.conftest import READY, ask, needs_browser
+from tests.api.conftest import READY, ask, needs_browser, reload
 from tests.api.scripted import Scripts
 
 pytestmark = needs_browser
 HIT = "window.hacked = 1"
-ALLOWED = set("a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr ins kbd li mark ol p pre small span strong sub sup "
-              "table tbody td th thead tr u ul".split())  # fmt: skip
+ALLOWED = re.compile("a|blockquote|br|button|code|del|div|em|h[1-6r]|ins|kbd|li|mark|ol|p|pre|small|span|strong|sub|sup|"
+                     "table|tbody|td|th|thead|tr|u|ul")  # fmt: skip
+ATTRIBUTES = set("align aria-label class href rel role start tabindex target title type".split())  # noqa: SIM905
 HTML = [
     f"<script>{HIT}</script>",
     f"<SCRIPT SRC=//evil.example/x.js>{HIT}</SCRIPT>",
@@ -100,8 +103,7 @@ FOUND = """(() => {
 def bare(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     """The page without its policy: what is tried here has only the sanitiser in its way."""
     browser.call("Page.setBypassCSP", enabled=True)
-    browser.fresh(shown.url + "/page/icon.svg")
-    browser.open(shown.url + "/")
+    browser.fresh(shown.url + "/")
     browser.until(READY)
     yield browser
     browser.call("Page.setBypassCSP", enabled=False)
@@ -110,21 +112,9 @@ def bare(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
 
 def harmless(page: Chromium, shown: LiveServer, what: str) -> None:
     for name, attributes, space, href, classes in page.run(FOUND):
-        assert name in ALLOWED, f"{what}: <{name}>"
+        assert ALLOWED.fullmatch(name), f"{what}: <{name}>"
         assert space.endswith("xhtml"), what
-        assert set(attributes) <= {
-            "align",
-            "aria-label",
-            "class",
-            "href",
-            "rel",
-            "role",
-            "start",
-            "tabindex",
-            "target",
-            "title",
-            "type",
-        }, what
+        assert set(attributes) <= ATTRIBUTES, what
         assert not href or href.startswith(("https://", "http://", "mailto:")), what
         assert not {"tip", "key-form", "main"} & set(classes.split()), what
     assert page.run("window.hacked") is None, what
@@ -205,8 +195,8 @@ def test_every_place_of_a_conversation_is_safe(page: Chromium, monkeypatch: pyte
         page.run("document.querySelector('.results button').click()")
         page.until("document.querySelectorAll('.turn.model').length === 2 && !document.querySelector('.busy')")
     if part == "saved":
-        page.call("Page.reload")
-        page.until(f"{READY} && document.querySelector('.turn.model')")
+        reload(page)
+        page.until("document.querySelector('.turn.model')")
     page.run("for (const box of document.querySelectorAll('details')) box.open = true")
     page.run("new Promise((done) => setTimeout(done, 100))")
     assert page.run("window.hacked") is None
@@ -216,6 +206,5 @@ def test_every_place_of_a_conversation_is_safe(page: Chromium, monkeypatch: pyte
         )
         == 0
     )
-    assert page.run(
-        "[...document.querySelectorAll('#log a')].every((a) => /^(https?:|mailto:)/.test(a.getAttribute('href') ?? 'http:'))"
-    )
+    links = page.run("[...document.querySelectorAll('#log a')].map((a) => a.getAttribute('href') ?? 'http:')")
+    assert all(link.startswith(("http:", "https:", "mailto:")) for link in links)

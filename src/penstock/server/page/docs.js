@@ -3,6 +3,12 @@
 import { get, key, setKey } from "./api.js";
 import { $ } from "./dom.js";
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function shade() {
+  document.documentElement.classList.toggle("dark-mode", dark.matches);
+}
+
 async function show() {
   $("note").textContent = "";
   let spec = null;
@@ -25,7 +31,7 @@ async function show() {
     domNode: $("viewer"),
     deepLinking: true,
     docExpansion: "list",
-    defaultModelsExpandDepth: 0,
+    defaultModelsExpandDepth: -1, // they stand with the operations
     validatorUrl: null,
     supportedSubmitMethods: ["get", "post", "delete", "put", "patch"],
     requestInterceptor(request) {
@@ -40,4 +46,6 @@ $("key-form").addEventListener("submit", (e) => {
   setKey($("key").value.trim());
   show();
 });
+dark.addEventListener("change", shade);
+shade();
 show();

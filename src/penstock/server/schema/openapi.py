@@ -63,10 +63,11 @@ def document(modules: Iterable[ModuleType], version: str) -> dict[str, Any]:
     for module, path, method, entry in found:
         if not path.startswith(_HIDDEN):
             made = _operation(path, method, entry, shapes, examples.get(path))
-            paths.setdefault(path, {})[method.lower()] = {"tags": [module.__name__.rpartition(".")[2]]} | made
+            paths.setdefault(path, {})[method.lower()] = {"tags": [_name(module)]} | made
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": version},
+        "tags": [{"name": _name(module)} for module in modules],
         "paths": dict(sorted(paths.items())),
         "components": {
             "schemas": components,
@@ -74,6 +75,10 @@ def document(modules: Iterable[ModuleType], version: str) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 def _operations(module: ModuleType) -> Iterable[tuple[str, str, tuple[str, type | None, type | None] | None]]:
