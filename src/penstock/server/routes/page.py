@@ -1,4 +1,4 @@
-"""The playground at / and the viewer of the API at /docs. Their files hold no secrets and need no key; what they ask for does."""
+"""The playground at / and the interface at /docs: files without secrets, and without a key; what they ask for needs one."""
 
 from __future__ import annotations
 
