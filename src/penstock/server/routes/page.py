@@ -1,4 +1,4 @@
-"""The playground at / and the interface at /docs: files without secrets, and without a key; what they ask for needs one."""
+"""The playground at / and the interface at /docs. Their files are no secrets and need no key; what they ask for does."""
 
 from __future__ import annotations
 
