@@ -67,11 +67,10 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
         browser.run(f"{block}.querySelector('.try-out__btn').click()")
         browser.until(f"{block}.querySelector('.body-param__text')?.value.includes('Once upon a time')")
         browser.run(f"{block}.querySelector('.execute').click()")
-        status = browser.until(f"{block}.querySelector('.live-responses-table .response-col_status')?.textContent")
+        cell = block + ".querySelector('.live-responses-table tbody .response-col_"
+        status = browser.until(f"{cell}status')?.textContent")
         assert status.startswith("200")
-        said = browser.until(
-            f"{block}.querySelector('.live-responses-table .response-col_description pre')?.textContent"
-        )
+        said = browser.until(f"{cell}description pre')?.textContent")
         assert json.loads(said)["object"] == "text_completion"
         foreign = {url for url in browser.requested if not url.startswith((server.url, "data:", "blob:"))}
         assert foreign == set()

