@@ -117,6 +117,14 @@ class Chromium:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
+    def fresh(self, url: str) -> None:
+        """Open `url` as a user who has never been there: nothing is kept. Events so far are forgotten."""
+        self.events.clear()
+        clear = "localStorage.clear(); sessionStorage.clear()"
+        script = self.call("Page.addScriptToEvaluateOnNewDocument", source=clear)["identifier"]
+        self.open(url)
+        self.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -133,7 +141,7 @@ class Chromium:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, code: int = 0) -> None:
-        extra = {"text": "\r"} if key == "Enter" else {}
+        extra = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **extra)
 

@@ -1,4 +1,4 @@
-"""A real server on a real socket: the bundled model, the engine as a process of its own."""
+"""A real server on a real socket: the bundled model, the engine as a process of its own; and a browser."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ import pytest
 from penstock.config import serve_from_kwargs
 from penstock.launch.bundled import bundled_model
 from penstock.server.live import LiveServer
+from tests.api.chromium import Chromium, find
+
+READY = "document.getElementById('state')?.textContent === 'ready'"
+ANSWERED = "document.querySelector('.turn.model:last-child .facts')"
+needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (apt-get install chromium)")
+
+
+def ask(page: Chromium, text: str, **fields: str) -> None:
+    """As a user would, with some fields filled in."""
+    for name, value in fields.items():
+        page.run(f"document.getElementById({name!r}).value = {value!r}")
+    page.type("#prompt", text)
+    page.press("Enter", 13)
+
+
+def reload(page: Chromium) -> None:
+    page.run("window.old = true")
+    page.call("Page.reload")
+    page.until(f"!window.old && {READY}")
 
 
 def bundled() -> str:
@@ -33,3 +52,32 @@ def live() -> Iterator[LiveServer]:
 def http(live: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=live.url, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def shown() -> Iterator[LiveServer]:
+    """What the tests of pages look at: the engine is in a thread, so that they can change what it says."""
+    from tests.api.watch import small
+
+    with small() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Chromium]:
+    path = find()
+    assert path is not None, "tests that take a browser are marked needs_browser"
+    with Chromium(path) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
+    """The page of `shown`, ready, nothing kept. Afterwards nothing has complained, or was asked of anybody else."""
+    browser.look(1280, 900)
+    browser.fresh(shown.url + "/")
+    browser.until(READY)
+    yield browser
+    assert browser.complaints == []
+    assert {url.split("/")[2] for url in browser.requested if not url.startswith("data:")} == {shown.url.split("/")[2]}
+    browser.call("Page.navigate", url="about:blank")

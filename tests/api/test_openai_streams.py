@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Iterable
 from itertools import chain
@@ -172,13 +171,3 @@ def test_a_reader_that_is_too_slow_is_given_up() -> None:
 
     asyncio.run(run())
     assert source.aborted
-
-
-# -- the page ------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_lists_every_shape_it_links_to(http: httpx.Client) -> None:
-    page = http.get("/docs").text
-    links = set(re.findall(r"href='#([^']+)'", page))
-    assert links
-    assert links <= set(re.findall(r"id='([^']+)'", page))

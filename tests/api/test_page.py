@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,46 +13,11 @@ from penstock.server.live import LiveServer
 from penstock.server.routes.page import FOLDER, files
 from penstock.server.turns.logprobs import TokenTexts, Written
 from penstock.text.detokenize import IncrementalDetokenizer
-from tests.api.chromium import Chromium, find
+from tests.api.chromium import Chromium
+from tests.api.conftest import ANSWERED, READY, ask, needs_browser
 from tests.api.watch import Endings, small
 
-READY = "document.getElementById('state').textContent === 'ready'"
-ANSWERED = "document.querySelector('.turn.model:last-child .facts')"
-HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>&lt;b&gt;'
-browser_path = find()
-needs_browser = pytest.mark.skipif(browser_path is None, reason="no Chromium here (apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def shown() -> Iterator[LiveServer]:
-    with small() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert browser_path is not None
-    with Chromium(browser_path) as running:
-        yield running
-
-
-@pytest.fixture
-def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
-    """The page of `shown`, ready. Afterwards nothing has complained, and nothing was asked of anybody else."""
-    browser.events.clear()
-    browser.look(1280, 900)
-    browser.open(shown.url + "/")
-    browser.until(READY)
-    yield browser
-    assert browser.complaints == []
-    assert {url.split("/")[2] for url in browser.requested if not url.startswith("data:")} == {shown.url.split("/")[2]}
-
-
-def ask(page: Chromium, text: str, **fields: str) -> None:
-    for name, value in fields.items():
-        page.run(f"document.getElementById({name!r}).value = {value!r}")
-    page.type("#prompt", text)
-    page.press("Enter", 13)
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script><b>'
 
 
 # -- without a browser -----------------------------------------------------------------------------------------------
@@ -67,6 +31,7 @@ def test_the_page_needs_no_key_and_its_policy_forbids_everything_foreign() -> No
             policy = answer.headers["content-security-policy"]
             assert "default-src 'self'" in policy
             assert "unsafe" not in policy
+            assert "require-trusted-types-for 'script'" in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert "sesame" not in answer.text
         assert httpx.get(server.url + "/internal/state").status_code == 401
@@ -76,21 +41,25 @@ def test_what_the_page_asks_for_exists(shown: LiveServer) -> None:
     html = httpx.get(shown.url + "/").text
     wanted = set(re.findall(r'(?:src|href)="(page/[^"]+)"', html))
     for name, (content, _, _) in files().items():
-        if name.endswith(".js"):
+        if name.endswith(".js") and "/" not in name:
             wanted |= {"page/" + other for other in re.findall(r'from "\./([^"]+)"', content.decode())}
-    assert len(wanted) >= 6
+    assert len(wanted) >= 15
     for path in wanted:
         assert httpx.get(f"{shown.url}/{path}").status_code == 200, path
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline() -> None:
+    """Of what is ours. What others wrote is vendored as it is, and the policy and the browser tests hold it."""
     for name, (content, _, _) in files().items():
+        if name.startswith("vendor/"):
+            continue
         text = content.decode()
         assert set(re.findall(r"(?:https?:)?//[a-z][\w.]+", text)) <= {"http://www.w3.org"}, name
         if name.endswith(".js"):
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text), name
-    html = files()["index.html"][0].decode()
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)
+    for name in ("index.html", "docs.html"):
+        html = files()[name][0].decode()
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)
 
 
 @pytest.mark.parametrize("path", ["/page/nothing.js", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/", "/page"])
@@ -108,29 +77,22 @@ def test_an_unchanged_file_is_not_sent_again(shown: LiveServer) -> None:
 
 def test_the_package_contains_the_page() -> None:
     assert {"index.html", "style.css", "main.js", "icon.svg"} <= set(files())
-    assert all(path.suffix in (".html", ".css", ".js", ".svg") for path in FOLDER.iterdir())
+    known = (".html", ".css", ".js", ".svg", ".txt", ".json")
+    assert all(path.suffix in known for path in FOLDER.rglob("*") if path.is_file())
 
 
 # -- in a browser ----------------------------------------------------------------------------------------------------
 
 
 @needs_browser
-def test_a_chat_is_streamed_into_the_page(page: Chromium, shown: LiveServer) -> None:
+def test_a_chat_comes_into_the_page(page: Chromium, shown: LiveServer) -> None:
     endings = Endings(shown)
-    page.run("""{
-        window.seen = new Set();
-        const said = () => document.querySelector('.turn.model .text:not(.given)')?.textContent.length;
-        const watch = { childList: true, subtree: true, characterData: true };
-        new MutationObserver(() => seen.add(said())).observe(document.getElementById('log'), watch);
-    }""")
     ask(page, "Tell me a story about a mill.", max_tokens="24", seed="3", temperature="1")
     page.until(ANSWERED)
     output = endings.wait()
-    assert page.run("document.querySelector('.turn.user').textContent") == "Tell me a story about a mill."
+    assert page.run("document.querySelector('.turn.user .text').textContent") == "Tell me a story about a mill."
     said = page.run("document.querySelector('.turn.model .text:not(.given)').textContent")
-    assert said == output.outputs[0].text != ""
-    if len(output.outputs[0].token_ids) > 3:
-        assert page.run("seen.size") > 3, "it came in one piece"
+    assert said.split() == output.outputs[0].text.split() != []
     facts = page.run(f"{ANSWERED}.textContent")
     assert f"{len(output.outputs[0].token_ids)} tokens" in facts
     assert f"prompt {len(output.prompt_token_ids)}, {output.num_cached_tokens} cached" in facts
@@ -155,7 +117,7 @@ def test_parameters_reach_the_model(page: Chromium, shown: LiveServer) -> None:
     assert sent["stop"] == ["\n", "zzz"]
     assert sent["messages"][0] == {"role": "system", "content": "You are a miller."}
     assert "seed" not in sent
-    page.run("document.getElementById('clear').click()")
+    page.run("document.getElementById('new').click()")
     ask(page, "Once upon a time", system="")
     page.until(ANSWERED)
     assert len(endings.wait().prompt_token_ids) < with_system
@@ -284,10 +246,23 @@ def test_it_fits_every_width_by_day_and_night(page: Chromium, width: int) -> Non
 def test_everything_can_be_reached_by_keyboard_and_has_a_name(page: Chromium) -> None:
     page.run("document.getElementById('settings').open = true; document.querySelector('.skip').focus()")
     reached = []
-    for _ in range(20):
+    for _ in range(26):
         page.press("Tab", 9)
         reached.append(page.run("document.activeElement.id"))
-    assert {"tab-chat", "probs", "clear", "prompt", "send", "temperature", "seed", "system", "stops"} <= set(reached)
+    assert {
+        "tab-chat",
+        "probs",
+        "new",
+        "history-open",
+        "keys-open",
+        "prompt",
+        "attach",
+        "send",
+        "temperature",
+        "seed",
+        "system",
+        "stops",
+    } <= set(reached)
     tree = page.call("Accessibility.getFullAXTree")["nodes"]
     roles: dict[str, list[Any]] = {}
     for node in tree:

@@ -30,8 +30,8 @@ from penstock.server.context import Server
 from penstock.server.errors import WireError
 
 log = logging.getLogger("penstock.server")
-OPEN_PATHS = ("/health", "/ready", "/")
-"""/ and what is below /page/ are the playground's files: they ask for the key that its requests need."""
+OPEN_PATHS = ("/health", "/ready", "/", "/docs")
+"""/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
 ENVIRONMENT = ("PENSTOCK_API_KEY", "VLLM_API_KEY")
 ADMIN_ENVIRONMENT = "PENSTOCK_ADMIN_API_KEY"
 CHECK_S = 1.0

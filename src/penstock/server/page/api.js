@@ -9,15 +9,18 @@ export class ApiError extends Error {
   }
 }
 
-export function setKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
+export function setKey(text) {
+  if (text) sessionStorage.setItem(KEY, text);
   else sessionStorage.removeItem(KEY);
+}
+
+export function key() {
+  return sessionStorage.getItem(KEY);
 }
 
 function headers(body) {
   const found = {};
-  const key = sessionStorage.getItem(KEY);
-  if (key) found.authorization = "Bearer " + key;
+  if (key()) found.authorization = "Bearer " + key();
   if (body) found["content-type"] = "application/json";
   return found;
 }

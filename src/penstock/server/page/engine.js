@@ -1,8 +1,7 @@
 // The live view of the engine, drawn once a second from internal/state.
 
-import { element } from "./play.js";
+import { $, element } from "./dom.js";
 
-const $ = (id) => document.getElementById(id);
 const SHOWN = 120; // seconds
 const CELLS = 240;
 
@@ -27,7 +26,6 @@ export class EngineView {
   }
 
   show(state) {
-    $("model").textContent = state.model;
     document.title = state.model + " · Penstock";
     this.badge(state.unready ?? "ready", state.unready ? "bad" : "ready");
     const { load, engine } = state;

@@ -1,13 +1,16 @@
 import { get, setKey } from "./api.js";
+import { $, element } from "./dom.js";
 import { EngineView } from "./engine.js";
+import { History } from "./history.js";
+import { listen } from "./keys.js";
 import { Playground } from "./play.js";
+import { read, write } from "./store.js";
 
-const $ = (id) => document.getElementById(id);
 const EVERY_MS = 1000;
-let model = "", timer = 0;
+let timer = 0, served = "";
 
 function wantKey() {
-  document.querySelector("nav").hidden = true; // links cannot take the key along
+  $("metrics").hidden = true; // a link cannot take the key along
   if ($("key-form").hidden) {
     $("key-form").hidden = false;
     $("key").focus();
@@ -15,14 +18,32 @@ function wantKey() {
 }
 
 const view = new EngineView();
-const play = new Playground({ model: () => model, wantKey });
+const play = new Playground({ model: () => $("model").value, wantKey });
+const history = new History({
+  open: (chat) => play.open(chat),
+  deleted: (id) => play.forget(id),
+  cleared: () => play.cleared(),
+  current: () => play.chat.id,
+});
+listen(play, history);
+
+// The models that may be asked. The one chosen last stays chosen.
+async function models() {
+  const { data } = await get("v1/models");
+  const wanted = $("model").value || read("model");
+  $("model").replaceChildren(...data.map(({ id }) => element("option", "", id)));
+  if (data.some(({ id }) => id === wanted)) $("model").value = wanted;
+}
 
 async function look() {
   clearTimeout(timer);
   let wait = EVERY_MS;
   try {
     const state = await get("internal/state?points=" + view.wanted);
-    model = state.model;
+    if (state.model !== served) {
+      await models();
+      served = state.model;
+    }
     play.allowChat(state.chat);
     view.show(state);
     $("key-form").hidden = true;
@@ -33,11 +54,13 @@ async function look() {
       return; // until there is one
     }
     view.badge(error.status ? error.message : "not reachable", "bad");
+    served = ""; // another server may answer next
     wait = 3 * EVERY_MS;
   }
   if (!document.hidden) timer = setTimeout(look, wait);
 }
 
+$("model").addEventListener("change", () => write("model", $("model").value));
 $("key-form").addEventListener("submit", async (e) => {
   e.preventDefault();
   setKey($("key").value.trim());
@@ -47,5 +70,5 @@ $("key-form").addEventListener("submit", async (e) => {
   else $("prompt").focus();
 });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
-$("settings").open = matchMedia("(min-width: 60rem)").matches;
+$("settings").open = matchMedia("(min-width: 60rem) and (min-height: 60rem)").matches;
 look();

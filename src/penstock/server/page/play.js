@@ -1,192 +1,317 @@
-// The playground. What the model says only ever becomes text nodes.
+// The playground: a conversation, what is asked next, and the answer as it comes.
 
 import { ApiError, post } from "./api.js";
-import { TokenView } from "./tokens.js";
+import { $, announce } from "./dom.js";
+import { Attachments, withFiles } from "./files.js";
+import { Settings } from "./settings.js";
+import * as store from "./store.js";
+import { AnswerView, toolTurn, userTurn } from "./turns.js";
 
-const $ = (id) => document.getElementById(id);
-
-export function element(name, className, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
+const SPOKEN = 3000; // characters of an answer that screen readers are given at once
 
 const ms = (t) => (t < 1000 ? t.toFixed(t < 10 ? 1 : 0) + " ms" : (t / 1000).toFixed(2) + " s");
+
+// Streamed pieces of tool calls, put together.
+function addCalls(calls, deltas = []) {
+  for (const { index = 0, id, type, function: part } of deltas) {
+    calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+    const call = calls[index];
+    if (id) call.id = id;
+    if (type) call.type = type;
+    call.function.name += part?.name ?? "";
+    call.function.arguments += part?.arguments ?? "";
+  }
+}
 
 export class Playground {
   constructor({ model, wantKey }) {
     this.model = model;
     this.wantKey = wantKey;
-    this.kind = "chat";
-    this.messages = [];
     this.running = null;
+    this.editing = null;
+    this.leftovers = [];
+    this.settings = new Settings();
+    this.files = new Attachments();
+    this.chat = this.fresh("chat");
     for (const kind of ["chat", "completion"]) $("tab-" + kind).addEventListener("click", () => this.choose(kind));
     document.querySelector("[role=tablist]").addEventListener("keydown", (e) => {
       if (e.target.role !== "tab" || !["ArrowLeft", "ArrowRight"].includes(e.key)) return;
-      const other = this.kind === "chat" ? "completion" : "chat";
+      const other = this.chat.kind === "chat" ? "completion" : "chat";
       if (!$("tab-" + other).disabled) this.choose(other, true);
     });
     $("ask").addEventListener("submit", (e) => { e.preventDefault(); this.send(); });
-    $("prompt").addEventListener("keydown", (e) => {
-      if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); this.send(); }
-    });
     $("stop").addEventListener("click", () => this.stop());
-    $("clear").addEventListener("click", () => this.clear());
+    $("new").addEventListener("click", () => this.begin());
+    $("edit-cancel").addEventListener("click", () => this.edit(null));
     $("probs").addEventListener("change", () => this.hint());
-    this.hint();
+    store.onDeleted((id) => this.forget(id));
+    const last = store.load(store.current());
+    if (last) this.open(last);
+    else this.show();
+  }
+
+  fresh(kind) {
+    return { id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), kind, turns: [], views: [], kept: true };
   }
 
   // A model without a chat template can only complete.
   allowChat(yes) {
     $("tab-chat").disabled = !yes;
-    if (!yes && this.kind === "chat") this.choose("completion");
+    if (!yes && this.chat.kind === "chat") this.choose("completion");
   }
 
   choose(kind, focus = false) {
-    if (kind === this.kind) return;
+    if (kind !== this.chat.kind) this.begin(kind);
+    if (focus) $("tab-" + kind).focus();
+  }
+
+  // An empty conversation. The one before it stays in the history.
+  begin(kind = this.chat.kind) {
     this.stop();
-    this.kind = kind;
+    store.current(null);
+    this.chat = this.fresh(kind);
+    this.show();
+  }
+
+  open(saved) {
+    this.stop();
+    store.current(saved.id);
+    this.chat = { ...this.fresh(saved.kind), id: saved.id, turns: saved.turns };
+    this.settings.system = saved.system || "";
+    this.show();
+  }
+
+  // A conversation was deleted elsewhere: nothing may write it again.
+  forget(id) {
+    if (id !== this.chat.id) return;
+    this.chat.kept = false;
+    this.begin();
+  }
+
+  cleared() {
+    this.forget(this.chat.id);
+    this.settings.reset();
+    $("single").checked = true;
+    $("probs").checked = false;
+    $("prompt").value = "";
+    this.files.set([]);
+  }
+
+  show() {
+    const { kind, turns } = this.chat, chat = kind === "chat";
     for (const each of ["chat", "completion"]) {
       const tab = $("tab-" + each), on = each === kind;
       tab.setAttribute("aria-selected", on);
       tab.tabIndex = on ? 0 : -1;
-      if (on && focus) tab.focus();
     }
     $("talk").setAttribute("aria-labelledby", "tab-" + kind);
-    $("prompt").placeholder = kind === "chat" ? "Say something" : "Begin a text";
-    $("prompt-label").textContent = kind === "chat" ? "Message" : "Text to complete";
-    $("send").textContent = kind === "chat" ? "Send" : "Complete";
-    $("system-box").hidden = kind !== "chat";
-    this.clear();
+    $("prompt").placeholder = chat ? "Say something" : "Begin a text";
+    $("prompt-label").textContent = chat ? "Message" : "Text to complete";
+    $("send").textContent = chat ? "Send" : "Complete";
+    for (const id of ["system-box", "tools-box"]) $(id).hidden = !chat;
+    $("max_tokens").placeholder = chat ? "model" : "128";
+    this.edit(null);
+    this.leftovers = [];
+    this.chat.views = turns.map((turn, i) => this.draw(turn, i));
+    $("log").replaceChildren(...this.chat.views.map((view) => view.element));
+    this.results();
+    this.hint();
+    this.down();
   }
 
-  clear() {
-    this.stop();
-    this.messages = [];
-    $("log").replaceChildren();
-    this.hint();
+  // One turn that is complete: {element}. A completion shows what was given in front of the answer.
+  draw(turn, i) {
+    if (turn.role === "tool") return { element: toolTurn(turn) };
+    if (turn.role === "user") {
+      if (this.chat.kind === "completion") return { element: document.createComment("") };
+      return { element: userTurn(turn, () => this.edit(turn)) };
+    }
+    const view = this.answer(turn, this.chat.turns[i - 1]);
+    view.end();
+    return view;
+  }
+
+  answer(turn, before, asJson = false) {
+    const completion = this.chat.kind === "completion";
+    const actions = [["Regenerate", () => this.regenerate(turn), "Regenerate this answer"]];
+    if (completion) actions.unshift(["Edit", () => this.edit(before), "Edit the text"]);
+    return new AnswerView(turn, { given: completion ? before?.text ?? "" : null, asJson, actions });
   }
 
   hint() {
-    const hint = $("hint");
+    const hint = $("hint"), chat = this.chat.kind === "chat";
     hint.hidden = $("log").childElementCount > 0;
-    hint.textContent = (this.kind === "chat" ? "Talk to the model." : "The model goes on with your text.")
+    hint.textContent = (chat ? "Talk to the model." : "The model goes on with your text.")
       + " Enter sends, Shift+Enter makes a new line."
       + ($("probs").checked ? " Hover over a token, or move with the arrow keys, to see what else it could have been." : "");
   }
 
+  down() {
+    $("talk").scrollTop = $("talk").scrollHeight;
+  }
+
   stop() {
-    if (this.running) this.running.abort();
+    this.running?.abort();
   }
 
-  // What the fields say; empty ones are left to the server.
-  parameters() {
-    const found = {};
-    for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) {
-      const value = $(name).value.trim();
-      if (value !== "") found[name] = Number(value);
+  // A message to write anew; null: none.
+  edit(turn) {
+    if (turn) {
+      $("prompt").value = turn.text;
+      this.files.set(turn.files || []);
+      $("prompt").focus();
+    } else if (this.editing) {
+      $("prompt").value = "";
+      this.files.set([]);
     }
-    const stops = $("stops").value.split("\n").filter((s) => s !== "").map((s) => s.replaceAll("\\n", "\n"));
-    if (stops.length) found.stop = stops;
-    return found;
+    this.editing = turn;
+    $("editing").hidden = !turn;
   }
 
-  request(text) {
-    const body = { model: this.model(), stream: true, stream_options: { include_usage: true }, ...this.parameters() };
+  editLast() {
+    const last = this.chat.turns.findLast((turn) => turn.role === "user");
+    if (last && !this.running) this.edit(last);
+  }
+
+  regenerate(turn = this.chat.turns.at(-1)) {
+    const at = this.chat.turns.indexOf(turn);
+    if (at > 0 && turn.role === "assistant") this.ask(at, []);
+  }
+
+  request(turns) {
+    const { kind } = this.chat;
+    const body = { model: this.model(), stream: true, stream_options: { include_usage: true }, ...this.settings.request(kind) };
     const probs = $("probs").checked;
-    if (this.kind === "completion") {
-      if (probs) body.logprobs = 5;
-      return ["v1/completions", { ...body, prompt: text }];
+    if (kind === "completion") {
+      const last = turns.at(-1);
+      return ["v1/completions", { ...body, ...(probs && { logprobs: 5 }), prompt: withFiles(last.text, last.files) }];
     }
-    if (probs) Object.assign(body, { logprobs: true, top_logprobs: 5 });
-    const system = $("system").value.trim();
-    const first = system ? [{ role: "system", content: system }] : [];
-    return ["v1/chat/completions", { ...body, messages: [...first, ...this.messages, { role: "user", content: text }] }];
+    const system = this.settings.system;
+    const messages = turns.map((turn) => {
+      if (turn.role === "user") return { role: "user", content: withFiles(turn.text, turn.files) };
+      if (turn.role === "tool") return { role: "tool", tool_call_id: turn.id, content: turn.text };
+      return { role: "assistant", content: turn.text, ...(turn.calls.length && { tool_calls: turn.calls }) };
+    });
+    if (system) messages.unshift({ role: "system", content: system });
+    return ["v1/chat/completions", { ...body, ...(probs && { logprobs: true, top_logprobs: 5 }), messages }];
   }
 
   async send() {
-    const text = $("prompt").value;
-    if (this.running || !text.trim()) return;
-    const kind = this.kind, messages = this.messages;
-    const [path, body] = this.request(text);
-    const turn = this.show(text);
-    this.busy(true);
-    this.running = new AbortController();
+    const text = $("prompt").value, editing = this.editing, { turns } = this.chat;
+    if (this.running || (!text.trim() && !this.files.files.length)) return;
+    const files = this.files.take();
     $("prompt").value = "";
-    let sent = performance.now(), first = null, last = null, usage = null, reason = null, answer = "";
+    this.editing = null;
+    this.edit(null);
+    const turn = { role: "user", text, ...(files.length && { files }) };
+    const good = await this.ask(editing ? turns.indexOf(editing) : turns.length, [turn]);
+    if (!good && !$("prompt").value && !this.files.files.length) {
+      $("prompt").value = text;
+      this.files.set(files);
+    }
+  }
+
+  // Keeps the first `keep` turns, adds `more` and asks for the next one. What fails leaves the conversation as it was.
+  async ask(keep, more) {
+    if (this.running) return false;
+    const chat = this.chat, before = chat.turns, turns = [...before.slice(0, keep), ...more];
+    const asked = { path: "", body: {} };
+    $("note").textContent = "";
+    try {
+      [asked.path, asked.body] = this.request(turns);
+    } catch (error) {
+      $("note").textContent = error.message;
+      return false;
+    }
+    for (const view of [...chat.views.splice(keep), ...this.leftovers.splice(0)]) view.element.remove();
+    chat.turns = turns;
+    this.results();
+    const answer = { role: "assistant", text: "", thoughts: "", calls: [] };
+    const view = this.answer(answer, turns.at(-1), asked.body.response_format !== undefined);
+    const fresh = [...more.map((turn, i) => this.draw(turn, keep + i)), view];
+    $("log").append(...fresh.map((each) => each.element));
+    this.hint();
+    this.down();
+    const failed = await this.stream(asked, answer, view);
+    if (failed) {
+      chat.turns = before;
+      if (this.chat !== chat) return false;
+      if (keep < before.length) this.show();
+      else this.results();
+      this.leftovers = fresh;
+      $("log").append(...fresh.map((each) => each.element));
+      this.hint();
+      this.down();
+      return false;
+    }
+    chat.turns = [...turns, answer];
+    chat.views.push(...fresh);
+    const system = this.settings.system;
+    const { id, kind } = chat;
+    if (chat.kept) $("note").textContent = store.save({ id, kind, system, model: this.model(), when: Date.now(), turns: chat.turns });
+    if (this.chat === chat) this.results();
+    return true;
+  }
+
+  // Reads the answer into `answer` and its view. True: nothing came, and it is not the model that decided so.
+  async stream({ path, body }, answer, view) {
+    this.running = new AbortController();
+    this.busy(true);
+    view.begin();
+    announce("The model answers");
+    const talk = $("talk"), sent = performance.now();
+    let first = null, last = null, usage = null, reason = null;
     try {
       for await (const event of post(path, body, this.running.signal)) {
         if (event.usage) usage = event.usage;
-        const choice = event.choices && event.choices[0];
+        const choice = event.choices?.[0];
         if (!choice) continue;
-        const piece = kind === "chat" ? choice.delta.content || "" : choice.text || "";
-        const thought = kind === "chat" ? choice.delta.reasoning_content || "" : "";
-        if (piece || thought || choice.logprobs) { last = performance.now(); first ??= last; }
-        answer += piece;
-        turn.add(piece, thought, choice.logprobs);
+        const delta = choice.delta ?? { content: choice.text };
+        const piece = delta.content || "", thought = delta.reasoning_content || "";
+        addCalls(answer.calls, delta.tool_calls);
+        if (piece || thought || choice.logprobs || delta.tool_calls) { last = performance.now(); first ??= last; }
+        answer.text += piece;
+        answer.thoughts += thought;
         reason = choice.finish_reason || reason;
+        const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+        view.update(piece, choice.logprobs);
+        if (near) this.down();
       }
-      if (kind === "chat") messages.push({ role: "user", content: text }, { role: "assistant", content: answer });
     } catch (error) {
-      if (error.name === "AbortError") {
-        reason = "stopped";
-        if (kind === "chat" && answer) messages.push({ role: "user", content: text }, { role: "assistant", content: answer });
-      } else {
+      if (error.name === "AbortError") reason = "stopped";
+      else {
         if (error instanceof ApiError && error.status === 401) this.wantKey();
-        turn.fail(error.message);
-        $("prompt").value ||= text;
+        answer.error = error.message;
       }
     }
-    turn.end(facts({ sent, first, last, usage, reason }));
+    const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+    answer.facts = facts({ sent, first, last, usage, reason });
+    view.end();
+    if (near) this.down();
+    const said = answer.error || answer.text || answer.calls.map((call) => "Call of " + call.function.name).join(", ");
+    announce(said.length > SPOKEN ? said.slice(0, SPOKEN) + " … and more" : said || "The answer is empty");
     this.running = null;
     this.busy(false);
+    const nothing = !answer.text && !answer.thoughts && !answer.calls.length;
+    return nothing && (answer.error !== undefined || reason === "stopped");
+  }
+
+  // Calls of the last answer wait for what the tools gave back.
+  results() {
+    for (const view of this.chat.views) view.closeResults?.();
+    const last = this.chat.turns.at(-1), view = this.chat.views.at(-1);
+    if (last?.calls?.length && view?.askForResults) {
+      view.askForResults((texts) => this.ask(this.chat.turns.length, texts.map((text, i) => {
+        const call = last.calls[i];
+        return { role: "tool", id: call.id, name: call.function.name, text };
+      })));
+    }
   }
 
   busy(yes) {
     $("stop").hidden = !yes;
     $("send").disabled = yes;
     if (!yes && (document.activeElement === document.body || document.activeElement === $("stop"))) $("prompt").focus();
-  }
-
-  // The bubbles of one exchange.
-  show(text) {
-    const log = $("log"), talk = $("talk");
-    const answer = element("div", "turn model busy");
-    const thoughts = element("div", "text given"), plain = element("span", "text");
-    if (this.kind === "chat") {
-      const user = element("div", "turn user");
-      user.append(element("div", "text", text));
-      log.append(user);
-    } else {
-      answer.append(element("span", "text given", text));
-    }
-    let tokens = null;
-    answer.append(thoughts, plain);
-    log.append(answer);
-    this.hint();
-    const scroll = () => { talk.scrollTop = talk.scrollHeight; };
-    scroll();
-    return {
-      add(piece, thought, logprobs) {
-        const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
-        if (thought) thoughts.append(thought);
-        if (logprobs && !tokens) {
-          tokens = new TokenView();
-          answer.replaceChild(tokens.element, plain);
-        }
-        if (tokens) tokens.add(logprobs, piece);
-        else if (piece) plain.append(piece);
-        if (near) scroll();
-      },
-      fail(message) { answer.append(element("div", "error", message)); },
-      end(line) {
-        answer.classList.remove("busy");
-        if (tokens) answer.append(tokens.scale());
-        if (line) answer.append(element("div", "facts", line));
-        scroll();
-      },
-    };
   }
 }
 

@@ -1,6 +1,6 @@
 // Tokens coloured by how likely they were; what else could have been there on hover, tap or arrow keys.
 
-import { element } from "./play.js";
+import { element } from "./dom.js";
 
 const tip = document.getElementById("tip");
 const LIMITS = [0.9, 0.5, 0.2, 0.05];

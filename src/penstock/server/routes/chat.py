@@ -45,3 +45,4 @@ async def complete(caller: Caller, body: ChatRequest) -> Pieces:
 
 ROUTES: list[BaseRoute] = [Route("/v1/chat/completions", chat, methods=["POST"])]
 DOCS = {("POST", "/v1/chat/completions"): ("Answer a conversation", ChatRequest, ChatCompletion)}
+EXAMPLES = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}}

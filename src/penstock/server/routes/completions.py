@@ -33,3 +33,4 @@ async def complete(caller: Caller, body: CompletionRequest) -> Pieces:
 
 ROUTES: list[BaseRoute] = [Route("/v1/completions", completions, methods=["POST"])]
 DOCS = {("POST", "/v1/completions"): ("Complete one or more prompts", CompletionRequest, Completion)}
+EXAMPLES = {"/v1/completions": {"prompt": "Once upon a time", "max_tokens": 32}}

@@ -154,3 +154,4 @@ async def _prompts(caller: Caller, body: EmbeddingRequest) -> list[Prompt]:
 
 ROUTES: list[BaseRoute] = [Route("/v1/embeddings", embeddings, methods=["POST"])]
 DOCS = {("POST", "/v1/embeddings"): ("Vectors of texts", EmbeddingRequest, EmbeddingList)}
+EXAMPLES = {"/v1/embeddings": {"input": "The mill stands by the river."}}

@@ -203,3 +203,7 @@ DOCS = {
     ("POST", "/v1/messages"): ("Answer a conversation (Anthropic's API)", MessagesRequest, MessageObject),
     ("POST", "/v1/messages/count_tokens"): ("Count the tokens of a conversation", CountRequest, TokenCount),
 }
+EXAMPLES = {
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello!"}]},
+}

@@ -1,4 +1,4 @@
-"""The playground at /. Its files hold no secrets and need no key; what they ask for does."""
+"""The playground at / and the interface at /docs. Their files need no key, as they hold no secrets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from starlette.routing import BaseRoute, Route
 from penstock.server.errors import WireError
 
 FOLDER = Path(__file__).parent.parent / "page"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+_POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'; "
+# Nothing but the sanitiser may make markup of text.
+_PAGE = _POLICY + "require-trusted-types-for 'script'; trusted-types dompurify"
+# The viewer draws its icons from its own style sheet, and makes markup by itself.
+_DOCS = _POLICY + "img-src 'self' data:"
 HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
-    "object-src 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -25,22 +34,22 @@ HEADERS = {
 
 @cache
 def files() -> dict[str, tuple[bytes, str, str]]:
-    """name -> (content, media type, entity tag)."""
+    """path below the folder -> (content, media type, entity tag)."""
     found = {}
-    for path in sorted(FOLDER.iterdir()):
+    for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:
             content = path.read_bytes()
             tag = '"' + hashlib.blake2b(content, digest_size=12).hexdigest() + '"'
-            found[path.name] = (content, TYPES[path.suffix], tag)
+            found[path.relative_to(FOLDER).as_posix()] = (content, TYPES[path.suffix], tag)
     return found
 
 
-def _file(request: Request, name: str) -> Response:
+def _file(request: Request, name: str, policy: str = _PAGE) -> Response:
     known = files().get(name)
     if known is None:
         raise WireError(404, f"there is nothing at {request.url.path}")
     content, kind, tag = known
-    headers = HEADERS | {"etag": tag}
+    headers = HEADERS | {"etag": tag, "content-security-policy": policy}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=kind, headers=headers)
@@ -50,11 +59,17 @@ async def page(request: Request) -> Response:
     return _file(request, "index.html")
 
 
+async def docs(request: Request) -> Response:
+    return _file(request, "docs.html", _DOCS)
+
+
 async def asset(request: Request) -> Response:
     return _file(request, request.path_params["name"])
 
 
 ROUTES: list[BaseRoute] = [
     Route("/", page, methods=["GET"]),
-    Route("/page/{name}", asset, methods=["GET"]),
+    Route("/docs", docs, methods=["GET"]),
+    Route("/page/{name:path}", asset, methods=["GET"]),
 ]
+DOCS = {("GET", "/docs"): ("This interface as a page where it can be tried", None, None)}

@@ -299,3 +299,7 @@ DOCS: dict[tuple[str, str], tuple[str, type | None, type | None]] = {
     ("POST", _ONE + "/cancel"): ("Stop a response that runs", None, ResponseObject),
     ("GET", _ONE + "/input_items"): ("What went into a stored response", None, InputItems),
 }
+EXAMPLES = {
+    "/v1/responses": {"input": "Hello!", "max_output_tokens": 32},
+    "/v1/responses/input_tokens": {"input": "Hello!"},
+}

@@ -137,3 +137,8 @@ DOCS = {
     ("GET", "/tokenizer_info"): ("The tokenizer's special tokens and the chat template", None, TokenizerInfo),
     ("POST", "/apply-template"): ("A conversation as the model will read it", TemplateRequest, TemplateResponse),
 }
+EXAMPLES = {
+    "/tokenize": {"prompt": "Once upon a time"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/apply-template": {"messages": [{"role": "user", "content": "Hello!"}]},
+}

@@ -1,4 +1,4 @@
-"""The OpenAPI document of all routes and the page that shows it, made of the structs that bodies are read into.
+"""The OpenAPI document of all routes, made of the structs that bodies are read into.
 
 The contract for a module of `server/routes`: beside `ROUTES` it may have
 
@@ -6,12 +6,15 @@ The contract for a module of `server/routes`: beside `ROUTES` it may have
     DOCS = {("POST", "/v1/completions"): ("What it does, in one line", RequestStruct, ResponseStruct)}
 
 with the path as OpenAPI writes it (`{id}`, without starlette's converters). None stands for no JSON body, or for an
-answer of another kind. Routes without an entry are listed without shapes.
+answer of another kind. Routes without an entry are listed without shapes. It may also have
+
+    EXAMPLES: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "Once upon a time", "max_tokens": 16}}
+
+with bodies that work as they are on any model: what the page of the interface fills in.
 """
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -46,25 +49,25 @@ class Documentation:
     def document(self) -> dict[str, Any]:
         return document(self._modules, self._version)
 
-    @cached_property
-    def page(self) -> str:
-        return page(self.document)
-
 
 def document(modules: Iterable[ModuleType], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1."""
-    found = [(route, method, docs) for module in modules for route, method, docs in _operations(module)]
-    kinds = [kind for _, _, entry in found if entry is not None for kind in entry[1:] if kind is not None]
+    """OpenAPI 3.1. A path's tag is the module that it stands in."""
+    modules = tuple(modules)
+    found = [(module, *operation) for module in modules for operation in _operations(module)]
+    examples = {path: body for module in modules for path, body in getattr(module, "EXAMPLES", {}).items()}
+    kinds = [kind for _, _, _, entry in found if entry is not None for kind in entry[1:] if kind is not None]
     kinds = list(dict.fromkeys([*kinds, Error, OllamaError]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     shapes = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for path, method, entry in found:
+    for module, path, method, entry in found:
         if not path.startswith(_HIDDEN):
-            paths.setdefault(path, {})[method.lower()] = _operation(path, method, entry, shapes)
+            made = _operation(path, method, entry, shapes, examples.get(path))
+            paths.setdefault(path, {})[method.lower()] = {"tags": [_name(module)]} | made
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": version},
+        "tags": [{"name": _name(module)} for module in modules],
         "paths": dict(sorted(paths.items())),
         "components": {
             "schemas": components,
@@ -72,6 +75,10 @@ def document(modules: Iterable[ModuleType], version: str) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[2]
 
 
 def _operations(module: ModuleType) -> Iterable[tuple[str, str, tuple[str, type | None, type | None] | None]]:
@@ -84,7 +91,11 @@ def _operations(module: ModuleType) -> Iterable[tuple[str, str, tuple[str, type 
 
 
 def _operation(
-    path: str, method: str, entry: tuple[str, type | None, type | None] | None, shapes: dict[type, Any]
+    path: str,
+    method: str,
+    entry: tuple[str, type | None, type | None] | None,
+    shapes: dict[type, Any],
+    example: dict[str, Any] | None,
 ) -> dict[str, Any]:
     summary, asks, answers = entry or ("", None, None)
     good: dict[str, Any] = {"description": "The answer"}
@@ -102,92 +113,8 @@ def _operation(
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if asks is not None:
-        out["requestBody"] = {"required": True, "content": {"application/json": {"schema": shapes[asks]}}}
+        body = {"schema": shapes[asks]} | ({"example": example} if example else {})
+        out["requestBody"] = {"required": True, "content": {"application/json": body}}
     if path in _OPEN:
         out["security"] = []
     return out
-
-
-# -- the page --------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
-h1{font-size:1.5rem}h2{font:600 1rem ui-monospace,monospace;margin:0}summary{cursor:pointer;padding:.5rem 0}
-details{border-top:1px solid #ddd}details>div{padding:0 0 1rem 1rem}
-b.m{display:inline-block;min-width:4.5rem;color:#06c}
-table{border-collapse:collapse;margin:.3rem 0 1rem}
-td,th{text-align:left;vertical-align:top;padding:.15rem .8rem .15rem 0}
-td{border-top:1px solid #eee}code{font:13px ui-monospace,monospace}.t{color:#666}p{margin:.4rem 0}h3{font-size:.95rem}
-@media(prefers-color-scheme:dark){body{background:#16181b;color:#ddd}details,td{border-color:#333}b.m{color:#6af}
-.t{color:#999}a{color:#8bf}}
-"""
-
-
-def page(document: dict[str, Any]) -> str:
-    """All operations on one page that loads nothing from anywhere."""
-    info, schemas = document["info"], document["components"]["schemas"]
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>{info['title']} API</title><style>{_STYLE}</style>",
-        f"<h1>{info['title']} {html.escape(info['version'])}: the API</h1>",
-        "<p>The same as a document for machines: <a href='openapi.json'>openapi.json</a>. With keys, every path but "
-        "/health and /ready needs <code>Authorization: Bearer KEY</code>. Errors have OpenAI's shape, "
-        '<code>{"error": {"message", "type", "param", "code"}}</code>.</p>',
-    ]
-    used: list[str] = []
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            title = f"<b class=m>{method.upper()}</b>{html.escape(path)}"
-            summary = html.escape(operation["summary"])
-            parts.append(f"<details><summary><h2 style='display:inline'>{title}</h2> {summary}</summary><div>")
-            body = operation.get("requestBody")
-            if body is not None:
-                parts.append("<h3>Body</h3>" + _fields(body["content"]["application/json"]["schema"], schemas, used))
-            answer = operation["responses"]["200"].get("content", {}).get("application/json")
-            if answer is not None:
-                parts.append("<h3>Answer</h3>" + _fields(answer["schema"], schemas, used))
-            parts.append("</div></details>")
-    parts.append("<h1>Shapes</h1>")
-    shown: set[str] = set()
-    while used:
-        name = used.pop(0)
-        if name not in shown:
-            shown.add(name)
-            parts.append(f"<details id='{html.escape(name)}' open><summary><h2 style='display:inline'>{name}</h2>")
-            parts.append(f"</summary><div>{_table(schemas[name], used)}</div></details>")
-    return "".join(parts) + "</html>\n"
-
-
-def _fields(schema: dict[str, Any], schemas: dict[str, Any], used: list[str]) -> str:
-    name = schema.get("$ref", "").rpartition("/")[2]
-    return _table(schemas[name], used) if name in schemas else f"<p>{_type(schema, used)}</p>"
-
-
-def _table(schema: dict[str, Any], used: list[str]) -> str:
-    about = f"<p>{html.escape(schema['description'])}</p>" if schema.get("description") else ""
-    required = set(schema.get("required", ()))
-    rows = []
-    for name, field in schema.get("properties", {}).items():
-        note = "required" if name in required else ""
-        if field.get("default") is not None:
-            note = f"default {html.escape(str(field['default']))}"
-        rows.append(f"<tr><td><code>{html.escape(name)}</code><td>{_type(field, used)}<td class=t>{note}")
-    if not rows:
-        return about + f"<p>{_type(schema, used)}</p>"
-    return about + "<table><tr><th>field<th>type<th>" + "".join(rows) + "</table>"
-
-
-def _type(schema: dict[str, Any], used: list[str]) -> str:
-    if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]
-        used.append(name)
-        return f"<a href='#{html.escape(name)}'>{html.escape(name)}</a>"
-    if "anyOf" in schema:
-        kinds = [_type(one, used) for one in schema["anyOf"] if one.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds))
-    if "enum" in schema:
-        return " | ".join(f"<code>{html.escape(str(one))}</code>" for one in schema["enum"])
-    kind = schema.get("type", "anything")
-    if kind == "array":
-        return f"list of {_type(schema.get('items', {}), used)}"
-    return html.escape(kind if isinstance(kind, str) else " or ".join(kind))
