@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.config import EngineConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.cli.run import EXPLAIN
     from penstock.config.load import add_arguments as add_engine_arguments
 
     parser.description = (
         "Serve a model with OpenAI's and Anthropic's APIs. Without MODEL, the one that comes with Penstock."
     )
-    parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN)
     add_engine_arguments(parser, model_positional=True, server=True)
 
 
 def serve(args: argparse.Namespace) -> int:
-    from penstock.cli.run import with_default_model
+    from dataclasses import replace
+
+    from penstock.base.cache import cache_folder
+    from penstock.cli.run import explain, with_default_model
     from penstock.config.load import serve_from_args
 
-    config = serve_from_args(with_default_model(args))
     if args.explain:
-        explain(config.engine)
+        return explain(args, server=True)
+    config = serve_from_args(with_default_model(args))
+    if config.engine.execution.log_file is None:
+        # A terminal is for people: stacks of processes are for whoever looks for them.
+        execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))
+        config = replace(config, engine=replace(config.engine, execution=execution))
     from penstock.engine.spawn import spawn
 
     # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
@@ -34,11 +37,3 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.server.main import serve as run
 
     return run(config, spare)
-
-
-def explain(engine: EngineConfig) -> None:
-    """Print the decisions before anything is loaded; what does not fit is refused here already."""
-    from penstock.launch.build import plan_of
-
-    for d in plan_of(engine).decisions:
-        print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
