@@ -112,8 +112,10 @@ _add(
 _add("use rope_scaling", "rope_freq_scale rope_scale rope_factor yarn_orig_ctx yarn_ext_factor", 0, 1)
 _add("use scheduling_policy priority", "enable_priority_scheduling", False, switch=True)
 _add("use generation_config: auto takes the model's own sampling defaults", "sampling_defaults", "model")
-_add("use generation_config, or name them in each request", "override_generation_config preferred_sampling_params "
-     "temp repeat_penalty repeat_last_n predict/-n n_predict")  # fmt: skip
+_add("use generation_config, or name them in each request", "override_generation_config preferred_sampling_params")
+_add("it is temperature in requests, --temperature with run and chat", "temp")
+_add("it is repetition_penalty in requests, --repetition-penalty with run", "repeat_penalty repeat_last_n")
+_add("it is max_tokens in requests, --max-tokens with run and chat", "predict/-n n_predict")
 _add("use files_dir", "file_storage_path")
 _add("it is a TOML file here: api_keys_file, with one table [name] for each key", "api_key_file")
 _add("use max_body_bytes", "payload_limit")
