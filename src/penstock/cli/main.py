@@ -88,7 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; errors Penstock knows are one line on stderr."""
     try:
-        return _main(argv)
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()  # here, where a reader that is gone is no news
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return EXIT_INTERRUPT
@@ -115,7 +118,6 @@ def _main(argv: Sequence[str] | None) -> int:
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    sys.stdout.flush()
     return status
 
 
