@@ -118,6 +118,11 @@ def _main(argv: Sequence[str] | None) -> int:
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return EXIT_ERROR
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"penstock: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_ERROR
     return status
 
 
