@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor:doctor", "what this machine and this installation can do, and why not"),
 }
 """Name -> `module:function` under `penstock.cli` (the module also has `add_arguments`), and what the help says."""
+_MANY = 30
+"""Flags that nobody reads in one sentence."""
 _ALIASES = {"batch": ["run-batch"]}
 
 
@@ -56,6 +58,9 @@ class _Parser(argparse.ArgumentParser):
         module, self.module = self.module, ""
         if module:
             importlib.import_module(module).add_arguments(self)
+        if self.usage is None and len(self._actions) > _MANY and self._subparsers is None:
+            places = " ".join(f"[{a.metavar or a.dest}]" for a in self._actions if not a.option_strings)
+            self.usage = f"{self.prog} {places} [options]"  # what they are called stands below
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: -"):
