@@ -280,7 +280,7 @@ def decode_streams() -> None:
     from penstock.text.detokenize import IncrementalDetokenizer, WindowStream
     from penstock.text.tokenizer import Tokenizer
 
-    path = ROOT.parent / "shared" / "data" / "tokenizers" / "llama2" / "tokenizer.json"
+    path = ROOT.parent / "shared" / "data" / "tokenizers" / "phi-3-mini" / "tokenizer.json"
     if not path.exists():
         return
     hub, own = Hub.from_file(str(path)), Tokenizer.from_hf(path, {})

@@ -240,9 +240,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
             _add_flag(group, item)
     settings = SERVING if server else SETTINGS
     for name, alias in ALIASES.items():
-        item = settings.get(alias.ours)
-        if item is not None:
-            _add_hidden(parser, name, alias.flags, None if item.kind is bool else CONVERT[item.kind])
+        if alias.ours in settings:
+            kind = settings[alias.ours].kind
+            _add_hidden(parser, name, alias.flags, None if kind is bool else CONVERT[kind])
     for name, foreign in FOREIGN.items():
         _add_hidden(parser, name, foreign.flags, None if foreign.switch else literal, nargs="?")
 

@@ -101,7 +101,7 @@ def test_only_the_flags_of_the_command_are_suggested() -> None:
     """Others have flags of that name, which is no help here."""
     for args, says in (
         (["run", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
-        (["run", "--prot", "3"], "unrecognized arguments: --prot ("),
+        (["run", "--port", "3"], "unrecognized arguments: --port ("),
         (["run", "--served-model-nam", "x"], "unrecognized arguments: --served-model-nam ("),
         (["serve", "--served-model-nam", "x"], "did you mean --served-model-name?"),
         (["bench", "latency", "--input-ln", "3"], "did you mean --input-len?"),

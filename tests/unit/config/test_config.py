@@ -21,13 +21,14 @@ from penstock.config import (
     EngineConfig,
     ModelConfig,
     add_arguments,
+    foreign,
     from_args,
     from_kwargs,
     from_toml,
     serve_from_kwargs,
 )
 from penstock.config.environment import parse_size
-from penstock.config.foreign import ALIASES, FOREIGN, VALUES
+from penstock.config.foreign import ALIASES, FOREIGN
 
 
 def refused(**kwargs: Any) -> str:
@@ -167,22 +168,22 @@ def test_two_sizes_of_kv_memory_contradict() -> None:
 
 def harmful(name: str) -> Any:
     """A value that asks for what is not there: the opposite of a switch's harmless one, or a name nobody has."""
-    foreign = FOREIGN[name]
-    return (foreign.harmless[-1] is not True) if foreign.switch else "something else"
+    found = FOREIGN[name]
+    return (found.harmless[-1] is not True) if found.switch else "something else"
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN))
 def test_foreign_settings_are_refused_or_left_unused_with_one_sentence(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    foreign = FOREIGN[name]
-    if foreign.unused:
+    found = FOREIGN[name]
+    if found.unused:
         assert from_kwargs(model="m", **{name: harmful(name)}) == from_kwargs(model="m")
-        assert caplog.messages == [f"{name} has no effect: {foreign.why}"]
+        assert caplog.messages == [f"{name} has no effect: {found.why}"]
     else:
-        assert refused(**{name: harmful(name)}) == f"{name}: {foreign.why}"
+        assert refused(**{name: harmful(name)}) == f"{name}: {found.why}"
     caplog.clear()
-    for value in foreign.harmless:
+    for value in found.harmless:
         assert from_kwargs(model="m", **{name: value}) == from_kwargs(model="m")
     assert not caplog.messages
     assert name not in SETTINGS | SERVER_SETTINGS
@@ -210,10 +211,12 @@ def test_names_that_mean_the_same_are_taken_with_a_word(name: str, caplog: pytes
     assert name not in SETTINGS | SERVER_SETTINGS | FOREIGN
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in VALUES for value in VALUES[name]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in foreign.VALUES for value in foreign.VALUES[name]]
+)
 def test_values_of_other_engines_are_refused_by_name(name: str, value: str) -> None:
     text = serve_refused(**{name: value.upper()})
-    assert text == f"{name}: {value.upper()} is another engine's: {VALUES[name][value]}"
+    assert text == f"{name}: {value.upper()} is another engine's: {foreign.VALUES[name][value]}"
 
 
 def serve_refused(**kwargs: Any) -> str:
@@ -247,7 +250,7 @@ def test_no_flag_of_another_engine_is_unknown(word: str) -> None:
     except ConfigError as error:
         said = str(error)
     label, _, why = said.partition(": ")
-    sentences = {foreign.why for foreign in FOREIGN.values()}
+    sentences = {found.why for found in FOREIGN.values()}
     assert not said or (label.startswith("--") and (why in sentences or "is another engine's" in why))
 
 
