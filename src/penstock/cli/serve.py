@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
+    from contextlib import closing
     from dataclasses import replace
 
     from penstock.base.cache import cache_folder
@@ -30,10 +31,14 @@ def serve(args: argparse.Namespace) -> int:
         # A terminal is for people: stacks of processes are for whoever looks for them.
         execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))
         config = replace(config, engine=replace(config.engine, execution=execution))
-    from penstock.engine.spawn import spawn
+    # Before anything is started, or even imported: a port that is taken should be known at once.
+    from penstock.server.transport.listen import bind
 
-    # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
-    spare = None if config.server.engine_in_process else spawn()
-    from penstock.server.main import serve as run
+    with closing(bind(config.server)) as sockets:
+        from penstock.engine.spawn import spawn
 
-    return run(config, spare)
+        # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
+        spare = None if config.server.engine_in_process else spawn()
+        from penstock.server.main import serve as run
+
+        return run(config, sockets, spare)
