@@ -40,7 +40,7 @@ def open_log(path: str | None) -> TextIO:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
             os.replace(path, path + ".1")
-        log = open(path, "a", buffering=1, encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))
+        log = open(path, "a", 1, "utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  kept
     except OSError as error:
         sys.stderr.write(f"penstock: {path} cannot be written ({error.strerror}): stacks go to standard error\n")
         return sys.stderr
