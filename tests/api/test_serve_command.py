@@ -41,8 +41,10 @@ class Running:
 
 
 @contextmanager
-def serving(*args: str, stderr: Any = None) -> Iterator[Running]:
-    process = subprocess.Popen(command(*args, *SMALL), stdout=subprocess.PIPE, stderr=stderr, text=True)
+def serving(*args: str, stderr: Any = None, environment: dict[str, str] | None = None) -> Iterator[Running]:
+    process = subprocess.Popen(
+        command(*args, *SMALL), stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | (environment or {})
+    )
     try:
         assert process.stdout is not None
         said = ""
@@ -109,10 +111,60 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_explain_says_what_was_decided() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # so that it ends right after explaining
-        said = refused("--explain", "--port", str(taken.getsockname()[1]), *SMALL, within_s=20)
-    assert "max_num_batched_tokens = " in said
+def test_explain_says_what_was_decided_and_ends() -> None:
+    run = subprocess.run(command("--explain", *SMALL), capture_output=True, text=True, timeout=60, check=True)
+    assert "max_num_batched_tokens = " in run.stdout
+    assert "block_size" not in run.stdout, "nobody has set it"
+
+
+def test_the_engines_process_has_the_settings_of_the_command(tmp_path: Path) -> None:
+    """One configuration is resolved, by the command; engine and rank read neither environment nor file again."""
+    file = write(tmp_path / "engine.toml", '[cache]\nblock_size = 8\n[execution]\nexecutor = "multiproc"\n')
+    environment = {"PENSTOCK_BLOCK_SIZE": "16", "PENSTOCK_MAX_NUM_SEQS": "5", "PENSTOCK_API_KEY": "sk-1"}
+    for more, size in (((), 16), (("--block-size", "64"), 64)):
+        with serving("nano", "--config", str(file), "--port", "0", *more, environment=environment) as server:
+            assert f"blocks of {size} tokens" in server.said, "as the engine's process says"
+            processes = [p for p in descendants(server.process.pid) if b"_process" in command_line(p)]
+            assert sum(b"rank_process" in command_line(p) for p in processes) == 1, "the file was not read"
+            with httpx.Client(base_url=server.url, headers={"authorization": "Bearer sk-1"}) as client:
+                metrics = client.get("/metrics").text
+                asked = {"prompt": "Once", "max_tokens": 2}
+                assert client.post("/v1/completions", json=asked).status_code == 200
+                for path in ("/props", "/version", "/metrics", "/v1/models"):
+                    assert "sk-1" not in client.get(path).text
+            assert f'block_size="{size}"' in metrics
+            assert httpx.get(server.url + "/v1/models").status_code == 401
+
+
+def test_a_wrong_variable_is_one_sentence() -> None:
+    said = refused("nano", PENSTOCK_MAX_NUM_SEQS="many")
+    assert (
+        said
+        == "penstock: error: PENSTOCK_MAX_NUM_SEQS: 'many' is not an integer such as 4096, 4k (4000) or 4K (4096)\n"
+    )
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
+def test_an_interrupt_while_it_starts_is_one_line_at_most(after_s: float) -> None:
+    process = subprocess.Popen(
+        command("nano", "--port", "0"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    while not descendants(process.pid):  # its engine's process has just begun
+        time.sleep(0.001)
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if "INFO" not in line and "no MODEL" not in line]) <= 1, said
+    assert process.returncode in (0, 130, -signal.SIGINT)
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    shown = f"{shlex.join([sys.executable, '-m', 'penstock', 'serve', '--help'])} | head -1"
+    run = subprocess.run(["bash", "-o", "pipefail", "-c", shown], capture_output=True, text=True, check=False)
+    assert run.stderr == ""
+    assert run.stdout.startswith("usage: penstock serve")
 
 
 def test_a_unix_socket_is_served_privately_and_taken_away(tmp_path: Path) -> None:
@@ -182,8 +234,9 @@ def test_a_second_signal_ends_it_at_once_and_nothing_stays_behind() -> None:
 
 def test_an_engine_that_is_stopped_is_not_ready_and_goes_on_unchanged(tmp_path: Path) -> None:
     """FEATURES row 56: stopped for ten seconds; 503 within five, stacks on resume, the stream unchanged."""
-    log = tmp_path / "log"
-    with log.open("w") as stderr, serving("--port", "0", stderr=stderr) as server, server.client() as client:
+    log, stacks = tmp_path / "log", tmp_path / "folder" / "stacks.log"
+    options = ("--port", "0", "--log-file", str(stacks))
+    with log.open("w") as stderr, serving(*options, stderr=stderr) as server, server.client() as client:
         asked = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
         whole = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
         (engine,) = [p for p in descendants(server.process.pid) if b"engine_process" in command_line(p)]
@@ -206,7 +259,11 @@ def test_an_engine_that_is_stopped_is_not_ready_and_goes_on_unchanged(tmp_path: 
         assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == whole
         assert client.get("/ready").status_code == 200
         assert [p for p in descendants(server.process.pid) if b"engine_process" in command_line(p)] == [engine]
-    assert "Thread 0x" in log.read_text()
+    said = log.read_text()
+    assert "Thread 0x" in stacks.read_text()
+    assert stacks.stat().st_mode & 0o077 == 0
+    assert "Thread 0x" not in said, "a terminal is for people"
+    assert f"its stacks are in {stacks}" in said
 
 
 def command_line(pid: int) -> bytes:

@@ -114,7 +114,9 @@ class HttpClient:
                 self._host, self._port, ssl=self._tls, server_hostname=name, limit=1 << 20
             )
         except OSError as error:
-            raise CallError("connect", f"cannot connect: {error.strerror or error}") from None
+            raise CallError(
+                "connect", f"cannot connect to {self._host}:{self._port}: {error.strerror or error}"
+            ) from None
         return _Connection(reader, writer), True
 
     def _drop(self, connection: _Connection) -> None:

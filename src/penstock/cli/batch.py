@@ -49,7 +49,7 @@ def batch(args: argparse.Namespace) -> int:
         raise InputError("name one file of requests", param="FILE")
     source, target = Path(named[0]), Path(args.output_file)
     if not source.is_file():
-        raise InputError(f"{source}: there is no such file", param="FILE")
+        raise InputError(f"{source}: there is no such file of requests", param="FILE")
     if not os.access(source, os.R_OK):
         raise InputError(f"{source}: cannot be read", param="FILE")
     if not target.absolute().parent.is_dir() or target.is_dir():

@@ -17,8 +17,8 @@ _TEXT_TOKENS = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.config.environment import parse_size
     from penstock.config.load import add_arguments as add_engine_arguments
-    from penstock.config.load import parse_size
 
     board = parser.add_argument_group("what is compared", "with the plain configuration, which is always there")
     board.add_argument(

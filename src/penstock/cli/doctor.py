@@ -1,8 +1,9 @@
-"""`penstock doctor`: the machine, the parts, and why a part is not available."""
+"""`penstock doctor`: what this machine can run, what is missing, and, with `--all`, every part."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -12,23 +13,100 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.core.machine import Machine
+    from penstock.launch.inventory import Part
+
+_PROBE_BYTES = 256 << 20
+_BILLIONS = (0.5, 1.5, 4, 8, 14, 32, 70)
+_STORED = ((4.5, "4 bits"), (8.5, "8 bits"), (16.0, "16 bits"))
+"""Bits of a weight, scales included, and the format."""
+_EXTRAS = {"huggingface_hub": "models by their ids on the Hugging Face Hub: pip install penstock[hub]"}
+"""Package -> what is not there without it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="also say whether and how this model would run")
+    parser.add_argument("--all", action="store_true", help="also every part and library, and what is not available")
 
 
 def doctor(args: argparse.Namespace) -> int:
+    """What can be run here and how fast, what is missing, and what to type next; every part with `--all`."""
     from rich.console import Console
 
     from penstock import __version__
-    from penstock.backends.native.backend import NOT_BUILT
+    from penstock.bench.bandwidth import ReadProbe
     from penstock.launch.inventory import inventory
     from penstock.ops.native.library import best_library
     from penstock.plan.probe import probe
 
-    console = Console()
-    machine = probe()
-    console.print(f"penstock {__version__}, {machine.arch}, {machine.num_cores} usable cores")
+    # A table that is cut off says nothing: into a file or a pipe goes all of it.
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    machine, library = probe(), best_library()
+    with ReadProbe(_PROBE_BYTES) as reading:
+        read = reading.measure(3).median
     console.print(
-        f"memory: {machine.available_bytes / 2**30:.1f} GiB available of {machine.memory_bytes / 2**30:.1f} GiB"
+        f"penstock {__version__}: {machine.arch}, {machine.num_cores} usable cores, "
+        f"{machine.available_bytes / 2**30:.1f} of {machine.memory_bytes / 2**30:.1f} GiB of memory free, "
+        f"read at {read / 1e9:.1f} GB/s; {_kernels(library)}"
     )
+    if args.model is None:
+        _sizes(console, machine, read)
+    else:
+        _model(args.model, console, read)
+    parts = inventory()
+    bad = [part for part in parts if part.problem is not None]
+    lines = [*_missing(library), *(f"{part.kind} {part.name}: {part.problem}" for part in bad)]
+    console.print("\nMissing: " + ("nothing" if not lines else ""), markup=False)
+    for line in lines:
+        console.print(f"  {line}", markup=False)
+    console.print(f"\nNext: {_next(args.model)}", markup=False)
+    if args.all:
+        _all(console, parts, machine, library)
+    return 1 if bad else 0
+
+
+def _kernels(library: object) -> str:
+    from penstock.backends.native.backend import NOT_BUILT
+
+    return NOT_BUILT if library is None else f"native kernels for {library.pst_isa_name().decode()}"  # type: ignore[attr-defined]
+
+
+def _sizes(console: Console, machine: Machine, read: float) -> None:
+    """Which sizes of models fit, and what reading their weights once per token allows one answer.
+
+    Source of the bound: Williams et al., Roofline, CACM 52(4), 2009.
+    """
+    title = "What can run here: memory for weights, and how fast one answer comes at most"
+    rows = table(("parameters", *(f"in {name}" for _, name in _STORED)), title=title)
+    for billions in _BILLIONS:
+        sizes = [billions * 1e9 * bits / 8 for bits, _ in _STORED]
+        cells = [
+            f"{n / 2**30:.1f} GiB, {read / n:.0f} tokens/s" if n < 0.8 * machine.available_bytes else "too large"
+            for n in sizes
+        ]
+        rows.add_row(f"{billions:g} B", *cells)
+    console.print(rows)
+
+
+def _missing(library: object) -> list[str]:
+    """What an installation may lack, and what brings it."""
+    from importlib.util import find_spec
+
+    lines = []
+    if library is None:
+        lines.append("native kernels: answers are many times slower; install a C++ compiler and penstock again")
+    for package, text in _EXTRAS.items():
+        if find_spec(package) is None:
+            lines.append(text)
+    return lines
+
+
+def _next(model: str | None) -> str:
+    if model is not None:
+        return f"penstock serve {model}   (every figure: penstock plan {model})"
+    return "penstock serve   (another model: penstock doctor MODEL; every part and library: penstock doctor --all)"
+
+
+def _all(console: Console, parts: list[Part], machine: Machine, library: object) -> None:
     packages = table(("package", "version"), title="Libraries", left=2, box=True)
     for name in ("numpy", "msgspec", "tokenizers", "jinja2", "rich"):
         try:
@@ -36,23 +114,16 @@ def doctor(args: argparse.Namespace) -> int:
         except PackageNotFoundError:
             packages.add_row(name, "[red]missing[/red]: reinstall with pip install penstock")
     console.print(packages)
-    parts = table(("kind", "name", "state"), title="Parts", left=3, box=True)
-    bad = 0
-    for part in inventory():
-        bad += part.problem is not None
-        parts.add_row(part.kind, part.name, "available" if part.problem is None else f"[red]{part.problem}[/red]")
-    console.print(parts)
-    library = best_library()
-    native = NOT_BUILT if library is None else f"native for {library.pst_isa_name().decode()}"
+    rows = table(("kind", "name", "state"), title="Parts", left=3, box=True)
+    for part in parts:
+        rows.add_row(part.kind, part.name, "available" if part.problem is None else f"[red]{part.problem}[/red]")
+    console.print(rows)
     console.print(
-        f"Kernels: {native}. In numpy: ref (row by row, exact in every batch) and blas (whole batches, faster); these "
-        "compute in float32 and widen bfloat16 and float16 weights."
+        f"Kernels: {_kernels(library)}. In numpy: ref (row by row, exact in every batch) and blas (whole batches, "
+        "faster); these compute in float32 and widen bfloat16 and float16 weights."
     )
     if library is not None:
         _stored_weights(console, machine)
-    if args.model is not None:
-        _model(args.model, console)
-    return 1 if bad else 0
 
 
 def _stored_weights(console: Console, machine: Machine) -> None:
@@ -73,17 +144,23 @@ def _stored_weights(console: Console, machine: Machine) -> None:
     )  # fmt: skip
 
 
-def _model(path: str, console: Console) -> None:
-    from penstock.config import from_kwargs
+def _model(path: str, console: Console, read: float) -> None:
+    from penstock.config import from_args
     from penstock.families.registry import open_model
     from penstock.launch.backend import choose_ops, packed_decision
     from penstock.launch.build import plan_of
     from penstock.launch.hub import local_path
+    from penstock.plan.flops import num_active_params
 
     checkpoint = open_model(local_path(path))
-    config = from_kwargs(model=path)
+    config = from_args(argparse.Namespace(model=path))
     plan = plan_of(config)
     kept = packed_decision(choose_ops(config, checkpoint.spec)[0], checkpoint, plan)
-    title = f"{path}: {checkpoint.spec.family}, {checkpoint.spec.num_params:,} parameters"
+    spec = checkpoint.spec
+    active = plan.weight_bytes * num_active_params(spec) / spec.num_params
+    title = (
+        f"{path}: {spec.family}, {spec.num_params:,} parameters, {plan.weight_bytes / 2**30:.1f} GiB of weights; one "
+        f"answer comes at {read / active:.0f} tokens/s at most"
+    )
     rows = ((d.name, str(d.value), d.why) for d in (*plan.decisions, kept))
     console.print(table(("decision", "value", "why"), rows, title=title, left=3, box=True))

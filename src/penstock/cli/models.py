@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from penstock.launch.store import ModelStore, NamedModel
 
 
-def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command = parser.prog.rpartition(" ")[2]
     if command == "pull":
-        from penstock.config.load import parse_size
+        from penstock.config.environment import parse_size
 
         parser.description = (
             "Bring a model by name (penstock list --available), by its id on the Hugging Face Hub (org/name, "

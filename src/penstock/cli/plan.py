@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.config.environment import parse_size
     from penstock.config.load import add_arguments as add_engine_arguments
-    from penstock.config.load import parse_size
 
     parser.description = (
         "Say what fits, how long and how fast, before a weight is read. MODEL: a model folder, a folder that has only "

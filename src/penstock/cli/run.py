@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+EXPLAIN = "print where settings come from and what Penstock decides by itself, and why; load and run nothing"
+
 
 def number(text: str) -> int | float:
     """A number as the user wrote it; ranges are the validator's business, so that every front end says the same."""
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='drop tokens of the prompt first: {"method": "llmlingua", "rate": 0.5}',
     )
-    parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN)
     parser.add_argument("--stats", action="store_true", help="print tokens and times to standard error at the end")
     add_engine_arguments(parser, model_positional=True)
 
@@ -88,10 +90,10 @@ def _compression(text: str | None) -> dict[str, Any] | None:
 
 def with_default_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments, with the bundled model if none was named. Mutates `args`."""
+    from penstock.config.load import names_a_model
     from penstock.launch.bundled import DEFAULT, NEXT, bundled_model
 
-    named = any(getattr(args, name, None) is not None for name in ("model", "model_positional", "config"))
-    if not named and bundled_model(DEFAULT) is not None:
+    if not names_a_model(args) and bundled_model(DEFAULT) is not None:
         args.model = DEFAULT
         print(
             f"(no MODEL was named: this is {DEFAULT}, which comes with Penstock and only tells tales, badly; for "
@@ -101,6 +103,24 @@ def with_default_model(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def explain(args: argparse.Namespace, *, server: bool = False) -> int:
+    """Print what was set, and where, and every decision; what does not fit is refused as a start would refuse it.
+
+    No weight is read or fetched, and nothing listens.
+    """
+    from penstock.config import SERVING, SETTINGS, engine_config, given_by
+    from penstock.launch.build import plan_of
+
+    settings = SERVING if server else SETTINGS
+    given = given_by(with_default_model(args), settings)
+    config = engine_config(given)
+    for name, item in given.items():
+        print(f"{name} = {settings[name].shown(item.value)}: given by {item.origin}")
+    for d in plan_of(config).decisions:
+        print(f"{d.name} = {d.value}: {d.why}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     from msgspec.structs import replace
 
@@ -108,6 +128,9 @@ def run(args: argparse.Namespace) -> int:
     from penstock.config.load import from_args
     from penstock.launch.llm import LLM
 
+    if args.explain:
+        return explain(args)
+    config = from_args(with_default_model(args))
     prompt = args.prompt
     if prompt is None:
         if sys.stdin.isatty():
@@ -116,10 +139,10 @@ def run(args: argparse.Namespace) -> int:
     if not prompt:
         raise InputError("prompt must not be empty", param="prompt")
     compression = _compression(args.prompt_compression)
-    llm = LLM.from_config(from_args(with_default_model(args)))
+    llm = LLM.from_config(config)
     params = replace(llm.get_default_sampling_params(), **_sampling(args))
     for d in llm.engine.decisions:
-        if args.explain or (d.name == "rope_regime" and d.value == "extended"):
+        if d.name == "rope_regime" and d.value == "extended":
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)
     started = time.perf_counter()
     # Checked here, before anything is printed: the request is made at once, only its tokens come later.

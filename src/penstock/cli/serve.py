@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,31 +11,44 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.cli.run import EXPLAIN
     from penstock.config.load import add_arguments as add_engine_arguments
 
     parser.description = (
         "Serve a model with OpenAI's and Anthropic's APIs. Without MODEL, the one that comes with Penstock."
     )
-    parser.add_argument("--explain", action="store_true", help="print what Penstock decided by itself, and why")
+    parser.add_argument("--explain", action="store_true", help=EXPLAIN)
     add_engine_arguments(parser, model_positional=True, server=True)
 
 
 def serve(args: argparse.Namespace) -> int:
-    from penstock.cli.run import with_default_model
+    from contextlib import closing
+    from dataclasses import replace
+
+    from penstock.base.cache import cache_folder
+    from penstock.cli.run import explain, with_default_model
     from penstock.config.load import serve_from_args
 
     refuse_windows("penstock serve")
-    config = serve_from_args(with_default_model(args))
     if args.explain:
-        explain(config.engine)
-    bring(config.engine)
-    from penstock.engine.spawn import spawn
+        return explain(args, server=True)
+    config = serve_from_args(with_default_model(args))
+    if config.engine.execution.log_file is None:
+        # A terminal is for people: stacks of processes are for whoever looks for them.
+        execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))
+        config = replace(config, engine=replace(config.engine, execution=execution))
+    # Before anything is started, or even imported: a port that is taken should be known at once.
+    from penstock.server.transport.listen import bind
 
-    # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
-    spare = None if config.server.engine_in_process else spawn()
-    from penstock.server.main import serve as run
+    with closing(bind(config.server)) as sockets:
+        bring(config.engine)
+        from penstock.engine.spawn import spawn
 
-    return run(config, spare)
+        # The engine's process imports its half while this one imports the server's. It ends by itself if this one does.
+        spare = None if config.server.engine_in_process else spawn()
+        from penstock.server.main import serve as run
+
+        return run(config, sockets, spare)
 
 
 def refuse_windows(command: str) -> None:
@@ -64,11 +76,3 @@ def bring(engine: EngineConfig) -> None:
 
     with loading(f"pulling {name}", show_from=0) as progress:
         local_path(name, engine.model.revision, progress)
-
-
-def explain(engine: EngineConfig) -> None:
-    """Print the decisions before anything is loaded; what does not fit is refused here already."""
-    from penstock.launch.build import plan_of
-
-    for d in plan_of(engine).decisions:
-        print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)

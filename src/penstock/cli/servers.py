@@ -7,7 +7,8 @@ import sys
 import time
 
 
-def add_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    command = parser.prog.rpartition(" ")[2]
     if command == "stop":
         parser.description = (
             "End a server: it takes nothing new, ends what it has begun (--shutdown-timeout), and goes."

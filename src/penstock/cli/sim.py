@@ -34,7 +34,7 @@ def _positive(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    from penstock.config.load import parse_size
+    from penstock.config.environment import parse_size
 
     value = parse_size(text)
     if value < 1:

@@ -215,6 +215,11 @@ class ExecutionConfig(Section):
         "depth 2 the engine schedules while it runs.",
     )
     depth: int = setting(1, "Steps that may be in flight.", minimum=1)
+    log_file: str | None = setting(
+        None,
+        "File to which processes of the engine append their stacks when they are stuck or crash, and tracebacks; by "
+        "default of penstock serve log/engine.log in the cache folder, else standard error.",
+    )
     speculative_config: str | None = setting(
         None,
         'Speculative decoding, as a JSON object: {"method": "ngram", "num_speculative_tokens": 5}. Without it, or when '

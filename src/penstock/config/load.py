@@ -1,37 +1,50 @@
-"""Settings from keyword arguments, TOML files and command lines. Precedence: flag, TOML file, default."""
+"""Settings from keyword arguments, command lines, the environment and TOML files, each beating those behind it."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import re
+import logging
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.base.errors import ConfigError
 from penstock.config.engine import SECTIONS, SETTINGS, EngineConfig
-from penstock.config.foreign import REMOVED, RENAMED
+from penstock.config.environment import CONVERT, from_environment, literal
+from penstock.config.foreign import ALIASES, FOREIGN, VALUES
 from penstock.config.server import ServeConfig, ServerConfig
-from penstock.config.setting import Setting, settings_of
+from penstock.config.setting import PREFIX, Setting, settings_of
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgt]|[KMGT](?:i?B)?)?")
 _POSITIONAL = "model_positional"
+_FOREIGN = "foreign:"
+"""Before other engines' names in a namespace: commands have arguments of their own that are called so."""
 _SHORT = {"speculative_config": ("-sc",)}
 """vLLM's short flags."""
 SERVER_SETTINGS: dict[str, Setting] = {item.name: item for item in settings_of(ServerConfig)}
-_SERVING = SETTINGS | SERVER_SETTINGS
+SERVING = SETTINGS | SERVER_SETTINGS
+log = logging.getLogger("penstock.config")
 
 
-def from_kwargs(**kwargs: Any) -> EngineConfig:
-    """An EngineConfig from flat names, as `LLM(model=..., block_size=...)` gives them.
+class Given(NamedTuple):
+    """A value that somebody has set, and where, in the words of whoever did."""
+
+    value: Any
+    origin: str
+
+
+def from_kwargs(_environment: Mapping[str, str] | None = None, /, **kwargs: Any) -> EngineConfig:
+    """An EngineConfig from flat names, as `LLM(model=..., block_size=...)` gives them; they beat the environment, if
+    there is one.
 
     Raises ConfigError for unknown names (with the closest known one), wrong types and values out of range, and for
     what other engines have and Penstock has not.
     """
-    return _build(_checked(kwargs, lambda name: name, SETTINGS))
+    given = _checked(kwargs, lambda name: name, SETTINGS)
+    return engine_config(_from_environment(_environment or {}, SETTINGS) | given)
 
 
 def from_toml(path: str | Path, **overrides: Any) -> EngineConfig:
@@ -39,46 +52,65 @@ def from_toml(path: str | Path, **overrides: Any) -> EngineConfig:
 
     `overrides` beat the file. Raises ConfigError; what is wrong in the file is named `FILE: [table] name: ...`.
     """
-    return _build(read_toml(path) | _checked(overrides, lambda name: name, SETTINGS))
+    return engine_config(read_toml(path) | _checked(overrides, lambda name: name, SETTINGS))
 
 
-def from_args(args: argparse.Namespace) -> EngineConfig:
-    """An EngineConfig from what a parser prepared by `add_arguments` has read. Raises ConfigError.
+def from_args(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> EngineConfig:
+    """An EngineConfig from what a parser prepared by `add_arguments` has read, and from the environment (by default
+    the process's). Raises ConfigError.
 
     Other attributes of `args` are left alone, so the parser may have arguments of its own.
     """
-    return _build(_given(args, SETTINGS))
+    return engine_config(given_by(args, SETTINGS, environment))
 
 
-def serve_from_args(args: argparse.Namespace) -> ServeConfig:
+def serve_from_args(args: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServeConfig:
     """The same for a server: the engine's settings and those of [server]. Raises ConfigError."""
-    values = _given(args, _SERVING)
-    server = ServerConfig(**{name: value for name, value in values.items() if name in SERVER_SETTINGS})
-    return ServeConfig(engine=_build({n: v for n, v in values.items() if n in SETTINGS}), server=server)
+    return _serve_config(given_by(args, SERVING, environment))
 
 
 def serve_from_kwargs(**kwargs: Any) -> ServeConfig:
     """A ServeConfig from flat names; `config` names a TOML file that they beat. Raises ConfigError."""
     path = kwargs.pop("config", None)
-    _checked(kwargs, lambda name: name, _SERVING)
-    return serve_from_args(argparse.Namespace(**kwargs, **({} if path is None else {"config": path})))
+    given = _checked(kwargs, lambda name: name, SERVING)
+    return _serve_config(given if path is None else read_toml(path, SERVING) | given)
 
 
-def _given(args: argparse.Namespace, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    given = vars(args)
-    known = settings.keys() | REMOVED.keys() | RENAMED.keys()
-    flags = {name: given[name] for name in given if name in known}
-    positional = given.get(_POSITIONAL)
+def given_by(
+    args: argparse.Namespace, settings: Mapping[str, Setting] = SETTINGS, environment: Mapping[str, str] | None = None
+) -> dict[str, Given]:
+    """By name, what flags, environment and file set, each checked. Raises ConfigError."""
+    attributes = vars(args)
+    flags = {name: attributes[name] for name in settings if name in attributes}
+    flags |= {name.removeprefix(_FOREIGN): attributes[name] for name in attributes if name.startswith(_FOREIGN)}
+    positional = attributes.get(_POSITIONAL)
     if positional is not None:
         if flags.get("model", positional) != positional:
             raise ConfigError(f"two models are given: {positional} and --model {flags['model']}", field="model")
         flags["model"] = positional
-    values = _checked(flags, lambda name: "--" + name.replace("_", "-"), settings)
-    path = given.get("config")
+    # What was typed is looked at first: whoever reads a complaint knows best what that was.
+    typed = _checked(flags, lambda name: "--" + name.replace("_", "-"), settings)
+    values = _from_environment(os.environ if environment is None else environment, settings) | typed
+    path = attributes.get("config")
     return values if path is None else read_toml(path, settings) | values
 
 
-def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> dict[str, Any]:
+def names_a_model(args: argparse.Namespace) -> bool:
+    """Whether a flag or the environment does, or there is a file, which may."""
+    names = ("model", *(name for name, alias in ALIASES.items() if alias.ours == "model"))
+    flags = {"model", _POSITIONAL, "config", *(_FOREIGN + name for name in names)}
+    return not flags.isdisjoint(vars(args)) or any(os.environ.get(PREFIX + name.upper()) for name in names)
+
+
+def _from_environment(environment: Mapping[str, str], settings: Mapping[str, Setting]) -> dict[str, Given]:
+    try:
+        values, variables = from_environment(environment, settings, SERVING)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return _checked(values, variables.__getitem__, settings)
+
+
+def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> dict[str, Given]:
     """The settings that a TOML file gives, by flat name, each checked. A table [server] is left to `penstock serve`.
 
     Raises ConfigError if the file cannot be read, is not TOML, or holds an unknown table, name or value.
@@ -90,7 +122,7 @@ def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> d
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from None
-    values: dict[str, Any] = {}
+    values: dict[str, Given] = {}
     for title, table in tables.items():
         if title == "server" and isinstance(table, dict) and settings is SETTINGS:
             continue  # one file may serve `penstock serve` and `penstock run`
@@ -98,8 +130,8 @@ def read_toml(path: str | Path, settings: Mapping[str, Setting] = SETTINGS) -> d
     return values
 
 
-def _checked_table(path: str, title: str, table: Any, settings: Mapping[str, Setting]) -> dict[str, Any]:
-    if title not in SECTIONS and not (title == "server" and settings is _SERVING):
+def _checked_table(path: str, title: str, table: Any, settings: Mapping[str, Setting]) -> dict[str, Given]:
+    if title not in SECTIONS and not (title == "server" and settings is SERVING):
         if title in SETTINGS and not isinstance(table, dict):
             raise ConfigError(f"{path}: {title}: belongs into the table [{SETTINGS[title].section}]", field=title)
         hint = _closest(title, SECTIONS) or f"the tables are {', '.join(f'[{s}]' for s in SECTIONS)}"
@@ -115,27 +147,50 @@ def _checked_table(path: str, title: str, table: Any, settings: Mapping[str, Set
     return _checked(table, lambda name: f"{path}: [{title}] {name}", settings)
 
 
-def _checked(values: Mapping[str, Any], label: Callable[[str], str], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Each value as its proper type; harmless foreign names are dropped. `label(name)` is how the user wrote it."""
-    out: dict[str, Any] = {}
+def _checked(
+    values: Mapping[str, Any], label: Callable[[str], str], settings: Mapping[str, Setting]
+) -> dict[str, Given]:
+    """Each value as its proper type. `label(name)` is how the user wrote it. Names of other engines become ours, or are
+    dropped where they change nothing."""
+    out: dict[str, Given] = {}
     for name, value in values.items():
-        if name in settings:
+        alias = ALIASES.get(name)
+        if name in settings or (alias is not None and alias.ours in settings):
+            ours = name if alias is None else alias.ours
+            if alias is not None:
+                value = _translated(name, value, label, settings)
+                if ours in out or ours in values:
+                    raise ConfigError(f"{label(name)}: is another engine's name for {ours}, which is given, too")
             try:
-                out[name] = settings[name].check(_canonical(settings[name], value))
+                out[ours] = Given(settings[ours].check(_canonical(settings[ours], value)), label(name))
             except ValueError as error:
                 raise ConfigError(f"{label(name)}: {error}", field=name) from None
-        elif name in REMOVED:
-            if REMOVED[name].refuses(value):
-                raise ConfigError(f"{label(name)}: {REMOVED[name].why}", field=name)
-        elif name in RENAMED:
-            raise ConfigError(f"{label(name)}: is another engine's name; here it is {RENAMED[name]}", field=name)
+        elif name in FOREIGN:
+            if FOREIGN[name].refuses(value):
+                if not FOREIGN[name].unused:
+                    raise ConfigError(f"{label(name)}: {FOREIGN[name].why}", field=name)
+                log.warning("%s has no effect: %s", label(name), FOREIGN[name].why)
         else:
             hint = _closest(name, settings) or f"the settings are {', '.join(settings)}"
             raise ConfigError(f"{label(name)}: unknown setting; {hint}", field=name)
     return out
 
 
+def _translated(name: str, value: Any, label: Callable[[str], str], settings: Mapping[str, Setting]) -> Any:
+    """The value that our setting has for what another engine's says."""
+    alias = ALIASES[name]
+    item = settings[alias.ours]
+    if value in alias.unset and not isinstance(value, bool):
+        value = item.default
+    elif alias.opposite and isinstance(value, bool):
+        value = not value
+    log.warning("%s is taken for %s %s", label(name), alias.ours, item.shown(value))
+    return value
+
+
 def _canonical(item: Setting, value: Any) -> Any:
+    if item.name in VALUES and isinstance(value, str) and value.lower() in VALUES[item.name]:
+        raise ValueError(f"{value} is another engine's: {VALUES[item.name][value.lower()]}")
     # vLLM's users write "half" and torch.float16 too. `str` names a torch dtype without importing torch.
     if item.name not in ("dtype", "kv_cache_dtype") or value is None or isinstance(value, dict):
         return value
@@ -148,7 +203,14 @@ def _closest(name: str, known: Mapping[str, Any]) -> str:
     return f"did you mean {match[0]}?" if match else ""
 
 
-def _build(values: dict[str, Any]) -> EngineConfig:
+def _serve_config(given: dict[str, Given]) -> ServeConfig:
+    server = ServerConfig(**{name: item.value for name, item in given.items() if name in SERVER_SETTINGS})
+    return ServeConfig(engine=engine_config(given), server=server)
+
+
+def engine_config(given: Mapping[str, Given]) -> EngineConfig:
+    """From what `given_by` found; a server's settings are left alone. Raises ConfigError."""
+    values = {name: item.value for name, item in given.items() if name in SETTINGS}
     if "model" not in values:
         raise ConfigError("model: is missing; name the folder or file of the model", field="model")
     by_section: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS}
@@ -176,60 +238,43 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
         group = parser.add_argument_group("server", ServerConfig.__doc__)
         for item in SERVER_SETTINGS.values():
             _add_flag(group, item)
-    for name, foreign in REMOVED.items():
-        flags = ("--" + name.replace("_", "-"), *foreign.flags)
-        if foreign.switch:
-            parser.add_argument(*flags, dest=name, action=argparse.BooleanOptionalAction, default=hide, help=hide)
-        else:
-            parser.add_argument(*flags, dest=name, type=_literal, default=hide, help=hide)
-    for name in RENAMED:
-        parser.add_argument("--" + name.replace("_", "-"), dest=name, nargs="?", default=hide, help=hide)
+    settings = SERVING if server else SETTINGS
+    for name, alias in ALIASES.items():
+        if alias.ours in settings:
+            kind = settings[alias.ours].kind
+            _add_hidden(parser, name, alias.flags, None if kind is bool else CONVERT[kind])
+    for name, foreign in FOREIGN.items():
+        _add_hidden(parser, name, foreign.flags, None if foreign.switch else literal, nargs="?")
+
+
+def _add_hidden(
+    parser: argparse.ArgumentParser,
+    name: str,
+    more: tuple[str, ...],
+    convert: Callable[[str], Any] | None,
+    **kwargs: Any,
+) -> None:
+    """A flag that help does not show, under those of its names that are free. No `convert`: a switch."""
+    flags = [f for f in ("--" + name.replace("_", "-"), *more) if f not in parser._option_string_actions]
+    if convert is None:
+        kwargs = {"action": argparse.BooleanOptionalAction}
+    else:
+        kwargs["type"] = convert
+    if flags:
+        parser.add_argument(*flags, dest=_FOREIGN + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Setting) -> None:
     text = item.help.replace("%", "%%")
     if item.default is not None and item.default != "auto":
         text += f" (default: {item.default})".replace("%", "%%")
+    text += f" [{item.variable}]"
     if item.kind is bool:
         action = argparse.BooleanOptionalAction
         group.add_argument(item.flag, dest=item.name, action=action, default=argparse.SUPPRESS, help=text)
         return
     # Choices are checked with everything else, after aliases; here they are shown only.
     metavar = "{" + ",".join(item.choices) + "}" if item.choices else {int: "N", float: "X", str: "NAME"}[item.kind]
-    convert = _CONVERT[item.kind]
+    convert = CONVERT[item.kind]
     flags = (item.flag, *_SHORT.get(item.name, ()))
     group.add_argument(*flags, dest=item.name, type=convert, metavar=metavar, default=argparse.SUPPRESS, help=text)
-
-
-def parse_size(text: str) -> int:
-    """An integer with an optional suffix: 4k is 4,000, 4K, 4KB and 4KiB are 4,096; likewise m/M, g/G, t/T.
-
-    Raises argparse.ArgumentTypeError.
-    """
-    try:
-        return int(text)
-    except ValueError:
-        match = _SIZE.fullmatch(text.strip())
-    if match is None or not match[2]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096, 4k (4000) or 4K (4096)")
-    unit = match[2]
-    power = "kmgt".index(unit[0].lower()) + 1
-    scale: int = 1000**power if unit.islower() else 1024**power
-    whole, _, fraction = match[1].partition(".")
-    exact = int(whole + fraction) * scale
-    if exact % 10 ** len(fraction):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(exact // 10 ** len(fraction))
-
-
-_CONVERT: dict[type, Callable[[str], Any]] = {int: parse_size, float: float, str: str}
-
-
-def _literal(text: str) -> Any:
-    # Flags of other engines: only so much typing that harmless values are recognised.
-    if text.lower() in ("none", "null", ""):
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        return text

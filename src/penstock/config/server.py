@@ -19,16 +19,15 @@ class ServerConfig(Section):
     any_model_name: bool = setting(
         False, "Answer requests for models of any other name, too, with the model that is served, under its own name."
     )
-    api_key: str | None = setting(None, "Keys of which clients must send one (commas between them); also from the "
-                                  "environment, PENSTOCK_API_KEY or VLLM_API_KEY, where other users of the machine "
-                                  "cannot read them.")  # fmt: skip
+    api_key: str | None = setting(
+        None, "Keys of which clients must send one (commas between them); from the environment (VLLM_API_KEY, too) "
+        "other users of the machine cannot read them.", secret=True
+    )  # fmt: skip
     api_keys_file: str | None = setting(
         None, "TOML file of keys, one table [name] each: key or key_sha256, weight, tokens_per_minute, "
         "max_concurrent, admin."
     )  # fmt: skip
-    admin_api_key: str | None = setting(
-        None, "Key for the admin routes; without one they do not exist. Also from PENSTOCK_ADMIN_API_KEY."
-    )
+    admin_api_key: str | None = setting(None, "Key for the admin routes; without one they do not exist.", secret=True)
     ssl_certfile: str | None = setting(None, "TLS certificate (PEM). A changed file is taken up without a restart.")
     ssl_keyfile: str | None = setting(None, "TLS private key (PEM).")
     ssl_ca_certs: str | None = setting(None, "Certificates of clients must be signed by these.")

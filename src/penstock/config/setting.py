@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from penstock.base.errors import ConfigError
 
 T = TypeVar("T")
+PREFIX = "PENSTOCK_"
 
 _described: dict[type, tuple[Setting, ...]] = {}  # a memo: resolving annotations anew for every config is slow
 _KIND_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
@@ -40,6 +41,17 @@ class Setting:
     allow_empty: bool = False
     takes_object: bool = False
     """A dictionary is taken for its JSON text."""
+    secret: bool = False
+    """Its value is never shown."""
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return PREFIX + self.name.upper()
+
+    def shown(self, value: Any) -> str:
+        """A value as people may see it."""
+        return "***" if self.secret and value is not None else str(value)
 
     @property
     def flag(self) -> str:
@@ -78,7 +90,8 @@ class Setting:
             if isinstance(text, str) and (text.strip() or self.allow_empty):
                 return text
             raise ValueError("must not be empty")
-        raise ValueError(f"must be {_KIND_WORDS[self.kind]}, not {value!r} ({type(value).__name__})")
+        shown = "***" if self.secret else repr(value)
+        raise ValueError(f"must be {_KIND_WORDS[self.kind]}, not {shown} ({type(value).__name__})")
 
 
 def setting(
@@ -91,10 +104,12 @@ def setting(
     choices: tuple[str, ...] | None = None,
     allow_empty: bool = False,
     takes_object: bool = False,
+    secret: bool = False,
 ) -> T:
     """A dataclass field with its help text and bounds."""
     return dataclasses.field(
         default=default,
+        repr=not secret,
         metadata={
             "help": help,
             "minimum": minimum,
@@ -103,6 +118,7 @@ def setting(
             "choices": choices,
             "allow_empty": allow_empty,
             "takes_object": takes_object,
+            "secret": secret,
         },
     )
 
@@ -152,4 +168,5 @@ def _describe(section: type) -> Iterator[Setting]:
             choices=meta.get("choices"),
             allow_empty=meta.get("allow_empty", False),
             takes_object=meta.get("takes_object", False),
+            secret=meta.get("secret", False),
         )

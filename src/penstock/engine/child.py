@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import signal
 import sys
+from pathlib import Path
+from typing import TextIO
 
 EXIT_BROKEN = 70
 """Exit status of a process whose step raised an exception: its traceback is on stderr."""
 _PR_SET_PDEATHSIG = 1
+_LOG_BYTES = 4 << 20
+"""A log file that is larger is set aside before a process appends to it, in place of the one that was before."""
 
 
 def begin(*, with_thread: bool = True) -> None:
@@ -24,3 +29,20 @@ def begin(*, with_thread: bool = True) -> None:
     if with_thread and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
+
+
+def open_log(path: str | None) -> TextIO:
+    """Where stacks and tracebacks of this process go from now on: to the end of a file that only its user can read, or
+    to standard error if none is named or it cannot be written."""
+    if path is None:
+        return sys.stderr
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.path.exists(path) and os.path.getsize(path) > _LOG_BYTES:
+            os.replace(path, path + ".1")
+        log = open(path, "a", 1, "utf-8", opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115  kept
+    except OSError as error:
+        sys.stderr.write(f"penstock: {path} cannot be written ({error.strerror}): stacks go to standard error\n")
+        return sys.stderr
+    faulthandler.enable(log)
+    return log

@@ -43,7 +43,7 @@ class ProcessLink:
         config: `EngineConfig.as_kwargs()`.
         max_restarts_per_minute: one crash more within a minute, and the engine is given up. Those that a guilty
             request explains do not count.
-        stall_s: silence after which the child writes its stacks to stderr.
+        stall_s: silence after which the child writes its stacks to its log.
         hang_s: silence, of the time in which it could have run, after which a child is killed and replaced.
         command: starts the engine process; the two descriptors are appended.
         spare: a child that was spawned already, to be the first engine.
@@ -61,6 +61,7 @@ class ProcessLink:
         spare: Spawned | None = None,
     ) -> None:
         self._config = dict(config)
+        self._log_file = self._config.get("log_file")
         self._max_restarts = max_restarts_per_minute
         self._faults = list(faults)
         self._stall_s = stall_s
@@ -153,7 +154,9 @@ class ProcessLink:
         crashes = [*self._crashes, (now, self._epoch)]
         self._crashes = deque(c for c in crashes if c[0] >= now - _MINUTE_S and c[1] not in explained)
         fatal = len(self._crashes) > self._max_restarts
-        log.error("%s; %s", down.reason, "it is given up" if fatal else "it is started again")
+        # Where the log is stays here: reasons are told to clients.
+        where = "" if self._log_file is None or down.from_outside else f" (stacks: {self._log_file})"
+        log.error("%s%s; %s", down.reason, where, "it is given up" if fatal else "it is started again")
         if fatal:
             listener.on_down(Down(down.reason, fatal=True))
         return not fatal
@@ -280,7 +283,7 @@ class Child(asyncio.Protocol):
 
 def _obituary(status: int) -> str:
     if status == EXIT_BROKEN:
-        return "a step of the engine failed (its traceback is on stderr)"
+        return "a step of the engine failed (its traceback is in the log)"
     if status >= 0:
         return f"the engine process ended with exit code {status}"
     try:

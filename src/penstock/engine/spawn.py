@@ -5,6 +5,7 @@ Apart from `engine.process_link`, and with few imports, so that a server can spa
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +40,8 @@ def spawn(command: Sequence[str] = COMMAND) -> Spawned:
     ours, theirs = socket.socketpair()
     box = BlackBox.create()
     assert box.fd is not None
+    # Ctrl-C is the parent's affair from the child's first moment on, before it can say so itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             [*command, str(theirs.fileno()), str(box.fd)],
@@ -50,5 +53,6 @@ def spawn(command: Sequence[str] = COMMAND) -> Spawned:
         box.close()
         raise
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     return Spawned(process, ours, box)

@@ -34,7 +34,6 @@ _SIGN_S = 0.25
 def main(argv: list[str], build: RankFactory) -> int:
     """`argv`: descriptors of two sockets and a box (-1: none); whether to end with the thread that started us."""
     child.begin(with_thread=argv[3] == "1")
-    faulthandler.register(signal.SIGUSR1)
     sock, aside = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     for inherited in (sock, aside):
         inherited.set_inheritable(False)
@@ -50,7 +49,10 @@ def main(argv: list[str], build: RankFactory) -> int:
 
     try:
         with signs_of_life(box):
-            rank = build(_greeting(sock).spec, lambda done, total: say(Loading(done, total)))
+            spec = _greeting(sock).spec
+            log = child.open_log(spec.config.get("log_file"))
+            faulthandler.register(signal.SIGUSR1, log)
+            rank = build(spec, lambda done, total: say(Loading(done, total)))
         if box is not None:
             rank.watch(box.progress_address)
     except Exception as error:
@@ -63,7 +65,7 @@ def main(argv: list[str], build: RankFactory) -> int:
     try:
         run(sock, rank)
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        traceback.print_exc()
+        traceback.print_exc(file=log)
         say(Failed("EngineError", f"a step of the rank failed ({type(error).__name__}: {error})"))
         return EXIT_BROKEN
     return 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -50,6 +50,7 @@ def main(argv: list[str]) -> int:
     hello = greet(sock)
     if hello is None:
         return EXIT_OTHER_BUILD
+    log = child.open_log(hello.config.get("log_file"))
     speaker = Speaker(sock)
     inbox = Inbox(sock)
     inbox.start()
@@ -69,14 +70,14 @@ def main(argv: list[str]) -> int:
     trim()
     gc.freeze()  # what lives now lives as long as the process: no collection needs to look at it again
     box.beat(False)
-    Watchdog(box, hello.stall_s, partial(write_stacks, core.executor)).start()
+    Watchdog(box, hello.stall_s, partial(write_stacks, core.executor, log), log).start()
     try:
         if hello.epoch:
             loop.try_out()
         speaker.say(Ready(hello.epoch, loaded.info))
         loop.run()
     except BaseException as error:  # a panic of a library in Rust is no Exception
-        traceback.print_exc()
+        traceback.print_exc(file=log)
         core.executor.close()
         if isinstance(error, RankGoneError) and error.killed:  # as if it had been this process: nobody's fault, perhaps
             sys.stderr.flush()
@@ -149,22 +150,23 @@ class Inbox(threading.Thread):
         os._exit(0)
 
 
-def write_stacks(executor: Executor) -> None:
+def write_stacks(executor: Executor, log: TextIO) -> None:
     """Of all threads of this process, and of those that its ranks live in."""
-    faulthandler.dump_traceback(sys.stderr)
+    faulthandler.dump_traceback(log)
     for pid in executor.processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
 
 
 class Watchdog(threading.Thread):
-    """Writes the stacks of all threads to stderr, once per stall: the process was stopped, or a step is stuck."""
+    """Writes the stacks of all threads to `log`, once per stall: the process was stopped, or a step is stuck."""
 
-    def __init__(self, box: BlackBox, stall_s: float, dump: Callable[[], None]) -> None:
+    def __init__(self, box: BlackBox, stall_s: float, dump: Callable[[], None], log: TextIO) -> None:
         super().__init__(name="penstock-watchdog", daemon=True)
         self._box = box
         self._stall_s = stall_s
         self._dump = dump
+        self._log = log
 
     def run(self) -> None:
         last = time.monotonic()
@@ -176,7 +178,11 @@ class Watchdog(threading.Thread):
             stopped, stuck = gap_s > self._stall_s, age_s > _STUCK * self._stall_s
             if (stopped or stuck) and not told:
                 what = "was stopped" if stopped else "has been in one step"
-                sys.stderr.write(f"penstock: the engine process {what} for {max(gap_s, age_s):.1f} s; its stacks:\n")
+                said = f"penstock: the engine process {what} for {max(gap_s, age_s):.1f} s; its stacks"
+                if self._log is not sys.stderr:
+                    sys.stderr.write(f"{said} are in {self._log.name}\n")
+                self._log.write(f"{time.strftime('%F %T')} {said}:\n")
+                self._log.flush()
                 self._dump()
                 sys.stderr.flush()
             told = stopped or stuck

@@ -58,12 +58,13 @@ class LLM:
     Args:
         model: a folder with `config.json` and safetensors, or a llama2.c `.bin` (or a folder holding one).
         **settings: any field of `EngineConfig` (`dtype`, `max_model_len`, `block_size`, `skip_tokenizer_init`, ...).
+            They beat environment variables (`PENSTOCK_MAX_MODEL_LEN`, ...), which beat the defaults.
 
     Raises: ModelError or UnsupportedError for a model that cannot be run, ConfigError or CapacityError for settings.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        self._start(from_kwargs(model=os.fspath(model), **settings))
+        self._start(from_kwargs(os.environ, model=os.fspath(model), **settings))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:

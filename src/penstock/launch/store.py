@@ -16,10 +16,11 @@ from urllib.parse import quote
 
 import msgspec
 
+from penstock.base.cache import cache_folder
 from penstock.base.errors import ModelError
 from penstock.formats.files import quoted
 from penstock.launch.transfer import locked
-from penstock.ops.native.private_folder import PrivateFolder, cache_folder
+from penstock.ops.native.private_folder import PrivateFolder
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}(:[A-Za-z0-9][\w.-]{0,39})?")
 _SUFFIX = ".json"
@@ -91,7 +92,7 @@ class ModelStore:
     """`folder`: by default models/ beside the packed weights (PENSTOCK_CACHE, XDG_CACHE_HOME, ~/.cache)."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder().parent / "models" if folder is None else folder
+        self.folder = cache_folder("models") if folder is None else folder
 
     def get(self, name: str) -> NamedModel | None:
         """None too for a file that cannot be trusted or read (a warning says so)."""

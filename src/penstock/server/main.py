@@ -24,25 +24,21 @@ from penstock.server.app import http_server
 from penstock.server.build import build, close
 from penstock.server.context import Server
 from penstock.server.transport.connections import want_files
-from penstock.server.transport.listen import Sockets, bind
+from penstock.server.transport.listen import Sockets
 
 log = logging.getLogger("penstock.server")
 EXIT_OK, EXIT_ENGINE_FAILED = 0, 3
 
 
-def serve(config: ServeConfig, spare: Spawned | None = None) -> int:
+def serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None = None) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status. Raises ConfigError, ModelError, ... before it listens.
 
-    `spare`: an engine process that was spawned already, by this thread.
+    `sockets`: bound, and the caller's to close. `spare`: an engine process that was spawned already, by this thread.
     """
     hide_keys()
-    sockets = bind(config.server)  # before the model is loaded: a port that is taken should be known at once
     want_files(config.server.max_connections)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, sockets, spare))
-    finally:
-        sockets.close()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, sockets, spare))
 
 
 async def _serve(config: ServeConfig, sockets: Sockets, spare: Spawned | None) -> int:

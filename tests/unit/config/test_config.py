@@ -21,13 +21,14 @@ from penstock.config import (
     EngineConfig,
     ModelConfig,
     add_arguments,
+    foreign,
     from_args,
     from_kwargs,
     from_toml,
     serve_from_kwargs,
 )
-from penstock.config.foreign import REMOVED, RENAMED
-from penstock.config.load import parse_size
+from penstock.config.environment import parse_size
+from penstock.config.foreign import ALIASES, FOREIGN
 
 
 def refused(**kwargs: Any) -> str:
@@ -40,7 +41,7 @@ def refused(**kwargs: Any) -> str:
 def parse(*words: str, positional: bool = False) -> EngineConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser, model_positional=positional)
-    return from_args(parser.parse_args(list(words)))
+    return from_args(parser.parse_args(list(words)), {})
 
 
 # --- the settings themselves
@@ -62,7 +63,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "warm_grammars": False,
-        "schedule_conservativeness": 1.0, "speculative_config": None,
+        "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None,
     }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_sections_are_frozen_and_check_themselves() -> None:
         ("gpu_memory_utilization", True, "must be a number, not True (bool)"),
         ("enable_prefix_caching", 1, "must be true or false, not 1 (int)"),
         ("enable_prefix_caching", "yes", "must be true or false, not 'yes' (str)"),
-        ("dtype", "fp8", "must be one of auto, float32, float16, bfloat16, not 'fp8'"),
+        ("dtype", "fp9", "must be one of auto, float32, float16, bfloat16, not 'fp9'"),
         (
             "kv_cache_dtype",
             "int5",
@@ -164,28 +165,28 @@ def test_two_sizes_of_kv_memory_contradict() -> None:
 
 # --- names of other engines
 
-HARMFUL: dict[str, Any] = {
-    "best_of": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
-    "data_parallel_size": 2, "trust_remote_code": True,
-    "enable_lora": True, "cpu_offload_gb": 10, "enforce_eager": False,
-}  # fmt: skip
-
 
 def harmful(name: str) -> Any:
     """A value that asks for what is not there: the opposite of a switch's harmless one, or a name nobody has."""
-    if name in HARMFUL:
-        return HARMFUL[name]
-    foreign = REMOVED[name]
-    return not foreign.harmless[-1] if foreign.switch else "something else"
+    found = FOREIGN[name]
+    return (found.harmless[-1] is not True) if found.switch else "something else"
 
 
-@pytest.mark.parametrize("name", sorted(REMOVED))
-def test_foreign_settings_are_refused_with_one_sentence(name: str) -> None:
-    text = refused(**{name: harmful(name)})
-    assert text == f"{name}: {REMOVED[name].why}"
-    for value in REMOVED[name].harmless:
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_foreign_settings_are_refused_or_left_unused_with_one_sentence(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = FOREIGN[name]
+    if found.unused:
+        assert from_kwargs(model="m", **{name: harmful(name)}) == from_kwargs(model="m")
+        assert caplog.messages == [f"{name} has no effect: {found.why}"]
+    else:
+        assert refused(**{name: harmful(name)}) == f"{name}: {found.why}"
+    caplog.clear()
+    for value in found.harmless:
         assert from_kwargs(model="m", **{name: value}) == from_kwargs(model="m")
-    assert name not in SETTINGS
+    assert not caplog.messages
+    assert name not in SETTINGS | SERVER_SETTINGS
 
 
 def test_one_is_not_true() -> None:
@@ -194,10 +195,63 @@ def test_one_is_not_true() -> None:
     refused(enable_lora=0)
 
 
-@pytest.mark.parametrize("name", sorted(RENAMED))
-def test_other_engines_names_lead_to_ours(name: str) -> None:
-    assert RENAMED[name].split(",")[0] in SETTINGS | SERVER_SETTINGS
-    assert RENAMED[name] in refused(**{name: 1})
+@pytest.mark.parametrize("name", sorted(ALIASES))
+def test_names_that_mean_the_same_are_taken_with_a_word(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    alias = ALIASES[name]
+    item = (SETTINGS | SERVER_SETTINGS)[alias.ours]
+    given: Any = {bool: True, int: 7, float: 7.5, str: "word"}[item.kind]
+    meant = not given if alias.opposite else given
+    base = {} if alias.ours == "model" else {"model": "m"}
+    assert serve_from_kwargs(**base, **{name: given}) == serve_from_kwargs(**base, **{alias.ours: meant})
+    assert caplog.messages == [f"{name} is taken for {alias.ours} {meant}"]
+    for value in alias.unset:
+        assert serve_from_kwargs(**base, **{name: value}) == serve_from_kwargs(**base)
+    with pytest.raises(ConfigError, match=f"is another engine's name for {alias.ours}, which is given, too"):
+        serve_from_kwargs(**base | {alias.ours: meant, name: given})
+    assert name not in SETTINGS | SERVER_SETTINGS | FOREIGN
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in foreign.VALUES for value in foreign.VALUES[name]]
+)
+def test_values_of_other_engines_are_refused_by_name(name: str, value: str) -> None:
+    text = serve_refused(**{name: value.upper()})
+    assert text == f"{name}: {value.upper()} is another engine's: {foreign.VALUES[name][value]}"
+
+
+def serve_refused(**kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        serve_from_kwargs(model="m", **kwargs)
+    return str(caught.value)
+
+
+FINGERS = """
+--calculate-kv-scales --enforce-eager --tensor-parallel-size=1 -tp=1 -ngl=99 -c=512 -np=4 -t=2 -fa=on -ub=512 --mlock
+--enable-prefix-caching --no-enable-prefix-caching --gpu-memory-utilization=0.5 --max-model-len=4K --jinja
+--disable-log-requests --async-scheduling --prefix-caching-hash-algo=sha256 --context-length=512 --disable-cuda-graph
+--max-running-requests=4 --page-size=16 --schedule-policy=lpm --skip-server-warmup --numa=distribute --no-mmap
+--trust-remote-code --kv-cache-dtype=fp8 --mem-fraction-static=0.8 --chunked-prefill-size=2048 -ctk=q8_0 -md=draft
+--lora=x.gguf --num-shard=2 --max-total-tokens=4096 --max-input-length=1024 --max-batch-prefill-tokens=4096 -b=2048
+--speculative-algorithm=EAGLE --quantization=awq --attention-backend=flashinfer --hf-overrides={} --mmproj=x.gguf
+--enable-lora --cpu-offload-gb=0 --disaggregation-mode=prefill --hicache-size=30 --cache-ram=8192 --keepalive=5m
+--swap-space=1 --kv-transfer-config={} --middleware=x --load-format=auto --download-dir=/x --hf-token=x -sm=row
+--spec-method=ngram --limit-mm-per-prompt={} --max-loras=2 --disable-radix-cache --radix-eviction-policy=lfu
+"""
+"""What people type who come from vLLM, SGLang, llama.cpp, TGI and Ollama (FEATURES section 2)."""
+
+
+@pytest.mark.parametrize("word", FINGERS.split())
+def test_no_flag_of_another_engine_is_unknown(word: str) -> None:
+    """It is taken, left unused with a word, or refused by a sentence that says what to do."""
+    flag, _, value = word.partition("=")
+    said = ""
+    try:
+        parse("--model", "m", flag, *([value] if value else []))
+    except ConfigError as error:
+        said = str(error)
+    label, _, why = said.partition(": ")
+    sentences = {found.why for found in FOREIGN.values()}
+    assert not said or (label.startswith("--") and (why in sentences or "is another engine's" in why))
 
 
 # --- TOML
@@ -227,7 +281,7 @@ def test_toml_and_its_precedence(tmp_path: Path) -> None:
         ("[cache]\nblock_size = true", "[cache] block_size: must be an integer, not True (bool)"),
         ("[cache]\nblocksize = 1", "[cache] blocksize: unknown setting; did you mean block_size?"),
         ("[cache]\nmax_num_seqs = 1", "[cache] max_num_seqs: belongs into the table [scheduler]"),
-        ("[cache]\nbest_of = 4", f"[cache] best_of: {REMOVED['best_of'].why}"),
+        ("[cache]\nbest_of = 4", f"[cache] best_of: {FOREIGN['best_of'].why}"),
         ("[cash]\nblock_size = 1", "[cash]: unknown table; did you mean cache?"),
         ("[zzz]\na = 1", "[zzz]: unknown table; the tables are [model], [cache], [scheduler], [execution]"),
         ("block_size = 16", "block_size: belongs into the table [cache]"),
@@ -268,10 +322,11 @@ def test_flags_are_read() -> None:
     config = parse(
         "--model", "m", "--block-size", "16", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", "4K",
         "--gpu-memory-utilization", "0.5", "--dtype", "half", "-tp", "1", "--swap-space", "0", "--no-enable-lora",
+        "-c", "512",
     )  # fmt: skip
     assert config == from_kwargs(
         model="m", block_size=16, enable_prefix_caching=False, kv_cache_memory_bytes=4096, gpu_memory_utilization=0.5,
-        dtype="float16",
+        dtype="float16", max_model_len=512,
     )  # fmt: skip
 
 
@@ -287,14 +342,12 @@ def test_the_model_may_be_positional() -> None:
     ("words", "message"),
     [
         (["--block-size", "0"], "--block-size: must be at least 1, not 0"),
-        (["--dtype", "fp8"], "--dtype: must be one of"),
+        (["--dtype", "fp9"], "--dtype: must be one of"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size: running one model on several devices"),
         (["--trust-remote-code"], "--trust-remote-code: Penstock never runs code"),
-        (["--context-length", "5"], "--context-length: is another engine's name; here it is max_model_len"),
-        (
-            ["--disable-radix-cache"],
-            "--disable-radix-cache: is another engine's name; here it is enable_prefix_caching",
-        ),
+        (["--context-length", "0"], "--context-length: must be at least 1, not 0"),
+        (["-c", "9", "--max-model-len", "8"], "--ctx-size: is another engine's name for max_model_len, which is given"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: fp8 is another engine's: 8-bit floats aren't"),
     ],
 )
 def test_flag_errors_are_written_as_the_flag(words: list[str], message: str) -> None:

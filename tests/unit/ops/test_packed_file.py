@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.native.backend import NOT_BUILT
+from penstock.base.cache import cache_folder
 from penstock.base.errors import ModelError
 from penstock.core.panels import Panels
 from penstock.ops.native import content_key as keys
@@ -28,7 +29,6 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import SUFFIX, PackedStore, huge_pages
 from penstock.ops.native.packed_format import PAGE, VERSION, PageSums, array_sizes, num_panels, sealed
-from penstock.ops.native.private_folder import cache_folder
 
 pytestmark = pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
 
@@ -576,10 +576,10 @@ def test_what_cannot_be_hashed_is_one_sentence(tmp_path: Path) -> None:
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_folder() == Path("/a/weights")
+    assert cache_folder("weights") == Path("/a/weights")
     monkeypatch.delenv("PENSTOCK_CACHE")
-    assert cache_folder() == Path("/b/penstock/weights")
+    assert cache_folder("weights") == Path("/b/penstock/weights")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/c")
-    assert cache_folder() == Path("/c/.cache/penstock/weights")
-    assert PackedStore().folder == cache_folder()
+    assert cache_folder("weights") == Path("/c/.cache/penstock/weights")
+    assert PackedStore().folder == cache_folder("weights")

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.config import SETTINGS, EngineConfig, from_kwargs
-from penstock.config.load import parse_size
+from penstock.config.environment import parse_size
 from penstock.config.setting import Setting
 
 FULL = "full"

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.base.cache import cache_folder
 from penstock.base.errors import ModelError
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.packed_format import VERSION
-from penstock.ops.native.private_folder import PrivateFolder, cache_folder
+from penstock.ops.native.private_folder import PrivateFolder
 
 MEMORY_NAME = "hashes.json"
 _MOST_REMEMBERED = 1000
@@ -33,10 +34,10 @@ def content_key(paths: Iterable[Path], scheme: str, extra: str = "", *, folder: 
     """The key, 64 hexadecimal digits, of weights out of these files packed as `scheme`.
 
     `extra`: whatever else decides the packed bytes (the model's shape, how its matrices are put together). `folder`:
-    where hashes of files are remembered, by default `cache_folder()`; if it cannot be used they are computed anew.
+    where hashes of files are remembered, by default the cache folder; if it cannot be used they are computed anew.
     The order of `paths` does not matter, nor do their names. Raises ModelError for a file that cannot be read.
     """
-    hashes = sorted(FileHashes(cache_folder() if folder is None else folder).of(list(paths)))
+    hashes = sorted(FileHashes(cache_folder("weights") if folder is None else folder).of(list(paths)))
     parts = [f"penstock packed weights {VERSION}.{ABI}", scheme, extra, *hashes]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

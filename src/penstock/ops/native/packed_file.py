@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.base.cache import cache_folder
 from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_format import PAGE, U8, Index, PageSums, UnsoundError, decoded, encoded, matrices_of
-from penstock.ops.native.private_folder import PrivateFolder, cache_folder
+from penstock.ops.native.private_folder import PrivateFolder
 
 SUFFIX = ".pst"
 MAX_BYTES = 20 << 30
@@ -36,12 +37,12 @@ class PackedStore:
     """A folder of packed models.
 
     Args:
-        folder: by default `cache_folder()`. It is made, mode 0700, when something is saved.
+        folder: by default `cache_folder("weights")`. It is made, mode 0700, when something is saved.
         max_bytes: of all files together; what was used longest ago makes room.
     """
 
     def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
-        self.folder = cache_folder() if folder is None else folder
+        self.folder = cache_folder("weights") if folder is None else folder
         self.max_bytes = max_bytes
 
     def path(self, key: str) -> Path:

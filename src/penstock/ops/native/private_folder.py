@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,18 +20,6 @@ _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.tmp")
 _ABANDONED_S = 3600.0  # a temporary file that was not written to for so long belongs to a process that is gone
 _WRITE_BYTES = 64 << 20  # one write call moves less than 2 GiB in any case
 _log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """Where packed weights are kept: PENSTOCK_CACHE/weights, else that of XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("PENSTOCK_CACHE")
-    if own:
-        return Path(own) / "weights"
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
-        cache = Path(tempfile.gettempdir()) / f"cache-{os.geteuid()}"
-    return Path(cache) / "penstock" / "weights"
 
 
 def _trouble(info: os.stat_result) -> str | None:

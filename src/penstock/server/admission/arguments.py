@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.server.admission.keys import ADMIN_ENVIRONMENT, ENVIRONMENT
+from penstock.config import SERVER_SETTINGS
 
 log = logging.getLogger("penstock.server")
 FLAGS = (b"--api-key", b"--admin-api-key")
@@ -26,7 +26,7 @@ def hide_keys() -> None:
     log.warning(
         "keys on the command line can be read by every user of this machine%s: give them as %s and %s in the "
         "environment, or in --api-keys-file", " while the server starts" if hidden else "",
-        ENVIRONMENT[0], ADMIN_ENVIRONMENT,
+        SERVER_SETTINGS["api_key"].variable, SERVER_SETTINGS["admin_api_key"].variable,
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import logging
 import math
-import os
 import re
 import secrets
 import tomllib
@@ -32,8 +31,6 @@ from penstock.server.errors import WireError
 log = logging.getLogger("penstock.server")
 OPEN_PATHS = ("/health", "/ready", "/", "/docs")
 """/, /docs and what is below /page/ are the files of pages: they ask for the key that their requests need."""
-ENVIRONMENT = ("PENSTOCK_API_KEY", "VLLM_API_KEY")
-ADMIN_ENVIRONMENT = "PENSTOCK_ADMIN_API_KEY"
 CHECK_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
@@ -159,13 +156,9 @@ def _given(scope: Scope) -> set[bytes]:
 
 def _fixed_keys(config: ServerConfig) -> list[Key]:
     texts = config.names("api_key")
-    if not texts:
-        given = next((os.environ[name] for name in ENVIRONMENT if os.environ.get(name)), "")
-        texts = [part.strip() for part in given.split(",") if part.strip()]
     keys = [Key(_digest(text), Tenant("default" if len(texts) == 1 else f"key-{n}")) for n, text in enumerate(texts, 1)]
-    admin = config.admin_api_key or os.environ.get(ADMIN_ENVIRONMENT)
-    if admin:
-        keys.append(Key(_digest(admin), Tenant("admin", admin=True)))
+    if config.admin_api_key:
+        keys.append(Key(_digest(config.admin_api_key), Tenant("admin", admin=True)))
     _distinct(keys)
     return keys
 

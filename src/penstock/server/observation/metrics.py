@@ -98,7 +98,7 @@ class Metrics(Collector):
             return generate_latest(told), "text/plain; version=0.0.4; charset=utf-8"
         # With its default, the library writes `_` for the `:` of names in samples, though not in their heads.
         keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(open_metrics).parameters else {}
-        return open_metrics(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
+        return open_metrics(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"  # type: ignore[no-untyped-call]
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once
