@@ -270,7 +270,10 @@ def attempt(wheel: Path, python: str) -> dict[str, float | str]:
                 found[f"{title}_answer_s"] = time.perf_counter() - started
                 found["resident_bytes"] = resident_bytes(process.pid)
                 found["total_s"] = found.get("total_s") or time.perf_counter() - began
-        found["kernels"] = kernels(run([command, "doctor"], cwd=home, env=bare))
+        code = (
+            "from penstock.ops.native.library import best_library as b; l = b(); print(l and l.pst_isa_name().decode())"
+        )
+        found["kernels"] = run([str(bin_ / "python"), "-c", code], cwd=home, env=bare).strip()
     return found
 
 
@@ -320,11 +323,6 @@ def resident_bytes(pid: int) -> int:
         family |= more
     rollups = (Path(f"/proc/{member}/smaps_rollup").read_text() for member in family)
     return sum(1024 * int(found[1]) for text in rollups if (found := re.search(r"^Pss:\s+(\d+)", text, re.M)))
-
-
-def kernels(doctor: str) -> str:
-    line = re.search(r"^.*\bnative\b.*$", doctor, re.MULTILINE)
-    return line[0].strip() if line else "not said by penstock doctor"
 
 
 def main(argv: list[str] | None = None) -> int:
