@@ -71,8 +71,8 @@ class BuildNative(build_ext):
 def levels_of(machine: str, compiler: str = "") -> dict[str, str]:
     """Name of each library for a processor family, and its flags."""
     if machine in ("aarch64", "arm64"):
-        # gcc brings a feature's intrinsics with -march alone, zig knows features with -mcpu alone. gcc 12 moves loads so
-        # far ahead that the products of bytes have 5,000 instructions for the stack; without, 49.
+        # gcc brings a feature's intrinsics with -march alone, zig knows features with -mcpu alone. gcc 12 moves loads
+        # so far ahead that the products of bytes have 5,000 instructions for the stack; without, 49.
         plain, of = ("", "-mcpu=generic") if "zig" in compiler else ("-fno-schedule-insns", "-march=armv8.2-a")
         features = {"neon": "", "neon-dotprod": f"{of}+dotprod", "neon-bf16": f"{of}+dotprod+i8mm+bf16"}
         return {name: f"{plain} {flags}" for name, flags in features.items()}
