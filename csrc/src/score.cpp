@@ -72,9 +72,10 @@ extern "C" int32_t pst_score(void) {
     return pst::has(PST_ISA_LEVEL) ? 1 + PST_ISA_LEVEL : 0;
 #elif defined(__aarch64__)
     // By number: the headers of older systems have no names for the later ones.
-    constexpr unsigned long DOTPROD = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
+    constexpr unsigned long DOTPROD = 1ul << 20;
     bool fits = getauxval(AT_HWCAP) & DOTPROD;
 #if PST_ISA_LEVEL >= 2
+    constexpr unsigned long I8MM = 1ul << 13, BF16 = 1ul << 14;
     fits = fits && (getauxval(AT_HWCAP2) & (I8MM | BF16)) == (I8MM | BF16);
 #endif
     return fits ? 1 + PST_ISA_LEVEL : 0;

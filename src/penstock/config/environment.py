@@ -15,7 +15,7 @@ from penstock.config.setting import PREFIX, Setting
 log = logging.getLogger("penstock.config")
 OTHERS: dict[str, str] = {
     "PENSTOCK_CACHE": "Folder of packed weights and log files; by default ~/.cache/penstock (or XDG_CACHE_HOME's).",
-    "PENSTOCK_CPU_ISA": "Kernels of this instruction set: avx2, avx512, neon, ...; penstock doctor names the one in use.",
+    "PENSTOCK_CPU_ISA": "Kernels of this instruction set: avx2, avx512, neon, ...; penstock doctor says which is used.",
     "PENSTOCK_LOG_LEVEL": "debug, info, warning or error; --log-level beats it.",
     "PENSTOCK_PEERS": "Benchmarks: where other engines are installed.",
     "PENSTOCK_LLAMA_CPP": "Tests and benchmarks: where llama.cpp's programs are.",
