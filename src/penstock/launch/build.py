@@ -34,7 +34,6 @@ from penstock.plan.cost import RooflineTimer
 from penstock.plan.drafts import NamedSpec
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
-from penstock.text.defaults import Wanted, sampling_decision, sampling_defaults
 from penstock.text.limits import Limits
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Engine:
     spec: ModelSpec
     limits: Limits
     sampling_defaults: dict[str, Any]
-    """For requests that name none (`text.defaults`)."""
+    """For requests that name none (`text.defaults`); {} in an engine that serves, whose front knows."""
     tokenizer: Tokenizer | None
     clock: Clock
     chat_template: str | None
@@ -124,8 +123,11 @@ def start(
         seconds_budget=serving,
     )
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
-    defaults, said = _sampling(checkpoint.generation_config, limits, config)
-    decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions, said)
+    decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    defaults: dict[str, Any] = {}
+    if not serving:
+        defaults, said = _sampling(checkpoint.generation_config, limits, config)
+        decisions = (*decisions, said)
     return Engine(
         core=core,
         plan=msgspec.structs.replace(plan, decisions=decisions),
@@ -157,6 +159,9 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[dict[str, Any], Decision]:
     """What requests that name nothing are sampled with, and the line about it."""
+    # It knows text, which an engine that serves has no use for: its front says what is sampled with.
+    from penstock.text.defaults import Wanted, sampling_decision, sampling_defaults
+
     wanted = Wanted(config.model.generation_config, config.model.repetition_detection)
     found = sampling_defaults(generation, limits, wanted)
     return found, sampling_decision(generation, found, wanted.generation_config)
