@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_sim_arguments(sim)
 
-    study = commands.add_parser("study", allow_abbrev=False, help="one question of the surveys, answered on one page")
+    study = commands.add_parser("study", allow_abbrev=False, help="a standing question of serving, simulated, on one page")
     from penstock.cli.study import add_arguments as add_study_arguments
 
     add_study_arguments(study)
