@@ -70,9 +70,13 @@ class Staging:
             self._write(_source_page(path), _source_html(path))
 
     def turned(self, text: str, path: str, page: str) -> str:
-        """The text of the page with its links leading to staged files. Code is left alone."""
+        """The text of the page with its links leading to staged files, and pages that it only names linked as well."""
         parts = _CODE.split(text)
         parts[::2] = [_LINK.sub(lambda m: f"]({self._target(m[1], path, page)})", part) for part in parts[::2]]
+        for i in range(1, len(parts), 2):
+            named = self.pages.get(parts[i].strip("`"))
+            if named is not None and named != page and not parts[i - 1].endswith("["):
+                parts[i] = f"[{parts[i]}]({_relative(named, page)})"
         return "".join(parts)
 
     def _target(self, link: str, path: str, page: str) -> str:
@@ -89,8 +93,7 @@ class Staging:
             staged = _source_page(there)
         else:
             raise SystemExit(f"{path} links to {link}, which is not in the repository")
-        relative = os.path.relpath(staged, os.path.dirname(page) or ".")
-        return f"{relative}#{anchor}" if anchor else relative
+        return _relative(staged, page) + (f"#{anchor}" if anchor else "")
 
     def _write(self, page: str, text: str) -> None:
         where = self.out / page
@@ -127,6 +130,10 @@ def catalogue() -> str:
 
 def _cell(text: str) -> str:
     return re.sub(r"([|*_<\[\]`\\])", r"\\\1", text)
+
+
+def _relative(staged: str, page: str) -> str:
+    return os.path.relpath(staged, os.path.dirname(page) or ".")
 
 
 def _source_page(path: str) -> str:

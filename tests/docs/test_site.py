@@ -64,6 +64,10 @@ def test_links_are_turned_round_and_code_is_left_alone(site: ModuleType) -> None
     turned = f"[a](tour.md#the-step) [b](source/src/penstock/core/batch.py.html) {kept}"
     assert staging.turned(text, "README.md", "index.md") == turned
     assert staging.sources == {"src/penstock/core/batch.py"}
+    named = "see `docs/tour.md`, [`docs/tour.md`](docs/tour.md), `docs/nothing.md`"
+    assert staging.turned(named, "CHANGELOG.md", "releases.md") == (
+        "see [`docs/tour.md`](tour.md), [`docs/tour.md`](tour.md), `docs/nothing.md`"
+    )
     fenced = "```\n[a](docs/tour.md)\n```\n"
     assert staging.turned(fenced, "README.md", "index.md") == fenced
     assert staging.turned("[t](../catalogue.tsv)", "docs/concepts/cap.md", "concepts/cap.md") == "[t](../catalogue.md)"

@@ -1,4 +1,4 @@
-"""The studies that the surveys ask for: one command, one page each (`penstock study NAME`)."""
+"""Standing questions of serving, each answered by simulations on one page (`penstock study NAME`)."""
 
 from __future__ import annotations
 
