@@ -24,7 +24,7 @@ class ModelConfig(Section):
     """Which model, and how its numbers are held."""
 
     model: str = field(
-        metadata={"help": "Folder or file of the model, or its id on the Hugging Face Hub (org/name, org/name/x.gguf)."}
+        metadata={"help": "Name, folder or file of the model, or its id on the Hugging Face Hub (org/name/x.gguf)."}
     )
     revision: str | None = setting(None, "Branch, tag or commit of a model that is named by its id.")
     tokenizer: str | None = setting(None, "Folder or file of the tokenizer; by default the model's own.")
