@@ -24,6 +24,7 @@ from penstock.launch.running import (
     started,
     stop_running,
 )
+from penstock.launch.store import ModelStore
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
 from tests.api.test_serve_command import serving
@@ -45,6 +46,15 @@ def entries(place: Path) -> list[Path]:
     return list((place / "penstock").glob("*.json"))
 
 
+def engine_of(pid: int) -> int:
+    """The process of a server's engine."""
+    (engine,) = [
+        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat")
+        if path.read_text().rpartition(")")[2].split()[1] == str(pid)
+    ]  # fmt: skip
+    return engine
+
+
 def test_a_server_is_found_used_and_stopped_by_name(place: Path) -> None:
     with serving("mine:1", "--port", "0") as server:
         assert "penstock serves mine:1" in server.said
@@ -64,6 +74,10 @@ def test_a_server_is_found_used_and_stopped_by_name(place: Path) -> None:
         refusal = penstock("rm", "mine:1")
         assert refusal.returncode == 1
         assert "mine:1 is in use; stop what runs it first (penstock ps, penstock stop mine:1)" in refusal.stderr
+        os.kill(engine_of(server.process.pid), signal.SIGKILL)
+        for _ in range(20):
+            assert ModelStore().in_use("mine:1"), "also while its engine is begun again"
+            time.sleep(0.01)
         with server.client() as http:
             assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["mine:1"]
         stopped = penstock("stop", "mine:1")
@@ -83,15 +97,16 @@ def test_a_server_that_was_killed_is_forgotten_and_holds_nothing(place: Path) ->
         assert running() == []
         assert entries(place) == []
         assert penstock("stop", "mine:1").stderr == ("penstock: error: no server of yours runs 'mine:1'; none runs\n")
+        deadline_s = time.monotonic() + 20
+        while ModelStore().in_use("mine:1"):  # its engine ends by itself
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
         assert penstock("rm", "mine:1").returncode == 0
 
 
 def test_stop_waits_for_what_was_begun_and_ps_tells_of_it(place: Path) -> None:
     with serving("mine:1", "--port", "0") as server, server.client() as http:
-        (engine,) = [
-            int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat")
-            if path.read_text().rpartition(")")[2].split()[1] == str(server.process.pid)
-        ]  # fmt: skip
+        engine = engine_of(server.process.pid)
         body = {"prompt": "Once", "max_tokens": 40, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_lines()
