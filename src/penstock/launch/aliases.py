@@ -23,7 +23,7 @@ class HubModel:
 
 
 @dataclass(frozen=True)
-class Alias:
+class KnownModel:
     """`sha256`: of the file, "" if it is not known. `num_bytes`: about, for people. `terms`: what has to be accepted
     before it is pulled, "" for free licences."""
 
@@ -34,9 +34,9 @@ class Alias:
     terms: str = ""
 
 
-def _gguf(repo: str, file: str, revision: str | None, num_bytes: int, sha256: str = "", terms: str = "") -> Alias:
+def _gguf(repo: str, file: str, revision: str | None, num_bytes: int, sha256: str = "", terms: str = "") -> KnownModel:
     licence = {GEMMA_TERMS: "gemma", LLAMA_TERMS: "llama3.2"}.get(terms, "apache-2.0")
-    return Alias(HubModel(repo, revision, file), licence, num_bytes, sha256, terms)
+    return KnownModel(HubModel(repo, revision, file), licence, num_bytes, sha256, terms)
 
 
 ALIASES = {
@@ -97,9 +97,9 @@ ALIASES = {
         "ggml-org/gemma-3-1b-it-GGUF", "gemma-3-1b-it-Q4_K_M.gguf", "f9c28bcd85737ffc5aef028638d3341d49869c27",
         806_058_240, "8ccc5cd1f1b3602548715ae25a66ed73fd5dc68a210412eea643eb20eb75a135", GEMMA_TERMS,
     ),
-    "all-minilm": Alias(
+    "all-minilm": KnownModel(
         HubModel("sentence-transformers/all-MiniLM-L6-v2", "1110a243fdf4706b3f48f1d95db1a4f5529b4d41"),
         "apache-2.0", 91_300_000,
     ),
 }  # fmt: skip
-"""Name -> Alias. What a name without a tag would mean is not guessed: the nearest names are said."""
+"""Name -> KnownModel. What a name without a tag would mean is not guessed: the nearest names are said."""

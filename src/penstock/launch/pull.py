@@ -13,7 +13,7 @@ from penstock.base.errors import ModelError
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import open_model
 from penstock.formats.files import quoted
-from penstock.launch.aliases import ALIASES, Alias, HubModel
+from penstock.launch.aliases import ALIASES, HubModel, KnownModel
 from penstock.launch.bundled import bundled_model
 from penstock.launch.listing import Listing, list_files, parse_id, sentences
 from penstock.launch.store import NAME, ModelStore, NamedModel, StoredFile
@@ -51,7 +51,7 @@ def pull(
 
 
 def _pull(
-    store: ModelStore, name: str, wanted: HubModel, alias: Alias | None, max_bytes: int | None, progress: Progress,
+    store: ModelStore, name: str, wanted: HubModel, alias: KnownModel | None, max_bytes: int | None, progress: Progress,
     say: Say,
 ) -> NamedModel:  # fmt: skip
     before = store.get(name)
@@ -107,7 +107,7 @@ def _likely(listing: Listing) -> list[HubFile]:
     return [*listing.small(), *([single] if single is not None else shards)]
 
 
-def _check_known(name: str, alias: Alias | None, listing: Listing) -> None:
+def _check_known(name: str, alias: KnownModel | None, listing: Listing) -> None:
     """Raises ModelError if the hub lists another file than the table knows."""
     file = listing.files.get(listing.first)
     if alias is not None and alias.sha256 and file is not None and file.digest != alias.sha256:

@@ -17,7 +17,7 @@ import pytest
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.families.registry import open_model
 from penstock.launch import aliases, pull, transfer
-from penstock.launch.aliases import ALIASES, Alias, HubModel
+from penstock.launch.aliases import ALIASES, HubModel, KnownModel
 from penstock.launch.bundled import bundled_model
 from penstock.launch.hub import local_path
 from penstock.launch.listing import leads_out
@@ -56,7 +56,7 @@ def gguf(server: MockHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     file = folder / "tiny-Q8_0.gguf"
     write_model(file, model_metadata(), kind="Q8_0")
     server.repos["org/tiny-GGUF"] = {COMMIT: folder}
-    alias = Alias(HubModel("org/tiny-GGUF", COMMIT, file.name), "apache-2.0", 1000, sha256(file))
+    alias = KnownModel(HubModel("org/tiny-GGUF", COMMIT, file.name), "apache-2.0", 1000, sha256(file))
     monkeypatch.setitem(ALIASES, "tiny:1k", alias)
     return file
 
@@ -114,7 +114,7 @@ def test_gated_models_and_terms_are_said_before_anything_comes(
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
     refusal(lambda: pull.pull(store, "tiny:1k"), "is gated")
     server.gated.clear()
-    asked = Alias(ALIASES["tiny:1k"].model, "gemma", 1000, terms=aliases.GEMMA_TERMS)
+    asked = KnownModel(ALIASES["tiny:1k"].model, "gemma", 1000, terms=aliases.GEMMA_TERMS)
     monkeypatch.setitem(ALIASES, "tiny:1k", asked)
     refusal(lambda: pull.pull(store, "tiny:1k"), "Gemma's terms of use", "--accept-terms")
     refusal(lambda: local_path("tiny:1k"), "--accept-terms")
@@ -146,7 +146,7 @@ def test_small_files_are_checked_as_git_hashes_them(
 def test_a_file_that_the_table_does_not_know_is_not_begun(
     server: MockHub, store: ModelStore, gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ALIASES, "tiny:1k", Alias(ALIASES["tiny:1k"].model, "", 1000, "0" * 64))
+    monkeypatch.setitem(ALIASES, "tiny:1k", KnownModel(ALIASES["tiny:1k"].model, "", 1000, "0" * 64))
     refusal(lambda: pull.pull(store, "tiny:1k"), f"known is {'0' * 64}")
     assert server.log == []
 
