@@ -72,7 +72,8 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: -"):
             # The flag alone: what was meant as its value may be a key.
             typed = message.split()[2].split("=")[0]
-            near = get_close_matches(typed, self._option_string_actions, n=1, cutoff=0.75)
+            shown = [flag for flag, a in self._option_string_actions.items() if a.help != argparse.SUPPRESS]
+            near = get_close_matches(typed, shown, n=1, cutoff=0.75)
             message = f"unrecognized arguments: {typed}" + (f"; did you mean {near[0]}?" if near else "")
         elif message.startswith("argument COMMAND: invalid choice"):
             typed = message.split("'")[1]
