@@ -172,7 +172,7 @@ def test_every_variable_that_is_read_is_known() -> None:
     known = {*OTHERS, *(item.variable for item in SERVING.values())}
     read = set()
     for folder in ("src", "tests", "tools", "benchmarks"):
-        for file in (ROOT / folder).rglob("*.py"):
+        for file in [*(ROOT / folder).rglob("*.py"), ROOT / "setup.py"]:
             text = file.read_text("utf-8")
             if "environ" in text or "getenv" in text or "setenv" in text:
                 read |= set(re.findall(r'"(PENSTOCK_[A-Z_]+)"', text)) if file.name != "test_environment.py" else set()
