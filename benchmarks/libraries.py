@@ -4,7 +4,7 @@
 
 Every reader runs in a process of its own with limits of time and memory, so that a crash or an endless loop is a result
 and not the end. A spoiled input is a sound file with some bytes changed, cut out, repeated or cut off; all readers get
-the same ones. The figures of docs/design/0015 come from here. Needs, besides the tests' packages, python-multipart and
+the same ones. The figures of docs/design/0017 come from here. Needs, besides the tests' packages, python-multipart and
 pydantic-settings.
 """
 

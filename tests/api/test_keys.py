@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import hmac
 import logging
@@ -17,7 +18,7 @@ import pytest
 
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError
-from penstock.config import serve_from_kwargs
+from penstock.config import add_arguments, serve_from_args, serve_from_kwargs
 from penstock.config.server import ServerConfig
 from penstock.server.admission.keys import Keys, fair_share, is_loopback
 from penstock.server.app import routes
@@ -340,13 +341,19 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, needle: str
         Keys(ServerConfig(api_keys_file=str(tmp_path / "none")), VirtualClock())
 
 
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "theirs")
-    assert Keys(ServerConfig(), VirtualClock()).identify(scope("/x", "theirs")).name == "default"
-    monkeypatch.setenv("PENSTOCK_API_KEY", "ours")
+def test_keys_come_from_the_environment_too() -> None:
+    def keys(*flags: str, **environment: str) -> Keys:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser, server=True)
+        args = parser.parse_args(["--model", "m", *flags])
+        return Keys(serve_from_args(args, environment).server, VirtualClock())
+
+    assert keys(VLLM_API_KEY="theirs").identify(scope("/x", "theirs")).name == "default"
+    both = {"VLLM_API_KEY": "theirs", "PENSTOCK_API_KEY": "ours", "PENSTOCK_ADMIN_API_KEY": "top"}
     with pytest.raises(WireError):
-        Keys(ServerConfig(), VirtualClock()).identify(scope("/x", "theirs"))
-    assert Keys(ServerConfig(api_key="flag"), VirtualClock()).identify(scope("/x", "flag")).name == "default"
+        keys(**both).identify(scope("/x", "theirs"))
+    assert keys(**both).identify(scope("/x", "top")).admin
+    assert keys("--api-key", "flag", **both).identify(scope("/x", "flag")).name == "default"
 
 
 def test_an_admin_key_alone_leaves_the_rest_open() -> None:

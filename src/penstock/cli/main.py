@@ -51,7 +51,11 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._fill()
-        found, extra = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        first = words[0].partition("=")[0] if words else ""
+        if self._subparsers is not None and first.startswith("-") and first not in self._option_string_actions:
+            self.error(f"unrecognized arguments: {first}")  # or what stands behind it would be taken for a command
+        found, extra = super().parse_known_args(words, namespace)
         if extra:  # said here, where the command's own flags are known
             self.error(f"unrecognized arguments: {' '.join(extra)}")
         return found, extra
@@ -72,7 +76,8 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: -"):
             # The flag alone: what was meant as its value may be a key.
             typed = message.split()[2].split("=")[0]
-            near = get_close_matches(typed, self._option_string_actions, n=1, cutoff=0.75)
+            shown = [flag for flag, a in self._option_string_actions.items() if a.help != argparse.SUPPRESS]
+            near = get_close_matches(typed, shown, n=1, cutoff=0.75)
             message = f"unrecognized arguments: {typed}" + (f"; did you mean {near[0]}?" if near else "")
         elif message.startswith("argument COMMAND: invalid choice"):
             typed = message.split("'")[1]

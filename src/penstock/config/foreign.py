@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
+class SameName:
     """Another engine's name for `ours`. `opposite`: of a switch, in the other sense. `unset`: values that mean what is
     meant here when nothing is given. `flags`: extra spellings."""
 
@@ -40,38 +40,38 @@ class Foreign:
         return not any(type(value) is type(ok) and value == ok for ok in self.harmless)
 
 
-ALIASES: dict[str, Alias] = {
+ALIASES: dict[str, SameName] = {
     # SGLang, transformers
-    "model_path": Alias("model", ("-m",)),
-    "model_name_or_path": Alias("model"),
-    "tokenizer_path": Alias("tokenizer"),
-    "context_length": Alias("max_model_len"),
-    "max_running_requests": Alias("max_num_seqs"),
-    "max_queued_requests": Alias("max_num_queued_reqs"),
-    "page_size": Alias("block_size"),
-    "schedule_policy": Alias("scheduling_policy"),
-    "radix_eviction_policy": Alias("eviction"),
-    "disable_radix_cache": Alias("enable_prefix_caching", opposite=True),
-    "random_seed": Alias("seed"),
-    "served_model_names": Alias("served_model_name"),
+    "model_path": SameName("model", ("-m",)),
+    "model_name_or_path": SameName("model"),
+    "tokenizer_path": SameName("tokenizer"),
+    "context_length": SameName("max_model_len"),
+    "max_running_requests": SameName("max_num_seqs"),
+    "max_queued_requests": SameName("max_num_queued_reqs"),
+    "page_size": SameName("block_size"),
+    "schedule_policy": SameName("scheduling_policy"),
+    "radix_eviction_policy": SameName("eviction"),
+    "disable_radix_cache": SameName("enable_prefix_caching", opposite=True),
+    "random_seed": SameName("seed"),
+    "served_model_names": SameName("served_model_name"),
     # llama.cpp: `-c` is what its slots share, which is what one conversation gets with its usual single slot.
-    "hf_repo": Alias("model", ("-hf", "-hfr")),
-    "ctx_size": Alias("max_model_len", ("-c",), unset=(0,)),
-    "n_ctx": Alias("max_model_len", unset=(0,)),
-    "parallel": Alias("max_num_seqs", ("-np",), unset=(-1,)),
-    "n_threads": Alias("threads", ("-t",), unset=(-1, 0)),
-    "alias": Alias("served_model_name", ("-a",)),
-    "cache_prompt": Alias("enable_prefix_caching"),
-    "rope_freq_base": Alias("rope_theta", unset=(0,)),
-    "api_prefix": Alias("root_path"),
-    "ssl_key_file": Alias("ssl_keyfile"),
-    "ssl_cert_file": Alias("ssl_certfile"),
-    "chat_template_file": Alias("chat_template"),
+    "hf_repo": SameName("model", ("-hf", "-hfr")),
+    "ctx_size": SameName("max_model_len", ("-c",), unset=(0,)),
+    "n_ctx": SameName("max_model_len", unset=(0,)),
+    "parallel": SameName("max_num_seqs", ("-np",), unset=(-1,)),
+    "n_threads": SameName("threads", ("-t",), unset=(-1, 0)),
+    "alias": SameName("served_model_name", ("-a",)),
+    "cache_prompt": SameName("enable_prefix_caching"),
+    "rope_freq_base": SameName("rope_theta", unset=(0,)),
+    "api_prefix": SameName("root_path"),
+    "ssl_key_file": SameName("ssl_keyfile"),
+    "ssl_cert_file": SameName("ssl_certfile"),
+    "chat_template_file": SameName("chat_template"),
     # TGI
-    "model_id": Alias("model"),
-    "hostname": Alias("host"),
-    "max_batch_size": Alias("max_num_seqs"),
-    "cors_allow_origin": Alias("allowed_origins"),
+    "model_id": SameName("model"),
+    "hostname": SameName("host"),
+    "max_batch_size": SameName("max_num_seqs"),
+    "cors_allow_origin": SameName("allowed_origins"),
 }
 """Names whose meaning is the same, not only close."""
 

@@ -13,6 +13,7 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import SERVING, add_arguments, from_kwargs, given_by, serve_from_args, serve_from_kwargs
 from penstock.config.environment import OTHERS
+from penstock.launch.llm import LLM
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -171,9 +172,16 @@ def test_every_variable_that_is_read_is_known() -> None:
     known = {*OTHERS, *(item.variable for item in SERVING.values())}
     read = set()
     for folder in ("src", "tests", "tools", "benchmarks"):
-        for file in (ROOT / folder).rglob("*.py"):
+        for file in [*(ROOT / folder).rglob("*.py"), ROOT / "setup.py"]:
             text = file.read_text("utf-8")
             if "environ" in text or "getenv" in text or "setenv" in text:
                 read |= set(re.findall(r'"(PENSTOCK_[A-Z_]+)"', text)) if file.name != "test_environment.py" else set()
     assert len(read) > 8, "nothing was found"
     assert read <= known
+
+
+def test_a_model_in_ones_own_program_has_the_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MAX_MODEL_LEN", "64")
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "9")
+    llm = LLM("nano", max_num_seqs=2)
+    assert (llm.engine.limits.max_model_len, llm.engine.core.scheduler.max_num_seqs) == (64, 2)
