@@ -20,7 +20,7 @@ from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError
 from penstock.config import add_arguments, serve_from_args, serve_from_kwargs
 from penstock.config.server import ServerConfig
-from penstock.server.admission.keys import Keys, fair_share, is_loopback
+from penstock.server.admission.keys import OPEN_PATHS, Keys, fair_share, is_loopback
 from penstock.server.app import routes
 from penstock.server.call import ANYONE
 from penstock.server.errors import WireError
@@ -57,8 +57,12 @@ def all_routes() -> list[tuple[str, str]]:
     return found + unknown
 
 
+def test_the_open_paths_are_few() -> None:
+    assert OPEN_PATHS == ("/health", "/ready", "/", "/docs")
+
+
 def test_every_route_needs_a_key(guarded: LiveServer) -> None:
-    """Row 43: no key, a wrong one, half of a right one, one in the wrong scheme, on every path but two."""
+    """Row 43: no key, a wrong one, half of a right one, one in the wrong scheme, on every path but the open ones."""
     seen = 0
     wrong: list[dict[str, str]] = [
         {}, bearer("sk-wrong"), bearer(USER[:-1]), {"authorization": "Bearer"}, {"authorization": f"Basic {USER}"},
@@ -68,7 +72,7 @@ def test_every_route_needs_a_key(guarded: LiveServer) -> None:
         for method, path in all_routes():
             for headers in wrong if path == "/v1/models" else wrong[:2]:
                 answer = client.request(method, path, headers=headers)
-                if method in ("GET", "HEAD") and (path in ("/health", "/ready", "/") or path.startswith("/page/")):
+                if method in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith("/page/")):
                     assert answer.status_code in (200, 404, 503)
                     continue
                 assert answer.status_code == 401, (method, path)

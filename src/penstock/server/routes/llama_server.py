@@ -315,3 +315,4 @@ DOCS = {
     ("POST", "/completion"): ("Complete a prompt (llama-server's API)", LlamaCompletionRequest, LlamaCompletion),
     ("POST", "/infill"): ("Fill in between two texts (llama-server's API)", InfillRequest, LlamaCompletion),
 }
+EXAMPLES = {"/completion": {"prompt": "Once upon a time", "n_predict": 32}}
