@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("chat:chat", "talk with a model in the terminal"),
     "plan": ("plan:plan", "what of a model fits a machine, and how fast it can be, before it is loaded"),
     "sim": ("sim:sim", "simulate a service: a trace, a model, a device"),
-    "study": ("study:study", "a standing question of serving, simulated, on one page"),
+    "study": ("study:study", "a question of serving, simulated, on one page"),
     "batch": ("batch:batch", "answer a file of requests; goes on where it stopped"),
     "bench": ("bench:bench", "measure a server, or a model on this machine"),
     "quantize": ("quantize:quantize", "what every scheme of quantisation costs and saves, on a text"),

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -123,13 +124,15 @@ def test_every_concept_and_guide_can_be_reached() -> None:
 
 
 def test_the_readme_counts_what_works() -> None:
-    """Its first lines say how much of the catalogue there is."""
+    """Its first lines say how much of the catalogue there is; further down, what an installation asks for."""
     states = Counter(row.status for row in load("catalogue").read())
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = re.search(r"Of (\d+) published optimisations (\d+) work or are simulated and (\d+) do in part", text)
     assert said is not None
     there = sum(states.values()), states["works"] + states["simulated"], states["partial"]
     assert tuple(map(int, said.groups())) == there
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f"({len(project['dependencies'])} direct dependencies," in text
 
 
 def test_paths_in_code_spans_exist() -> None:
