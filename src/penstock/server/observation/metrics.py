@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from penstock import __version__
 from penstock.server.context import Server
 from penstock.server.distribution import Distribution
-from penstock.server.observation.stats import GOOD, Stats
+from penstock.server.observation.stats import Stats
 
 if TYPE_CHECKING:
     from penstock.server.errors import WireError
@@ -97,8 +97,9 @@ class Metrics(Collector):
         if OPEN_METRICS not in accept:
             return generate_latest(told), "text/plain; version=0.0.4; charset=utf-8"
         # With its default, the library writes `_` for the `:` of names in samples, though not in their heads.
-        keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(open_metrics).parameters else {}
-        return open_metrics(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"  # type: ignore[no-untyped-call]
+        encode: Callable[..., bytes] = open_metrics
+        keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
+        return encode(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once
@@ -223,7 +224,7 @@ class Metrics(Collector):
             {"local_compute": s.num_prompt_tokens - s.num_cached_tokens, "local_cache_hit": s.num_cached_tokens}, BOTH,
         )  # fmt: skip
         yield from self._counter("generation_tokens", "Tokens generated.", s.num_generation_tokens, BOTH)
-        reasons = {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0} | dict(s.samples)
+        reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0} | dict(s.samples)
         yield from self._labelled(
             CounterMetricFamily,
             "request_success",
@@ -237,7 +238,7 @@ class Metrics(Collector):
         )
         gone: dict[str, int] = {"client_gone": 0, "timeout": 0}
         for (_, ended), number in s.requests.items():
-            if ended not in (*GOOD, "error"):
+            if ended not in ("stop", "length", "error"):
                 gone[ended] = gone.get(ended, 0) + number
         yield from self._labelled(CounterMetricFamily, "requests_aborted", "Aborted requests.", ("reason",), gone)
         yield from self._labelled(CounterMetricFamily, "requests_refused", "By reason.", ("reason",), s.refused)
