@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from penstock import __version__
 from penstock.server.context import Server
 from penstock.server.distribution import Distribution
-from penstock.server.observation.stats import Stats
+from penstock.server.observation.stats import GOOD, Stats
 
 if TYPE_CHECKING:
     from penstock.server.errors import WireError
@@ -224,7 +224,7 @@ class Metrics(Collector):
             {"local_compute": s.num_prompt_tokens - s.num_cached_tokens, "local_cache_hit": s.num_cached_tokens}, BOTH,
         )  # fmt: skip
         yield from self._counter("generation_tokens", "Tokens generated.", s.num_generation_tokens, BOTH)
-        reasons = {"stop": 0, "length": 0, "abort": 0, "error": 0} | dict(s.samples)
+        reasons = {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0} | dict(s.samples)
         yield from self._labelled(
             CounterMetricFamily,
             "request_success",
@@ -238,7 +238,7 @@ class Metrics(Collector):
         )
         gone: dict[str, int] = {"client_gone": 0, "timeout": 0}
         for (_, ended), number in s.requests.items():
-            if ended not in ("stop", "length", "error"):
+            if ended not in (*GOOD, "error"):
                 gone[ended] = gone.get(ended, 0) + number
         yield from self._labelled(CounterMetricFamily, "requests_aborted", "Aborted requests.", ("reason",), gone)
         yield from self._labelled(CounterMetricFamily, "requests_refused", "By reason.", ("reason",), s.refused)
