@@ -134,5 +134,10 @@ def test_batches_of_other_paths_are_none_of_messages(client: anthropic.Anthropic
     made = wait(client, create(client, asked("a")).id, ended)
     ours = "batch_" + made.id.removeprefix("msgbatch_")
     assert httpx.get(server.url + "/v1/batches/" + ours).json()["endpoint"] == "/v1/messages"
+    failed = wait(client, create(client, asked("b", temperature=-1)).id, ended)
+    lines = httpx.get(server.url + "/v1/batches/batch_" + failed.id.removeprefix("msgbatch_")).json()
+    told = httpx.get(server.url + f"/v1/files/{lines['error_file_id']}/content").json()["error"]
+    assert told["code"] == "invalid_request_error"
+    assert "temperature" in told["message"]
     for name in (ours, "msgbatch_" + "0" * 24, "msgbatch_../x"):
         assert httpx.get(server.url + "/v1/messages/batches/" + name).status_code == 404

@@ -134,7 +134,7 @@ def test_logprobs(http: httpx.Client) -> None:
         ("/api/chat", {"options": {"num_predict": -7}}, 400, "options.num_predict"),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
         ("/api/chat", {"temperature": 1}, 400, "options"),
-        ("/api/chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+        ("/api/chat", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name"),
         ("/api/chat", {"top_logprobs": 3}, 400, "top_logprobs"),
         ("/api/generate", {"context": [1, 2]}, 400, "/api/chat"),
         ("/api/generate", {"template": "{{ .Prompt }}"}, 400, "template"),

@@ -263,7 +263,5 @@ def test_streams_that_wait_get_comments_and_clients_do_not_mind() -> None:
                                                                   "options": {"num_predict": 2}}).text  # fmt: skip
         assert waited.endswith("data: [DONE]\n\n")
         assert ":" not in {line[:1] for line in lines.splitlines()}
-        if KEEP_ALIVE.decode() in waited:  # the machine may have been too quick
-            assert waited.index(": keep-alive") < waited.index("data: ")
         with openai.OpenAI(base_url=live.url + "/v1", api_key="x") as client:
             assert list(client.completions.create(model="nano", prompt="x", stream=True, max_tokens=2))

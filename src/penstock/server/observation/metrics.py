@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -97,8 +97,9 @@ class Metrics(Collector):
         if OPEN_METRICS not in accept:
             return generate_latest(told), "text/plain; version=0.0.4; charset=utf-8"
         # With its default, the library writes `_` for the `:` of names in samples, though not in their heads.
-        keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(open_metrics).parameters else {}
-        return open_metrics(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"  # type: ignore[no-untyped-call]
+        encode: Callable[..., bytes] = open_metrics
+        keep = {"escaping": "allow-utf-8"} if "escaping" in inspect.signature(encode).parameters else {}
+        return encode(told, **keep), f"{OPEN_METRICS}; version=1.0.0; charset=utf-8"
 
     def describe(self) -> Iterable[Metric]:
         return ()  # otherwise a registration collects once

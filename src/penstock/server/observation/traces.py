@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.base.errors import ConfigError
 from penstock.core.sampling import SamplingParams
 from penstock.server.context import Server
-from penstock.server.observation.stats import Stats, ending, timings
+from penstock.server.observation.stats import GOOD, Stats, ending, timings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -92,7 +92,7 @@ class Traces:
             {**self._attributes(stream, output), **texts}, start_time=ended_ns - round(1e9 * (t["e2e_s"] or 0.0)),
         )  # fmt: skip
         ended = ending(output)
-        if ended not in ("stop", "length"):
+        if ended not in GOOD:
             span.set_status(StatusCode.ERROR, ended)
         span.end(ended_ns)
         context = span.get_span_context()

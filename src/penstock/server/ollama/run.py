@@ -99,7 +99,7 @@ class OllamaRun:
             line.logprobs = msgspec.Raw(b"[" + logprobs + b"]")  # type: ignore[assignment]
         if done is not None:
             usage, spans = self._turn.usage(), spans_s(self._turn, self._server.service.clock.now())
-            line.done_reason = "length" if done == "length" else "stop"
+            line.done_reason = "length" if done in ("length", "repetition") else "stop"
             line.total_duration, line.prompt_eval_duration, line.eval_duration = (round(1e9 * s) for s in spans)
             line.load_duration = 0
             line.prompt_eval_count, line.eval_count = usage.prompt_tokens, usage.completion_tokens

@@ -226,7 +226,7 @@ class LlamaRun:
     def _whole(self, content: str, tokens: list[int]) -> LlamaCompletion:
         turn, end, usage = self._turn, self._end, self._turn.usage()
         word = end.stop_reason if end is not None and isinstance(end.stop_reason, str) else ""
-        limit = end is not None and end.finish_reason == "length"
+        limit = end is not None and end.finish_reason in ("length", "repetition")
         return LlamaCompletion(
             content=content,
             tokens=tokens,
