@@ -222,8 +222,8 @@ class LLM:
     def get_default_sampling_params(self, **named: Any) -> SamplingParams:
         """What calls without sampling_params get (vLLM's name): the model's own, or mild ones (`text.defaults`).
 
-        `named`: fields that a user named; the others are what a server adds to them. `SamplingParams(...)` stays neutral
-        in what it does not name, and their length is its own.
+        `named`: fields that a user named; the others are what a server adds to them. `SamplingParams(...)` stays
+        neutral in what it does not name, and their length is its own.
         """
         defaults = self._engine.sampling_defaults
         found = {} if defaults is None else defaults.beside(named)
