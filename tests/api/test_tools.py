@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -157,7 +158,9 @@ def test_bad_tools_are_refused(tools_server, more, param):
     assert len(error["message"]) < 400
 
 
-def test_a_template_without_tools_refuses_them(live):
+def test_a_template_without_tools_refuses_them_if_it_is_told_to(live, monkeypatch):
+    assert live.server is not None
+    monkeypatch.setattr(live.server, "config", dataclasses.replace(live.server.config, tool_prompt="off"))
     answer = httpx.post(live.url + "/v1/chat/completions", json={"messages": USER, "tools": TOOLS}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "tools"

@@ -38,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chat(args: argparse.Namespace) -> int:
     """Read a line, answer it, and so on. Without a terminal every line of standard input is a turn."""
-    from msgspec.structs import replace
-
     from penstock.cli.run import with_default_model
     from penstock.config.load import from_args
     from penstock.launch.llm import LLM
@@ -49,7 +47,7 @@ def chat(args: argparse.Namespace) -> int:
     if args.sampling_seed is not None:
         given["seed"] = args.sampling_seed
     llm = LLM.from_config(from_args(with_default_model(args)))
-    conversation = Conversation(llm, replace(llm.get_default_sampling_params(), **given), args.system)
+    conversation = Conversation(llm, llm.get_default_sampling_params(**given), args.system)
     interactive = sys.stdin.isatty()
     if interactive:
         print(HELP, file=sys.stderr)

@@ -122,8 +122,6 @@ def explain(args: argparse.Namespace, *, server: bool = False) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from msgspec.structs import replace
-
     from penstock.base.errors import InputError
     from penstock.config.load import from_args
     from penstock.launch.llm import LLM
@@ -140,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("prompt must not be empty", param="prompt")
     compression = _compression(args.prompt_compression)
     llm = LLM.from_config(config)
-    params = replace(llm.get_default_sampling_params(), **_sampling(args))
+    params = llm.get_default_sampling_params(**_sampling(args))
     for d in llm.engine.decisions:
         if d.name == "rope_regime" and d.value == "extended":
             print(f"{d.name} = {d.value}: {d.why}", file=sys.stderr)

@@ -37,6 +37,7 @@ from penstock.plan.resolve import Plan, resolve
 from penstock.text.limits import Limits
 
 if TYPE_CHECKING:
+    from penstock.text.defaults import Defaults
     from penstock.text.tokenizer import Tokenizer
 
 
@@ -48,8 +49,8 @@ class Engine:
     plan: Plan
     spec: ModelSpec
     limits: Limits
-    sampling_defaults: dict[str, Any]
-    """For requests that name none (`text.defaults`); {} in an engine that serves, whose front knows."""
+    sampling_defaults: Defaults | None
+    """For requests that name none (`text.defaults`); none in an engine that serves, whose front knows."""
     tokenizer: Tokenizer | None
     clock: Clock
     chat_template: str | None
@@ -124,7 +125,7 @@ def start(
     )
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
     decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
-    defaults: dict[str, Any] = {}
+    defaults = None
     if not serving:
         defaults, said = _sampling(checkpoint.generation_config, limits, config)
         decisions = (*decisions, said)
@@ -157,14 +158,14 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, said))
 
 
-def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[dict[str, Any], Decision]:
+def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:
     """What requests that name nothing are sampled with, and the line about it."""
     # It knows text, which an engine that serves has no use for: its front says what is sampled with.
     from penstock.text.defaults import Wanted, sampling_decision, sampling_defaults
 
     wanted = Wanted(config.model.generation_config, config.model.repetition_detection)
     found = sampling_defaults(generation, limits, wanted)
-    return found, sampling_decision(generation, found, wanted.generation_config)
+    return found, sampling_decision(found, wanted.generation_config)
 
 
 def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int = 0) -> EngineInfo:

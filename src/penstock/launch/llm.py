@@ -219,13 +219,16 @@ class LLM:
         prompt = self._chat_tokens(messages, **chat)
         return self._stream(*self._request(prompt, params, 0, prompt_compression), params)
 
-    def get_default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self, **named: Any) -> SamplingParams:
         """What calls without sampling_params get (vLLM's name): the model's own, or mild ones (`text.defaults`).
 
-        `SamplingParams(...)` stays neutral in what it does not name, and their length is its own.
+        `named`: fields that a user named; the others are what a server adds to them. `SamplingParams(...)` stays
+        neutral in what it does not name, and their length is its own.
         """
-        found = {k: v for k, v in self._engine.sampling_defaults.items() if k != "max_tokens"}
-        return SamplingParams(**found)
+        defaults = self._engine.sampling_defaults
+        found = {} if defaults is None else defaults.beside(named)
+        found.pop("max_tokens", None)
+        return SamplingParams(**(found | named))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer. Raises InputError if the engine was started without one."""

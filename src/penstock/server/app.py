@@ -46,7 +46,7 @@ from penstock.server.transport.inner import TENANT
 from penstock.server.transport.protocol import HttpLimits
 from penstock.server.transport.sse import Gone
 from penstock.server.transport.web_guard import WebGuard
-from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.defaults import found_defaults
 from penstock.text.defaults import sampling_decision
 
 log = logging.getLogger("penstock.server")
@@ -77,7 +77,7 @@ def make_app(server: Server) -> ASGIApp:
     server.parts["docs"] = Documentation(MODULES, __version__)
     front = server.parts.get("front")
     if front is not None:
-        said = sampling_decision(front.generation_config, sampling_defaults(server), front.sampling.generation_config)
+        said = sampling_decision(found_defaults(server), front.sampling.generation_config)
         log.info("where a request says nothing: %s (%s)", said.value, said.why)
     if "batches" in server.parts:
         server.parts["batches"].start(around)

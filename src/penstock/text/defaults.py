@@ -7,7 +7,7 @@ Nguyen et al., arXiv 2407.01082. The temperature is a little milder than llama.c
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,8 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
 """Fields of generation_config.json that are read, as in vLLM, and what they are here."""
-_SHAPING = frozenset(("temperature", "top_p", "top_k", "min_p"))
+FIELDS = ("temperature", "top_p", "top_k", "min_p")
+_SHAPING = frozenset(FIELDS)
 """A file that gives one of these has an idea of its own of the distribution: nothing is mixed into it."""
 
 
@@ -37,17 +38,33 @@ class Wanted(NamedTuple):
     repetition_detection: str | None = None
 
 
+class Defaults(NamedTuple):
+    """`values`: by our fields; `max_tokens` is a wish: a prompt may leave room for less. `mild`: MILD is among them."""
+
+    values: dict[str, Any]
+    mild: bool = False
+
+    def beside(self, named: Iterable[str]) -> dict[str, Any]:
+        """For a request that names these fields. Who names anything about the distribution means the plain one else:
+        temperature 1 alone is what evaluations and training ask for."""
+        if self.mild and not _SHAPING.isdisjoint(named):
+            return {name: value for name, value in self.values.items() if name not in _SHAPING}
+        return dict(self.values)
+
+
 def sampling_defaults(
     generation_config: Mapping[str, Any], limits: Limits, wanted: Wanted
-) -> dict[str, Any]:  # fmt: skip
-    """Our fields and their values. `max_tokens` is a wish: a prompt may leave room for less.
+) -> Defaults:  # fmt: skip
+    """What the files say, or MILD.
 
     Raises ConfigError for a repetition_detection that no request could have.
     """
     found: dict[str, Any] = {}
+    mild = False
     if wanted.generation_config != "vllm":
         own = model_defaults(generation_config, limits)
-        found = own if _SHAPING & own.keys() else MILD | own
+        mild = not _SHAPING & own.keys()
+        found = MILD | own if mild else own
     if wanted.repetition_detection is not None:
         try:
             asked = msgspec.json.decode(wanted.repetition_detection, type=RepetitionDetectionParams)
@@ -59,7 +76,7 @@ def sampling_defaults(
                 field="repetition_detection",
             ) from None
         found["repetition_detection"] = asked
-    return found
+    return Defaults(found, mild)
 
 
 def model_defaults(generation_config: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
@@ -83,15 +100,15 @@ def model_defaults(generation_config: Mapping[str, Any], limits: Limits) -> dict
     return found
 
 
-def sampling_decision(generation_config: Mapping[str, Any], defaults: Mapping[str, Any], mode: str) -> Decision:
+def sampling_decision(defaults: Defaults, mode: str) -> Decision:
     """For the log and `--explain`: what `sampling_defaults` found, and whose word it is."""
-    own = any(ours in _SHAPING and ours in defaults and generation_config.get(theirs) == defaults[ours]
-              for theirs, ours in _NAMES.items())  # fmt: skip
     if mode == "vllm":
         why = "generation_config is vllm: neutral, as OpenAI's"
-    elif own:
-        why = "the model's own, for requests that name none"
+    elif defaults.mild:
+        why = "the model's files give none; for requests that name none of them (--generation-config vllm: neutral)"
     else:
-        why = "the model's files give none; for requests that name none (--generation-config vllm: neutral)"
-    shown = {k: msgspec.json.encode(v).decode() if isinstance(v, msgspec.Struct) else v for k, v in defaults.items()}
+        why = "the model's own, for requests that name none"
+    shown = {
+        k: msgspec.json.encode(v).decode() if isinstance(v, msgspec.Struct) else v for k, v in defaults.values.items()
+    }
     return Decision("sampling_defaults", ", ".join(f"{k} {v}" for k, v in shown.items()) or "neutral", why)

@@ -30,19 +30,23 @@ LIMITS = Limits(vocab_size=100, max_model_len=64)
 )
 def test_the_files_win_over_ours_and_nothing_is_mixed(own: Any, mode: str, expected: Any, why: str) -> None:
     found = sampling_defaults(own, LIMITS, Wanted(mode))
-    assert found == expected
-    said = sampling_decision(own, found, mode)
+    assert found.values == found.beside(["max_tokens", "seed"]) == expected
+    said = sampling_decision(found, mode)
     assert why in said.why
-    assert all(f"{name} {value}" in said.value for name, value in found.items())
+    assert all(f"{name} {value}" in said.value for name, value in found.values.items())
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        plain = {k: v for k, v in expected.items() if why != "give none" or k not in (*MILD, "top_k")}
+        assert found.beside([name]) == plain, "who names one means the plain distribution else, unless the files do"
 
 
 def test_repetition_detection_is_a_default_like_any_other() -> None:
     text = '{"max_pattern_size": 8, "min_count": 3}'
     asked = RepetitionDetectionParams(max_pattern_size=8, min_count=3)
-    assert sampling_defaults({}, LIMITS, Wanted("vllm", text)) == {"repetition_detection": asked}
+    assert sampling_defaults({}, LIMITS, Wanted("vllm", text)).values == {"repetition_detection": asked}
     found = sampling_defaults({}, LIMITS, Wanted("auto", text))
-    assert found == MILD | {"repetition_detection": asked}
-    assert 'repetition_detection {"max_pattern_size":8' in sampling_decision({}, found, "auto").value
+    assert found.values == MILD | {"repetition_detection": asked}
+    assert found.beside(["temperature"]) == {"repetition_detection": asked}
+    assert 'repetition_detection {"max_pattern_size":8' in sampling_decision(found, "auto").value
 
 
 @pytest.mark.parametrize(

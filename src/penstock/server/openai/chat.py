@@ -59,7 +59,7 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
             kwargs.setdefault(name, getattr(body, name))
     return Conversation(
         messages=body.messages,
-        params=body.sampling(sampling_defaults(server), max_tokens=max_tokens, logprobs=logprobs),
+        params=body.sampling(sampling_defaults(server, body), max_tokens=max_tokens, logprobs=logprobs),
         options=Options(
             stream=bool(body.stream),
             priority=body.priority,

@@ -88,7 +88,7 @@ def _params(server: Server, body: CompletionRequest) -> tuple[SamplingParams, bo
     """The parameters, and whether only the prompt is looked at: `echo` with `max_tokens` 0, as evaluators send it."""
     scoring = bool(body.echo) and body.max_tokens == 0
     asked = None if isinstance(body.max_tokens, UnsetType) else body.max_tokens
-    params = body.sampling(sampling_defaults(server), max_tokens=1 if scoring else asked, logprobs=body.logprobs)
+    params = body.sampling(sampling_defaults(server, body), max_tokens=1 if scoring else asked, logprobs=body.logprobs)
     if body.stream and body.prompt_logprobs is not None:
         raise InputError(
             "prompt_logprobs do not come in a stream; leave stream out, or use echo with logprobs",

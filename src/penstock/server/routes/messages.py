@@ -77,7 +77,7 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
 
 
 def _params(caller: Caller, body: MessagesRequest, bound: Form | None) -> SamplingParams:
-    defaults = sampling_defaults(caller.server)
+    defaults = sampling_defaults(caller.server, body)
     given = {name: getattr(body, name) for name in _SAMPLING}
     given = {name: defaults.get(name) if value is None else value for name, value in given.items()}
     given = {name: value for name, value in given.items() if value is not None}

@@ -130,7 +130,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
     if body.previous_response_id is not None:
         before = msgspec.json.decode(_stored(caller, body.previous_response_id, "previous_response_id").items)
     items = [*before, *own]
-    params = body.sampling(sampling_defaults(caller.server), max_tokens=body.max_output_tokens, logprobs=None)
+    params = body.sampling(sampling_defaults(caller.server, body), max_tokens=body.max_output_tokens, logprobs=None)
     asked_form = form(body)
     if asked_form is not None:
         params = msgspec.structs.replace(params, structured_outputs=asked_form.asked)
