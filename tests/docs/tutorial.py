@@ -52,13 +52,17 @@ def blocks(page: str) -> list[Block]:
 
 
 def pattern(expected: str) -> re.Pattern[str]:
-    """What a command should print, as a regular expression of the whole of it."""
+    """What a command should print, as a regular expression of the whole of it.
+
+    One blank or more within a line is as good as any other number: columns are as wide as what else stands in them.
+    """
     lines = []
     for line in expected.rstrip("\n").split("\n"):
         if line == "...":
             lines.append(r"(?:.*\n)*")
         else:
-            lines.append("[^\n]*".join(re.escape(part.rstrip()) for part in re.split(r"\.{3}", line)) + r"[ \t]*\n")
+            parts = (re.sub(r"(?:\\ )+", " +", re.escape(part.rstrip())) for part in re.split(r"\.{3}", line))
+            lines.append("[^\n]*".join(parts) + r"[ \t]*\n")
     return re.compile("".join(lines))
 
 

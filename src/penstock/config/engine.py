@@ -36,9 +36,9 @@ class ModelConfig(Section):
     )
     quantization: str = setting(
         "none",
-        "What native kernels round weights to. none: nothing, as they are stored. int8-w8a8, int4-w4a8: integer "
-        "products, activations have 8 bits, too. int8-wo, int4-wo: weights only. A number is how many "
-        "inputs share a scale, as int4-w4a8:128 (by default 64) or int8-wo:32 (by default all of an output).",
+        "What native kernels round weights to. none: nothing. int8-w8a8, int4-w4a8: integer products, rows have 8 "
+        "bits, too. int8-wo, int4-wo: weights only. A scale for how many inputs: int4-w4a8:128 (else 64), int8-wo:32 "
+        "(else all).",
     )
     activation_quantization: str = setting(
         "int8",
@@ -71,7 +71,7 @@ class ModelConfig(Section):
         None,
         "End outputs that run in circles, where a request names nothing else, as a JSON object with vLLM's names: "
         '{"max_pattern_size": 64, "min_count": 8} ends one whose newest tokens are a pattern of up to 64 tokens, 8 '
-        'times in a row (finish_reason "repetition").',
+        'times in a row.',
         takes_object=True,
     )
     prompt_compressor: str = setting(

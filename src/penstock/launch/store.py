@@ -6,7 +6,6 @@ where, with which hashes, and which of them Penstock brought (no others are ever
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import msgspec
 
 from penstock.base.cache import cache_folder
 from penstock.base.errors import ModelError
+from penstock.base.flock import lock_file
 from penstock.formats.files import quoted
 from penstock.launch.transfer import locked
 from penstock.ops.native.private_folder import PrivateFolder
@@ -137,14 +137,14 @@ class ModelStore:
                 except OSError:  # where nothing can be written, nothing can be removed either
                     continue
                 hold.add(fd)
-                fcntl.flock(fd, fcntl.LOCK_SH)
+                lock_file(fd, shared=True, wait=True)
         return hold
 
     def in_use(self, name: str) -> bool:
         """Whether a living process holds it; the dead hold nothing."""
         try:
             with (self.folder / _file_name(name, ".lock")).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file)
         except FileNotFoundError:
             return False
         except BlockingIOError:
@@ -157,7 +157,7 @@ class ModelStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.folder / _file_name(name, ".lock")).open("ab") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file)
             except BlockingIOError:
                 yield False
                 return

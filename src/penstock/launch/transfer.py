@@ -7,7 +7,6 @@ other programs may fill the same cache meanwhile, and find there what came.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ModelError
+from penstock.base.flock import lock_file
 from penstock.formats.files import quoted
 
 Progress = Callable[[int, int], None]
@@ -148,7 +148,7 @@ class RepoCache:
         for path in (self.folder / "blobs").glob(f"*{_INCOMPLETE}"):
             digest = path.name.removesuffix(_INCOMPLETE)
             with (self._locks / f"{digest}.lock").open("ab") as lock, suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(lock)
                 path.unlink(missing_ok=True)
 
     def tidy(self) -> None:
@@ -297,10 +297,10 @@ def locked(path: Path, waits: Callable[[], None] = lambda: None) -> Iterator[Non
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
         except BlockingIOError:
             waits()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file, wait=True)
         yield
 
 

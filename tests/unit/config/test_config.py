@@ -51,7 +51,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert from_kwargs(model="m").as_kwargs() == {
         "model": "m", "revision": None, "tokenizer": None, "dtype": "auto", "max_model_len": None,
         "rope_scaling": None, "rope_theta": None, "skip_tokenizer_init": False, "seed": 0,
-        "prompt_compressor": "pico", "block_size": 32,
+        "generation_config": "auto", "repetition_detection": None, "prompt_compressor": "pico", "block_size": 32,
         "kv_cache_memory_bytes": None,
         "num_gpu_blocks_override": None,
         "gpu_memory_utilization": None, "enable_prefix_caching": True, "prefix_cache": "radix", "eviction": "lru",

@@ -41,6 +41,8 @@ class PrivateFolder:
     @classmethod
     def open(cls, path: Path, *, create: bool) -> PrivateFolder | None:
         """None, and a warning, if it cannot be used; None without one if it is not there and `create` is off."""
+        if not hasattr(os, "O_DIRECTORY"):  # Windows, where no folder is known to be nobody else's
+            return None
         try:
             if create:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
