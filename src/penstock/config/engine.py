@@ -71,7 +71,7 @@ class ModelConfig(Section):
         None,
         "End outputs that run in circles, where a request names nothing else, as a JSON object with vLLM's names: "
         '{"max_pattern_size": 64, "min_count": 8} ends one whose newest tokens are a pattern of up to 64 tokens, 8 '
-        'times in a row.',
+        "times in a row.",
         takes_object=True,
     )
     prompt_compressor: str = setting(
