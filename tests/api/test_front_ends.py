@@ -26,6 +26,14 @@ MARKS = FillMarks(prefix=5, suffix=6, middle=7, repository=None, file=None, ends
 SHORT = {name: raw for name, raw in RAW.items() if len(raw[0]) < 1000}
 
 
+@pytest.fixture(autouse=True)
+def _as_it_was(live: LiveServer) -> Iterator[None]:
+    """The server is other files' as well, and its model cannot fill in."""
+    yield
+    assert live.server is not None
+    live.server.parts.pop("fill_marks", None)
+
+
 def filling(live: LiveServer) -> LiveServer:
     """nano knows no marks: some tokens of its vocabulary stand for them."""
     assert live.server is not None

@@ -214,6 +214,7 @@ class SlowRank:
     """
 
     runner: Runner
+    packed_file: str = ""
     delay: Callable[[], int] = lambda: 0
     fails: Callable[[int], bool] = lambda move: False
     steps: list[SchedulerOutput] = field(default_factory=list)

@@ -20,7 +20,7 @@ from tests.unit.weights.test_oracles import ACROSS, CASES
 
 pytestmark = pytestmark_native
 VALUES = {
-    "compressed-tensors: fp8 of blocks": "groups of 24 inputs", "hqq: 4 bits bfloat16": "zero points in bfloat16",
+    "compressed-tensors: fp8 of blocks": "groups of 24 inputs",
 }  # fmt: skip
 """What no panels hold, and why."""
 

@@ -53,7 +53,7 @@ def test_reference_and_native_write_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"quantization": "awq"}, "int8-w8a8"),
+        ({"quantization": "int9"}, "int8-w8a8"),
         ({"quantization": "int4-w4a8:17"}, "32|64|128"),
         ({"quantization": "int8-w8a8", "ops": "ref"}, "ops is ref"),
         ({"ops": "native", "attention_backend": "ref-online"}, "attention_backend"),
@@ -122,7 +122,7 @@ def test_doctor_says_whether_the_next_start_finds_packed_weights(
 
 
 def doctor() -> str:
-    done = penstock("doctor", NANO)
+    done = penstock("doctor", "--all", NANO)
     assert done.returncode == 0
     return " ".join(done.stdout.split())
 

@@ -182,7 +182,9 @@ def calls_schema(tools: Mapping[str, Any], *, parallel: bool) -> dict[str, Any]:
     return out if parallel else out | {"maxItems": 1}
 
 
-def text_or_calls(opener: str, shape: tuple[str, str, str] | None, tools: Mapping[str, Any], plain: bool) -> str:
+def text_or_calls(
+    opener: str, shape: tuple[str, str, str] | None, tools: Mapping[str, Any], plain: bool = False
+) -> str:
     """A grammar in Lark: any text, in which `opener` begins a call that its tool's schema allows.
 
     `plain`: so does the JSON of a call as far as its arguments (`json_wire.plain_call`), wherever it stands. Without a
