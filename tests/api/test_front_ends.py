@@ -62,7 +62,7 @@ def front(request: pytest.FixtureRequest) -> Front:
     return FRONTS[request.param]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def url(live: LiveServer) -> str:
     return filling(live).url
 

@@ -117,6 +117,14 @@ def test_neutral_values_and_clients_own_knobs_pass(http: httpx.Client) -> None:
     assert answer.headers["x-ignored-fields"] == "n_indent, samplers, t_max_predict_ms"
 
 
+@pytest.fixture(autouse=True)
+def _as_it_was(live: LiveServer) -> Iterator[None]:
+    """The server is other files' as well, and its model cannot fill in."""
+    yield
+    assert live.server is not None
+    live.server.parts.pop("fill_marks", None)
+
+
 def test_a_model_without_marks_cannot_fill_in(http: httpx.Client) -> None:
     answer = http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert answer.status_code == 400
@@ -131,7 +139,6 @@ def test_a_filling_is_asked_for_with_the_marks(live: LiveServer, http: httpx.Cli
     plain = [tokenizer.encode_plain(text) for text in ("a cat", "sat")]
     want = [MARKS.prefix, *plain[0], MARKS.suffix, *plain[1], MARKS.middle]
     begins = [tokenizer.bos_id] if tokenizer.encode("a")[0] == tokenizer.bos_id else []
-    del live.server.parts["fill_marks"]  # other files' tests ask the same server
     assert answer["prompt"] == tokenizer.decode([*begins, *want], skip_special_tokens=False)
 
 
