@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,9 @@ from penstock.formats.llama2c import read_tokenizer
 from penstock.weights import load as weights_module
 from penstock.weights.load import load_weights
 from tests.ggml import F32, stored_values, write_gguf
+from tests.models.parity import vary
 from tests.paged import Paged
 from tests.shared import shared
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -66,20 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def reference(case: str) -> PreTrainedModel:
     config = AutoConfig.for_model(**(SIZES | CASES[case]), attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config).eval()
-    torch.manual_seed(list(CASES).index(case))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if "norm" in name:
-                parameter.copy_(1 + 0.1 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            elif "embed" in name or "lm_head" in name:
-                parameter.copy_(0.4 * noise)
-            else:
-                parameter.copy_(noise * 2 / parameter.shape[-1] ** 0.5)
-    return model
+    return vary(AutoModelForCausalLM.from_config(config), list(CASES).index(case))
 
 
 # --- as llama.cpp's converter does it: names, the order of rotary pairs, stacks of experts

@@ -6,7 +6,6 @@ single tokens in the recurrent form; ours is one form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForC
 
 from penstock.families.registry import open_model
 from penstock.weights.load import load_weights
+from tests.models.parity import vary
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 
@@ -41,15 +41,6 @@ NEW_TOKENS = 64
 Model = MambaForCausalLM | Mamba2ForCausalLM
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """As in test_llama_parity.py."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("mamba")
@@ -61,27 +52,11 @@ def reference(family: str, case: str) -> Model:
         "vocab_size": V, "hidden_size": E, "num_hidden_layers": LAYERS, "state_size": 7, "bos_token_id": None,
         "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    torch.manual_seed(CASES.index((family, case)))
     if family == "mamba":
-        model: Model = MambaForCausalLM(MambaConfig(**(common | MAMBA[case]))).eval()
+        model: Model = MambaForCausalLM(MambaConfig(**(common | MAMBA[case])))
     else:
-        model = Mamba2ForCausalLM(Mamba2Config(chunk_size=16, **(common | MAMBA2[case]))).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            noise = torch.randn_like(p)
-            if name.endswith("A_log"):
-                p.copy_(torch.log(0.05 + 4 * torch.rand_like(p)))
-            elif "dt_" in name and p.ndim == 1:
-                p.copy_(noise - 1)
-            elif "norm" in name or name.endswith(".D"):
-                p.copy_(1 + 0.2 * noise)
-            elif p.ndim == 1:
-                p.copy_(0.2 * noise)
-            elif "embed" in name or "lm_head" in name:
-                p.copy_(0.4 * noise)
-            else:
-                p.copy_(noise * 1.5 / p.shape[-1] ** 0.5)
-    return model
+        model = Mamba2ForCausalLM(Mamba2Config(chunk_size=16, **(common | MAMBA2[case])))
+    return vary(model, 10 + CASES.index((family, case)), norms=0.2, gain=1.5)
 
 
 def both(folders: Path, family: str, case: str) -> tuple[Model, Paged, NaiveModel]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from penstock.core.model_spec import Attention, Experts, FeedForward, Mamba2
 from penstock.families.nemotron_h import NemotronH
 from penstock.families.registry import open_model, read_spec
 from penstock.weights.load import load_weights
+from tests.models.parity import vary
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 from tests.shared import shared
@@ -33,40 +33,16 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """As in test_llama_parity.py."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def reference(case: str, time_step_min: float = 1e-30) -> NemotronHForCausalLM:
     """A random model. transformers raises the time step of prompts to `time_step_min`, a setting of training, and not
     that of single tokens; by default it is too small to matter here."""
-    torch.manual_seed(len(case))
     config = NemotronHConfig(
         vocab_size=V, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
         ssm_state_size=7, mamba_num_heads=8, mamba_head_dim=6, chunk_size=16, moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=20, time_step_min=time_step_min, bos_token_id=None,
         eos_token_id=None, pad_token_id=None, **CASES[case],
     )  # fmt: skip
-    model = NemotronHForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, p in [*model.named_parameters(), *model.named_buffers()]:
-            noise = torch.randn_like(p)
-            if name.endswith("A_log"):
-                p.copy_(torch.log(0.05 + 4 * torch.rand_like(p)))
-            elif "norm" in name or name.endswith(".D"):
-                p.copy_(1 + 0.2 * noise)
-            elif p.ndim == 1:
-                p.copy_(0.3 * noise)
-            elif "embed" in name or "lm_head" in name:
-                p.copy_(0.4 * noise)
-            else:
-                p.copy_(noise * 1.5 / p.shape[-1] ** 0.5)
-    return model
+    return vary(NemotronHForCausalLM(config), len(case), norms=0.2, biases=0.3, gain=1.5, buffers=True)
 
 
 @pytest.mark.parametrize("case", list(CASES))
