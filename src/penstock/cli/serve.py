@@ -30,6 +30,7 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.config.load import serve_from_args
 
     refuse_windows("penstock serve")
+    tell_of_other_engines()
     if args.explain:
         return explain(args, server=True)
     config = serve_from_args(with_default_model(args))
@@ -49,6 +50,17 @@ def serve(args: argparse.Namespace) -> int:
         from penstock.server.main import serve as run
 
         return run(config, sockets, spare)
+
+
+def tell_of_other_engines() -> None:
+    """One line about variables of theirs that are set: whoever has them expects that they do something."""
+    import logging
+
+    from penstock.config.foreign_variables import seen
+    from penstock.config.load import SERVING
+
+    if line := seen(os.environ, SERVING):
+        logging.getLogger("penstock.config").warning("%s", line)
 
 
 def refuse_windows(command: str) -> None:
