@@ -15,7 +15,7 @@ from penstock.config.setting import Setting
 
 PREFIXES = ("OLLAMA_", "LLAMA_ARG_", "VLLM_", "SGLANG_")
 _MAX_TOLD = 12
-# What Kubernetes puts into every container of a namespace that has a service of such a name; its NAME_PORT is an address.
+# What Kubernetes puts into every container of a namespace with a service of such a name; NAME_PORT is an address then.
 _SERVICE = re.compile(r"[A-Z]+_(SERVICE_(HOST|PORT.*)|PORT_[0-9]+_(TCP|UDP).*)")
 _ADDRESS = ("tcp://", "udp://")
 
