@@ -34,6 +34,10 @@ def serve(args: argparse.Namespace) -> int:
     if args.explain:
         return explain(args, server=True)
     config = serve_from_args(with_default_model(args))
+    if config.engine.execution.plugin is not None:
+        from penstock.launch.plugins import load_plugins
+
+        load_plugins(config.engine.execution.plugin)  # what is wrong with it is said before a model is brought
     if config.engine.execution.log_file is None:
         # A terminal is for people: stacks of processes are for whoever looks for them.
         execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))

@@ -53,6 +53,7 @@ VARIABLES: dict[str, tuple[str, ...] | str] = {
     "VLLM_CPU_KVCACHE_SPACE": ("kv_cache_memory_bytes",),
     "VLLM_CPU_OMP_THREADS_BIND": "use --threads or PENSTOCK_THREADS, and taskset for which",
     "VLLM_CACHE_ROOT": "use PENSTOCK_CACHE",
+    "VLLM_PLUGINS": ("plugin",),
     "VLLM_NO_USAGE_STATS": _NEVER,
     "VLLM_DO_NOT_TRACK": _NEVER,
     "VLLM_MAX_N_SEQUENCES": ("max_n",),
