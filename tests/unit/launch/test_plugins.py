@@ -132,3 +132,48 @@ print(json.dumps([bad.GOOD, open("{tmp_path}/log").read()]))
 """
     done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [1, "x"]
+
+
+def test_parts_that_are_not_what_they_should_be_are_told(tmp_path: Path) -> None:
+    text = (
+        POLICY
+        + """
+class Bare:
+    name = "bare"
+
+class Asking(Fcfs):
+    def __init__(self, size):
+        pass
+
+POLICIES.add("bare", f"{__name__}:Bare")
+POLICIES.add("asking", f"{__name__}:Asking")
+POLICIES.add("absent", f"{__name__}:Absent")
+POLICIES.add("nowhere", "no_such_module:Policy")
+"""
+    )
+    (tmp_path / "parts.py").write_text(text)
+    script = f"""
+import json
+from penstock.base.errors import ConfigError
+from penstock.launch.plugins import load_plugins
+from penstock.sched.policy import POLICIES, make_policy
+load_plugins("{tmp_path}/parts.py")
+assert make_policy("mine").name == "mine"
+for name in ("bare", "asking", "absent", "nowhere"):
+    try:
+        make_policy(name)
+    except ConfigError as error:
+        print(error)
+try:
+    POLICIES.add("x", "no.colon")
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    bare, asking, absent, nowhere, target = done.stdout.splitlines()
+    assert bare.startswith("scheduling policy 'bare' has no displaces, begin_step, key, order")
+    assert "inherit from penstock.sched.policy.fcfs.Fcfs" in bare
+    assert asking.startswith("scheduling policy 'asking' cannot be made: ")
+    assert "registered as parts:Absent, which cannot be had: module 'parts' has no attribute 'Absent'" in absent
+    assert "registered as no_such_module:Policy, which cannot be had: No module named 'no_such_module'" in nowhere
+    assert target == "scheduling_policy 'x': 'no.colon' is not of the form package.module:attribute"
