@@ -11,6 +11,10 @@ import openai
 import pytest
 
 from penstock.base.errors import InputError
+from penstock.engine.stream import Delta
+from penstock.server.openai.chat import Chat
+from penstock.server.parsing.events import CallArguments, CallStart, Content, Event
+from penstock.server.turns.turn import Piece
 from penstock.text.messages import read_messages
 from tests.api.test_responses_tools import sdk, url
 
@@ -133,3 +137,25 @@ def test_responses_names_its_own_places(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         sdk.responses.create(model="nano", input=WORDS, tools=[{"type": "custom", "name": "a b"}])
     assert error.value.param == "tools[0].name"
+
+
+def test_an_input_comes_when_its_call_has_ended_sample_by_sample() -> None:
+    chat = object.__new__(Chat)
+    chat._custom, chat._inputs, chat._reasons = {"shell": False, "raw": True}, {}, True
+
+    def said(sample: int, *events: Event, end: str | None = None) -> list[dict[str, Any]]:
+        deltas = chat._deltas(Piece(sample, list(events), Delta(sample), end))
+        return [delta["tool_calls"][0] if "tool_calls" in delta else delta for delta in deltas]
+
+    opened = said(0, CallStart(0, "a", "shell"), CallArguments(0, '{"input": "l'))
+    assert opened == [{"index": 0, "id": "a", "type": "custom", "custom": {"name": "shell", "input": ""}}]
+    assert said(1, CallStart(0, "b", "raw"), CallArguments(0, "x"))[0]["id"] == "b"
+    assert said(0, CallArguments(0, 's"}')) == []
+    ended, function, arguments = said(0, CallStart(1, "c", "now"), CallArguments(1, "{}"))
+    assert ended == {"index": 0, "type": "custom", "custom": {"input": "ls"}}
+    assert function["function"]["name"] == "now"
+    assert arguments == {"index": 1, "function": {"arguments": "{}"}}
+    assert said(0, end="tool_calls") == []
+    assert said(1, CallArguments(0, "y"), Content("."), end="stop") == [
+        {"index": 0, "type": "custom", "custom": {"input": "xy"}}, {"content": "."},
+    ]  # fmt: skip
