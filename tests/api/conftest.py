@@ -27,7 +27,7 @@ def ask(page: Chromium, text: str, **fields: str) -> None:
 
 def reload(page: Chromium) -> None:
     page.run("window.old = true")
-    page.call("Page.reload")
+    page.reload()
     page.until(f"!window.old && {READY}")
 
 
@@ -80,4 +80,4 @@ def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     yield browser
     assert browser.complaints == []
     assert {url.split("/")[2] for url in browser.requested if not url.startswith("data:")} == {shown.url.split("/")[2]}
-    browser.call("Page.navigate", url="about:blank")
+    browser.leave()

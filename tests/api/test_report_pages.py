@@ -67,4 +67,4 @@ def test_a_page_fits_390_pixels(browser: Chromium, tmp_path: Path, kind: str) ->
         .map((e) => e.localName + '.' + e.className)""")
     assert wider == []
     assert browser.run("document.documentElement.scrollWidth") <= 390
-    browser.call("Page.navigate", url="about:blank")
+    browser.leave()
