@@ -10,7 +10,7 @@ import pytest
 from penstock.server.live import LiveServer
 from penstock.server.routes.page import files
 from tests.api.chromium import Chromium
-from tests.api.conftest import needs_browser
+from tests.api.conftest import axe, needs_browser
 from tests.api.watch import small
 
 
@@ -76,6 +76,21 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
         assert foreign == set()
         assert [c for c in browser.complaints if "401" not in c] == []
         browser.leave()
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Chromium, shown: LiveServer, scheme: str) -> None:
+    browser.look(1280, 900, scheme)
+    browser.fresh(shown.url + "/docs")
+    for path in ("/v1/completions", "/v1/responses/{response_id}"):
+        browser.until(f"!!{operation(path)}")
+        browser.run(f"{operation(path)}.querySelector('.opblock-summary-control').click()")
+        browser.until(f"!!{operation(path)}.querySelector('.try-out__btn')")
+        browser.run(f"{operation(path)}.querySelector('.try-out__btn').click()")
+    browser.until("!!document.querySelector('.body-param__text[aria-label]')")
+    assert axe(browser) == []
+    browser.leave()
 
 
 @needs_browser

@@ -171,6 +171,12 @@ export class Playground {
     $("talk").scrollTop = $("talk").scrollHeight;
   }
 
+  // Whether the end is in sight: then it stays so as the conversation grows.
+  near() {
+    const talk = $("talk");
+    return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+  }
+
   stop() {
     this.running?.abort();
   }
@@ -272,8 +278,10 @@ export class Playground {
     chat.views.push(...fresh);
     this.keep(chat);
     if (this.chat !== chat) return true;
+    const near = this.near();
     if (keep < before.length) this.pager(keep);
     this.results();
+    if (near) this.down();
     return true;
   }
 
@@ -288,7 +296,7 @@ export class Playground {
     this.busy(true);
     view.begin();
     announce("The model answers");
-    const talk = $("talk"), sent = performance.now();
+    const sent = performance.now();
     let first = null, last = null, usage = null, reason = null;
     try {
       for await (const event of post(path, body, this.running.signal)) {
@@ -302,7 +310,7 @@ export class Playground {
         answer.text += piece;
         answer.thoughts += thought;
         reason = choice.finish_reason || reason;
-        const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+        const near = this.near();
         view.update(piece, choice.logprobs);
         if (near) this.down();
       }
@@ -313,7 +321,7 @@ export class Playground {
         answer.error = error.message;
       }
     }
-    const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+    const near = this.near();
     answer.facts = facts({ sent, first, last, usage, reason });
     view.end();
     if (near) this.down();

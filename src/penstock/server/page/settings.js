@@ -9,7 +9,7 @@ const FIELDS = [...NUMBERS, "stops", "system", "format", "schema", "tools"];
 const COMPLETION_TOKENS = 128; // where the field is empty; the API's own default of 16 is short for reading
 const WHOSE = {
   model: "An empty field is what the model's own files say.",
-  mild: "The model's files give no defaults: with all four empty the server samples mildly; who names one gets the plain distribution else.",
+  mild: "The model's files give no defaults: with all four empty, the server samples mildly; with one filled in, the others are neutral.",
   neutral: "An empty field leaves the model's distribution as it is.",
 };
 

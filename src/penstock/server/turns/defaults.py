@@ -38,7 +38,9 @@ def shown_defaults(server: Server) -> dict[str, Any]:
 
     def whole(values: dict[str, Any]) -> dict[str, Any]:
         plain = {name: getattr(SamplingParams(), name) for name in FIELDS}
-        return {name: values.get(name, value) for name, value in plain.items()} | {"max_tokens": values.get("max_tokens")}
+        return {name: values.get(name, value) for name, value in plain.items()} | {
+            "max_tokens": values.get("max_tokens")
+        }
 
     own = any(name in found.values for name in FIELDS)
     return {
