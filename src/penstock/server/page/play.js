@@ -77,8 +77,8 @@ export class Playground {
   open(saved) {
     this.stop();
     store.current(saved.id);
-    this.chat = { ...this.fresh(saved.kind), id: saved.id, turns: saved.turns };
-    this.settings.system = saved.system || "";
+    this.chat = { ...this.fresh(saved.kind), id: saved.id, turns: saved.turns, system: saved.system || "" };
+    this.settings.system = this.chat.system;
     this.show();
   }
 
@@ -253,6 +253,7 @@ export class Playground {
       $("note").textContent = error.message;
       return false;
     }
+    chat.system = this.settings.system; // what it was asked with, whatever stands in the field when the answer is there
     for (const view of [...chat.views.splice(keep), ...this.leftovers.splice(0)]) view.element.remove();
     chat.turns = turns;
     this.results();
@@ -286,7 +287,7 @@ export class Playground {
   }
 
   keep(chat = this.chat) {
-    const { id, kind, turns } = chat, system = this.settings.system;
+    const { id, kind, system, turns } = chat;
     if (chat.kept) $("note").textContent = store.save({ id, kind, system, model: this.model(), when: Date.now(), turns });
   }
 
