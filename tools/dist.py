@@ -4,7 +4,8 @@
                                              glibc 2.28 or newer, and one without kernels for every other system
     python tools/dist.py check dist/*       what each of them holds; 1 and a line for each fault if it is not right
     python tools/dist.py try dist/X.whl     install it into an empty folder, without a compiler or this repository,
-                                             and serve: sizes and times
+                                             and serve: sizes and times. `--root ROOT`: under an emulator, with the
+                                             Python of the system for another processor family that lies unpacked there
 
 The wheels are built from the source distribution, so it builds. Both are built in an environment of their own
 (build/wheel-tools), from the package index.
@@ -18,6 +19,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +49,8 @@ LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 MOST_BYTES = 40 * 2**20
 NO_KERNELS = "none"
 START_LIMIT_S = 60.0
+MACHINES = {"x86_64": 62, "aarch64": 183}
+"""ELF's numbers of processor families (e_machine)."""
 FIRST_QUESTION = {"model": "nano", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16}
 
 
@@ -277,6 +281,22 @@ def attempt(wheel: Path, python: str) -> dict[str, float | str]:
     return found
 
 
+def emulated(root: Path, folder: Path) -> str:
+    """A command that is the Python of a system for another processor family. Raises: WheelError."""
+    python = next(iter(sorted((root / "usr" / "bin").glob("python3.[0-9]*[0-9]"))), None)
+    if python is None:
+        raise WheelError(f"there is no usr/bin/python3.N in {root}: unpack a system with Python there")
+    machine = next((m for m, number in MACHINES.items() if python.read_bytes()[18] == number), "")
+    emulator = shutil.which(f"qemu-{machine}")
+    if emulator is None:
+        raise WheelError(f"qemu-{machine or 'MACHINE'} was not found: install it (Debian: apt install qemu-user)")
+    command = folder / "python3"
+    # By the name that it was started with, a Python knows its environment, and starts others like itself.
+    command.write_text(f'#!/bin/sh\nexec {emulator} -0 "$0" -L {shlex.quote(str(root))} {shlex.quote(str(python))} "$@"\n')
+    command.chmod(0o755)
+    return str(command)
+
+
 def seconds(command: list[str], **options: Any) -> float:
     began = time.perf_counter()
     run(command, **options)
@@ -334,10 +354,13 @@ def main(argv: list[str] | None = None) -> int:
     trying = commands.add_parser("try", help="install and serve")
     trying.add_argument("wheel", type=Path)
     trying.add_argument("--python", default=sys.executable, help="interpreter of the new environment")
+    trying.add_argument("--root", type=Path, help="system with Python for another processor family, to emulate")
     options = parser.parse_args(argv)
     try:
         if options.command == "try":
-            print(json.dumps(attempt(options.wheel, options.python), indent=1, ensure_ascii=False))
+            with tempfile.TemporaryDirectory() as name:
+                python = emulated(options.root.resolve(), Path(name)) if options.root else options.python
+                print(json.dumps(attempt(options.wheel, python), indent=1, ensure_ascii=False))
             return 0
         if options.command == "build":
             made = build(options.machine)

@@ -8,8 +8,9 @@
     python tools/native_checks.py arm     the libraries for aarch64 likewise, on emulated processors with as little as
                                           each needs
 
-`--isas base,avx2` builds only those. 0: all is well; 1: something failed; 2: a tool is missing, and a sentence says
-which. Objects are kept in build/native-checks. An emulator shows what instructions compute, not how fast they are, nor
+`--isas base,avx2` builds only those, `--compiler "python -m ziglang c++ -target aarch64-linux-gnu.2.28"` with another
+compiler; isa and arm `--wheel dist/X.whl` take the libraries out of a wheel and run their self-tests alone. 0: all is
+well; 1: something failed; 2: a tool is missing, and a sentence says which. Objects are kept in build/native-checks. An emulator shows what instructions compute, not how fast they are, nor
 what a processor with a weaker order of memory accesses than this one's does with the threads.
 """
 
@@ -27,6 +28,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +92,19 @@ class Recipe:
     levels: dict[str, str]
     unguarded: str
 
+    @property
+    def name(self) -> str:
+        """Of its folders: objects of two compilers do not mix."""
+        return f"{zlib.crc32(shlex.join(self.compiler).encode()):08x}"
+
     def options(self, isa: str, source: Path, extra: str) -> list[str]:
         own = [] if source.name == self.unguarded else self.levels[isa].split()
         number = list(self.levels).index(isa)
         return [*self.compiler, *self.flags, f"-I{CSRC / 'include'}", f"-DPST_ISA_LEVEL={number}", *own, *extra.split()]
 
 
-def recipe(machine: str) -> Recipe:
-    """For this machine's processor family, or aarch64. Raises Missing if there is no compiler for it."""
+def recipe(machine: str, compiler: str = "") -> Recipe:
+    """For this machine's processor family, or aarch64. Raises Missing if there is no compiler for it, and none is named."""
     # Read, not run: the call at the end of setup.py must not build anything.
     setuptools = importlib.import_module("setuptools")
     real = setuptools.setup
@@ -105,10 +113,12 @@ def recipe(machine: str) -> Recipe:
         build: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"), run_name="recipe")
     finally:
         setuptools.setup = real  # type: ignore[attr-defined]
-    compiler = shlex.split(build["find_compiler"]() or "") if machine == platform.machine() else cross_compiler()
-    if not compiler:
-        raise Missing("no C++17 compiler was found: install one (Debian: apt install g++) or set CXX to name it")
-    return Recipe(compiler, build["FLAGS"].split(), build["levels_of"](machine, " ".join(compiler)), build["UNGUARDED"])
+    own = machine == platform.machine()
+    words = shlex.split(compiler or (build["find_compiler"]() or "" if own else shlex.join(cross_compiler())))
+    if not words or shutil.which(words[0]) is None:
+        what = f"the compiler {words[0]!r}" if words else "a C++17 compiler"
+        raise Missing(f"{what} was not found: install one (Debian: apt install g++) or set CXX to name it")
+    return Recipe(words, build["FLAGS"].split(), build["levels_of"](machine, " ".join(words)), build["UNGUARDED"])
 
 
 def cross_compiler() -> list[str]:
@@ -130,7 +140,7 @@ def command(words: list[str], what: str) -> None:
 
 def compile_all(how: Recipe, isa: str, kind: str, sources: list[Path], extra: str) -> list[str]:
     """Objects of the sources; those younger than their sources and all headers are taken as they are."""
-    folder = BUILD / f"{kind}-{isa}"
+    folder = BUILD / how.name / f"{kind}-{isa}"
     folder.mkdir(parents=True, exist_ok=True)
     shared = [*CSRC.rglob("*.h"), ROOT / "setup.py", Path(__file__)]
     newest = max(p.stat().st_mtime for p in shared)
@@ -153,7 +163,7 @@ def build_tests(how: Recipe, isa: str, kind: str) -> Path:
     extra = SANITIZERS[kind]
     sources = [*sorted((CSRC / "src").glob("*.cpp")), *sorted((CSRC / "test").glob("*.cpp"))]
     objects = compile_all(how, isa, kind, sources, extra)
-    program = BUILD / f"{kind}-{isa}" / "tests"
+    program = BUILD / how.name / f"{kind}-{isa}" / "tests"
     command([*how.compiler, *extra.split(), "-pthread", "-o", str(program), *objects], f"{program.name} for {isa}")
     return program
 
@@ -242,8 +252,21 @@ def expect(condition: bool, sentence: str) -> bool:
     return condition
 
 
-def check_emulated(how: Recipe, check: str, isas: list[str]) -> bool:
-    """The libraries on processors that have less than this one, or than the compiler's."""
+def libraries_of(wheel: Path) -> list[Path]:
+    """The libraries of a wheel, unpacked. Raises Missing if there are none."""
+    folder = BUILD / "wheel"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(wheel) as file:
+        for name in (n for n in file.namelist() if n.endswith(".so")):
+            (folder / Path(name).name).write_bytes(file.read(name))
+    if not (found := sorted(folder.iterdir())):
+        raise Missing(f"{wheel.name} has no kernels: make one that has (make wheel)")
+    return found
+
+
+def check_emulated(how: Recipe, check: str, isas: list[str], wheel: Path | None) -> bool:
+    """The libraries on processors that have less than this one, or than the compiler's; those of `wheel`, if it is given."""
     name = "qemu-x86_64" if check == "isa" else "qemu-aarch64"
     emulator = shutil.which(name)
     if emulator is None:
@@ -253,7 +276,8 @@ def check_emulated(how: Recipe, check: str, isas: list[str]) -> bool:
         if not any(Path(ARM_ROOT, "lib").glob("ld-linux-aarch64*")):
             raise Missing(f"no C library for aarch64 in {ARM_ROOT}: install it (Debian: apt install libc6-arm64-cross)")
         prefix += ["-L", ARM_ROOT]
-    prober, libraries = build_prober(how), build_libraries(how, isas, whole=True)
+    prober = build_prober(how)
+    libraries = libraries_of(wheel) if wheel else build_libraries(how, isas, whole=True)
     good, results = True, dict[str, str]()
     for processor in EMULATED[check]:
         model = processor.model
@@ -263,10 +287,10 @@ def check_emulated(how: Recipe, check: str, isas: list[str]) -> bool:
         good &= expect(found == wanted, f"on {model} the usable libraries are {sorted(wanted)} (found {sorted(found)})")
         if processor.lacks:
             good &= emulator_forbids(how, runner, model, processor.lacks)
-        for isa in sorted(wanted - set(results)):
+        for isa in sorted(wanted - set(results)) if wheel is None else ():
             results[isa] = run_tests(build_tests(how, isa, "plain"), f"{isa} on {model}", runner, brief=True)
     good &= all(results.values())
-    if check == "arm":
+    if check == "arm" and wheel is None:
         alike = {isa: results[isa] for isa in isas if isa in ("neon", "neon-dotprod")} | results_of_avx2()
         good &= expect(len(set(alike.values())) <= 1, f"results are the same, bit for bit, with {' and '.join(alike)}")
     return good
@@ -295,16 +319,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("check", choices=[*SANITIZERS, *EMULATED])
     parser.add_argument("--isas", default="", help="instruction sets, separated by commas (default: all)")
+    parser.add_argument("--compiler", default="", help="compiler and its first words (default: what is found)")
+    parser.add_argument("--wheel", type=Path, help="isa, arm: the libraries of this wheel, by their self-tests")
     options = parser.parse_args()
+    if options.wheel and options.check not in EMULATED:
+        parser.error(f"--wheel is for {' and '.join(EMULATED)}: leave it out")
     try:
-        how = recipe("aarch64" if options.check == "arm" else platform.machine())
+        how = recipe("aarch64" if options.check == "arm" else platform.machine(), options.compiler)
         isas = options.isas.split(",") if options.isas else list(how.levels)
         if unknown := [isa for isa in isas if isa not in how.levels]:
             raise Missing(f"there is no instruction set {unknown[0]!r} here; there are {', '.join(how.levels)}")
         if options.check == "isa" and "avx2" not in how.levels:
             raise Missing("emulated processors are for x86-64 machines")
         if options.check in EMULATED:
-            good = check_emulated(how, options.check, isas)
+            good = check_emulated(how, options.check, isas, options.wheel)
         else:
             good = check_here(how, options.check, isas)
     except Missing as problem:

@@ -1,4 +1,5 @@
-// `score LIBRARY...`: opens each and prints "score path", as a program on this processor would ask them.
+// `score LIBRARY...`: opens each and prints "score path", as a program on this processor would ask them. What the
+// processor can run, and is not a score alone, has to pass its self-test.
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -12,7 +13,14 @@ int main(int argc, char** argv) {
             std::fprintf(stderr, "%s\n", dlerror());
             return 1;
         }
-        std::printf("%d %s\n", reinterpret_cast<int32_t (*)()>(score)(), argv[i]);
+        int32_t usable = reinterpret_cast<int32_t (*)()>(score)();
+        std::printf("%d %s\n", usable, argv[i]);
         std::fflush(stdout);
+        void* test = dlsym(library, "pst_self_test");
+        char sentence[300] = "";
+        if (test && usable > 0 && reinterpret_cast<int32_t (*)(char*, int32_t)>(test)(sentence, sizeof sentence)) {
+            std::fprintf(stderr, "%s: its self-test failed: %s\n", argv[i], sentence);
+            return 1;
+        }
     }
 }
