@@ -16,12 +16,13 @@ constexpr int32_t GROUPS[] = {32, 32, 16, 16, 32, 32, 16, 256};  // PST_C_IQ3_S 
 
 constexpr uint64_t ONES = 0x0101010101010101u;
 
-// Vectors as they are multiplied, a byte for each number, with GRID_OFFSET added.
+// Vectors as they are multiplied, a byte for each number, with GRID_OFFSET added. The compiler makes these tables: what a
+// library runs when it is opened runs on every processor, on those, too, that this file's instructions end (score.cpp).
 template <int N>
 struct Vectors {
     uint64_t of[N];
     // Of `numbers` numbers of `bits` bits each.
-    Vectors(const uint16_t (&words)[N], int numbers, int bits, const int8_t* levels) : of{} {
+    constexpr Vectors(const uint16_t (&words)[N], int numbers, int bits, const int8_t* levels) : of{} {
         for (int i = 0; i < N; i++)
             for (int k = 0; k < numbers; k++)
                 of[i] |= uint64_t(levels[words[i] >> (bits * k) & ((1 << bits) - 1)] + GRID_OFFSET) << 8 * k;
@@ -30,22 +31,22 @@ struct Vectors {
 
 constexpr int8_t LEVELS2[] = {8, 25, 43}, LEVELS3_XXS[] = {4, 12, 20, 28, 36, 44, 52, 62};
 constexpr int8_t LEVELS3[] = {1, 3, 5, 7, 9, 11, 13, 15}, LEVELS1[] = {-8, 0, 8};  // in eighths
-const Vectors<256> IQ2_XXS(GRID_IQ2_XXS, 8, 2, LEVELS2);
-const Vectors<512> IQ2_XS(GRID_IQ2_XS, 8, 2, LEVELS2);
-const Vectors<1024> IQ2_S(GRID_IQ2_S, 8, 2, LEVELS2);
-const Vectors<256> IQ3_XXS(GRID_IQ3_XXS, 4, 3, LEVELS3_XXS);
-const Vectors<512> IQ3_S(GRID_IQ3_S, 4, 3, LEVELS3);
-const Vectors<2048> IQ1(GRID_IQ1, 8, 2, LEVELS1);
+constexpr Vectors<256> IQ2_XXS(GRID_IQ2_XXS, 8, 2, LEVELS2);
+constexpr Vectors<512> IQ2_XS(GRID_IQ2_XS, 8, 2, LEVELS2);
+constexpr Vectors<1024> IQ2_S(GRID_IQ2_S, 8, 2, LEVELS2);
+constexpr Vectors<256> IQ3_XXS(GRID_IQ3_XXS, 4, 3, LEVELS3_XXS);
+constexpr Vectors<512> IQ3_S(GRID_IQ3_S, 4, 3, LEVELS3);
+constexpr Vectors<2048> IQ1(GRID_IQ1, 8, 2, LEVELS1);
 
 // A byte of ones for each bit.
 struct Signs {
     uint64_t of[256];
-    Signs() : of{} {
+    constexpr Signs() : of{} {
         for (int i = 0; i < 256; i++)
             for (int k = 0; k < 8; k++) of[i] |= i >> k & 1 ? uint64_t(255) << 8 * k : 0;
     }
 };
-const Signs SIGNS;
+constexpr Signs SIGNS;
 
 inline uint16_t word(const uint8_t* p) {
     uint16_t x;
