@@ -45,6 +45,8 @@ GLIBC = (2, 28)
 NEWEST = {"GLIBC": GLIBC, "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 """Versions of symbols that such systems have: those of glibc 2.28 and GCC 8."""
 SYSTEM = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1"}
+STARTS = 1
+"""Functions that run as a library is opened: that of `score.cpp`, which every processor can run."""
 LOADERS = {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 MOST_BYTES = 40 * 2**20
 NO_KERNELS = "none"
@@ -219,7 +221,7 @@ def levels_of(machine: str) -> list[str]:
 
 
 def portability(content: bytes) -> list[str]:
-    """What a library needs that a system with glibc 2.28 has not. Raises: WheelError."""
+    """What a library needs that a system with glibc 2.28, or a lesser processor, has not. Raises: WheelError."""
     if shutil.which("readelf") is None:
         raise WheelError("readelf was not found: install binutils (Debian: apt install binutils)")
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
@@ -227,6 +229,7 @@ def portability(content: bytes) -> list[str]:
         file.flush()
         said = run(["readelf", "-W", "-d", "-V", file.name])
         symbols = run(["readelf", "-W", "--dyn-syms", file.name])
+        sections = run(["readelf", "-W", "-S", file.name])
     needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\]", said))
     faults = [f"it needs {name}, which not every Linux has" for name in sorted(needed - SYSTEM - LOADERS)]
     for kind, version in re.findall(r"Name: ([A-Z]+)_([\d.]+)", said):
@@ -234,6 +237,9 @@ def portability(content: bytes) -> list[str]:
             faults.append(f"it needs {kind}_{version}; {'.'.join(map(str, NEWEST.get(kind, ()))) or 'none'} is allowed")
     # A symbol without a version is in none of the libraries that it was linked with.
     nowhere = re.findall(r"\bGLOBAL\s+DEFAULT\s+UND (\w+)$", symbols, re.MULTILINE)
+    starts = sum(int(n, 16) // 8 for n in re.findall(r"\bINIT_ARRAY +[0-9a-f]+ [0-9a-f]+ ([0-9a-f]+)", sections))
+    if starts > STARTS:
+        faults.append(f"{starts} functions run as it is opened, on a processor that it may not be for; {STARTS} is allowed")
     return sorted({*faults, *(f"{name} is in no library that it names" for name in nowhere)})
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools import native_checks
 
 from penstock.base.errors import ConfigError
 from penstock.ops.native import library as lib
@@ -156,3 +157,28 @@ def test_a_wrong_name_in_the_environment_says_what_there_is() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert f"PENSTOCK_CPU_ISA='avx9000' is not usable here; usable: {', '.join(sorted(ISAS))}" in done.stderr
+
+
+@pytest.mark.parametrize(("model", "wanted"), [("qemu64", {"base"}), ("Haswell-noTSX", {"base", "avx2"})])
+def test_a_lesser_processor_opens_every_library_and_can_run_what_it_is_told(
+    model: str, wanted: set[str], tmp_path: Path
+) -> None:
+    """All are opened to be asked for their scores: one that computes anything meanwhile ends the process there."""
+    emulator, libraries = shutil.which("qemu-x86_64"), lib.libraries()
+    if emulator is None or not COMPILER or "avx2" not in libraries:
+        pytest.skip("no qemu-x86_64, no C++17 compiler, or no kernels for x86-64")
+    source, program = native_checks.CSRC / "test" / "probe" / "score.cpp", tmp_path / "score"
+    subprocess.run([COMPILER, "-std=c++17", str(source), "-o", str(program), "-ldl"], check=True, capture_output=True)
+    runner = [emulator, "-cpu", model + native_checks.NOT_EMULATED * (model != "qemu64")]
+    found = native_checks.scores(runner, program, list(libraries.values()))
+    assert {isa for isa, score in found.items() if score > 0} == wanted
+
+
+def test_the_probe_ends_with_what_a_self_test_says(folder: Path, tmp_path: Path) -> None:
+    good, bad = build(folder, "good", 1), build(folder, "bad", 2, fault="a sum is wrong")
+    program = tmp_path / "score"
+    source = native_checks.CSRC / "test" / "probe" / "score.cpp"
+    subprocess.run([COMPILER, "-std=c++17", str(source), "-o", str(program), "-ldl"], check=True, capture_output=True)
+    assert native_checks.scores([], program, [good]) == {"good": 1}
+    done = subprocess.run([str(program), str(bad)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"{bad}: its self-test failed: a sum is wrong\n")

@@ -87,6 +87,9 @@ def test_a_library_that_an_older_system_cannot_load_is_refused(tmp_path: Path) -
     assert dist.portability(built("int g(); int f() { return g(); }")) == ["_Z1gv is in no library that it names"]
     faults = dist.portability(built("int x;", "-Wl,--no-as-needed", "-l:libutil.so.1"))
     assert faults == ["it needs libutil.so.1, which not every Linux has"]
+    # The compiler's own start is the one that is allowed.
+    (fault,) = dist.portability(built("int f() { static int x; return ++x; }\nint y = f();"))
+    assert fault.startswith("2 functions run as it is opened")
     library, version = platform.libc_ver()
     if library == "glibc" and tuple(map(int, version.split("."))) >= (2, 34):
         text = "#include <pthread.h>\nint f() { return pthread_join(pthread_self(), nullptr); }"
