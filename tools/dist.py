@@ -239,7 +239,7 @@ def portability(content: bytes) -> list[str]:
     nowhere = re.findall(r"\bGLOBAL\s+DEFAULT\s+UND (\w+)$", symbols, re.MULTILINE)
     starts = sum(int(n, 16) // 8 for n in re.findall(r"\bINIT_ARRAY +[0-9a-f]+ [0-9a-f]+ ([0-9a-f]+)", sections))
     if starts > STARTS:
-        faults.append(f"{starts} functions run as it is opened, on a processor that it may not be for; {STARTS} is allowed")
+        faults.append(f"{starts} functions run as it is opened, on whatever processor; {STARTS} is allowed")
     return sorted({*faults, *(f"{name} is in no library that it names" for name in nowhere)})
 
 
@@ -298,7 +298,8 @@ def emulated(root: Path, folder: Path) -> str:
         raise WheelError(f"qemu-{machine or 'MACHINE'} was not found: install it (Debian: apt install qemu-user)")
     command = folder / "python3"
     # By the name that it was started with, a Python knows its environment, and starts others like itself.
-    command.write_text(f'#!/bin/sh\nexec {emulator} -0 "$0" -L {shlex.quote(str(root))} {shlex.quote(str(python))} "$@"\n')
+    words = shlex.join(["-L", str(root), str(python)])
+    command.write_text(f'#!/bin/sh\nexec {emulator} -0 "$0" {words} "$@"\n')
     command.chmod(0o755)
     return str(command)
 

@@ -10,8 +10,9 @@
 
 `--isas base,avx2` builds only those, `--compiler "python -m ziglang c++ -target aarch64-linux-gnu.2.28"` with another
 compiler; isa and arm `--wheel dist/X.whl` take the libraries out of a wheel and run their self-tests alone. 0: all is
-well; 1: something failed; 2: a tool is missing, and a sentence says which. Objects are kept in build/native-checks. An emulator shows what instructions compute, not how fast they are, nor
-what a processor with a weaker order of memory accesses than this one's does with the threads.
+well; 1: something failed; 2: a tool is missing, and a sentence says which. Objects are kept in build/native-checks. An
+emulator shows what instructions compute, not how fast they are, nor what a processor with a weaker order of memory
+accesses than this one's does with the threads.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Recipe:
 
 
 def recipe(machine: str, compiler: str = "") -> Recipe:
-    """For this machine's processor family, or aarch64. Raises Missing if there is no compiler for it, and none is named."""
+    """For this machine's processor family, or aarch64. `compiler`: by this one. Raises Missing without any."""
     # Read, not run: the call at the end of setup.py must not build anything.
     setuptools = importlib.import_module("setuptools")
     real = setuptools.setup
@@ -266,7 +267,7 @@ def libraries_of(wheel: Path) -> list[Path]:
 
 
 def check_emulated(how: Recipe, check: str, isas: list[str], wheel: Path | None) -> bool:
-    """The libraries on processors that have less than this one, or than the compiler's; those of `wheel`, if it is given."""
+    """The libraries, or those of a wheel, on processors that have less than this one, or than the compiler's."""
     name = "qemu-x86_64" if check == "isa" else "qemu-aarch64"
     emulator = shutil.which(name)
     if emulator is None:

@@ -20,7 +20,6 @@ import httpx
 import pytest
 import yaml
 
-from penstock.config.load import SERVER_SETTINGS
 from tests.api.test_deploy import ALERTS, CONTAINER, DEPLOY, UNIT, expressions
 from tests.api.test_listen import free_port
 
