@@ -41,12 +41,14 @@ class Backend(Protocol):
     """Made once for a rank: its models share what it holds (threads, compiled code).
 
     `label`: who computes, for people. `draws`: what makes its sampler (`runner.assemble.make_sampler`); None: the
-    reference's.
+    reference's. `new_plane`: what makes a plane of keys and values of (shape, dtype, what fills it); None: arrays of
+    this process.
     """
 
     name: str
     label: str
     draws: Any
+    new_plane: Any
 
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> Backend:

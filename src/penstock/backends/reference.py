@@ -26,7 +26,7 @@ class ReferenceBackend:
 
     name, label = "ref", "numpy"
     table: ClassVar[OpTable] = REF
-    draws = None
+    draws = new_plane = None
 
     def __init__(self, attention: str | AttentionBackend = "ref", table: OpTable | None = None) -> None:
         """`attention`: a name, or one of the caller's own. `table`: other operations than the backend's.

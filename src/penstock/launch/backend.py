@@ -18,12 +18,20 @@ from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
 
 
+ON_CPU = ("auto", "cpu")
+"""`device` where kernels of this package run."""
+
+
 def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """`ops="auto"` decided, and why.
 
     Raises: ConfigError if a backend is asked for, by `ops` or by `quantization`, and cannot be had.
     """
-    given, scheme = config.execution.ops, config.model.quantization
+    given, scheme, place = config.execution.ops, config.model.quantization, config.execution.device
+    if place not in ON_CPU:
+        if given not in ("auto", "torch"):
+            raise ConfigError(f"ops: {given} runs on the CPU, and device is {place}; use ops auto", field="ops")
+        given = "torch"
     tried = PREFERRED if given == "auto" else (given,)
     problems: list[str] = []
     for name in tried:
@@ -32,11 +40,12 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tup
             break
         problems.append(problem)
     else:
-        raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use ops auto", field="ops")
+        hint = "ops auto" if place in ON_CPU else "device cpu"
+        raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use {hint}", field="ops")
     if scheme != "none" and not BACKENDS.traits(name).quantizes:
         why = problems[0] if problems else f"ops is {given}"
         raise ConfigError(f"quantization: {scheme} needs the native kernels, and {why}", field="quantization")
-    if given != "auto":
+    if config.execution.ops != "auto":
         return config, ()
     execution = replace(config.execution, ops=name)
     decision = Decision("ops", name, "; ".join([*problems, BACKENDS.get(name).why()]))
@@ -88,4 +97,6 @@ def packed_decision(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) ->
 
 
 def _name(config: EngineConfig) -> str:
-    return "ref" if config.execution.ops == "auto" else config.execution.ops
+    if config.execution.ops == "auto":
+        return "ref" if config.execution.device in ON_CPU else "torch"
+    return config.execution.ops

@@ -32,7 +32,7 @@ NOT_BUILT = "no native kernels are installed: on Linux a wheel of Penstock bring
 class NativeBackend:
     """See `backends.backend.Backend`. Its models, and the sampler, run on one pool of threads."""
 
-    name = "native"
+    name, new_plane = "native", None
 
     def __init__(self, pool: Pool, row_bits: int = 8) -> None:
         """`row_bits`: see `schemes.packing`."""
