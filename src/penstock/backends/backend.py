@@ -40,9 +40,9 @@ class WeightStore(Protocol):
 class Backend(Protocol):
     """Made once for a rank: its models share what it holds (threads, compiled code).
 
-    `label`: who computes, for people. `draws`: what makes its sampler (`runner.assemble.make_sampler`); None: the
-    reference's. `new_plane`: what makes a plane of keys and values of (shape, dtype, what fills it); None: arrays of
-    this process.
+    `label`: who computes, for people. `draws`: makes the kernel of its sampler for a number of tokens
+    (`ops.draws.DrawKernel`); None: the reference samples. `new_plane`: makes a plane of keys and values of (shape,
+    dtype, what fills it); None: arrays of this process.
     """
 
     name: str

@@ -17,7 +17,6 @@ from penstock.plan.memory import gib
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
 
-
 ON_CPU = ("auto", "cpu")
 """`device` where kernels of this package run."""
 

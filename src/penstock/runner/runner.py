@@ -17,10 +17,18 @@ from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.model.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
+from penstock.model.forward import (
+    Forward,
+    GreedyForward,
+    ObservedForward,
+    PoolingForward,
+    ResidentForward,
+    WatchedForward,
+)
 from penstock.ops.plan import I32, StepPlan
 from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
+from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.pooling import Pooler
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
@@ -105,6 +113,10 @@ class Runner:
         self._batch = InputBatch(rows, keeping, num_own_groups)
         self._forward = forward
         self._greedy = forward if isinstance(forward, GreedyForward) else None
+        self._run = forward.run
+        # Other verifiers than ours look at logits as arrays.
+        if isinstance(forward, ResidentForward) and isinstance(sampler, KernelSampler) and verifier is None:
+            self._run = forward.run_resident
         self._clock = clock
         self._strict = strict
         self._spoil_from: int | None = None
@@ -192,7 +204,7 @@ class Runner:
             return logits, hidden
         if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
             return self._greedy.run_greedy(planned.step, self.storage.planes), _NO_STATES
-        return self._forward.run(planned.step, self.storage.planes), _NO_STATES
+        return self._run(planned.step, self.storage.planes), _NO_STATES
 
     def settle(
         self, output: SchedulerOutput, planned: Planned, found: list[int] | F32, hidden: F32, start_s: float

@@ -68,7 +68,9 @@ class TorchAttention:
         parts: list[Tensor] = []
         for lane in range(lanes):
             own = slice(lane * heads, (lane + 1) * heads)
-            rule = _Rule(scale, soft_cap, None if slopes is None else slopes[own], None if sinks is None else sinks[own])
+            rule = _Rule(
+                scale, soft_cap, None if slopes is None else slopes[own], None if sinks is None else sinks[own]
+            )
             reach = (keys, value, window, chunk, rotation, pages)
             rows = [
                 row

@@ -31,15 +31,16 @@ class TorchBackend:
     """See `backends.backend.Backend`. Its models share what they have bound, array by array."""
 
     name = "torch"
-    draws = None
 
     def __init__(self, device: torch.device) -> None:
+        from penstock.backends.gpu.device_array import new_plane
         from penstock.backends.gpu.placed import Placement
-        from penstock.backends.gpu.planes import new_plane
+        from penstock.backends.gpu.sample import TorchKernel
 
         self.device_used = device
         self.label = f"torch on {device}"
         self.new_plane = partial(new_plane, device)
+        self.draws = partial(TorchKernel, device)
         self._placement = Placement(device)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from penstock.ops.plan import I32
 from penstock.ops.ref.storage import codec_of
 
 Planes = Any
-"""Plane name -> `planes.DevicePlane`."""
+"""Plane name -> `device_array.DeviceArray`."""
 
 
 def write_kv(
@@ -165,4 +165,4 @@ def _state(step: TorchStep, kept: Kept, name: str, b: int) -> Tensor:
     return plane[int(pages[0])].view(kept.sinks, -1, plane.shape[-1])
 
 
-CACHE_OPS = {"write_kv": write_kv, "write_kept": write_kept, "observe": observe}
+CACHE_OPS: dict[str, Callable[..., Any]] = {"write_kv": write_kv, "write_kept": write_kept, "observe": observe}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.placed import Placement
 from penstock.backends.gpu.step import TorchStep
 from penstock.backends.program import Program
@@ -20,8 +21,8 @@ from penstock.ops.table import OpTable
 class TorchForward(Program):
     """`backends.program.Program` over tensors. See `model.forward.PoolingForward` and `GreedyForward`.
 
-    Planes are `planes.DevicePlane`. What the runner gets are arrays; greedy tokens are found on the device, so that of
-    a greedy step only they are brought here.
+    Planes are `device_array.DeviceArray`. Greedy tokens are found on the device, so that of a greedy step only they are
+    brought here; whoever can draw there gets logits that stay there.
     """
 
     def __init__(self, graph: Graph, ops: OpTable, attention: Any, placement: Placement) -> None:
@@ -41,6 +42,10 @@ class TorchForward(Program):
             tokens: list[int] = best.tolist()
             return tokens
         return _array(logits)
+
+    def run_resident(self, plan: StepPlan, planes: Sequence[Any]) -> DeviceArray:
+        """See `model.forward.ResidentForward`."""
+        return DeviceArray(self._run(plan, planes)[0].float())
 
     def run_pooling(self, plan: StepPlan, planes: Sequence[Any]) -> tuple[F32, F32]:
         """See `Program.run_pooling`."""
@@ -79,5 +84,3 @@ class TorchForward(Program):
 def _array(tensor: torch.Tensor) -> F32:
     array: F32 = tensor.float().cpu().numpy()
     return array
-
-

@@ -251,10 +251,11 @@ def experts(
 
 def route_by_row(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
     """`route` for one row at a time."""
-    rows = [route(row.clone(), top_k, router, correction) for row in logits.split(1)] or [
-        route(logits, top_k, router, correction)
-    ]
-    found: Any = (torch.cat([r.ids for r in rows]), torch.cat([r.weights for r in rows]))  # type: ignore[arg-type]
+    if not len(logits):
+        return route(logits, top_k, router, correction)
+    rows: Any = zip(*(route(row[None].clone(), top_k, router, correction) for row in logits), strict=True)
+    ids, weights = (torch.cat(parts) for parts in rows)
+    found: Any = (ids, weights)
     return Routes(*found)
 
 
@@ -267,5 +268,5 @@ PLAIN: dict[str, Callable[..., Any]] = {
     )
 }  # fmt: skip
 _REDUCING = (linear, rms_norm, layer_norm, hadamard, latent_query, latent_output, removal_key)
-EXACT = PLAIN | {op.__name__: by_row(op) for op in _REDUCING}
+EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op) for op in _REDUCING}
 EXACT |= {"value_bonus": by_row(value_bonus, 3), "route": route_by_row}

@@ -29,9 +29,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, g
     return out
 
 
-def causal_conv(
-    x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None
-) -> Tensor:
+def causal_conv(x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None) -> Tensor:
     plane = step.tensor(group, "conv")
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):

@@ -12,7 +12,7 @@ from penstock.ops.step import Step
 
 
 class TorchStep(Step):
-    """See `ops.step.Step`. `planes[g][name]` are `planes.DevicePlane`."""
+    """See `ops.step.Step`. `planes[g][name]` are `device_array.DeviceArray`."""
 
     __slots__ = ("device",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
+from penstock.ops.native.sample import Kernel
 from penstock.plan.devices import Device
 from penstock.plan.native_device import native_device
 
@@ -36,7 +38,8 @@ class NativeBackend:
 
     def __init__(self, pool: Pool, row_bits: int = 8) -> None:
         """`row_bits`: see `schemes.packing`."""
-        self.pool = self.draws = pool
+        self.pool = pool
+        self.draws = partial(Kernel, pool)
         self.row_bits = row_bits
         self.label = f"native kernels on {pool.num_threads} threads"
 
