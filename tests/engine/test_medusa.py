@@ -25,7 +25,7 @@ PROSE = (
     "On a cold winter morning the king went into the wood.",
 )
 native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
-each_ops = pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=native_only)])
+each_ops = pytest.mark.parametrize("ops", ["ref", "torch", pytest.param("native", marks=native_only)])
 
 
 @cache
@@ -45,7 +45,7 @@ def params(length: int, temperatures: tuple[float, ...]) -> list[SamplingParams]
 @pytest.mark.parametrize("num_drafts", [3, 12])
 def test_D12_no_token_changes(ops: str, num_drafts: int) -> None:
     """Greedy and sampled rows in one batch, trees narrow and wide."""
-    rules = params(12 if ops == "ref" else 48, (0.0, 0.7, 0.0, 1.0))
+    rules = params(12 if ops != "native" else 48, (0.0, 0.7, 0.0, 1.0))
     want = nano(ops, 0).generate(list(PROSE), rules)
     llm = nano(ops, num_drafts)
     got = llm.generate(list(PROSE), rules)
@@ -66,7 +66,7 @@ def test_D12_one_and_a_half_tokens_a_step() -> None:
     assert len(PROSE) * 96 / steps >= 1.5
 
 
-@each_ops
+@pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=native_only)])
 def test_the_output_matrix_alone_gives_the_logits_of_the_model(ops: str) -> None:
     runner: Runner = nano(ops, 0).engine.core.executor.runner  # type: ignore[attr-defined]
     forward, planes = runner._forward, runner.storage.planes

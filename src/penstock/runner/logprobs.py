@@ -15,7 +15,7 @@ F32 = npt.NDArray[np.float32]
 
 
 def log_sum(peak: float, total: int) -> float:
-    """log(sum(exp(logits))) of a row whose largest logit is `peak`, its weights (`ops.draw_weights`) adding up to `total`."""
+    """log(sum(exp(logits))) of a row whose largest logit is `peak` and whose `ops.draw_weights` sum is `total`."""
     return peak + math.log(total / UNIT)
 
 

@@ -113,10 +113,9 @@ class Runner:
         self._batch = InputBatch(rows, keeping, num_own_groups)
         self._forward = forward
         self._greedy = forward if isinstance(forward, GreedyForward) else None
-        self._run = forward.run
         # Other verifiers than ours look at logits as arrays.
-        if isinstance(forward, ResidentForward) and isinstance(sampler, KernelSampler) and verifier is None:
-            self._run = forward.run_resident
+        stays = isinstance(sampler, KernelSampler) and verifier is None
+        self._resident = forward if stays and isinstance(forward, ResidentForward) else None
         self._clock = clock
         self._strict = strict
         self._spoil_from: int | None = None
@@ -204,7 +203,9 @@ class Runner:
             return logits, hidden
         if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
             return self._greedy.run_greedy(planned.step, self.storage.planes), _NO_STATES
-        return self._run(planned.step, self.storage.planes), _NO_STATES
+        if self._resident is not None:
+            return self._resident.run_resident(planned.step, self.storage.planes), _NO_STATES
+        return self._forward.run(planned.step, self.storage.planes), _NO_STATES
 
     def settle(
         self, output: SchedulerOutput, planned: Planned, found: list[int] | F32, hidden: F32, start_s: float

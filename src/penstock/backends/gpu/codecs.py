@@ -42,7 +42,8 @@ def _shifts(bits: int, like: Tensor) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [..., D] below 2^bits -> bytes [..., D * bits / 8], the first code in the lowest bits."""
-    split = codes.reshape(*codes.shape[:-1], -1, 8 // bits) << _shifts(bits, codes)
+    per = 8 // bits
+    split = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per) << _shifts(bits, codes)
     return split.sum(dim=-1).to(torch.uint8)
 
 
@@ -65,14 +66,15 @@ def _quantise_along(x: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Te
 def _by_token(bits: int) -> TorchCodec:
     def encode(x: Tensor) -> Encoded:
         group = group_size(x.shape[-1])
-        codes, scale, minimum = _quantise_along(x.reshape(*x.shape[:-1], -1, group), -1, bits)
+        codes, scale, minimum = _quantise_along(x.reshape(*x.shape[:-1], x.shape[-1] // group, group), -1, bits)
         return pack(codes.reshape(x.shape), bits), torch.cat([scale[..., 0], minimum[..., 0]], dim=-1)
 
     def decode(elements: Tensor, scales: Tensor | None) -> Tensor:
         assert scales is not None, "codes without their scales"
         scale, minimum = scales.float()[..., None].chunk(2, dim=-2)
         codes = unpack(elements, bits)
-        split = codes.reshape(*codes.shape[:-1], scale.shape[-2], -1).float()
+        groups = scale.shape[-2]
+        split = codes.reshape(*codes.shape[:-1], groups, codes.shape[-1] // groups).float()
         return (split * scale + minimum).reshape(codes.shape)
 
     return TorchCodec(encode, decode)

@@ -1,7 +1,8 @@
 """The operations of `ops.table.CONTRACTS` that look at no cache, on tensors.
 
-With `exact` each row is computed by itself, by calls whose shapes depend on nothing but the model, so that a row's bits
-do not depend on its company: torch chooses kernels, and the order of their sums, by the shape of the whole call.
+In `EXACT` each row is computed by itself, by calls whose shapes depend on nothing but the model, so that a row's bits do
+not depend on its company: torch chooses kernels, and the order of their sums, by the shape of the whole call; and on the
+CPU it computes what does not fill a vector by other functions (another `exp`) than the rest.
 Shape letters are those of `ops.table`.
 """
 
@@ -267,6 +268,9 @@ PLAIN: dict[str, Callable[..., Any]] = {
         interpolate, removal_key, replacement_key, value_bonus, route, experts,
     )
 }  # fmt: skip
-_REDUCING = (linear, rms_norm, layer_norm, hadamard, latent_query, latent_output, removal_key)
-EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op) for op in _REDUCING}
-EXACT |= {"value_bonus": by_row(value_bonus, 3), "route": route_by_row}
+_ROWED: dict[Callable[..., Tensor], int] = {
+    linear: 1, rms_norm: 1, layer_norm: 1, hadamard: 1, latent_query: 1, latent_output: 1, removal_key: 1, activate: 1,
+    activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
+}  # fmt: skip
+EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
+EXACT["route"] = route_by_row

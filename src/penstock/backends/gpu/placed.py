@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.base.small_floats import E2M1, E4M3
 from penstock.core.matrix_format import MatrixFormat
 from penstock.ops.stored import StoredMatrix, product_of
 
+_TABLES: dict[str, Any] = {"table": (), "e2m1": E2M1, "e4m3": E4M3}
+"""Codes that are indices into a table: the format's own, or one of small floats."""
 _CHUNK_ELEMENTS = 1 << 20
 """Codes are decoded at most this many at a time."""
 
@@ -50,7 +53,8 @@ class StoredTensor:
         self.scales = tensor_of(product_of(form.scales, matrix.scales(0, rows)).astype(np.float32), device)
         zeros = product_of(form.zeros, matrix.zeros(0, rows)) if form.zeros else None
         self.zeros = None if zeros is None else tensor_of(zeros.astype(np.float32), device)
-        self.table = None if not form.table else torch.tensor(form.table, dtype=torch.float32, device=device)
+        table = form.table or _TABLES.get(form.code, ())
+        self.table = torch.tensor(np.asarray(table, np.float32), device=device) if len(table) else None
         groups = form.group or columns
         at = matrix.order if matrix.order is not None else np.arange(columns, dtype=np.int64) // groups
         self.at = tensor_of(np.ascontiguousarray(at, np.int64), device)
@@ -60,7 +64,7 @@ class StoredTensor:
     def why_not(matrix: StoredMatrix) -> str | None:
         """What keeps codes from being held as they are, as an end of a sentence."""
         form: MatrixFormat = matrix.format
-        if form.code not in ("int", "uint", "table") or form.bits > 8:
+        if form.code not in ("int", "uint", *_TABLES) or form.bits > 8:
             return f"{form} is decoded when it is loaded"
         if type(matrix)._values is not StoredMatrix._values:
             return f"{form} has an arithmetic of its own"

@@ -15,9 +15,14 @@ from torch.nn.functional import softplus
 from penstock.backends.gpu.step import TorchStep
 
 
+def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of every token by itself: see `ops.EXACT`. A GPU has one form for all."""
+    return function(x) if x.device.type != "cpu" or not len(x) else torch.cat([function(row) for row in x.split(1)])
+
+
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
     plane = step.tensor(group, "state")
-    keep = torch.sigmoid(decay)[:, :, None, None]
+    keep = _each(torch.sigmoid, decay)[:, :, None, None]
     out = torch.empty_like(v)
     shape = (q.shape[1], q.shape[2], v.shape[2])
     for page, lo, hi, fresh in step.states(group, layer):
@@ -47,7 +52,7 @@ def mamba_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, step: TorchStep, group: int, layer: int, a: Tensor, d: Tensor
 ) -> Tensor:
     plane = step.tensor(group, "state")
-    dt = softplus(dt)
+    dt = _each(softplus, dt)
     dx = dt * x
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
@@ -66,8 +71,8 @@ def mamba2_scan(
     plane = step.tensor(group, "state")
     t, heads, width = x.shape
     groups, n = b.shape[1:]
-    dt = softplus(dt + dt_bias).clamp(dt_min, dt_max)
-    keep = torch.exp(dt * a).repeat_interleave(width, dim=1).reshape(t, groups, heads // groups * width, 1)
+    dt = _each(softplus, dt + dt_bias).clamp(dt_min, dt_max)
+    keep = _each(torch.exp, dt * a).repeat_interleave(width, dim=1).reshape(t, groups, heads // groups * width, 1)
     dx = (dt[:, :, None] * x).reshape(keep.shape)
     out = x.new_empty(keep.shape[:3])
     for page, lo, hi, fresh in step.states(group, layer):
@@ -118,7 +123,7 @@ def wkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, removal: Tensor, rate: Tensor, step: TorchStep, group: int, layer: int
 ) -> Tensor:
     plane = step.tensor(group, "state")
-    decay = torch.exp(torch.sigmoid(w) * -math.exp(-0.5))
+    decay = _each(lambda row: torch.exp(torch.sigmoid(row) * -math.exp(-0.5)), w)
     written = removal * rate
     _, h, d = v.shape
     out = torch.empty_like(v)
