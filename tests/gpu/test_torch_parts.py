@@ -29,7 +29,8 @@ KINDS = ("peaked", "flat", "equal", "ties", "zeros", "masked", "one", "tiny", "h
 RULES = [
     TokenRules(), TokenRules(temperature=0.7, seed=3), TokenRules(temperature=1.3, seed=4, top_k=5),
     TokenRules(temperature=1.0, seed=5, top_p=0.8), TokenRules(temperature=2.0, seed=6, min_p=0.05, top_k=9, top_p=0.9),
-    TokenRules(repetition_penalty=1.4), TokenRules(frequency_penalty=0.5, presence_penalty=0.2, temperature=0.8, seed=1),
+    TokenRules(repetition_penalty=1.4),
+    TokenRules(frequency_penalty=0.5, presence_penalty=0.2, temperature=0.8, seed=1),
     TokenRules(logit_bias={3: 2.5, 7: -4.0}, temperature=1.0, seed=9), TokenRules(allowed_ids=[2, 5, 6]),
     TokenRules(bad_sequences=[[4], [1, 2]], min_tokens=3, stop_ids=[5], temperature=0.9, seed=2),
     TokenRules(temperature=0.9, seed=8, num_logprobs=4), TokenRules(num_logprobs=2, repetition_penalty=0.7),

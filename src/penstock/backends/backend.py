@@ -13,6 +13,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.plan.devices import Device
+from penstock.plan.probe import Free
 
 
 class WeightStore(Protocol):
@@ -68,6 +69,11 @@ class Backend(Protocol):
     @classmethod
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         """What it runs on, for predictions."""
+        ...
+
+    @classmethod
+    def memory(cls, config: EngineConfig) -> Free | None:
+        """Of the device that has weights, keys and values, before anything is loaded; None: this machine's."""
         ...
 
     def compile(

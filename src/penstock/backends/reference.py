@@ -52,6 +52,10 @@ class ReferenceBackend:
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         return device_preset("cpu-ref")
 
+    @classmethod
+    def memory(cls, config: EngineConfig) -> None:
+        return None
+
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
         matrices: Mapping[str, Any] | None = None, like: Forward | None = None,

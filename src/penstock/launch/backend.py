@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from penstock.backends import BACKENDS, PREFERRED
 from penstock.backends.backend import Backend, WeightStore
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
+from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.plan.devices import Device
@@ -59,6 +62,14 @@ def traits_of(config: EngineConfig) -> BackendTraits:
 def device_of(config: EngineConfig, num_cores: int) -> Device:
     """What the chosen backend runs on, for predictions."""
     return BACKENDS.get(_name(config)).device(config, num_cores)
+
+
+def machine_of(config: EngineConfig, machine: Machine) -> Machine:
+    """The machine with the memory of the device that the model runs on. `ops` must have been decided."""
+    free = BACKENDS.get(_name(config)).memory(config)
+    if free is None:
+        return machine
+    return msgspec.structs.replace(machine, memory_bytes=free.memory_bytes, available_bytes=free.available_bytes)
 
 
 def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:

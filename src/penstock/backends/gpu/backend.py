@@ -18,6 +18,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.plan.devices import Device, device_preset
+from penstock.plan.probe import Free
 
 if TYPE_CHECKING:
     import torch
@@ -47,13 +48,16 @@ class TorchBackend:
     def of(cls, config: EngineConfig, num_cores: int) -> TorchBackend:
         import torch
 
-        name = config.execution.device
-        return cls(torch.device("cpu" if name in ("cpu-torch", "cpu", "auto") else name))
+        place = config.execution.device
+        return cls(torch.device(place if place.startswith("cuda") else "cpu"))
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
         if find_spec("torch") is None:
             return MISSING
+        problem = _no_gpu(config.execution.device)
+        if problem is not None:
+            return problem
         if config.execution.attention_backend != "ref":
             return f"attention_backend is {config.execution.attention_backend}, and torch has its own"
         if config.cache.kv_allocator == "virtual":
@@ -67,6 +71,16 @@ class TorchBackend:
     @classmethod
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         return device_preset("cpu-ref")
+
+    @classmethod
+    def memory(cls, config: EngineConfig) -> Free | None:
+        place = config.execution.device
+        if not place.startswith("cuda"):
+            return None
+        import torch
+
+        available, whole = torch.cuda.mem_get_info(torch.device(place))
+        return Free(whole, available)
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
@@ -88,3 +102,18 @@ class TorchBackend:
         copy: bool = True,
     ) -> None:  # fmt: skip
         return None
+
+
+def _no_gpu(place: str) -> str | None:
+    """What keeps `device` from being used, as an end of a sentence. Torch is imported for a GPU alone."""
+    if not place.startswith("cuda"):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        return "torch finds no GPU" if built else f"torch {torch.__version__} is built for the CPU"
+    number = int(place.partition(":")[2] or 0)
+    if number >= torch.cuda.device_count():
+        return f"there is no GPU {number}, only {torch.cuda.device_count()} of them"
+    return None

@@ -1,8 +1,8 @@
 """The operations of `ops.table.CONTRACTS` that look at no cache, on tensors.
 
-In `EXACT` each row is computed by itself, by calls whose shapes depend on nothing but the model, so that a row's bits do
-not depend on its company: torch chooses kernels, and the order of their sums, by the shape of the whole call; and on the
-CPU it computes what does not fill a vector by other functions (another `exp`) than the rest.
+In `EXACT` each row is computed by itself, by calls whose shapes depend on nothing but the model, so that a row's bits
+do not depend on its company: torch chooses kernels, and the order of their sums, by the shape of the whole call; and on
+the CPU it computes what does not fill a vector by other functions (another `exp`) than the rest.
 Shape letters are those of `ops.table`.
 """
 

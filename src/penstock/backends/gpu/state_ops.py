@@ -17,7 +17,7 @@ from penstock.backends.gpu.step import TorchStep
 
 def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Of every token by itself: see `ops.EXACT`. A GPU has one form for all."""
-    return function(x) if x.device.type != "cpu" or not len(x) else torch.cat([function(row) for row in x.split(1)])
+    return function(x) if x.device.type != "cpu" or not len(x) else torch.stack([function(row) for row in x])
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:

@@ -69,6 +69,10 @@ class NativeBackend:
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         return native_device(_library().pst_isa_name().decode(), config.execution.threads or num_cores)
 
+    @classmethod
+    def memory(cls, config: EngineConfig) -> None:
+        return None
+
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
         matrices: Mapping[str, Packed] | None = None, like: Forward | None = None,
