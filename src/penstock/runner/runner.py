@@ -30,6 +30,7 @@ from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
 from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.pooling import Pooler
+from penstock.runner.promised import Promises
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.selecting import RowSelections
@@ -118,6 +119,7 @@ class Runner:
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
         self._clock = clock
         self._strict = strict
+        self._promises = Promises(rows, sampler.chain)
         self._spoil_from: int | None = None
         self._moves: dict[int, bool] = {}
         """Loads that the step which was planned last has brought to an end (`StepOutput.moves`)."""
@@ -155,17 +157,22 @@ class Runner:
         that the rank is broken.
         """
         start_s = self._clock.now()
-        planned = self.plan(output)
+        output, planned = self.plan(output)
         if planned is None:
-            return StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=self._moves)
-        found, hidden = self.forward(planned)
-        return self.settle(output, planned, found, hidden, start_s)
+            result = StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=self._moves)
+        else:
+            found, hidden = self.forward(planned)
+            result = self.settle(output, planned, found, hidden, start_s)
+        self._promises.settled(result)
+        return result
 
-    def plan(self, output: SchedulerOutput) -> Planned | None:
-        """Change the rows, move pages, and plan what runs with which drafts; None if nothing does.
+    def plan(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Planned | None]:
+        """Change the rows, move pages, and plan what runs with which drafts; None if nothing does. Also the step as it
+        runs: without rows that were promised a token which has not come.
 
         Mutates: rows, processors, storage, drafter.
         """
+        output = self._promises.heard(output)
         heard = self.drafter is not None and concerns_drafter(output)
         if heard:
             self._track(output)
@@ -177,8 +184,9 @@ class Runner:
         else:
             self.selections.track(output)
             self._moves = self.storage.apply(output.page_ops, self.selections.pack)
+        output = self._promises.keep(output)
         if not output.scheduled:
-            return None
+            return output, None
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
@@ -188,7 +196,7 @@ class Runner:
         num_pooled = len(hidden)
         if drafted_rows and self.drafter is not None and self.drafter.wants_hidden:
             hidden = np.concatenate([hidden, *(step.logits_indices[_rows(drafted)] for drafted in drafted_rows)])
-        return Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
+        return output, Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
 
     def forward(self, planned: Planned) -> tuple[list[int] | F32, F32]:
         """Run the model. Mutates: storage.

@@ -78,6 +78,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """Those who own memory, also while they wait for blocks that are on their way (`Status.LOADING`)."""
+        self._short = False
+        """Memory was short in the newest step: nobody is promised a token, for whoever is in flight cannot yield."""
         self._claimed: set[int] = set()
         """Waiting sequences that have more right to memory than somebody who runs; found anew in every step."""
         self._on_rank: set[int] = set()
@@ -179,6 +181,8 @@ class Scheduler:
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
         preempted = blocked = False
+        promising = not (idle or self._short or self.drafts is not None or (self.policy.displaces and self.waiting))
+        self._short = False
         self.policy.begin_step(now_s, self.kv)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
@@ -216,6 +220,12 @@ class Scheduler:
                     num_decodes += 1
                     decode_context += start + 1
                     continue
+                if promising and not self._short and self._may_promise(seq, start):
+                    rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
+                    budget -= 1
+                    num_decodes += 1
+                    decode_context += start + 1
+                    continue
             if self._clockwork is not None and num_decodes:
                 self._clockwork.add_decodes(num_decodes, decode_context)
                 num_decodes = decode_context = 0
@@ -237,6 +247,7 @@ class Scheduler:
                 if n == 0:
                     continue
                 while not self.kv.grow(seq, seq.num_computed + seq.num_inflight + n):
+                    self._short = True
                     if not idle and self.kv.reclaiming:
                         n = 0  # memory is on its way: it is free once the steps in flight have retired
                         break
@@ -296,6 +307,21 @@ class Scheduler:
         if num_drafts <= 0 or not self.kv.grow(seq, start + 1 + num_drafts):
             return None
         return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
+
+    def _may_promise(self, seq: Sequence, start: int) -> bool:
+        """Whether the token at `start`, which a step in flight will choose, may run before anybody here knows it: the
+        rank will by then. If the sequence ends with it, the row was for nothing, and nobody hears of it.
+
+        Nobody is preempted for it. Mutates: the sequence's memory.
+        """
+        request = seq.request
+        if start != len(seq.token_ids) or seq.held or request.beam is not None or request.pooling:
+            return False
+        if seq.next_selection != NEVER or seq.num_generated + 1 >= request.max_tokens:
+            return False
+        if request.n > 1 and seq.num_generated == 0:
+            return False  # it may fork yet
+        return self.kv.cut(seq, start, 1) == 1 and (start < seq.writable or self.kv.grow(seq, start + 1))
 
     def _yields_soon(self, seq: Sequence) -> bool:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
