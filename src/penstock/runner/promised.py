@@ -35,7 +35,7 @@ class Promises:
         for told in output.appended:
             token = self._early.pop(told.seq_id, None)
             if token is not None:
-                assert told.token_ids[0] == token and not told.rollback, f"{told}: it was promised token {token}"
+                assert (told.token_ids[0], told.rollback) == (token, 0), f"{told}: it was promised token {token}"
                 told = Appended(told.seq_id, told.token_ids[1:])
             if told.token_ids:
                 news.append(told)

@@ -55,7 +55,7 @@ class TorchForward(Program):
     def run_head(self, hidden: F32, planes: Sequence[Any]) -> F32:
         """See `Program.run_head`."""
         registers = [*self._registers]
-        with torch.inference_mode():
+        with torch.no_grad():
             registers[self._hidden] = torch.from_numpy(np.ascontiguousarray(hidden)).to(self._device)
             self._execute(self._head, registers)
             return _array(registers[self._logits])
@@ -64,7 +64,7 @@ class TorchForward(Program):
         """See `model.forward.ObservedForward`."""
         return [_array(q) for q in super().queries(num_tokens)]  # type: ignore[arg-type]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _run(self, plan: StepPlan, planes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [R, V] and hidden states [P, E], on the device."""
         assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"

@@ -69,7 +69,7 @@ class TorchRows:
         """As `DrawRows.ask`."""
         self._asked.append(_Ask(*asked))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, num_rows: int) -> tuple[list[int], list[int]]:
         """(the first largest of each row, 1 for each healthy row)."""
         peaks, best = self._logits[:num_rows].max(dim=-1)
@@ -131,7 +131,7 @@ class TorchKernel:
     def rows(self) -> TorchRows:
         return TorchRows(self._device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logprobs(self, jobs: Sequence[tuple[Any, Sequence[int], int]]) -> list[Ranked]:
         """One row each: (healthy logits [V], tokens whose ranks are wanted, how many of the likeliest)."""
         out = []
