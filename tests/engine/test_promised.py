@@ -24,7 +24,9 @@ def promised_steps(core: Any, collector: Collector) -> int:
 
     def spy(output: Any) -> None:
         nonlocal count
-        before = {row.seq_id: row.start + row.num_tokens for step, _ in list(core._inflight)[:-1] for row in step.scheduled}
+        before = {
+            row.seq_id: row.start + row.num_tokens for step, _ in list(core._inflight)[:-1] for row in step.scheduled
+        }
         count += any(before.get(row.seq_id) == row.start for row in output.scheduled)
         submit(output)
 
@@ -97,10 +99,12 @@ def test_a_row_that_fails_ends_alone_and_its_promise_is_void(ops: str) -> None:
     assert_idle(core)
 
 
-def test_short_of_memory_nobody_is_promised_anything_and_somebody_yields() -> None:
-    """Who is in flight cannot be preempted: if all were in flight for ever, nobody could go on."""
+@pytest.mark.parametrize("block_size", [2, 16])
+def test_short_of_memory_somebody_yields(block_size: int) -> None:
+    """Who is in flight cannot be preempted, and nobody is preempted for a promise: all go on in the end."""
     spec, weights = tiny("llama_gqa")
-    core = real_engine(spec, weights, Knobs(depth=2, num_blocks=20, block_size=2, max_num_seqs=6, budget=24))
+    knobs = Knobs(depth=2, num_blocks=96 // block_size - 20 // block_size, block_size=block_size, budget=24)
+    core = real_engine(spec, weights, knobs)
     asked = [request([3 + i, 9, 4 + i, 8], max_tokens=24) for i in range(6)]
     got = run(core, asked)
     assert core.stats.num_preemptions > 0

@@ -78,8 +78,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         """Those who own memory, also while they wait for blocks that are on their way (`Status.LOADING`)."""
-        self._short = False
-        """Memory was short in the newest step: nobody is promised a token, for whoever is in flight cannot yield."""
         self._claimed: set[int] = set()
         """Waiting sequences that have more right to memory than somebody who runs; found anew in every step."""
         self._on_rank: set[int] = set()
@@ -181,8 +179,8 @@ class Scheduler:
         added: list[Sequence] = []
         budget = self.max_num_batched_tokens
         preempted = blocked = False
-        promising = not (idle or self._short or self.drafts is not None or (self.policy.displaces and self.waiting))
-        self._short = False
+        # Whoever is in flight cannot make room for others.
+        promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.policy.begin_step(now_s, self.kv)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
@@ -220,7 +218,7 @@ class Scheduler:
                     num_decodes += 1
                     decode_context += start + 1
                     continue
-                if promising and not self._short and self._may_promise(seq, start):
+                if promising and self._may_promise(seq, start):
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
                     budget -= 1
                     num_decodes += 1
@@ -247,7 +245,6 @@ class Scheduler:
                 if n == 0:
                     continue
                 while not self.kv.grow(seq, seq.num_computed + seq.num_inflight + n):
-                    self._short = True
                     if not idle and self.kv.reclaiming:
                         n = 0  # memory is on its way: it is free once the steps in flight have retired
                         break
