@@ -2,7 +2,8 @@
 
     python my_drafter.py
 
-This one knows a text that answers tend to quote, as a retriever would.
+This one knows a text that answers tend to quote, as a retriever would. A server finds it with
+`--plugin my_drafter.py --speculative-config '{"method": "function", "function": "my_drafter:draft"}'`.
 """
 
 from penstock import LLM, SamplingParams

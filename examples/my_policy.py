@@ -1,9 +1,10 @@
 """A scheduling policy of your own, on real tokens: nobody may wait behind a long prompt.
 
     python my_policy.py
+    penstock serve --plugin my_policy.py --scheduling-policy shortest
 
 docs/tutorials/add-a-policy.md tries the same idea in the simulator first; docs/guides/add-a-policy.md puts it into the
-package, where `penstock serve --scheduling-policy shortest` finds it.
+package, where no plugin is needed.
 """
 
 from penstock import LLM, SamplingParams

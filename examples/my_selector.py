@@ -1,6 +1,7 @@
 """A KV selector of your own: which tokens of its context a sequence keeps when it may keep only some.
 
     python my_selector.py
+    penstock serve --plugin my_selector.py --kv-selector every-nth --kv-budget 25%
 
 This one keeps every n-th token beside the first and the last ones, whatever they are: a baseline for those that have a
 paper. Selectors give up accuracy: `penstock cap` says how much.

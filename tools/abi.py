@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.generated import write_or_check  # noqa: E402
+
 HEADER, TARGET = ROOT / "csrc" / "include" / "penstock.h", ROOT / "src" / "penstock" / "ops" / "native" / "abi.py"
 
 _NUMBERS = {
@@ -120,13 +123,5 @@ def generated() -> str:
     return subprocess.run(command, input=made, capture_output=True, text=True, check=True).stdout
 
 
-def main(argv: list[str]) -> int:
-    made = generated()
-    if "--check" in argv:
-        return int(TARGET.read_text() != made)
-    TARGET.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(TARGET, generated, sys.argv[1:]))

@@ -13,7 +13,11 @@ import numpy as np
 
 from penstock.weights.stored.ggml.grid_points import grid
 
-TARGET = Path(__file__).resolve().parents[1] / "csrc/src/grid_tables.h"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.generated import write_or_check  # noqa: E402
+
+TARGET = ROOT / "csrc/src/grid_tables.h"
 PER_LINE = 15
 _HEAD = """\
 // Vectors that codes of ggml's IQ types name, as https://github.com/ggml-org/ggml defines them (tables; MIT), narrow:
@@ -45,13 +49,5 @@ def table(name: str, kind: str, bits: int) -> str:
     return f"\n{of}\nconstexpr uint16_t GRID_{name}[{len(words)}] = {{\n{rows}}};\n"
 
 
-def main(argv: list[str]) -> int:
-    made = generated()
-    if "--check" in argv:
-        return int(TARGET.read_text() != made)
-    TARGET.write_text(made)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(TARGET, generated, sys.argv[1:]))

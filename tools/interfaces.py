@@ -19,7 +19,11 @@ from penstock.sim.arrivals import ARRIVALS
 from penstock.sim.studies import STUDIES
 from penstock.sim.traces import WORKLOADS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "interfaces.md"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.generated import write_or_check  # noqa: E402
+
+PAGE = ROOT / "docs" / "interfaces.md"
 BEGIN, END = "<!-- parts: begin -->", "<!-- parts: end -->"
 ALL: tuple[Registry[Any, Any], ...] = (*REGISTRIES, VERIFIERS, TASKS, WORKLOADS, ARRIVALS, STUDIES)
 
@@ -56,13 +60,5 @@ def written(page: str) -> str:
     return f"{before}{BEGIN}\n\n{table()}\n{END}{rest.split(END)[1]}"
 
 
-def main(argv: list[str]) -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    if "--check" in argv:
-        return int(written(page) != page)
-    PAGE.write_text(written(page), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write_or_check(PAGE, lambda: written(PAGE.read_text(encoding="utf-8")), sys.argv[1:]))

@@ -21,9 +21,10 @@ import msgspec
 
 from penstock.backends import BACKENDS
 from penstock.base.errors import InputError
-from penstock.config import SECTIONS, SERVER_SETTINGS, SETTINGS, ServerConfig, Setting
+from penstock.config import SECTIONS, SERVER_SETTINGS, SERVING, SETTINGS, ServerConfig, Setting
 from penstock.config.environment import OTHERS
 from penstock.config.foreign import ALIASES, FOREIGN
+from penstock.config.foreign_variables import VARIABLES, instead
 from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
@@ -85,6 +86,16 @@ the log. Of the second's, a value in the middle is accepted silently; any other 
 the middle says *any*, left unused with it.
 """
 
+_PEERS = """\
+## Environment variables of other engines
+
+Those of Ollama, llama.cpp (`LLAMA_ARG_`), vLLM and SGLang do not set anything here, but for `VLLM_API_KEY` where
+`PENSTOCK_API_KEY` is not set. `penstock serve` says in one line which it has seen, without their values, and what to
+use instead ([config/foreign_variables.py](../src/penstock/config/foreign_variables.py)). One that is called like a flag
+of its engine is meant as that flag, above (`LLAMA_ARG_CTX_SIZE`, `VLLM_ATTENTION_BACKEND`); of the others, these are
+known.
+"""
+
 _SAMPLING = """\
 ## Sampling parameters
 
@@ -130,6 +141,10 @@ def render() -> str:
     rows = [(f"`{name}`", text) for name, text in OTHERS.items()]
     parts.append(_VARIABLES + "\n" + _table(("variable", "what it does"), rows))
     parts.append(_FOREIGN + "\n" + _foreign())
+    rows = [
+        (f"`{name}`", re.sub(r"(--[a-z-]+|[A-Z_]{4,}|/[a-z]+)", r"`\1`", instead(name, SERVING))) for name in VARIABLES
+    ]
+    parts.append(_PEERS + "\n" + _table(("variable", "what to do"), rows))
     wrong = {name: object() for name in SamplingParams.__struct_fields__}
     parts.append(_SAMPLING + "\n" + _params(SamplingParams, wrong, _ask_sampling))
     wrong = {name: object() for name in BeamSearchParams.__struct_fields__}

@@ -1,4 +1,5 @@
-"""Early exiting (catalogue row D42): layers per token against agreement with the whole model, by confidence.
+"""Early exiting (catalogue row D42): layers per token against agreement with the whole model, by confidence; and what
+the layers know before the last: the head, read behind the first n of them.
 
     PYTHONPATH=tools python benchmarks/quality/exits.py src/penstock/bundled/nano nano --corpus CORPUS --exits 2 4
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--exits", type=int, nargs="+", required=True)
     parser.add_argument("--chars", type=int, default=60_000)
+    parser.add_argument("--row", type=int, default=512, help="tokens of a text that are read as one")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
     spec = RECIPES[args.recipe]
@@ -100,10 +102,14 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     ids = tokenizer.encode(held_out_prose(args.corpus)[: args.chars]).ids
     stops = [*sorted(args.exits), len(spec.layers)]
-    found = read(model, ids, stops, 512)
+    found = read(model, ids, stops, args.row)
     rows = [at_threshold(found, stops, t) for t in THRESHOLDS]
     Console().print(f"{found.bits.shape[1]} tokens of held-out prose")
     Console().print(table_of(rows, stops))
+    behind = Table("layers", "bits per token", "same first choice as all")
+    for stop, bits, same in zip(stops, found.bits, found.same, strict=True):
+        behind.add_row(str(stop), f"{float(bits.mean()):.3f}", f"{float(same.double().mean()):.1%}")
+    Console().print(behind)
     if args.out is not None:
         result = {"model": args.model.name, "tokens": found.bits.shape[1], "exits": stops, "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")

@@ -26,28 +26,13 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.table import Table
-from start import processes
+from start import processes, sizes
 
 MB = 1e6
 SETTLE_S = 60.0
 CACHE = Path.home() / ".cache/penstock"
 MODELS = ["", str(CACHE / "smollm2-135m-instruct.gguf"), str(CACHE / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf")]
 WORDS = "the a red small old house tree river walks sees finds under near bird fox stone light song winter road".split()  # noqa: SIM905
-
-
-def sizes(pid: int) -> dict[str, int]:
-    """Bytes of a process and all it started: {"pss": ..., "rss": ...}."""
-    total = {"pss": 0, "rss": 0}
-    for one in processes(pid):
-        try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            name, _, rest = line.partition(":")
-            if name.lower() in total:
-                total[name.lower()] += int(rest.split()[0]) * 1024
-    return total
 
 
 def settled(pid: int) -> dict[str, int]:

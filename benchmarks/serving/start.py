@@ -50,15 +50,18 @@ def processes(pid: int) -> list[int]:
     return found
 
 
-def pss_bytes(pid: int) -> int:
-    """Proportional set size of a process and all it started. Units: bytes."""
-    total = 0
+def sizes(pid: int) -> dict[str, int]:
+    """Bytes of a process and all it started: {"pss": ..., "rss": ...}."""
+    total = {"pss": 0, "rss": 0}
     for one in processes(pid):
         try:
             lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if name.lower() in total:
+                total[name.lower()] += int(rest.split()[0]) * 1024
     return total
 
 
@@ -69,7 +72,7 @@ def watched(pid: int, seen: list[int]) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(0.05):
-            seen.append(pss_bytes(pid))
+            seen.append(sizes(pid)["pss"])
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -100,7 +103,7 @@ def one_start(model: str, scheme: str, cache: Path) -> dict[str, Any]:
             assert answer.json()["usage"]["completion_tokens"] == 8
             settle(seen)
         state = httpx.get(f"{url}/internal/state", timeout=30).json()
-        held = pss_bytes(pid)
+        held = sizes(pid)["pss"]
     return {
         "ready_s": ready_s, "answered_s": answered_s, "pss_bytes": held, "peak_bytes": max([held, *seen]),
         "text": answer.json()["choices"][0]["text"], "kv_bytes": state["kv"]["held_bytes"],

@@ -23,7 +23,7 @@ ends = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
 os.dup2(ends[0], 3); os.dup2(ends[1], 4)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-_WAIT = """new Promise((good, bad) => {
+WAIT = """new Promise((good, bad) => {
   const until = performance.now() + %d;
   const look = () => {
     let found;
@@ -125,6 +125,16 @@ class Chromium:
         self.open(url)
         self.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
 
+    def reload(self) -> None:
+        self.call("Page.reload")
+
+    def leave(self) -> None:
+        self.call("Page.navigate", url="about:blank")
+
+    def forgive(self, text: str) -> None:
+        """What was complained of with this text in it was meant to be."""
+        self.events[:] = [event for event in self.events if text not in str(event)]
+
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
@@ -133,7 +143,7 @@ class Chromium:
 
     def until(self, condition: str, timeout_s: float = 30.0) -> Any:
         """Wait in the page until an expression is true; returns its value."""
-        return self.run(_WAIT % (timeout_s * 1000, condition))
+        return self.run(WAIT % (timeout_s * 1000, condition))
 
     def type(self, selector: str, text: str) -> None:
         """As a user would: focus, and keys."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from tests.api.chromium import Chromium, find
 
 READY = "document.getElementById('state')?.textContent === 'ready'"
 ANSWERED = "document.querySelector('.turn.model:last-child .facts')"
+AXE = Path(__file__).resolve().parents[1] / "data" / "axe" / "axe.js"
 needs_browser = pytest.mark.skipif(find() is None, reason="no Chromium here (apt-get install chromium)")
 
 
@@ -27,8 +30,16 @@ def ask(page: Chromium, text: str, **fields: str) -> None:
 
 def reload(page: Chromium) -> None:
     page.run("window.old = true")
-    page.call("Page.reload")
+    page.reload()
     page.until(f"!window.old && {READY}")
+
+
+def axe(page: Chromium) -> Any:
+    """What axe-core's rules, best practices too, have against what is shown now."""
+    page.run(AXE.read_text(encoding="utf-8") + ";0")
+    return page.run(
+        "axe.run().then((r) => r.violations.map((v) => [v.id, v.nodes.map((n) => n.html + n.failureSummary)]))"
+    )
 
 
 def bundled() -> str:
@@ -80,4 +91,4 @@ def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     yield browser
     assert browser.complaints == []
     assert {url.split("/")[2] for url in browser.requested if not url.startswith("data:")} == {shown.url.split("/")[2]}
-    browser.call("Page.navigate", url="about:blank")
+    browser.leave()

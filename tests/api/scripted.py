@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 from penstock.engine.stream import Delta
@@ -33,7 +34,7 @@ class ScriptedTurn:
         failure: WireError | None = None,
     ) -> None:  # fmt: skip
         self.call, self.id, self.prompt = call, call.request_id, call.prompt
-        self.too_slow = False
+        self.stream = SimpleNamespace(unread_chars=0)  # what a client that reads slowly is judged by
         self.aborted = asyncio.Event()
         self._events, self._finish, self._gate, self._failure = events, finish, gate, failure
         self._count = 0

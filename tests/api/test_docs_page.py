@@ -10,7 +10,7 @@ import pytest
 from penstock.server.live import LiveServer
 from penstock.server.routes.page import files
 from tests.api.chromium import Chromium
-from tests.api.conftest import needs_browser
+from tests.api.conftest import axe, needs_browser
 from tests.api.watch import small
 
 
@@ -59,7 +59,7 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
             browser.run("document.getElementById('key').value = ''")
             browser.type("#key", key)
             browser.press("Enter", 13)
-            browser.events[:] = [e for e in browser.events if "401 (Unauthorized)" not in str(e)]
+            browser.forgive("401 (Unauthorized)")
         block = operation("/v1/completions")
         browser.until(f"!!{block}")
         browser.run(f"{block}.querySelector('.opblock-summary-control').click()")
@@ -75,7 +75,22 @@ def test_an_operation_is_tried(browser: Chromium, key: str) -> None:
         foreign = {url for url in browser.requested if not url.startswith((server.url, "data:", "blob:"))}
         assert foreign == set()
         assert [c for c in browser.complaints if "401" not in c] == []
-        browser.call("Page.navigate", url="about:blank")
+        browser.leave()
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Chromium, shown: LiveServer, scheme: str) -> None:
+    browser.look(1280, 900, scheme)
+    browser.fresh(shown.url + "/docs")
+    for path in ("/v1/completions", "/v1/responses/{response_id}"):
+        browser.until(f"!!{operation(path)}")
+        browser.run(f"{operation(path)}.querySelector('.opblock-summary-control').click()")
+        browser.until(f"!!{operation(path)}.querySelector('.try-out__btn')")
+        browser.run(f"{operation(path)}.querySelector('.try-out__btn').click()")
+    browser.until("!!document.querySelector('.body-param__text[aria-label]')")
+    assert axe(browser) == []
+    browser.leave()
 
 
 @needs_browser
@@ -90,4 +105,4 @@ def test_it_fits(browser: Chromium, shown: LiveServer, width: int) -> None:
         assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "it has to be moved sideways"
         colours.add(browser.run("getComputedStyle(document.body).backgroundColor"))
     assert len(colours) == 2
-    browser.call("Page.navigate", url="about:blank")
+    browser.leave()

@@ -51,6 +51,9 @@ def test_why_it_stopped(http: httpx.Client) -> None:
 def test_grammars_and_schemas_bind(http: httpx.Client) -> None:
     assert ask(http, grammar='root ::= "yes" | "no"', n_predict=20)["content"] in ("yes", "no")
     assert ask(http, json_schema={"enum": [17]}, n_predict=20)["content"] == "17"
+    for name in ("regex", "ebnf"):
+        refused = http.post("/completion", json={**COMPLETION.good, name: "a"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     refused = http.post("/completion", json={**COMPLETION.good, "grammar": "root ::= ("})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "grammar"

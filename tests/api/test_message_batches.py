@@ -113,21 +113,56 @@ def test_what_was_not_answered_is_canceled(client: anthropic.Anthropic) -> None:
     assert kinds.count("canceled") == batch.request_counts.canceled
 
 
+def stored(server: LiveServer) -> tuple[list[str], list[str]]:
+    files = httpx.get(server.url + "/v1/files", params={"limit": 10_000}).json()["data"]
+    batches = httpx.get(server.url + "/v1/batches", params={"limit": 100}).json()["data"]
+    return [file["id"] for file in files], [batch["id"] for batch in batches]
+
+
 @pytest.mark.parametrize(
     ("requests", "said"),
     [
-        ([], "1 to"),
-        ([asked("a b")], "requests[0].custom_id"),
-        ([asked("a"), asked("a")], "requests[1].custom_id"),
+        ([], "1 to 10000 are possible"),
+        ([{"custom_id": f"x{i}", "params": {}} for i in range(10_001)], "requests has 10001 entries; 1 to 10000"),
+        ([asked("a b")], "requests[0].custom_id is 'a b'; 1 to 64 letters, digits, _ and - are possible"),
+        ([asked("")], "requests[0].custom_id is ''"),
+        ([asked("a\n")], "requests[0].custom_id is"),
+        ([asked("a"), asked("b" * 65)], "requests[1].custom_id has 65 characters"),
+        ([asked("a"), asked("b"), asked("a")], "requests[2].custom_id is 'a', as is that of requests[0]"),
+        ([{"custom_id": 1, "params": {}}], "requests[0].custom_id"),
+        ([{"params": {}}], "custom_id is missing"),
         ([asked("a", stream=True)], "stream"),
         ([{"custom_id": "a"}], "params is missing"),
+        ([{"custom_id": "a", "params": []}], "requests[0].params"),
+        ({"custom_id": "a"}, "requests"),
+        ([{"custom_id": "a", "params": {"messages": [{}] * 30_000}}], "30000 lists and objects"),
     ],
 )
 def test_bad_batches(server: LiveServer, requests: Any, said: str) -> None:
+    before = stored(server)
     answer = httpx.post(server.url + "/v1/messages/batches", json={"requests": requests})
     assert answer.status_code == 400
     assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
     assert said in answer.json()["error"]["message"]
+    assert stored(server) == before
+
+
+def test_a_body_that_is_too_long(server: LiveServer) -> None:
+    before = stored(server)
+    whole = asked("a", system="x" * (17 << 20))
+    answer = httpx.post(server.url + "/v1/messages/batches", json={"requests": [whole]})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "request_too_large"
+    assert answer.json()["error"]["message"] == "the body has more than 16777216 bytes"
+    assert stored(server) == before
+
+
+@pytest.mark.parametrize("custom_id", ["a" * 64, "_-9Z"])
+def test_an_id_of_every_allowed_form(client: anthropic.Anthropic, custom_id: str) -> None:
+    made = create(client, asked(custom_id))
+    wait(client, made.id, ended)
+    assert [entry.custom_id for entry in client.messages.batches.results(made.id)] == [custom_id]
 
 
 def test_batches_of_other_paths_are_none_of_messages(client: anthropic.Anthropic, server: LiveServer) -> None:

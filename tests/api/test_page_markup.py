@@ -108,7 +108,7 @@ def bare(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     browser.until(READY)
     yield browser
     browser.call("Page.setBypassCSP", enabled=False)
-    browser.call("Page.navigate", url="about:blank")
+    browser.leave()
 
 
 def harmless(page: Chromium, shown: LiveServer, what: str) -> None:

@@ -11,7 +11,7 @@ from penstock.cli.cap_page import html_page
 from penstock.eval.cap.report import Report
 from penstock.report.page import render
 from tests.api.chromium import Chromium
-from tests.api.conftest import needs_browser
+from tests.api.conftest import axe, needs_browser
 from tests.command import penstock
 
 pytestmark = needs_browser
@@ -57,7 +57,7 @@ def written(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["cap-selectors", "cap-codecs", "eval", "sim", "sim-many", "study", "long"])
-def test_a_page_fits_390_pixels(browser: Chromium, tmp_path: Path, kind: str) -> None:
+def test_a_page_fits_390_pixels_and_axe_finds_nothing(browser: Chromium, tmp_path: Path, kind: str) -> None:
     browser.look(390, 844, mobile=True)
     browser.open(written(kind, tmp_path).as_uri())
     browser.run("for (const box of document.querySelectorAll('details')) box.open = true")
@@ -67,4 +67,7 @@ def test_a_page_fits_390_pixels(browser: Chromium, tmp_path: Path, kind: str) ->
         .map((e) => e.localName + '.' + e.className)""")
     assert wider == []
     assert browser.run("document.documentElement.scrollWidth") <= 390
-    browser.call("Page.navigate", url="about:blank")
+    for scheme in ("light", "dark"):
+        browser.look(1280, 900, scheme)
+        assert axe(browser) == [], scheme
+    browser.leave()

@@ -14,10 +14,11 @@ import pytest
 from penstock.base.errors import InputError
 from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
+from penstock.server.parsing.custom import as_functions, read_tools
 from penstock.server.parsing.events import CallArguments, CallStart
-from penstock.server.responses.custom import arguments_of, input_of
 from penstock.server.responses.events import ResponseWriter, replay
-from penstock.server.responses.input import chat_messages, chat_tool_choice, chat_tools
+from penstock.server.responses.input import chat_messages
+from penstock.text.custom import arguments_of, input_of
 from tests.api.conftest import bundled
 from tests.unit.server.test_parsing_templates import HERMES
 
@@ -112,13 +113,13 @@ def test_what_cannot_be_done_is_said(sdk: openai.OpenAI, tool: Any, choice: Any,
 
 
 def test_a_regex_binds_also_where_the_model_decides() -> None:
-    tools = chat_tools([REGEX])
+    tools = read_tools([REGEX], nested=False)
     assert tools.listed is not None
     function = tools.listed[0]["function"]
     assert function["strict"] is True
     assert function["parameters"]["properties"]["input"]["pattern"] == '^(?:ls "[a-z]{3}")$'
-    assert chat_tool_choice("auto", tools) == "auto"
-    assert chat_tool_choice({"type": "custom", "name": "shell"}, tools) == {
+    assert as_functions("auto", tools) == "auto"
+    assert as_functions({"type": "custom", "name": "shell"}, tools) == {
         "type": "function", "function": {"name": "shell"}
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -69,6 +70,14 @@ def test_a_server_is_found_used_and_stopped_by_name(place: Path) -> None:
         shown = penstock("ps").stdout
         assert all(word in shown for word in ("mine:1", f"127.0.0.1:{port}", str(server.process.pid), "MB", "idle"))
         assert all(len(line) <= 80 for line in shown.splitlines())
+        (told,) = json.loads(penstock("ps", "--json").stdout)["servers"]
+        assert told.pop("memory_bytes") > 1e7
+        assert told == {
+            "model": "mine:1", "names": ["mine:1"], "where": f"127.0.0.1:{port}", "port": int(port),
+            "pid": server.process.pid, "since_s": entry.since_s, "num_requests": 0,
+        }  # fmt: skip
+        (listed,) = json.loads(penstock("list", "--json").stdout)["models"]
+        assert listed["state"] == "in_use"
         assert (place / "penstock").stat().st_mode & 0o777 == 0o700
         assert "in use" in penstock("list").stdout
         refusal = penstock("rm", "mine:1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from html.parser import HTMLParser
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from penstock.eval.cap.report import Report
 from penstock.eval.cap.text import selecting
 from penstock.launch.llm import LLM
 from tests.command import penstock
+from tests.pages import Page
 
 YARN = '{"rope_type": "yarn", "factor": 2}'
 BOARD = ["--with", "int8:kv_cache_dtype=int8", "--with", f"<b>long</b>:rope_scaling={YARN}"]
@@ -100,23 +100,9 @@ def test_other_positions_change_what_is_expected(measured: tuple[dict[str, Any],
     assert yarn["verdict"]["declared"] == "C"
 
 
-class Page(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loads += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset") or k.startswith("on")]
-
-
 def test_the_page_loads_nothing_and_runs_nothing(measured: tuple[dict[str, Any], str, str]) -> None:
     found, text, _ = measured
-    page = Page()
-    page.feed(text)
-    assert not page.loads
-    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(page.tags)
+    Page(text)
     assert "@import" not in text
     assert "url(" not in text
     assert "<b>long" not in text, "names are a user's: escaped"

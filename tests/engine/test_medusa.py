@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.base.errors import ConfigError
 from penstock.launch.bundled import bundled_heads
 from penstock.model.forward import HeadForward
-from penstock.ops.native.library import best_library
 from penstock.runner.runner import Runner
-
-PROSE = (
-    "Once upon a time there was a little girl who lived near the sea.",
-    "The old man opened the door and looked at the boy.",
-    '"Where are you going?" said the dog.',
-    "On a cold winter morning the king went into the wood.",
-)
-native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
-each_ops = pytest.mark.parametrize("ops", ["ref", "torch", pytest.param("native", marks=native_only)])
+from tests.engine import test_eagle
+from tests.engine.test_eagle import PROSE, each_ops, native_only, params
 
 
-@cache
 def nano(ops: str, num_drafts: int) -> LLM:
-    config = {"method": "medusa", "heads": "nano-medusa", "controller": "fixed", "num_speculative_tokens": num_drafts}
-    return LLM(model="nano", ops=ops, max_model_len=512, speculative_config=json.dumps(config) if num_drafts else None)
-
-
-def params(length: int, temperatures: tuple[float, ...]) -> list[SamplingParams]:
-    return [
-        SamplingParams(max_tokens=length, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True)
-        for i in range(len(PROSE))
-    ]
+    return test_eagle.nano(ops, "medusa" if num_drafts else "", num_drafts)
 
 
 @each_ops

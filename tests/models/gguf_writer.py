@@ -58,12 +58,19 @@ RENAMED: dict[str, dict[str, str]] = {
 
 def write_model(path: Path, spec: ModelSpec, weights: Weights, arch: str) -> Path:
     """`weights`: float32, by logical names."""
-    tensors, extra = tensors_of(spec, weights, arch), positions_of(spec)
+    kinds = {name: ("F32", array) for name, array in file_tensors(spec, weights, arch).items()}
+    return write_gguf(path, file_metadata(spec, arch), kinds)
+
+
+def file_tensors(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
+    found = tensors_of(spec, weights, arch) | positions_of(spec)
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in found.items()}
+
+
+def file_metadata(spec: ModelSpec, arch: str) -> Metadata:
     metadata: Metadata = {"general.architecture": arch, "tokenizer.ggml.model": "no_vocab"}
     metadata |= {f"tokenizer.ggml.{n}_token_id": i for n, i in (("bos", spec.bos_token_id), ("eos", ends(spec))) if i}
-    metadata |= {f"{arch}.{key}": value for key, value in metadata_of(spec, arch).items()}
-    kinds = {name: ("F32", np.ascontiguousarray(array, np.float32)) for name, array in (tensors | extra).items()}
-    return write_gguf(path, metadata, kinds)
+    return metadata | {f"{arch}.{key}": value for key, value in metadata_of(spec, arch).items()}
 
 
 def ends(spec: ModelSpec) -> int | None:
@@ -180,10 +187,20 @@ def ropes(spec: ModelSpec) -> list[Rope]:
 
 
 def positions_of(spec: ModelSpec) -> Weights:
-    found = [r for r in ropes(spec) if r.kind == "longrope"]
+    found = [r for r in ropes(spec) if r.kind in ("longrope", "llama3")]
+    if found and found[0].kind == "llama3":
+        return {"rope_freqs.weight": llama3_factors(found[0])}
     if not found:
         return {}
     return {f"rope_factors_{n}.weight": np.array(getattr(found[0], f"{n}_factor")) for n in ("short", "long")}
+
+
+def llama3_factors(r: Rope) -> F32:
+    """Plain frequencies over the scaled ones."""
+    waves = 2 * np.pi * r.theta ** (np.arange(0, r.dim, 2) / r.dim)
+    smooth = (r.original_max_position / waves - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)
+    smooth = np.clip(smooth, 0, 1)
+    return (1 / ((1 - smooth) / r.factor + smooth)).astype(np.float32)
 
 
 def metadata_of(spec: ModelSpec, arch: str) -> Metadata:

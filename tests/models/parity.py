@@ -54,6 +54,30 @@ def random_model(make: Callable[[Any], torch.nn.Module], config: Any, seed: int 
     return model
 
 
+def vary(
+    model: Any, seed: int, *, norms: float = 0.1, biases: float = 0.2, gain: float = 2.0, buffers: bool = False
+) -> Any:
+    """The same model with every parameter random, layers outweighing the embedding, so that greedy text is varied.
+
+    Matrices get a standard deviation of `gain` / sqrt(columns); decays of recurrent layers go from slow to fast.
+    """
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, p in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
+            noise = torch.randn_like(p)
+            if name.endswith("A_log"):
+                p.copy_(torch.log(0.05 + 4 * torch.rand_like(p)))
+            elif "norm" in name or name.endswith(".D"):
+                p.copy_(1 + norms * noise)
+            elif p.ndim == 1:
+                p.copy_(noise - 1 if "dt_" in name else biases * noise)
+            elif "embed" in name or "lm_head" in name:
+                p.copy_(0.4 * noise)  # logits of deviation 2, as real models have; errors grow with them
+            else:
+                p.copy_(noise * gain / p.shape[-1] ** 0.5)
+    return model.eval()
+
+
 def oracle(model: Any, ids: Sequence[int]) -> np.ndarray:
     """Logits [T, V] of transformers in float64."""
     with torch.no_grad():

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from penstock.base.errors import ModelError
@@ -139,14 +138,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHER_FIELDS = ("Falcon", "GPTNeoX")
 NO_BASE = ("GPT2", "GPTBigCode", "Mamba", "Mamba2", "Mpt", "Bloom")
 EDITS = {"exaone": as_exaone, "internlm2": as_internlm2, "minicpm": as_minicpm}
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def as_deci(config: dict[str, Any]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from penstock import LLM, SamplingParams
-from penstock.core.model_spec import Attention
+from penstock.core.model_spec import Attention, ModelSpec
 from penstock.families.checkpoint import WeightRef
 from penstock.families.registry import open_model
 from penstock.formats.gguf import read_gguf
@@ -23,18 +23,10 @@ from penstock.formats.llama2c import read_tokenizer
 from penstock.weights import load as weights_module
 from penstock.weights.load import load_weights
 from tests.ggml import F32, stored_values, write_gguf
+from tests.models.gguf_writer import file_metadata, file_tensors
+from tests.models.parity import vary
 from tests.paged import Paged
 from tests.shared import shared
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -66,111 +58,26 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def reference(case: str) -> PreTrainedModel:
     config = AutoConfig.for_model(**(SIZES | CASES[case]), attn_implementation="eager")
-    model = AutoModelForCausalLM.from_config(config).eval()
-    torch.manual_seed(list(CASES).index(case))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if "norm" in name:
-                parameter.copy_(1 + 0.1 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            elif "embed" in name or "lm_head" in name:
-                parameter.copy_(0.4 * noise)
-            else:
-                parameter.copy_(noise * 2 / parameter.shape[-1] ** 0.5)
-    return model
+    return vary(AutoModelForCausalLM.from_config(config), list(CASES).index(case))
 
 
-# --- as llama.cpp's converter does it: names, the order of rotary pairs, stacks of experts
-
-MODULES = {
-    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
-    "o_proj": "attn_output", "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up", "down_proj": "ffn_down",
-}  # fmt: skip
+@cache
+def original(case: str) -> tuple[ModelSpec, dict[str, F32]]:
+    with TemporaryDirectory() as folder:
+        reference(case).save_pretrained(folder)
+        checkpoint = open_model(folder)
+        return checkpoint.spec, load_weights(checkpoint, checkpoint.spec, "float32")
 
 
-def neighbours(array: F32, heads: int) -> F32:
-    """Rows of every head: halves -> neighbouring pairs."""
-    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-
-def converted(model: PreTrainedModel, arch: str) -> dict[str, F32]:
-    config = model.config
-    out: dict[str, F32] = {}
-    for name, tensor in model.state_dict().items():
-        array = tensor.float().numpy()
-        path = name.split(".")
-        prefix = f"blk.{path[2]}." if "layers" in path else ""
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if path[-1] == "gate_up_proj":  # experts [X, 2F, E]: gates above ups
-            half = array.shape[1] // 2
-            out[prefix + "ffn_gate_exps.weight"], out[prefix + "ffn_up_exps.weight"] = array[:, :half], array[:, half:]
-        elif path[-1] == "down_proj":
-            out[prefix + "ffn_down_exps.weight"] = array
-        elif path[-2] == "gate":
-            out[prefix + "ffn_gate_inp.weight"] = array
-        elif path[-2] == "shared_expert_gate":
-            out[prefix + "ffn_gate_inp_shexp.weight"] = array[0]
-        elif "shared_expert" in path:
-            out[f"{prefix}{MODULES[path[-2]]}_shexp.weight"] = array
-        else:
-            if arch == "llama" and path[-2] in ("q_proj", "k_proj"):
-                array = neighbours(
-                    array, config.num_attention_heads if path[-2][0] == "q" else config.num_key_value_heads
-                )
-            out[f"{prefix}{MODULES[path[-2]]}.{path[-1]}"] = array
-    return {name: np.ascontiguousarray(array) for name, array in out.items()}
-
-
-def metadata_of(model: PreTrainedModel, arch: str) -> dict[str, Any]:
-    config = model.config
-    rope = config.rope_parameters
-    own: dict[str, Any] = {
-        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": float(rope["rope_theta"]),
-    }  # fmt: skip
-    if getattr(config, "head_dim", None):
-        own |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    if rope["rope_type"] == "yarn":
-        own |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
-                "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}  # fmt: skip
-    experts = getattr(config, "num_local_experts", getattr(config, "num_experts", 0))
-    if experts:
-        own |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
-        if arch != "llama":
-            own["expert_feed_forward_length"] = config.moe_intermediate_size
-        if arch == "qwen2moe":
-            own["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-    return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in own.items()}
-
-
-def arch_of(case: str) -> str:
-    return case if case.startswith("qwen") else "llama"
-
-
-def rope_factors(model: PreTrainedModel) -> F32:
-    """What the converter of Llama 3.1 writes: plain frequencies over the scaled ones."""
-    scaled = model.model.rotary_emb.inv_freq.double().numpy()
-    dim = 2 * len(scaled)
-    plain = model.config.rope_parameters["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
-    return (plain / scaled).astype(np.float32)
-
-
-def write(path: Path, case: str, kind: str = "F32") -> dict[str, F32]:
-    """The model of a case as a GGUF file; matrices in `kind`. Returns what was written, before coding."""
-    model = reference(case)
-    tensors = converted(model, arch_of(case))
-    if case == "llama3_rope":
-        tensors["rope_freqs.weight"] = rope_factors(model)
+def write(path: Path, case: str, kind: str = "F32", decoded: bool = False) -> None:
+    """The model of a case as a GGUF file; matrices in `kind`, or what the scalar oracle makes of them then."""
+    arch = case if case.startswith("qwen") else "llama"
+    tensors = file_tensors(*original(case), arch)
+    if decoded:
+        tensors = {name: array if array.ndim == 1 else stored_values(kind, array) for name, array in tensors.items()}
+        kind = "F32"
     kinds = {name: ("F32" if array.ndim == 1 else kind, array) for name, array in tensors.items()}
-    write_gguf(path, metadata_of(model, arch_of(case)), kinds)
-    return tensors
+    write_gguf(path, file_metadata(original(case)[0], arch), kinds)
 
 
 def paged(path: Path, dtype: str = "float32") -> Paged:
@@ -198,10 +105,8 @@ def test_a_float32_file_computes_what_transformers_does(tmp_path: Path, case: st
 @pytest.mark.parametrize("case", ["llama", "qwen2", "mixtral"])
 def test_a_coded_file_computes_what_its_decoded_weights_do(tmp_path: Path, case: str, kind: str) -> None:
     """Bit for bit: the same program, once with weights of the file, once with those that the scalar oracle decoded."""
-    tensors = write(tmp_path / "coded.gguf", case, kind)
-    decoded = {name: array if array.ndim == 1 else stored_values(kind, array) for name, array in tensors.items()}
-    metadata = metadata_of(reference(case), arch_of(case))
-    write_gguf(tmp_path / "plain.gguf", metadata, {name: ("F32", array) for name, array in decoded.items()})
+    write(tmp_path / "coded.gguf", case, kind)
+    write(tmp_path / "plain.gguf", case, kind, decoded=True)
     ids = list(range(30))
     got, want = paged(tmp_path / "coded.gguf").one_go("a", ids), paged(tmp_path / "plain.gguf").one_go("a", ids)
     np.testing.assert_array_equal(got, want)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Norm, Rope
+from penstock.core.model_spec import ModelSpec
+from penstock.families.registry import open_model
+from penstock.weights.load import load_weights
+from tests.models.parity import vary
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 
@@ -31,15 +34,6 @@ PROMPTS_PER_CASE = 20
 NEW_TOKENS = 64
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Torch's threads wait for each other by spinning: on a busy machine they make tiny models ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def reference(case: str) -> LlamaForCausalLM:
     """A random model whose layers outweigh its embedding, so that greedy text is varied."""
@@ -48,65 +42,19 @@ def reference(case: str) -> LlamaForCausalLM:
         max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
         attn_implementation="eager", **CASES[case],
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    torch.manual_seed(list(CASES).index(case))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if "norm" in name:
-                parameter.copy_(1 + 0.1 * noise)
-            elif parameter.ndim == 1:
-                parameter.copy_(0.2 * noise)
-            elif "embed" in name or "lm_head" in name:
-                parameter.copy_(0.4 * noise)  # logits of deviation 2, as real models have; errors grow with them
-            else:
-                parameter.copy_(noise * 2 / parameter.shape[1] ** 0.5)
-    return model
+    return vary(LlamaForCausalLM(config), list(CASES).index(case))
 
 
-def spec_of(config: LlamaConfig) -> ModelSpec:
-    told = dict(config.rope_parameters)
-    rope = Rope(
-        kind=told["rope_type"], theta=told["rope_theta"], dim=config.head_dim, factor=told.get("factor", 1.0),
-        low_freq_factor=told.get("low_freq_factor", 1.0), high_freq_factor=told.get("high_freq_factor", 4.0),
-        original_max_position=told.get("original_max_position_embeddings", 8192),
-    )  # fmt: skip
-    mixer = Attention(
-        num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim,
-        rope=rope, qkv_bias=config.attention_bias, o_bias=config.attention_bias,
-    )  # fmt: skip
-    norm = Norm(eps=config.rms_norm_eps)
-    ffn = FeedForward(width=config.intermediate_size, bias=config.mlp_bias)
-    return ModelSpec(
-        family="llama", vocab_size=config.vocab_size, hidden_size=config.hidden_size, final_norm=norm,
-        layers=(Layer(mixer=mixer, ffn=ffn, norm=norm),) * config.num_hidden_layers,
-        tie_embeddings=config.tie_word_embeddings, max_position=config.max_position_embeddings,
-    )  # fmt: skip
-
-
-PARTS = {
-    "embed_tokens": "embed", "norm": "final_norm", "lm_head": "lm_head", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
-}  # fmt: skip
-
-
-def weights_of(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """`model.layers.3.self_attn.q_proj.bias` -> `layers.3.q.bias`."""
-    out = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        path = name.split(".")
-        prefix = f"layers.{path[2]}." if "layers" in path else ""
-        bias = ".bias" if path[-1] == "bias" else ""
-        out[prefix + PARTS[path[-2]] + bias] = tensor.numpy().copy()
-    return out
+@cache
+def loaded(case: str) -> tuple[ModelSpec, dict[str, Any]]:
+    with TemporaryDirectory() as folder:
+        reference(case).save_pretrained(folder)
+        checkpoint = open_model(folder)
+        return checkpoint.spec, load_weights(checkpoint, checkpoint.spec, "float32")
 
 
 def paged_of(case: str, **options: Any) -> Paged:
-    model = reference(case)
-    return Paged(spec_of(model.config), weights_of(model), **{"num_slabs": 800, "block_size": 8, **options})
+    return Paged(*loaded(case), **{"num_slabs": 800, "block_size": 8, **options})
 
 
 @pytest.mark.parametrize("attention", ["ref", "ref-online"])
@@ -160,5 +108,5 @@ def test_A01_L18_greedy_text_equals_generate(case: str) -> None:
     got = paged_of(case).greedy(prompts, NEW_TOKENS)
     assert got == want
     assert sum(len(set(text)) >= 8 for text in got.values()) > PROMPTS_PER_CASE // 2
-    naive = NaiveModel(spec_of(model.config), weights_of(model))
+    naive = NaiveModel(*loaded(case))
     assert naive.greedy(prompts[7], NEW_TOKENS) == want[7]

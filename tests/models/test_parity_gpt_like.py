@@ -104,14 +104,6 @@ NEXT_SEED = {
 """Cases whose first seed gives a constant text, which would hide mistakes."""
 
 
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", list(CASES))
 def test_C81_C83_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) -> None:
     kind, changes = CASES[case]

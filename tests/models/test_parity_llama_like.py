@@ -6,7 +6,6 @@ How the comparison is made stands in parity.py, what is compared in llama_like_c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,6 @@ from penstock.weights.load import load_weights
 from tests.models.llama_like_cases import CASES, MAX_MODEL_LEN, make, restored
 from tests.models.parity import VOCAB, check, oracle, save
 from tests.paged import Paged
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """As in test_llama_parity.py."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,14 +19,7 @@ from penstock.launch import compressor as module
 from penstock.launch.compressor import Compressor
 from penstock.launch.prompt_reader import PromptReader
 from penstock.text.world import byte_tokenizer
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
-STORY = (
-    "On Friday, Ann went to the harbour and found a golden whistle. Ann gave it to Vera. Vera was very happy and said "
-    "thank you. The windows of the old house were broken, and nobody had lived in it for many years."
-)
-QUESTION = "\n\nWhat did Ann find? Ann found"
-METHODS = ("random", "selective-context", "llmlingua")
+from tests.api.test_prompt_compression import GREEDY, METHODS, QUESTION, STORY
 
 
 @pytest.fixture(scope="module")

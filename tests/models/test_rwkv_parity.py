@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "intermediate_size": 40, "layer_norm_epsilon": 1e-3},
     "deep": {"num_hidden_layers": 5, "rescale_every": 0},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """As in test_llama_parity.py."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def reference(case: str, **more: Any) -> RwkvForCausalLM:

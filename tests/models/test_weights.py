@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,16 +220,6 @@ def test_folders_that_transformers_saved(tmp_path: Path, shard_size: str) -> Non
         assert loaded[logical].tobytes() == bits(state[name]).tobytes(), name
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch threads waiting for each other cost far more than so small a model does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_stories_weights_tell_the_documented_story() -> None:
     """The mapping of nameless arrays is right if transformers, given them, writes the text documented for them."""
     checkpoint = open_model(shared("models", "stories260K"))

@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from benchmarks.common import clock_of, figures, ms, ratios, take_turns
 
-from penstock.base.bf16 import F32, narrow, widen
+from penstock.base.bf16 import F32, narrow
+from penstock.core.kv_codec import scales_name
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, Pool, StepMemory
 from penstock.ops.plan import GroupPlan, Planes, StepPlan
 from penstock.ops.ref.attention.full import FULL
-from penstock.ops.ref.storage import gather
+from penstock.ops.ref.codecs.int8 import quantise
+from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
 
 Shape = tuple[int, int, int]
@@ -24,8 +26,8 @@ ONE_HEAD: Shape = (8, 1, 64)
 """One kv head: threads have nothing to share but the keys."""
 LAYERS = 2
 ORDERS = ("contiguous", "in order", "random")
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-ERRORS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
+ERRORS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2, "int8": 2e-2}
 
 
 class Call:
@@ -57,7 +59,8 @@ class Call:
         )
         layout = Layout()
         source, self._out = (layout.register(self.heads * self.dim) for _ in range(2))
-        n = (0, 1, self.heads, self.kv_heads, self.dim, self.dim, 0, 1)
+        names = list(self.planes)
+        n = (0, 1, self.heads, self.kv_heads, self.dim, self.dim, names.index("k"), names.index("v"))
         op = NativeOp(Kind.ATTEND, (source,), self._out, n, (self.dim**-0.5, 0.0), (None, None))
         self._program = NativeProgram(pool, [op], layout, [self.planes], max_tokens=total, max_rows=1)
         self.q = self._program.values(source, total)
@@ -69,16 +72,17 @@ class Call:
     def _fill(self, tables: Sequence[npt.NDArray[np.int32]], block: int, dtype: str) -> None:
         """Sequence b's numbers do not depend on where its pages are."""
         pages = sum(t.size for t in tables) * LAYERS
-        self.planes: Planes = {
-            name: np.zeros((pages, block, self.kv_heads, self.dim), DTYPES[dtype]) for name in ("k", "v")
-        }
-        for b, (table, length) in enumerate(zip(tables, self.lengths, strict=True)):
-            rng = np.random.default_rng([b, length])
-            for plane in self.planes.values():
-                x = np.zeros((table.size * block, self.kv_heads, self.dim), np.float32)
-                x[:length] = rng.standard_normal((length, self.kv_heads, self.dim), dtype=np.float32)
-                stored = narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])
-                plane[table[0] * LAYERS + 1] = stored.reshape(-1, block, self.kv_heads, self.dim)
+        self.planes: Planes = {}
+        for name in ("k", "v"):
+            x = np.zeros((pages, block, self.kv_heads, self.dim), np.float32)
+            for b, (table, length) in enumerate(zip(tables, self.lengths, strict=True)):
+                own = np.zeros((table.size * block, self.kv_heads, self.dim), np.float32)
+                own[:length] = np.random.default_rng([b, length, len(self.planes)]).standard_normal(own[:length].shape)
+                x[table[0] * LAYERS + 1] = own.reshape(-1, *x.shape[1:])
+            if dtype == "int8":
+                self.planes[name], self.planes[scales_name(name, "int8")] = quantise(x)
+            else:
+                self.planes[name] = narrow(x) if dtype == "bfloat16" else x.astype(DTYPES[dtype])
 
     def __call__(self) -> None:
         self._program.run(self._args)
@@ -89,8 +93,13 @@ class Call:
 
     @property
     def read_bytes(self) -> int:
-        """Keys and values of all contexts, once."""
-        return 2 * sum(self.lengths) * self.kv_heads * self.dim * self.planes["k"].dtype.itemsize
+        """Keys and values of all contexts, once, with what scales they have."""
+        return sum(self.lengths) * sum(plane[0, 0].nbytes for plane in self.planes.values())
+
+    @property
+    def flops(self) -> int:
+        """Of the products of queries and keys, and of weights and values."""
+        return 4 * self.dim * self.heads * sum(sum(range(n - self.tokens + 1, n + 1)) for n in self.lengths)
 
     def reference(self) -> F32:
         """Token by token, as the textbook writes it."""
@@ -103,7 +112,7 @@ class Call:
         per, out = self.heads // self.kv_heads, []
         for b, length in enumerate(self.lengths):
             pages = self.plan.groups[0].pages(b, 1)
-            k, v = (gather(self.planes[name], pages, 0, length).transpose(1, 0, 2) for name in ("k", "v"))
+            k, v = (read_kv(self.planes, name, pages, 0, length).transpose(1, 0, 2) for name in ("k", "v"))
             own = self.q[b * self.tokens : (b + 1) * self.tokens].reshape(self.tokens, self.heads, self.dim)
             q = own.transpose(1, 0, 2).reshape(self.kv_heads, per * self.tokens, self.dim)
             s = np.matmul(q, k.transpose(0, 2, 1)) * np.float32(self.dim**-0.5)
@@ -121,7 +130,7 @@ class Call:
         per, worst = self.heads // self.kv_heads, 0.0
         for b in {0, len(self.lengths) - 1}:
             pages = self.plan.groups[0].pages(b, 1)
-            k, v = (self._wide(self.planes[name][pages])[: self.lengths[b]] for name in ("k", "v"))
+            k, v = (read_kv(self.planes, n, pages, 0, self.lengths[b]).astype(np.float64) for n in ("k", "v"))
             for t in {0, self.tokens // 2, self.tokens - 1}:
                 end, row = self.lengths[b] - self.tokens + t + 1, b * self.tokens + t
                 for h in {0, self.heads - 1}:
@@ -131,10 +140,6 @@ class Call:
                     expected = w @ v[:end, h // per] / w.sum()
                     worst = max(worst, float(np.abs(actual[row, own] - expected).max() / np.abs(v).max()))
         return worst
-
-    def _wide(self, x: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        tokens = x.reshape(-1, self.kv_heads, self.dim)
-        return (widen(tokens) if tokens.dtype == np.uint16 else tokens).astype(np.float64)
 
     def check(self, actual: F32, what: str, limit: float | None = None) -> float:
         error = self.error_of(actual)

@@ -113,11 +113,6 @@ class Program:
         self.calls[op] += 1
         self.rows[op] += len(first)
 
-    def reset_counters(self) -> None:
-        """Forget `calls` and `rows`."""
-        self.calls.clear()
-        self.rows.clear()
-
     def describe(self) -> list[str]:
         """The program for people, a line per call: `q = linear(h, layers.0.q [64, 32])`."""
         return [call.text for call in self.code]

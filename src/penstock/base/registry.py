@@ -23,14 +23,23 @@ class Registry(Generic[P, M]):
 
     def add(self, name: str, target: str, traits: M | None = None) -> None:
         """Register `target` (`"package.module:attribute"`) as `name`. Raises ConfigError if the name is taken."""
+        if target.count(":") != 1:
+            raise ConfigError(f"{self.what} {name!r}: {target!r} is not of the form package.module:attribute")
         if name in self._entries:
             raise ConfigError(f"{self.what} {name!r} is registered twice")
         self._entries[name] = target, traits
 
     def get(self, name: str) -> P:
-        """The implementation called `name`. Raises ConfigError naming the choices if there is none."""
+        """The implementation called `name`. Raises ConfigError naming the choices if there is none, and why if what was
+        registered is not there."""
         module, attribute = self.target(name).split(":")
-        return cast("P", getattr(import_module(module), attribute))
+        try:
+            return cast("P", getattr(import_module(module), attribute))
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.what} {name!r} was registered as {module}:{attribute}, which cannot be had: {error}",
+                field=self.what,
+            ) from error
 
     def target(self, name: str) -> str:
         """Where it is, as registered; nothing is imported. Raises as `get`."""

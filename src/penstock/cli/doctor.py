@@ -52,6 +52,7 @@ def doctor(args: argparse.Namespace) -> int:
         _sizes(console, machine, read)
     else:
         _model(args.model, console, read)
+    console.print(f"\n{_names()}", markup=False)
     parts = inventory()
     bad = [part for part in parts if part.problem is not None]
     lines = [*_missing(library), *(f"{part.kind} {part.name}: {part.problem}" for part in bad)]
@@ -85,6 +86,27 @@ def _sizes(console: Console, machine: Machine, read: float) -> None:
         ]
         rows.add_row(f"{billions:g} B", *cells)
     console.print(rows)
+
+
+def _names() -> str:
+    """Models by name: how many, where, what they take, and what bounds that."""
+    import shutil
+    from pathlib import Path
+
+    from huggingface_hub import constants
+
+    from penstock.cli.models import size_text
+    from penstock.launch.store import ModelStore
+
+    store, cache = ModelStore(), Path(constants.HF_HUB_CACHE)
+    records = store.all()
+    held = sum(record.num_bytes for record in records if record.repo)
+    place = next(path for path in (cache, *cache.parents) if path.exists())
+    free = size_text(shutil.disk_usage(place).free)
+    return (
+        f"Models by name: {len(records)}, named in {store.folder}; pulled ones take {size_text(held)} in {cache}, and "
+        f"may take the {free} that are free there (penstock pull --max-disk SIZE bounds a pull)"
+    )
 
 
 def _missing(library: object) -> list[str]:

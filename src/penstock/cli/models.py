@@ -8,8 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.model_facts import Facts, available, listed, not_asked, shown, write_json
+
 if TYPE_CHECKING:
-    from penstock.launch.store import ModelStore, NamedModel
+    from penstock.launch.store import ModelStore
+
+JSON = "as JSON, for programs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--accept-terms", action="store_true", help="for models that come under terms of use")
     elif command == "list":
         parser.add_argument("--available", action="store_true", help="the names that can be pulled")
+        parser.add_argument("--json", action="store_true", help=JSON)
     elif command == "show":
         parser.add_argument("model", metavar="MODEL", help="a name, an id, or the path of a folder or file")
+        parser.add_argument("--json", action="store_true", help=JSON)
     else:
         parser.add_argument("models", metavar="NAME", nargs="+", help="names of models (penstock list)")
 
@@ -95,28 +101,40 @@ def _list(args: argparse.Namespace, store: ModelStore) -> int:
     console, records = Console(highlight=False), store.all()
     if args.available:
         here = {record.name for record in records if record.whole}
+        names = [available(name, name in here) for name in ALIASES]
+        if args.json:
+            write_json({"available": names})
+            return 0
         rows = [
-            [name, size_text(alias.num_bytes), alias.licence + (", --accept-terms" if alias.terms else ""),
-             "yes" if name in here else ""] for name, alias in ALIASES.items()
+            [one["name"], size_text(one["size_bytes"]), one["licence"] + (", --accept-terms" if one["terms"] else ""),
+             "yes" if one["here"] else ""] for one in names
         ]  # fmt: skip
         console.print(table(["NAME", "SIZE", "LICENCE", "HERE"], rows, left=5))
         console.print(
             "penstock pull NAME brings one; so do ids of the Hugging Face Hub (org/name, org/name/file.gguf)."
         )
         return 0
-    rows = []
-    for record in records:
-        use = "in use" if store.in_use(record.name) else "" if record.whole else "not whole: pull it again"
-        if record.whole and record.missing() is not None:
-            use = "files are gone"
-        when = age_text(record.pulled_s) + " ago" if record.pulled_s else ""
-        rows.append([escape(record.name), size_text(record.num_bytes), record.quantization, when, use])
+    found = [listed(record, store) for record in records]
+    if args.json:
+        write_json({"models": found, "bundled": list(bundled_names())})
+        return 0
+    uses = {"ready": "", "in_use": "in use", "partial": "not whole: pull it again", "missing": "files are gone"}
+    rows = [
+        [escape(one["name"]), size_text(one["size_bytes"]), one["format"],
+         age_text(one["pulled_s"]) + " ago" if one["pulled_s"] else "", uses[one["state"]]] for one in found
+    ]  # fmt: skip
     if rows:
         console.print(table(["NAME", "SIZE", "FORMAT", "MODIFIED", "USE"], rows, left=5))
     else:
         console.print("No model was pulled yet; penstock list --available says what there is.")
+        _note()
     console.print(f"With Penstock: {', '.join(bundled_names())}.", style="dim")
     return 0
+
+
+def _note() -> None:
+    if note := not_asked():
+        print(note, file=sys.stderr)
 
 
 def _show(args: argparse.Namespace, store: ModelStore) -> int:
@@ -126,46 +144,48 @@ def _show(args: argparse.Namespace, store: ModelStore) -> int:
     from penstock.launch.aliases import ALIASES
     from penstock.report.tables import table
 
-    record, alias = store.get(args.model), ALIASES.get(args.model)
-    if record is None and alias is not None and not Path(args.model).exists():
-        where = "/".join(part for part in (alias.model.repo, alias.model.file) if part)
-        rows = [
-            ("source", f"Hugging Face Hub: {where}"), ("revision", alias.model.revision or "main"),
-            ("size", size_text(alias.num_bytes)), ("licence", alias.licence), ("terms", alias.terms),
-            ("SHA-256", alias.sha256 or "as the hub says when it is pulled"),
-            ("state", f"not here: penstock pull {args.model}" + (" --accept-terms" if alias.terms else "")),
-        ]  # fmt: skip
+    record = store.get(args.model)
+    if record is None and args.model in ALIASES and not Path(args.model).exists():
+        facts = available(args.model, False)
     else:
-        rows = _facts(args.model, record)
-    shown = [[name, escape(text)] for name, text in rows if text]
-    Console(highlight=False).print(table(["", ""], shown, left=2, head=False))
+        facts = shown(args.model, record)
+    if args.json:
+        write_json(facts)
+        return 0
+    rows = _present(facts, record is not None) if facts["here"] else _absent(facts)
+    cells = [[name, escape(text)] for name, text in rows if text]
+    Console(highlight=False).print(table(["", ""], cells, left=2, head=False))
     return 0
 
 
-def _facts(model: str, record: NamedModel | None) -> list[tuple[str, str]]:
-    from penstock.families.registry import open_model
-    from penstock.launch.hub import local_path
-    from penstock.launch.pull import quantization_of
-
-    path = local_path(model)
-    checkpoint = open_model(path)
-    spec, tokens = checkpoint.spec, checkpoint.tokenizer
-    template = tokens.chat_template
-    kind = "none: completions only" if template is None else f"yes ({len(template):,} characters" + (
-        ", with tools)" if "tool" in template else ", without tools)"
-    )  # fmt: skip
-    source, files = "", []
-    if record is not None:
-        source = f"Hugging Face Hub: {record.repo}" if record.repo else "a folder or file of yours"
-        for name, file in sorted(record.files.items()):
-            digest = f"{'SHA-256' if len(file.digest) == 64 else 'git'} {file.digest}" if file.digest else ""
-            files.append(("file", f"{name}, {size_text(file.num_bytes)} {digest}".strip()))
+def _absent(facts: Facts) -> list[tuple[str, str]]:
+    where = "/".join(part for part in (facts["repo"], facts["file"]) if part)
     return [
-        ("model", model), ("source", source), ("commit", "" if record is None else record.commit), ("path", str(path)),
-        ("family", spec.family), ("parameters", f"{spec.num_params / 1e6:,.1f} M"),
-        ("layers", f"{len(spec.layers)} of width {spec.hidden_size}, vocabulary {spec.vocab_size:,}"),
-        ("context", f"{spec.max_position:,} tokens"), ("format", quantization_of(checkpoint)),
-        ("template", kind), ("licence", "" if record is None else record.licence), *files,
+        ("source", f"Hugging Face Hub: {where}"), ("revision", facts["commit"] or "main"),
+        ("size", size_text(facts["size_bytes"])), ("licence", facts["licence"]), ("terms", facts["terms"] or ""),
+        ("SHA-256", facts["sha256"] or "as the hub says when it is pulled"),
+        ("state", f"not here: penstock pull {facts['name']}" + (" --accept-terms" if facts["terms"] else "")),
+    ]  # fmt: skip
+
+
+def _present(facts: Facts, named: bool) -> list[tuple[str, str]]:
+    length, source, files = facts["chat_template_chars"], "", []
+    kind = "none: completions only" if length is None else f"yes ({length:,} characters" + (
+        ", with tools)" if facts["takes_tools"] else ", without tools)"
+    )  # fmt: skip
+    if facts["source"] == "hub":
+        source = f"Hugging Face Hub: {facts['repo']}"
+    elif named:
+        source = "a folder or file of yours"
+    for file in facts["files"]:
+        digest = f"{'SHA-256' if len(file['digest']) == 64 else 'git'} {file['digest']}" if file["digest"] else ""
+        files.append(("file", f"{file['name']}, {size_text(file['size_bytes'])} {digest}".strip()))
+    return [
+        ("model", facts["name"]), ("source", source), ("commit", facts["commit"] or ""), ("path", facts["path"]),
+        ("family", facts["family"]), ("parameters", f"{facts['num_params'] / 1e6:,.1f} M"),
+        ("layers", f"{facts['num_layers']} of width {facts['hidden_size']}, vocabulary {facts['vocab_size']:,}"),
+        ("context", f"{facts['context_tokens']:,} tokens"), ("format", facts["format"]),
+        ("template", kind), ("licence", facts["licence"] or ""), *files,
     ]  # fmt: skip
 
 

@@ -30,9 +30,14 @@ def serve(args: argparse.Namespace) -> int:
     from penstock.config.load import serve_from_args
 
     refuse_windows("penstock serve")
+    tell_of_other_engines()
     if args.explain:
         return explain(args, server=True)
     config = serve_from_args(with_default_model(args))
+    if config.engine.execution.plugin is not None:
+        from penstock.launch.plugins import load_plugins
+
+        load_plugins(config.engine.execution.plugin)  # what is wrong with it is said before a model is brought
     if config.engine.execution.log_file is None:
         # A terminal is for people: stacks of processes are for whoever looks for them.
         execution = replace(config.engine.execution, log_file=str(cache_folder("log") / "engine.log"))
@@ -49,6 +54,17 @@ def serve(args: argparse.Namespace) -> int:
         from penstock.server.main import serve as run
 
         return run(config, sockets, spare)
+
+
+def tell_of_other_engines() -> None:
+    """One line about variables of theirs that are set: whoever has them expects that they do something."""
+    import logging
+
+    from penstock.config.foreign_variables import seen
+    from penstock.config.load import SERVING
+
+    if line := seen(os.environ, SERVING):
+        logging.getLogger("penstock.config").warning("%s", line)
 
 
 def refuse_windows(command: str) -> None:

@@ -8,8 +8,12 @@ import time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.cli.models import JSON
+
     command = parser.prog.rpartition(" ")[2]
-    if command == "stop":
+    if command == "ps":
+        parser.add_argument("--json", action="store_true", help=JSON)
+    else:
         parser.description = (
             "End a server: it takes nothing new, ends what it has begun (--shutdown-timeout), and goes."
         )
@@ -22,25 +26,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def servers(args: argparse.Namespace) -> int:
     """Run one of the commands. Raises ModelError."""
-    return _ps() if args.command == "ps" else _stop(args)
+    return _ps(args) if args.command == "ps" else _stop(args)
 
 
-def _ps() -> int:
+def _ps(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markup import escape
 
+    from penstock.cli.model_facts import not_asked, served, write_json
     from penstock.cli.models import age_text, size_text
-    from penstock.launch.running import memory_bytes, running
+    from penstock.launch.running import running
     from penstock.report.tables import table
 
+    found = [served(entry) for entry in running()]
+    if args.json:
+        write_json({"servers": found})
+        return 0
     console, rows = Console(highlight=False), []
-    for entry in running():
-        memory, busy = size_text(memory_bytes(entry.pid)), _requests(entry.num_live) if entry.num_live else "idle"
-        rows.append([escape(entry.names[0]), entry.where, str(entry.pid), memory, age_text(entry.since_s), busy])
+    for one in found:
+        busy = _requests(one["num_requests"]) if one["num_requests"] else "idle"
+        name, memory = escape(one["names"][0]), size_text(one["memory_bytes"])
+        rows.append([name, one["where"], str(one["pid"]), memory, age_text(one["since_s"]), busy])
     if rows:
         console.print(table(["MODEL", "WHERE", "PID", "MEMORY", "SINCE", "BUSY"], rows, left=2))
     else:
         console.print("No server of yours runs; begin one: penstock serve MODEL")
+        if note := not_asked():
+            print(note, file=sys.stderr)
     return 0
 
 
@@ -49,9 +61,16 @@ def _requests(num: int) -> str:
 
 
 def _stop(args: argparse.Namespace) -> int:
+    from penstock.base.errors import ModelError
+    from penstock.cli.model_facts import not_asked
     from penstock.launch.running import find_running, running, started, stop_running
 
-    entry = find_running(args.server, running())
+    try:
+        entry = find_running(args.server, running())
+    except ModelError as error:
+        if note := not_asked():
+            raise ModelError(f"{error}; {note}") from None
+        raise
     stop_running(entry, now=args.now)
     if entry.num_live and not args.now:
         print(f"{entry.names[0]} ends what it has begun ({_requests(entry.num_live)})", file=sys.stderr)

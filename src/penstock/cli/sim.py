@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     for action in parser._actions:
         setting = SETTINGS.get(action.dest)
-        if setting is not None and action.type is not None and action.dest not in ("model", "tokenizer"):
+        if setting is not None and action.type is not None and action.dest not in ("model", "tokenizer", "plugin"):
             action.type = _several(action.type)  # type: ignore[arg-type]
 
 

@@ -225,6 +225,11 @@ class ExecutionConfig(Section):
         "File to which processes of the engine append their stacks when they are stuck or crash, and tracebacks; by "
         "default of penstock serve log/engine.log in the cache folder, else standard error.",
     )
+    plugin: str | None = setting(
+        None,
+        "Python files (FILE.py) or modules with parts of your own, with commas between them: they register policies, "
+        "selectors and the like when they are imported. Name only what you trust: they run as Penstock does.",
+    )
     speculative_config: str | None = setting(
         None,
         'Speculative decoding, as a JSON object: {"method": "ngram", "num_speculative_tokens": 5}. Without it, or when '

@@ -163,7 +163,7 @@ _add("scales of keys and values are made as tokens come; leave it away", "calcul
 # --- never
 _add("Penstock never runs code that comes with a model; leave it away", "trust_remote_code", False, switch=True)
 _add("Penstock never runs code that comes with a model; leave it away", "code_revision")
-_add("Penstock runs no code that it does not ship; put a proxy in front", "middleware")
+_add("what stands between clients and routes is Penstock's own; put a proxy in front", "middleware")
 _add("prompts are never written to a log; request_log writes one line per request without its text",
      "enable_log_requests log_requests enable_log_outputs", False, switch=True)  # fmt: skip
 _add("prompts are never written to a log; leave it away", "max_log_len log_requests_level log_prompts_dir")

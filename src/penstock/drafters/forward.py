@@ -45,7 +45,6 @@ class DraftForward:
 
     def __init__(self, forward: Forward, rows: RowStore, storage: Storage) -> None:
         self._forward, self._rows, self._storage = forward, rows, storage
-        self.num_calls = 0
         self.num_tokens = 0
 
     def run(self, work: Sequence[Ahead]) -> list[F32]:
@@ -75,7 +74,6 @@ class DraftForward:
             self._groups(work, lens),
             mask=mask,
         )
-        self.num_calls += 1
         self.num_tokens += len(tokens)
         logits = self._forward.run(plan, self._storage.planes)
         ends = np.cumsum([item.num_wanted for item in work]).tolist()

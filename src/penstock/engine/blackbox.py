@@ -17,8 +17,6 @@ from hashlib import blake2b
 
 SIZE = 16384
 _BEAT, _BUSY, _STEPS, _COUNT, _PROGRESS, _ASIDE, _FIRST = 0, 1, 2, 3, 4, 5, 8
-NUM_ASIDE = _FIRST - _ASIDE
-"""Requests at most that are worked on beside the steps at once."""
 MAX_HANDLES = SIZE // 8 - _FIRST
 
 

@@ -53,7 +53,6 @@ class SimExecutor(Executor):
         drafts: DraftOutcomes | None = None,
     ) -> None:
         self.depth = depth
-        self.copied_bytes = 0
         self._page_bytes = page_bytes
         self.busy_s = 0.0
         self._timer = timer
@@ -88,7 +87,6 @@ class SimExecutor(Executor):
         for op in output.page_ops:
             if isinstance(op, StoreOp | LoadOp):
                 num_bytes = op.count * self._page_bytes[op.group] if self._page_bytes else 0
-                self.copied_bytes += num_bytes
                 if isinstance(op, LoadOp) and op.late:
                     late[op.move] = late.get(op.move, 0) + num_bytes
                     continue

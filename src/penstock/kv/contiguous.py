@@ -61,8 +61,6 @@ class ContiguousManager(KVManager):
         self.reserve = reserve
         self.num_moved_blocks = 0
         """Blocks copied because their sequence outgrew its run, since start (of one paged group)."""
-        self.num_copied_blocks = 0
-        """Blocks copied by forks, since start (of one paged group)."""
         self._opened: dict[int, int] = {}  # blocks by seq_id
         self._num_opened = 0
 
@@ -188,7 +186,6 @@ class ContiguousManager(KVManager):
             for src, dst in zip(parent.tables[g].ids[:used], child.tables[g].ids, strict=False):
                 self._outbox.copy_slab(g, src, dst)
         self._open(child, used)
-        self.num_copied_blocks += used
         child.node = PrefixCursor(None, 0, NEVER, self._generation)
         child.num_computed = parent.num_computed
         child.num_cached = child.writable = 0

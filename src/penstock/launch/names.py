@@ -13,6 +13,7 @@ from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
+from penstock.launch.plugins import load_plugins
 from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.sched.policy import make_policy
 from penstock.select import KV_SELECTORS
@@ -21,8 +22,9 @@ from penstock.select import KV_SELECTORS
 def check_names(config: EngineConfig) -> None:
     """Raises ConfigError, naming the choices, for a part that does not exist: before anything is opened.
 
-    No part is imported for it but the scheduling policy, whose knobs are looked at.
+    Plugins are imported, since they add names, and the scheduling policy, whose knobs are looked at; no other part is.
     """
+    load_plugins(config.execution.plugin)
     PREFIX_CACHES.target(config.cache.prefix_cache)
     EVICTION_POLICIES.target(config.cache.eviction)
     KV_MANAGERS.target(config.cache.kv_allocator)

@@ -21,6 +21,7 @@ from penstock.launch.assemble import model_parts
 from penstock.launch.backend import backend_of, packed_weights
 from penstock.launch.drafts import OpenDraft
 from penstock.launch.parts import make_rank
+from penstock.launch.plugins import load_plugins
 from penstock.launch.selection import kinds_of
 from penstock.launch.tokenizer import load_tokenizer, named_tokenizer
 from penstock.plan.resolve import Plan
@@ -69,6 +70,7 @@ def build_rank(
     Raises: ModelError for weights that cannot be read, ConfigError for settings that do not fit them.
     """
     config, plan = from_kwargs(**spec.config), spec.plan
+    load_plugins(config.execution.plugin)  # a rank in a process of its own knows no name of them yet
     if files is None:
         assert spec.model is not None, "weights in memory do not come by themselves"
         named = zip(plan.drafts, spec.drafts, strict=True)

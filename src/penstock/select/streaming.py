@@ -29,13 +29,6 @@ def gap(num_tokens: int, budget: int, sinks: int) -> range:
     return range(sinks, max(sinks, num_tokens - (budget - sinks)))
 
 
-def gone_blocks(num_tokens: int, budget: int, sinks: int, block_size: int) -> range:
-    """Indices of the blocks all of whose tokens are in the gap."""
-    lost = gap(num_tokens, budget, sinks)
-    first = -(-lost.start // block_size)
-    return range(first, max(first, lost.stop // block_size))
-
-
 class Streaming(TokenSelector):
     """See the module."""
 

@@ -68,11 +68,6 @@ class Distribution:
         rank = max(1, int(np.ceil(p / 100 * self.count - 1e-9)))
         return float(self.values[np.searchsorted(self.cumulative, rank)])
 
-    def share_within(self, limit: float) -> float:
-        """Share of values <= limit."""
-        at = int(np.searchsorted(self.values, limit, side="right"))
-        return float(self.cumulative[at - 1]) / self.count if at else 0.0
-
     def curve(self, num_points: int = 160) -> tuple[list[float], list[float]]:
         """At most so many (value, share of values <= it) pairs that draw the cumulative distribution; dense at its
         end.

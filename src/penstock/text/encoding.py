@@ -21,8 +21,6 @@ TOO_LONG = "context_length_exceeded"
 PIECE_CHARS = 1 << 16
 CUT_TOKENS = 256
 """Tokens by which cutting a text once may raise its count: far more than a word has."""
-BYTES_PER_BYTE = 256
-"""Memory that encoding takes, per byte of UTF-8: about 200 were measured where every byte becomes a token."""
 MAX_TEXT_BYTES = 4 << 20
 """Longest text that is encoded whole, in UTF-8, unless the most tokens are so many that ordinary text is longer."""
 ORDINARY_BYTES = 8

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.base.errors import InputError
+from penstock.text.custom import arguments_of
 from penstock.text.template_meter import MAX_NODES
 
 MAX_DEPTH = 64
@@ -93,7 +94,7 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
         raise InputError(f"{where} must be a list of objects", param=where)
     out = []
     for call in calls:
-        call = _told(call)
+        call = _told(call if call.get("type") != "custom" else _as_function(call, where))
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
@@ -105,6 +106,15 @@ def _tool_calls(calls: Any, where: str) -> list[Any]:
                 call = call | {"function": function | {"arguments": arguments}}
         out.append(call)
     return out
+
+
+def _as_function(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call of a custom tool as templates know calls."""
+    said = call.get("custom")
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str) or not isinstance(said.get("input"), str):
+        raise InputError(f"{where} has a call of type custom; it needs custom with a name and an input", param=where)
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": {"name": said["name"], "arguments": arguments_of(said["input"])}}
 
 
 def read_tools(tools: Any) -> list[Any] | None:

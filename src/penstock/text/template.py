@@ -60,15 +60,6 @@ class _Markers(NamedTuple):
     roles: frozenset[str]
 
 
-def template_from_config(config: Mapping[str, Any], name: str = "default") -> str | None:
-    """The chat template of a `tokenizer_config.json`; some hold a list of named ones."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {t.get("name"): t.get("template") for t in found if isinstance(t, Mapping)}
-        found = named.get(name, named.get("default"))
-    return found if isinstance(found, str) else None
-
-
 def check_template(template: str) -> None:
     """Raises InputError if `template` cannot be run, or does not show a model what one user says."""
     probe = "What is 73914628?"  # in plain letters, which no way to print a message changes

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from benchmarks.peers import engines, measure, report, results, rows, workloads
 from benchmarks.peers import run as bench
 from benchmarks.peers.engines import Place, Spec, make_groups
 from rich.console import Console
+
+from tests.pages import Page
 
 A, B = Spec("fake", "bf16"), Spec("fake", "int8")
 QUIET = Console(file=io.StringIO())
@@ -324,22 +325,6 @@ def test_no_share_of_the_limit_without_a_true_probe() -> None:
     assert row.limit_share() is None
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        if tag not in ("meta", "line", "rect"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("line", "rect") or (self.open and self.open[-1] == tag):
-            assert self.open.pop() == tag
-
-
 def test_the_report_as_page_markdown_and_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.jsonl"
     entries = [*made_up(), {"kind": "note", "key": "m", "machine": bench.machine()}]
@@ -351,9 +336,7 @@ def test_the_report_as_page_markdown_and_baseline(tmp_path: Path, capsys: pytest
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "Several versions in one file: penstock" in said
     page = out["r.html"].read_text()
-    tags = _Tags()
-    tags.feed(page.replace("<!doctype html>", ""))
-    assert "script" not in tags.seen
+    Page(page)
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("<rect") == 4
     text = out["r.md"].read_text()

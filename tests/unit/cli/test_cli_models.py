@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,7 @@ from penstock.cli.models import age_text, size_text
 from penstock.launch.aliases import ALIASES
 from penstock.launch.bundled import bundled_model
 from penstock.launch.store import ModelStore, NamedModel, StoredFile
-from tests.command import penstock
+from tests.command import penstock, process
 
 
 @pytest.fixture
@@ -92,6 +95,92 @@ def test_a_pull_that_did_not_end_and_files_that_are_gone_are_said(copy: Path) ->
     assert [record.name for record in store.all()] == ["gone"]
     (store.folder / "gone.json").chmod(0o666)
     assert store.all() == [], "what others can write is not trusted"
+
+
+def facts(*args: str) -> Any:
+    run = penstock(*args, "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    return json.loads(run.stdout)
+
+
+LISTED = {"name", "size_bytes", "format", "pulled_s", "state", "source", "repo", "commit", "licence", "path"}
+AVAILABLE = {"name", "size_bytes", "licence", "terms", "repo", "file", "commit", "sha256", "here"}
+SHOWN = {
+    "name", "here", "source", "repo", "commit", "path", "family", "num_params", "num_layers", "hidden_size",
+    "vocab_size", "context_tokens", "format", "chat_template_chars", "takes_tools", "licence", "files",
+}  # fmt: skip
+GUIDE = Path(__file__).resolve().parents[3] / "docs/guides/models-by-name.md"
+
+
+def test_programs_read_json_with_the_keys_that_are_written_down(copy: Path) -> None:
+    assert facts("list") == {"models": [], "bundled": ["nano", "pico"]}
+    penstock("pull", "copy", "--name", "mine")
+    store = ModelStore()
+    files = {"absent": StoredFile(3, "ab")}
+    store.save(NamedModel(name="half", path=str(copy), repo="org/half", commit="a" * 40))
+    store.save(NamedModel(name="gone", path=str(copy), whole=True, files=files))
+    hold = store.hold(copy)
+    try:
+        found = {one["name"]: one for one in facts("list")["models"]}
+    finally:
+        hold.close()
+    assert all(set(one) == LISTED for one in found.values())
+    assert {name: one["state"] for name, one in found.items()} == {
+        "mine": "in_use",
+        "half": "in_use",
+        "gone": "missing",
+    }
+    found = {one["name"]: one for one in facts("list")["models"]}
+    assert {name: one["state"] for name, one in found.items()} == {
+        "mine": "ready",
+        "half": "partial",
+        "gone": "missing",
+    }
+    mine = found["mine"]
+    assert mine["size_bytes"] == sum(path.stat().st_size for path in copy.iterdir())
+    assert abs(mine["pulled_s"] - time.time()) < 60
+    assert (mine["source"], mine["repo"], mine["path"]) == ("local", None, str(copy))
+    assert (found["half"]["source"], found["half"]["repo"], found["half"]["pulled_s"]) == ("hub", "org/half", None)
+    shown = facts("show", "mine")
+    assert set(shown) == SHOWN
+    assert (shown["here"], shown["source"], shown["context_tokens"]) == (True, "local", 2048)
+    assert {(one["name"], one["size_bytes"]) for one in shown["files"]} == {
+        (path.name, path.stat().st_size) for path in copy.iterdir()
+    }
+    assert facts("show", "nano")["source"] == "bundled"
+    offered = facts("list", "--available")["available"]
+    assert [one["name"] for one in offered] == list(ALIASES)
+    absent = facts("show", "qwen2.5-coder:0.5b")
+    assert set(absent) == AVAILABLE
+    assert absent in offered
+    assert absent["here"] is False
+    guide = GUIDE.read_text()
+    for key in LISTED | AVAILABLE | SHOWN:
+        assert f"`{key}`" in guide, key
+    assert penstock("show", "absent", "--json").stdout == ""
+
+
+def test_what_ollama_asks_is_not_asked_and_that_is_said(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(copy))
+    assert (penstock("ps").stderr, penstock("list").stderr) == ("", "")
+    assert "OLLAMA" not in penstock("stop", "x").stderr
+    monkeypatch.setenv("OLLAMA_HOST", "http://127.0.0.1:1")
+    for args, status in ((("ps",), 0), (("list",), 0), (("stop", "x"), 1)):
+        run = penstock(*args)
+        assert run.returncode == status
+        assert "OLLAMA_HOST is not read: this is about this user on this machine" in run.stderr
+        assert len(run.stderr.splitlines()) == 1
+    assert json.loads(penstock("ps", "--json").stdout) == {"servers": []}
+
+
+def test_the_doctor_says_what_models_by_name_take(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(copy / "hf"))
+    store = ModelStore()
+    penstock("pull", "copy", "--name", "mine")
+    store.save(NamedModel(name="b", path="b", repo="o/b", commit="a" * 40, files={"x": StoredFile(2_000_000)}))
+    (line,) = [line for line in process("doctor").stdout.splitlines() if line.startswith("Models by name:")]
+    assert f"Models by name: 2, named in {store.folder}; pulled ones take 2 MB in {copy / 'hf' / 'hub'}" in line
+    assert "that are free there (penstock pull --max-disk SIZE" in line
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [

@@ -63,7 +63,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "warm_grammars": False,
-        "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None,
+        "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None, "plugin": None,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.sequence import Sequence
 from penstock.kv.manager import KVManager
-from tests.unit.kv.test_kv_model import make_groups, make_seq, start
+from tests.unit.kv.test_kv_model import make_groups, started
 
 MANAGERS: dict[str, dict[str, Any]] = {
     "plain": {}, "swapping": {"host_slabs": [32]}, "offloading": {"host_slabs": [32], "offload": True}
@@ -36,8 +36,7 @@ def calls(function: Callable[[], object]) -> int:
 
 def decoding(kv: KVManager) -> Sequence:
     """A sequence that has computed nine tokens of blocks of eight, and knows one more."""
-    seq = make_seq(0, [1] * 9)
-    assert start(kv, seq)
+    seq = started(kv, 0, [1] * 9)
     seq.num_computed = 9
     kv.commit(seq)
     seq.token_ids.append(1)

@@ -33,7 +33,7 @@ from penstock.runner.storage import Storage
 from tests import naive_kv, specs
 from tests.oracle import NaiveModel
 from tests.paged import Paged
-from tests.unit.kv.test_kv_model import make_seq, run, start
+from tests.unit.kv.test_kv_model import run, started
 
 MACHINE = Machine(num_cores=4, memory_bytes=9 << 30, available_bytes=8 << 30)
 SINKS = json.dumps({"dtype": "kivi2", "recent": 5, "sinks": 6})
@@ -189,8 +189,7 @@ def held_bytes(groups: tuple[CacheGroup, ...], num_tokens: int, block_size: int 
     bytes that storage took for a slab."""
     slabs = [4 if g.spec.kind == "slot" else num_tokens // block_size + 8 for g in groups]
     kv = KVManager(groups, slabs, block_size, step_tokens=32)
-    seq = make_seq(0, list(range(num_tokens)))
-    assert start(kv, seq)
+    seq = started(kv, 0, list(range(num_tokens)))
     while seq.lag:
         until = min(seq.num_known, seq.num_computed + 32)
         assert kv.grow(seq, until)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.sequence import Sequence
 from penstock.kv.manager import KVManager
-from tests.unit.kv.test_kv_model import make_groups, make_seq, run, start
+from tests.unit.kv.test_kv_model import make_groups, make_seq, run, start, started
 
 BLOCK = 16
 
@@ -92,8 +92,7 @@ def serve(kv: KVManager, requests: Iterator[tuple[list[int], list[int]]], concur
     for i, (prompt, output) in enumerate(requests):
         if len(running) == concurrency:
             kv.release(running.pop(0))
-        seq = make_seq(i, prompt)
-        assert start(kv, seq)
+        seq = started(kv, i, prompt)
         queried += len(prompt)
         hit += seq.num_cached
         run(kv, seq)

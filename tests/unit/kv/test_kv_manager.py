@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from penstock.base.errors import ConfigError, EngineError
+from penstock.base.errors import ConfigError
 from penstock.core.batch import TableUpdate
 from penstock.core.page_ops import PageOp
 from penstock.core.sampling import TokenRules
-from penstock.core.sequence import Sequence
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix.hash_chain import HashChain
 from penstock.kv.prefix.radix import RadixCache
 from penstock.kv.room import Room, Want
-from tests.unit.kv.test_kv_model import make_groups, make_seq, run, start
+from tests.unit.kv.test_kv_model import computed, make_groups, make_seq, run, start, started
 
 CACHES = ["radix", "hash"]
 
@@ -36,8 +35,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_new_blocks_are_zeroed_and_told_once() -> None:
     kv = make_kv()
-    seq = make_seq(7, list(range(6)))
-    assert start(kv, seq)
+    seq = started(kv, 7, list(range(6)))
     # two slabs of two pages, neighbours, so one operation
     assert kv.drain() == ([TableUpdate(7, 0, 0, [0, 1])], [PageOp(0, -1, 0, 4)])
     assert kv.drain() == ([], [])
@@ -56,9 +54,7 @@ def test_decoding_within_a_block_plans_nothing() -> None:
 
     cache = Counting(32, EVICTION_POLICIES.get("lru")())
     kv = KVManager(make_groups(2), [8], 32, prefix_cache=cache)
-    seq = make_seq(0, list(range(40)))
-    assert start(kv, seq)
-    run(kv, seq)
+    seq = computed(kv, 0, list(range(40)))
     kv.drain()
     assert cache.calls == 1
     for token in range(23):
@@ -77,9 +73,8 @@ def test_decoding_within_a_block_plans_nothing() -> None:
 
 def test_grow_is_all_or_nothing() -> None:
     kv = make_kv(4)
-    a, b = make_seq(0, list(range(8))), make_seq(1, list(range(50, 57)))
-    assert start(kv, a)
-    assert start(kv, b)
+    a = started(kv, 0, list(range(8)))
+    b = started(kv, 1, list(range(50, 57)))
     kv.drain()
     assert kv.grow(b, 8)
     assert not kv.grow(b, 9)
@@ -93,9 +88,8 @@ def test_grow_is_all_or_nothing() -> None:
 
 def test_a_released_sequence_is_never_told_about() -> None:
     kv = make_kv()
-    a, b = make_seq(0, [1, 2, 3]), make_seq(1, [4, 5, 6])
-    assert start(kv, a)
-    assert start(kv, b)
+    a = started(kv, 0, [1, 2, 3])
+    b = started(kv, 1, [4, 5, 6])
     kv.release(a)
     tables, _ = kv.drain()
     assert [t.seq_id for t in tables] == [1]
@@ -111,16 +105,12 @@ def test_a_released_sequence_is_never_told_about() -> None:
 def test_B05_a_second_request_skips_the_prefix(cache: str) -> None:
     kv = make_kv(prefix_cache=cache)
     prompt = list(range(11))
-    a = make_seq(0, prompt)
-    assert start(kv, a)
-    run(kv, a)
-    b = make_seq(1, [*prompt[:9], 99, 98])
-    assert start(kv, b)
+    a = computed(kv, 0, prompt)
+    b = started(kv, 1, [*prompt[:9], 99, 98])
     assert b.num_computed == b.num_cached == 8
     assert b.tables[0].ids[:2] == a.tables[0].ids[:2]
     # A prompt known to the last token still computes one: the logits of the last are wanted.
-    c = make_seq(2, prompt[:8])
-    assert start(kv, c)
+    c = started(kv, 2, prompt[:8])
     assert c.num_cached == 4
     kv.check_invariants([a, b, c])
     stats = kv.stats()
@@ -136,9 +126,8 @@ def test_B05_a_second_request_skips_the_prefix(cache: str) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 def test_B05_equal_blocks_computed_twice_are_kept_once(cache: str) -> None:
     kv = make_kv(prefix_cache=cache)
-    a, b = make_seq(0, list(range(9))), make_seq(1, list(range(9)))
-    assert start(kv, a)
-    assert start(kv, b)  # before a is computed: nothing to find yet
+    a = started(kv, 0, list(range(9)))
+    b = started(kv, 1, list(range(9)))  # before a is computed: nothing to find yet
     assert b.num_cached == 0
     kv.drain()
     free = kv.stats().groups[0].free
@@ -154,9 +143,7 @@ def test_B05_equal_blocks_computed_twice_are_kept_once(cache: str) -> None:
 def test_B05_a_collision_is_a_miss() -> None:
     cache = HashChain(4, EVICTION_POLICIES.get("lru")(), lambda parent, tokens: b"same")
     kv = make_kv(prefix_cache=cache)
-    a = make_seq(0, list(range(12)))
-    assert start(kv, a)
-    run(kv, a)
+    a = computed(kv, 0, list(range(12)))
     kv.check_invariants([a])  # only the first of three colliding blocks is kept
     same, other = make_seq(1, list(range(12))), make_seq(2, list(range(20, 32)))
     assert kv.match(same).num_tokens == 4
@@ -175,12 +162,9 @@ def test_B05_a_collision_adopts_no_orphans() -> None:
     names = {b"\x01": b"P", b"\x02": b"P", b"\x03": b"C"}  # blocks of token 1 and of token 2 collide
     cache = HashChain(1, EVICTION_POLICIES.get("fifo")(), lambda parent, tokens: names[tokens[:1]])
     kv = make_kv(3, 1, prefix_cache=cache, eviction="fifo")
-    a = make_seq(0, [1, 3])
-    assert start(kv, a)
-    run(kv, a)
+    a = computed(kv, 0, [1, 3])
     kv.release(a)
-    b = make_seq(1, [2])
-    assert start(kv, b, 2)  # needs to evict one block: the child, although the parent is older
+    b = started(kv, 1, [2], num_tokens=2)  # needs to evict one block: the child, although the parent is older
     assert kv.stats().num_evicted_blocks == 1
     assert kv.match(make_seq(2, [1, 3, 0])).num_tokens == 1
     kv.check_invariants([b])
@@ -204,9 +188,7 @@ def test_namespaces_and_taints_do_not_mix(cache: str) -> None:
 
 def test_what_became_lossy_is_not_found() -> None:
     kv = make_kv()
-    seq = make_seq(0, list(range(17)))
-    assert start(kv, seq)
-    run(kv, seq, 6)
+    seq = computed(kv, 0, list(range(17)), num_computed=6)
     seq.taint_start = 6
     run(kv, seq)
     clean = make_seq(1, list(range(17)))
@@ -221,9 +203,7 @@ def test_what_became_lossy_is_not_found() -> None:
 
 def test_a_fork_of_a_lossy_sequence_is_lossy() -> None:
     kv = make_kv()
-    seq = make_seq(0, list(range(6)))
-    assert start(kv, seq)
-    run(kv, seq, 5)
+    seq = computed(kv, 0, list(range(6)), num_computed=5)
     seq.taint_start = 5
     run(kv, seq)
     child = make_seq(1, list(range(9)))
@@ -235,9 +215,7 @@ def test_a_fork_of_a_lossy_sequence_is_lossy() -> None:
 
 def test_prompt_logprobs_never_read_the_cache() -> None:
     kv = make_kv()
-    a = make_seq(0, list(range(9)))
-    assert start(kv, a)
-    run(kv, a)
+    computed(kv, 0, list(range(9)))
     b = make_seq(1, list(range(9)), rules=TokenRules(num_prompt_logprobs=0))
     assert kv.match(b).num_tokens == 0
     assert start(kv, b)
@@ -246,9 +224,7 @@ def test_prompt_logprobs_never_read_the_cache() -> None:
 
 def test_B04_samples_share_the_prompt_and_copy_what_they_write() -> None:
     kv = make_kv(32)
-    parent = make_seq(0, list(range(10)))
-    assert start(kv, parent)
-    run(kv, parent)
+    parent = computed(kv, 0, list(range(10)))
     kv.drain()
     children = [make_seq(i, list(range(10))) for i in range(1, 4)]
     for child in children:
@@ -314,9 +290,7 @@ def test_B04_ten_thousand_random_operations_leave_no_reference(cache: str) -> No
 
 def test_matched_blocks_do_not_count_as_room() -> None:
     kv = make_kv(4)
-    a = make_seq(0, list(range(12)))
-    assert start(kv, a)
-    run(kv, a)
+    a = computed(kv, 0, list(range(12)))
     kv.release(a)
     assert kv.stats().groups[0].evictable == 3
     b = make_seq(1, [*range(9), 50])
@@ -332,9 +306,7 @@ def test_matched_blocks_do_not_count_as_room() -> None:
 
 def test_a_match_that_went_stale_is_looked_up_again() -> None:
     kv = make_kv(4)
-    a = make_seq(0, list(range(12)))
-    assert start(kv, a)
-    run(kv, a)
+    a = computed(kv, 0, list(range(12)))
     kv.release(a)
     b, c = make_seq(1, list(range(13))), make_seq(2, [70])
     match = kv.match(b)
@@ -347,21 +319,16 @@ def test_a_match_that_went_stale_is_looked_up_again() -> None:
 
 def test_failed_growth_evicts_nothing() -> None:
     kv = make_kv(4)
-    a = make_seq(0, list(range(8)))
-    assert start(kv, a)
-    run(kv, a)
+    a = computed(kv, 0, list(range(8)))
     kv.release(a)
-    b = make_seq(1, [9])
-    assert start(kv, b)
+    b = started(kv, 1, [9])
     assert not kv.grow(b, 17)
     assert kv.stats().num_evicted_blocks == 0
 
 
 def test_a_reset_forgets_and_what_ran_before_it_stays_out() -> None:
     kv = make_kv()
-    a = make_seq(0, list(range(10)))
-    assert start(kv, a)
-    run(kv, a, 5)
+    a = computed(kv, 0, list(range(10)), num_computed=5)
     kv.reset_prefix_cache()
     run(kv, a)
     assert kv.match(make_seq(1, list(range(10)))).num_tokens == 0
@@ -379,9 +346,7 @@ def test_a_reset_forgets_and_what_ran_before_it_stays_out() -> None:
 
 def test_ragged_tables_own_their_pages() -> None:
     kv = make_kv(8)
-    seq = make_seq(0, list(range(9)))
-    assert start(kv, seq)
-    run(kv, seq)
+    seq = computed(kv, 0, list(range(9)))
     kv.drain()
     slabs = list(seq.tables[0].ids)
     assert kv.make_ragged(seq, 0)
@@ -430,8 +395,7 @@ def test_room_is_counted_in_pages_rounded_up() -> None:
 
 def test_ragged_needs_room() -> None:
     kv = make_kv(5)
-    seq = make_seq(0, list(range(9)))
-    assert start(kv, seq)
+    seq = started(kv, 0, list(range(9)))
     assert not kv.make_ragged(seq, 0)
     assert seq.tables[0].layers is None
     kv.check_invariants([seq])
@@ -439,8 +403,7 @@ def test_ragged_needs_room() -> None:
 
 def test_what_a_step_in_flight_saw_is_neither_free_nor_evictable() -> None:
     kv = make_kv(4)
-    a = make_seq(0, list(range(10)))
-    assert start(kv, a)
+    a = started(kv, 0, list(range(10)))
     run(kv, a)  # two cached blocks and a private tail
     kv.drain()
     kv.submitted(1)
@@ -458,165 +421,3 @@ def test_what_a_step_in_flight_saw_is_neither_free_nor_evictable() -> None:
     # step 2 cannot have seen them: they can be had while it is in flight
     assert kv.grow(b, 16)
     kv.check_invariants([b])
-
-
-# -- slots ----------------------------------------------------------------------------------------------------------
-
-
-def make_slot_kv(num_slots: int = 4, checkpoint: int = 8, **kwargs: Any) -> KVManager:
-    return KVManager(make_groups(2, 0, 1), [16, num_slots], 4, slot_checkpoint_tokens=checkpoint, **kwargs)
-
-
-def test_chunks_end_where_checkpoints_stand() -> None:
-    kv = make_slot_kv(checkpoint=11)  # rounded down to 8
-    seq = make_seq(0, list(range(31)))  # its last whole block that can be found again ends at 28
-    ends = []
-    at = 0
-    while at < 31:
-        n = kv.cut(seq, at, 100)
-        assert n > 0
-        at += n
-        ends.append(at)
-    assert ends[:4] == [8, 16, 24, 28]
-    assert kv.cut(seq, 0, 3) == 3
-    assert kv.cut(make_seq(1, [1, 2]), 0, 2) == 2
-    assert make_kv().cut(seq, 0, 100) == 100
-    assert make_slot_kv(prefix_cache="none").cut(seq, 0, 100) == 100
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_slots_are_hit_only_where_a_checkpoint_stands(cache: str) -> None:
-    kv = make_slot_kv(prefix_cache=cache)
-    a = make_seq(0, list(range(15)))
-    assert start(kv, a)
-    tables, ops = kv.drain()
-    assert TableUpdate(0, 1, 0, a.tables[1].ids) in tables
-    assert PageOp(1, -1, a.tables[1].ids[0], 1) in ops
-    run(kv, a)
-    _, ops = kv.drain()
-    assert [op.src for op in ops if op.group == 1] == a.tables[1].ids * 2  # at 8 and at 12
-    for known, hit in [(15, 12), (12, 8), (9, 8), (8, 0)]:
-        assert kv.match(make_seq(9, list(range(known)))).num_tokens == hit
-    b = make_seq(1, list(range(15)))
-    assert start(kv, b)
-    assert b.num_computed == 12
-    _, ops = kv.drain()
-    copies = [op for op in ops if op.group == 1]
-    assert len(copies) == 1
-    assert copies[0].dst == b.tables[1].ids[0]
-    assert copies[0].src not in a.tables[1].ids
-    kv.check_invariants([a, b])
-
-
-def test_checkpoints_give_way_to_sequences() -> None:
-    kv = make_slot_kv(3)
-    a = make_seq(0, list(range(15)))
-    assert start(kv, a)
-    run(kv, a)
-    assert kv.stats().groups[1].evictable == 2
-    b = make_seq(1, list(range(15)))
-    assert start(kv, b)  # takes the slab of the older checkpoint, not of the one it matched
-    assert b.num_computed == 12
-    assert kv.stats().groups[1].evictable == 1
-    child = make_seq(2, list(range(15)))
-    assert kv.fork(b, child)  # takes the last one
-    assert kv.stats().groups[1].evictable == 0
-    assert not kv.fork(b, make_seq(3, list(range(15))))
-    c = make_seq(4, [77])
-    assert not kv.can_admit(c, kv.match(c), 1)
-    with pytest.raises(EngineError):
-        kv.admit(c, kv.match(c))
-    kv.check_invariants([a, b, child])
-    assert kv.grow(child, 15)
-    run(kv, child)  # no room for checkpoints: skipped without error
-    kv.check_invariants([a, b, child])
-
-
-def test_a_checkpoint_is_caught_between_two_steps_in_flight() -> None:
-    """At depth 2 the slots have moved on when a chunk is committed: the copy is planned with the next chunk."""
-    kv = make_slot_kv()
-    seq = make_seq(0, list(range(15)))
-    assert start(kv, seq, 8)
-    kv.drain()
-    kv.submitted(0)
-    seq.num_inflight = 8
-    assert kv.grow(seq, 12)
-    _, ops = kv.drain()
-    assert [op.src for op in ops if op.group == 1] == seq.tables[1].ids
-    kv.submitted(1)
-    seq.num_inflight = 12
-    assert kv.stats().num_checkpoints == 0  # not before it is committed
-    kv.check_invariants([seq])
-    kv.retired(0)
-    seq.num_computed, seq.num_inflight = 8, 4
-    kv.commit(seq)
-    assert kv.drain()[1] == []
-    assert kv.match(make_seq(1, list(range(15)))).num_tokens == 8
-    kv.check_invariants([seq])
-    kv.release(seq)
-    kv.retired(1)
-    kv.check_invariants([])
-    assert kv.stats().groups[1].used == 0
-
-
-def staged_at(seq: Sequence) -> int | None:
-    return None if seq.node.staged is None else int(seq.node.staged[0])
-
-
-def test_a_checkpoint_that_could_not_be_caught_is_not_taken_later() -> None:
-    """Three steps deep: no slab at 8, one at 16. Nothing may be attached at 8, where the slots stood long ago."""
-    kv = make_slot_kv(3)
-    a, b, c = make_seq(0, list(range(30))), make_seq(1, [50]), make_seq(2, [51])
-    assert start(kv, a, 8)
-    assert start(kv, b)
-    assert start(kv, c)
-    kv.drain()
-    kv.submitted(0)
-    a.num_inflight = 8
-    assert kv.grow(a, 16)
-    assert staged_at(a) is None
-    kv.release(b)
-    kv.release(c)
-    kv.submitted(1)
-    a.num_inflight = 16
-    kv.retired(0)
-    assert kv.grow(a, 20)
-    assert staged_at(a) == 16
-    a.num_computed, a.num_inflight = 8, 8
-    kv.commit(a)
-    assert kv.stats().num_checkpoints == 0
-    assert staged_at(a) == 16
-    a.num_inflight = 12
-    kv.check_invariants([a])
-    kv.submitted(2)
-    kv.retired(1)
-    a.num_computed, a.num_inflight = 16, 4
-    kv.commit(a)
-    assert kv.stats().num_checkpoints == 1
-    kv.check_invariants([a])
-
-
-def test_a_staged_checkpoint_goes_with_its_sequence() -> None:
-    kv = make_slot_kv()
-    seq = make_seq(0, list(range(15)))
-    assert start(kv, seq, 8)
-    kv.submitted(0)
-    seq.num_inflight = 8
-    assert kv.grow(seq, 12)
-    assert seq.node.staged is not None
-    kv.release(seq)
-    kv.retired(0)
-    kv.check_invariants([])
-    assert kv.stats().groups[1].free == 4
-
-
-def test_models_of_slots_only() -> None:
-    kv = KVManager(make_groups(0, 0, 2), [3], 4, slot_checkpoint_tokens=4)
-    a = make_seq(0, list(range(10)))
-    assert start(kv, a)
-    run(kv, a)
-    b = make_seq(1, list(range(10)))
-    assert start(kv, b)
-    assert b.num_computed == 8
-    kv.check_invariants([a, b])
-    assert not kv.make_ragged(b, 0)

@@ -64,6 +64,18 @@ def run(kv: KVManager, seq: Sequence, num_computed: int | None = None) -> None:
         kv.commit(seq)
 
 
+def started(kv: KVManager, seq_id: int, prompt: list[int], num_tokens: int | None = None, **request: Any) -> Sequence:
+    seq = make_seq(seq_id, prompt, **request)
+    assert start(kv, seq, num_tokens)
+    return seq
+
+
+def computed(kv: KVManager, seq_id: int, prompt: list[int], num_computed: int | None = None) -> Sequence:
+    seq = started(kv, seq_id, prompt)
+    run(kv, seq, num_computed)
+    return seq
+
+
 STALE = "stale"
 """What fresh memory holds. Reading it is a leak."""
 

@@ -17,7 +17,7 @@ from penstock.core.sequence import Sequence
 from penstock.kv.allocators import contiguous, virtual
 from penstock.kv.manager import KVManager
 from penstock.kv.window_pool import WindowPool
-from tests.unit.kv.test_kv_model import PAGED, make_groups, make_seq, run, start
+from tests.unit.kv.test_kv_model import PAGED, computed, make_groups, make_seq, run, start, started
 
 WINDOW = make_groups(0, windows=(5,))
 MIXED = make_groups(2, windows=(5, 5))
@@ -317,8 +317,7 @@ def test_evicting_a_block_frees_its_window_too() -> None:
     kv = KVManager(MIXED, [10, 20], S)
     told(kv)
     assert [g.evictable for g in kv.stats().groups] == [10, 10]
-    seq = make_seq(1, list(range(16)))
-    assert start(kv, seq)
+    seq = started(kv, 1, list(range(16)))
     assert [g.evictable for g in kv.stats().groups] == [6, 6]
     kv.check_invariants([seq])
 
@@ -421,9 +420,7 @@ def test_after_a_swap_a_sequence_goes_over_to_blocks_that_others_have() -> None:
     forget(kv, 40)
     seq.token_ids.extend(range(8))
     assert begin(kv, seq) == 0
-    other = make_seq(1, seq.token_ids.tolist())
-    assert start(kv, other)
-    run(kv, other)
+    other = computed(kv, 1, seq.token_ids.tolist())
     theirs = set(pool_of(kv, 1).alive().values())
     assert kv.grow(seq, 48)
     assert not set(seq.tables[1].held) & theirs

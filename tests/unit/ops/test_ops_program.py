@@ -97,7 +97,7 @@ def test_A06_linear_layers_are_called_once_per_step() -> None:
         {"a": ([5], [0]), "b": ([6, 7], [1]), **{i: (range(i + 1), [i]) for i in range(40)}},
     ]
     for batch in batches:
-        paged.program.reset_counters()
+        paged.program.calls.clear()
         paged.run(batch)
         assert paged.program.calls["linear"] == 7 * 2 + 1
         assert paged.program.calls["attention"] == 2

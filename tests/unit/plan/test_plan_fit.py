@@ -11,25 +11,18 @@ from hypothesis import strategies as st
 from penstock.base.errors import CapacityError, ConfigError
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.machine import Machine
-from penstock.core.model_spec import Attention, FeedForward, Latent, Layer, Mixer, ModelSpec, Recurrent, Rope
+from penstock.core.model_spec import Mixer, ModelSpec
 from penstock.plan.devices import device_from, device_preset
 from penstock.plan.fit import Fit
 from penstock.plan.memory import MIN_RESERVE_BYTES
 from penstock.plan.report import Report, report
 from penstock.plan.resolve import Plan, resolve
-
-GIB = 1024**3
-FULL = Attention(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(dim=8))
-LATENT = Latent(num_heads=4, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8, rope=Rope(dim=4))
-SLOT = Recurrent(num_heads=4, key_dim=8, value_dim=8)
-SLIDING = Attention(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(dim=8), window=100)
-WIDER = Attention(num_heads=4, num_kv_heads=1, head_dim=8, rope=Rope(dim=8), window=1000)
+from tests.unit.plan import planning
+from tests.unit.plan.planning import FULL, GIB, MIXERS, SLIDING, SLOT
 
 
 def model(*mixers: Mixer, **changes: Any) -> ModelSpec:
-    layers = tuple(Layer(mixer=m, ffn=FeedForward(width=64)) for m in mixers or (FULL, FULL))
-    fields: dict[str, Any] = {"family": "test", "vocab_size": 100, "hidden_size": 32, "layers": layers}
-    return ModelSpec(**(fields | {"max_position": 4096} | changes))
+    return planning.model(*mixers, **({"max_position": 4096} | changes))
 
 
 def machine(available: int) -> Machine:
@@ -41,9 +34,6 @@ def reported(spec: ModelSpec, available: int, device: str = "cpu-ref", **kwargs:
 
 
 # --- the law
-
-
-MIXERS = st.lists(st.sampled_from([FULL, LATENT, SLOT, SLIDING, WIDER]), min_size=1, max_size=4)
 
 
 @st.composite

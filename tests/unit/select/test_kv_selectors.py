@@ -9,7 +9,7 @@ from penstock.select.adakv import AdaKV
 from penstock.select.pyramidkv import falling
 from penstock.select.slots import allot
 from penstock.select.snapkv import smoothed, votes
-from penstock.select.streaming import gap, gone_blocks
+from penstock.select.streaming import gap
 from tests.selecting import BARE, GROUP, at, config_of, kept, line, selector
 
 
@@ -35,16 +35,6 @@ def test_F01_the_gap_leaves_the_budget(num_tokens: int, budget: int, sinks: int)
     lost = gap(num_tokens, budget, sinks)
     assert num_tokens - len(lost) == min(num_tokens, budget)
     assert num_tokens == 0 or num_tokens - 1 not in lost
-
-
-def test_F01_blocks_go_when_all_of_their_tokens_are_in_the_gap() -> None:
-    assert list(gap(20, 8, 3)) == list(range(3, 15))
-    assert gone_blocks(20, 8, 3, 4) == range(1, 3), "tokens 4 to 11"
-    for n in range(60):
-        for size in (1, 3, 4, 16):
-            lost, gone = set(gap(n, 9, 2)), gone_blocks(n, 9, 2, size)
-            whole = [b for b in range(n // size + 1) if all(b * size + i in lost for i in range(size))]
-            assert list(gone) == whole
 
 
 def test_window_keeps_no_sinks() -> None:

@@ -22,9 +22,10 @@ from penstock.server.parsing import (
 from penstock.server.parsing.formats import FORMATS, THOUGHTS
 from penstock.server.parsing.template_format import find_format, find_thoughts, reads_tools
 from penstock.text.grammar.source import grammar_of
-from penstock.text.template import render_chat, template_from_config
+from penstock.text.template import render_chat
 from tests.shared import shared
 from tests.unit.server.parsing_goldens import TOOLS, make, parse
+from tests.unit.text.published import template as read
 
 ALL = [{"type": "function", "function": {"name": name, "description": "Does it", "parameters": schema}}
        for name, schema in TOOLS.items()]  # fmt: skip
@@ -106,11 +107,6 @@ MADE = {"hermes": HERMES, "qwen3_coder": XML, "glm45": GLM, "deepseek_v3": DEEPS
 PUBLISHED = {"qwen2.5.tokenizer_config.json": "hermes", "qwen3.tokenizer_config.json": "hermes",
              "smollm3.chat_template.jinja": "hermes", "gemma-4.chat_template.jinja": "gemma4",
              "gpt-oss.chat_template.jinja": "gpt_oss"}  # fmt: skip
-
-
-def read(name):
-    text = shared("data", "configs", "chat", name).read_text("utf-8")
-    return text if name.endswith(".jinja") else template_from_config(json.loads(text))
 
 
 def written(template, calls):

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import pytest
 
 from penstock.plan.devices import device_preset
 from penstock.sim.specs import find_spec
 from penstock.sim.studies import STUDIES
 from penstock.sim.studies.study import Bench, Study, page
-
-
-class Balanced(HTMLParser):
-    """Fails on tags that do not match and on anything loaded from elsewhere."""
-
-    VOID = frozenset({"meta", "line", "path", "circle", "rect", "polyline", "br", "use"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            assert name not in ("src", "href"), f"{tag} loads {value}"
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
+from tests.pages import Page
 
 
 def study(name: str, scale: float) -> Study:
     done = STUDIES.get(name)(Bench(find_spec("llama-3.1-8b"), device_preset("a100-80g"), scale, 0), lambda line: None)
     assert isinstance(done, Study)
-    parser = Balanced()
-    parser.feed(page(done))
-    assert not parser.open
-    shown = "".join(parser.text)
+    shown = "".join(Page(page(done)).texts)
     for line in done.findings:
         assert line in shown
     for table in done.tables:

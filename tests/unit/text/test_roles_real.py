@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from typing import Any
 
@@ -10,30 +9,15 @@ import pytest
 
 from penstock.base.errors import InputError
 from penstock.text.roles import known_roles
-from penstock.text.template import render_chat, template_from_config
-from tests.shared import shared
+from penstock.text.template import render_chat
+from tests.unit.text.published import NAMES, template
 
-NAMES = (
-    "chatglm.tokenizer_config.json", "gemma-4.chat_template.jinja", "gemma.tokenizer_config.json",
-    "gpt-oss.chat_template.jinja", "mistralrs_chatml.json", "mistralrs_llama2.json", "mistralrs_llama3.json",
-    "mistralrs_mistral.json", "mistralrs_phi3.5.json", "mistralrs_phi3.json", "mistralrs_vicuna.json",
-    "nvidia-mistral.tokenizer_config.json", "phi-3-medium.tokenizer_config.json", "phi-3-mini.tokenizer_config.json",
-    "phi-3.tokenizer_config.json", "phi-4-base.tokenizer_config.json", "phi-4-mini.tokenizer_config.json",
-    "qwen2.5.tokenizer_config.json", "qwen3.tokenizer_config.json", "smollm3.chat_template.jinja",
-)  # fmt: skip
 SHAPES = (
     "u", "su", "du", "sua", "ssu", "sdu", "dsu", "ddu", "sssu", "usu", "udu", "uasu", "suasu", "uaus", "suads", "us",
     "uc", "uct", "uctau", "suctau", "ucttau", "fu", "ufu", "uf", "uxu", "ut", "uau", "susau", "duadu",
 )  # fmt: skip
 ROLES = {"u": "user", "s": "system", "d": "developer", "a": "assistant", "c": "assistant", "t": "tool",
          "f": "function", "x": "critic"}  # fmt: skip
-
-
-def read(name: str) -> str:
-    text = shared("data", "configs", "chat", name).read_text("utf-8")
-    found = text if name.endswith(".jinja") else template_from_config(json.loads(text))
-    assert found is not None
-    return found
 
 
 def conversation(shape: str, kind: str) -> tuple[list[dict[str, Any]], list[str]]:
@@ -63,11 +47,11 @@ def conversation(shape: str, kind: str) -> tuple[list[dict[str, Any]], list[str]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["text", "parts", "nulls"])
 def test_everything_is_shown_or_refused(name: str, kind: str) -> None:
-    template, taken = read(name), []
+    source, taken = template(name), list[str]()
     for shape in SHAPES:
         messages, said = conversation(shape, kind)
         try:
-            text = render_chat(template, known_roles(template, messages))
+            text = render_chat(source, known_roles(source, messages))
         except InputError:
             continue
         lost = [word for word in said if word not in text]
@@ -79,9 +63,9 @@ def test_everything_is_shown_or_refused(name: str, kind: str) -> None:
 
 def test_what_is_taken_under_which_template() -> None:
     def takes(name: str, shape: str) -> bool:
-        template = read(name)
+        source = template(name)
         try:
-            return bool(render_chat(template, known_roles(template, conversation(shape, "text")[0])))
+            return bool(render_chat(source, known_roles(source, conversation(shape, "text")[0])))
         except InputError:
             return False
 

@@ -15,18 +15,10 @@ from hypothesis import strategies as st
 from penstock.base.errors import InputError
 from penstock.text import template as module
 from penstock.text.messages import plain, read_messages
-from penstock.text.template import check_template, choose_template, encode_chat, render_chat, template_from_config
-from tests.shared import shared
+from penstock.text.template import check_template, choose_template, encode_chat, render_chat
 from tests.unit.text import text_vocabularies as vocabularies
+from tests.unit.text.published import NAMES, template
 
-TEMPLATES = [
-    "chatglm.tokenizer_config.json", "gemma-4.chat_template.jinja", "gemma.tokenizer_config.json",
-    "gpt-oss.chat_template.jinja", "mistralrs_chatml.json", "mistralrs_llama2.json", "mistralrs_llama3.json",
-    "mistralrs_mistral.json", "mistralrs_phi3.5.json", "mistralrs_phi3.json", "mistralrs_vicuna.json",
-    "nvidia-mistral.tokenizer_config.json", "phi-3-medium.tokenizer_config.json", "phi-3-mini.tokenizer_config.json",
-    "phi-3.tokenizer_config.json", "phi-4-base.tokenizer_config.json", "phi-4-mini.tokenizer_config.json",
-    "qwen2.5.tokenizer_config.json", "qwen3.tokenizer_config.json", "smollm3.chat_template.jinja",
-]  # fmt: skip
 TOOLS = [{
     "type": "function",
     "function": {
@@ -50,12 +42,6 @@ CALLS = [
     {"role": "tool", "name": "get_weather", "content": "{\"t\": 3}"},
 ]  # fmt: skip
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-
-
-@cache
-def template(name):
-    text = shared("data", "configs", "chat", name).read_text("utf-8")
-    return text if name.endswith(".jinja") else template_from_config(json.loads(text))
 
 
 def test_continuing_excludes_a_generation_prompt_and_needs_the_message():
@@ -289,13 +275,7 @@ def test_template_variables_are_those_the_template_reads():
         render_chat("{{ mood }}", CHATS[0], kwargs={"mood": object()})
 
 
-def test_templates_of_a_configuration():
-    assert template_from_config({}) is None
-    assert template_from_config({"chat_template": "a"}) == "a"
-    named = {"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]}
-    assert template_from_config(named) == "d"
-    assert template_from_config(named, "tool_use") == "t"
-    assert template_from_config(named, "other") == "d"
+def test_a_template_is_checked_before_it_is_used():
     check_template("{{ messages }}")
     with pytest.raises(InputError, match="broken in line 2"):
         check_template("a\n{% nonsense %}")
@@ -318,7 +298,7 @@ def control_count(tokenizer, ids):
     return sum(i in tokenizer.special_ids for i in ids)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_without_literals_ids_are_those_of_transformers(name):
     tokenizer, source = vocabularies.chat(), template(name)
     chats = [*CHATS, [{"role": "user", "content": "> quoted text <"}], [{"role": "user", "content": "|>a<|"}]]
@@ -340,7 +320,7 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_user_text_never_opens_a_role(name):
     """As many control tokens as with harmless text, and the user's text is still there, letter by letter."""
     tokenizer, source = vocabularies.chat(), template(name)

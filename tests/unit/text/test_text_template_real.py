@@ -10,19 +10,11 @@ import jinja2
 import pytest
 
 from penstock.base.errors import InputError
-from penstock.text.template import render_chat, template_from_config
-from tests.shared import shared
+from penstock.text.template import render_chat
+from tests.unit.text.published import NAMES, template
 
 NOW = datetime.datetime(2025, 3, 9, 14, 5, 6)
 READS_TOOLS = ("qwen2.5", "qwen3", "smollm3", "gemma-4", "gpt-oss")
-FILES = [
-    "chatglm.tokenizer_config.json", "gemma-4.chat_template.jinja", "gemma.tokenizer_config.json",
-    "gpt-oss.chat_template.jinja", "mistralrs_chatml.json", "mistralrs_llama2.json", "mistralrs_llama3.json",
-    "mistralrs_mistral.json", "mistralrs_phi3.5.json", "mistralrs_phi3.json", "mistralrs_vicuna.json",
-    "nvidia-mistral.tokenizer_config.json", "phi-3-medium.tokenizer_config.json", "phi-3-mini.tokenizer_config.json",
-    "phi-3.tokenizer_config.json", "phi-4-base.tokenizer_config.json", "phi-4-mini.tokenizer_config.json",
-    "qwen2.5.tokenizer_config.json", "qwen3.tokenizer_config.json", "smollm3.chat_template.jinja",
-]  # fmt: skip
 WITHOUT = ["gpt-oss", "llama2", "phi-2", "phi-4-mini-reasoning", "smollm3"]
 
 
@@ -108,12 +100,6 @@ KWARGS = [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"reasoning
 
 
 @cache
-def template(name):
-    text = shared("data", "configs", "chat", name).read_text("utf-8")
-    return text if name.endswith(".jinja") else template_from_config(json.loads(text))
-
-
-@cache
 def reads_parts(name):
     """Found by trying, not by reading the template."""
     return oracle(name, [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]) == oracle(name, say(USER))
@@ -173,7 +159,7 @@ def same_time(monkeypatch):
     monkeypatch.setattr(utils, "datetime", Stopped)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_conversations(name):
     rendered = [
         compare(name, chat, add_generation_prompt=prompt) for chat in CHATS.values() for prompt in (True, False)
@@ -182,7 +168,7 @@ def test_conversations(name):
     assert sum(rendered) >= 22
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_tools(name):
     chats = [CHATS[key] for key in CHATS if "tool" in key or key in ("user", "system", "turns", "thoughts apart")]
     for tools in ([], TOOLS[:1], TOOLS[:3], TOOLS):
@@ -194,7 +180,7 @@ def test_tools(name):
             assert all(t["function"]["name"] in shown for t in tools)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kwargs", KWARGS[1:], ids=lambda k: "-".join(map(str, *k.items())))
 def test_settings(name, kwargs):
     for key in (
@@ -208,7 +194,7 @@ def test_settings(name, kwargs):
         compare(name, CHATS[key], kwargs, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("content", ["Sure, the", "Sure, the ", "  Sure\n", "One\nTwo"])
 def test_continued_messages(name, content):
     chat = say(USER, ("assistant", content))

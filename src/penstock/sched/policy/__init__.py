@@ -22,16 +22,28 @@ POLICIES.add("prefill-first", "penstock.sched.policy.prefill_first:PrefillFirst"
 POLICIES.add("priority", "penstock.sched.policy.priority:Priority")
 POLICIES.add("splitfuse", "penstock.sched.policy.splitfuse:SplitFuse")
 POLICIES.add("static", "penstock.sched.policy.static:Static")
+_QUESTIONS = [*SchedulingPolicy.__annotations__, *(name for name in vars(SchedulingPolicy) if name[0] != "_")]
+"""What every policy answers."""
 
 
 def make_policy(name: str) -> SchedulingPolicy:
     """The policy called `name`, or `name:knob=value,knob=value`.
 
-    Raises ConfigError, naming the choices, for an unknown policy or knob and for a value that makes no sense.
+    Raises ConfigError, naming the choices, for an unknown policy or knob and for a value that makes no sense, and for
+    one that cannot be made or does not answer what the protocol asks.
     """
     kind, _, given = name.partition(":")
     build = POLICIES.get(kind)
-    policy: SchedulingPolicy = build(**_knobs(build, kind, given))
+    try:
+        policy: SchedulingPolicy = build(**_knobs(build, kind, given))
+    except TypeError as error:
+        raise ConfigError(f"scheduling policy {kind!r} cannot be made: {error}", field=POLICIES.what) from error
+    if lacking := [name for name in _QUESTIONS if not hasattr(policy, name)]:
+        raise ConfigError(
+            f"scheduling policy {kind!r} has no {', '.join(lacking)}; write them, or inherit from "
+            "penstock.sched.policy.fcfs.Fcfs",
+            field=POLICIES.what,
+        )
     return policy
 
 

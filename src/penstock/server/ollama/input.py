@@ -20,7 +20,6 @@ NAMES = {
     "structured_outputs.json_object": "format",
 }  # fmt: skip
 """Our field -> Ollama's."""
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
 _NEUTRAL = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
 _LEVELS = ("low", "medium", "high")
 
@@ -86,20 +85,15 @@ def sampling(body: OllamaGenerating, defaults: Mapping[str, Any], ends: Sequence
     for name, neutral in _NEUTRAL.items():
         if getattr(options, name) not in (None, neutral):
             raise InputError(f"options.{name} is not supported; leave it out", param=f"options.{name}")
-    given = {name: getattr(options, name) for name in _SAME}
-    given["repetition_penalty"] = options.repeat_penalty
-    given = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-    given = {name: value for name, value in given.items() if value is not None and value != []}
     if body.top_logprobs and not body.logprobs:
         raise InputError("top_logprobs needs logprobs: true", param="top_logprobs")
     length = options.num_predict
     return SamplingParams(
         max_tokens=length if length is not None and (length > 0 or length < -2) else None,
-        seed=None if options.seed == -1 else options.seed,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stop_token_ids=list(ends) or None,
         structured_outputs=_form(body.format),
-        **given,
+        **options.sampling(defaults),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -14,12 +14,14 @@ from penstock.base.errors import InputError
 from penstock.server.context import Server
 from penstock.server.errors import told
 from penstock.server.openai.completion import CHARS_PER_ID
+from penstock.server.parsing.custom import NO_CUSTOM, Tools, as_functions, read_tools
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Reasoning
 from penstock.server.schema.openai import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,
     ChatRequest,
+    CustomCall,
     FunctionCall,
     ToolCall,
 )
@@ -28,7 +30,8 @@ from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
 from penstock.server.turns.asking import Caller, Conversation, Options, check_model, check_stream_options
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
-from penstock.server.turns.turn import Answer, Piece, Turn, begin
+from penstock.server.turns.turn import Answer, CallAnswer, Piece, Turn, begin
+from penstock.text.custom import input_of
 
 
 async def start(caller: Caller, body: ChatRequest) -> Chat:
@@ -36,14 +39,15 @@ async def start(caller: Caller, body: ChatRequest) -> Chat:
     server = caller.server
     model = check_model(server, body.model)
     check_stream_options(body.stream, body.stream_options)
-    turn = await begin(caller, _conversation(server, body), "chat.completions")
-    return Chat(server, body, model, turn)
+    tools = read_tools(body.tools, nested=True)
+    turn = await begin(caller, _conversation(server, body, tools), "chat.completions")
+    return Chat(server, body, model, turn, tools.custom)
 
 
-def _conversation(server: Server, body: ChatRequest) -> Conversation:
+def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversation:
     """Raises InputError."""
     form = body.form()
-    names = {"logprobs": "top_logprobs", **(form.names if form is not None else {})}
+    names = {"logprobs": "top_logprobs", **tools.names, **(form.names if form is not None else {})}
     max_tokens = body.max_tokens
     if body.max_completion_tokens is not None:
         max_tokens = body.max_completion_tokens
@@ -67,8 +71,9 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
         ),
-        tools=body.tools,
-        tool_choice=body.tool_choice,
+        tools=tools.listed,
+        tool_choice=as_functions(body.tool_choice, tools),
+        grammars=tools.grammars,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         chat_template=body.chat_template,
         chat_template_kwargs=kwargs or None,
@@ -82,13 +87,21 @@ def _conversation(server: Server, body: ChatRequest) -> Conversation:
 
 
 class Chat:
-    """A chat completion under way. Leaving `frames` early, or cancelling `answer`, aborts it."""
+    """A chat completion under way. Leaving `frames` early, or cancelling `answer`, aborts it.
 
-    def __init__(self, server: Server, body: ChatRequest, model: str, turn: Turn) -> None:
+    `custom`: as in `Tools`. In a stream the input of such a call comes in one piece.
+    """
+
+    def __init__(
+        self, server: Server, body: ChatRequest, model: str, turn: Turn, custom: Mapping[str, bool] = NO_CUSTOM
+    ) -> None:
         self._server = server
         self._body = body
         self._model = model
         self._turn = turn
+        self._custom = custom
+        self._inputs: dict[int, tuple[int, str, list[str]]] = {}
+        """Of a stream: sample -> the custom call that it writes, its tool and its arguments so far."""
         self._created = int(time.time())
         self._reasons = body.include_reasoning is not False
         self._writer = LogprobWriter(TokenTexts.of(server, body.return_tokens_as_token_ids), body.top_logprobs or 0)
@@ -142,7 +155,7 @@ class Chat:
     def _choice(self, answer: Answer, logprobs: bytearray | None, parts: list[bytes | bytearray]) -> ChatChoice:
         """`parts` gets what its gap stands for."""
         reasoning = answer.reasoning if answer.reasoning and self._reasons else UNSET
-        calls = [ToolCall(id=c.id, function=FunctionCall(name=c.name, arguments=c.arguments)) for c in answer.calls]
+        calls = [self._call(call) for call in answer.calls]
         message = ChatMessage(
             content=answer.content or (None if calls or answer.reasoning else ""),
             reasoning=reasoning,
@@ -157,6 +170,13 @@ class Chat:
             index=answer.index, message=message, logprobs=shown, finish_reason=answer.finish_reason,
             stop_reason=answer.stop_reason, token_ids=answer.token_ids if self._body.return_token_ids else UNSET,
         )  # fmt: skip
+
+    def _call(self, call: CallAnswer) -> ToolCall:
+        if (bound := self._custom.get(call.name)) is None:
+            return ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))
+        return ToolCall(
+            id=call.id, type="custom", custom=CustomCall(name=call.name, input=input_of(call.arguments, bound))
+        )
 
     # -- a stream ------------------------------------------------------------------------------------------------
 
@@ -217,19 +237,35 @@ class Chat:
     def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
         for event in piece.events:
+            if not isinstance(event, CallArguments):
+                out += self._input(piece.index)
             match event:
                 case Content(text):
                     out.append({"content": text})
                 case Reasoning(text):
                     if self._reasons:
                         out.append({"reasoning": text, "reasoning_content": text})
+                case CallStart(index, call_id, name) if name in self._custom:
+                    custom = {"name": name, "input": ""}
+                    out.append({"tool_calls": [{"index": index, "id": call_id, "type": "custom", "custom": custom}]})
+                    self._inputs[piece.index] = (index, name, [])
                 case CallStart(index, call_id, name):
                     function = {"name": name, "arguments": ""}
                     call = {"index": index, "id": call_id, "type": "function", "function": function}
                     out.append({"tool_calls": [call]})
+                case CallArguments(_, text) if piece.index in self._inputs:
+                    self._inputs[piece.index][2].append(text)
                 case CallArguments(index, text):
                     out.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-        return out
+        return out if piece.finish_reason is None else [*out, *self._input(piece.index)]
+
+    def _input(self, sample: int) -> list[dict[str, Any]]:
+        """Of the custom call that has ended, if one was open."""
+        if (ended := self._inputs.pop(sample, None)) is None:
+            return []
+        index, name, texts = ended
+        custom = {"input": input_of("".join(texts), self._custom[name])}
+        return [{"tool_calls": [{"index": index, "type": "custom", "custom": custom}]}]
 
 
 def _plain(index: int, delta: dict[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ async function show() {
   globalThis.SwaggerUIBundle({
     spec: { ...spec, servers: [{ url: new URL(".", location.href).href.replace(/\/$/, "") }] },
     domNode: $("viewer"),
-    deepLinking: true,
+    deepLinking: false, // it would put links into buttons
     docExpansion: "list",
     defaultModelsExpandDepth: -1, // they stand with the operations
     validatorUrl: null,
@@ -40,6 +40,14 @@ async function show() {
     },
   });
 }
+
+// What the viewer leaves without a name of its own, or out of reach of the keyboard.
+new MutationObserver(() => {
+  const all = (what) => $("viewer").querySelectorAll(what), path = (part) => part.closest(".opblock")?.querySelector("[data-path]")?.dataset.path ?? "";
+  for (const field of all("textarea:not([aria-label])")) field.setAttribute("aria-label", "Request body");
+  for (const table of all(".responses-table:not([aria-label])")) table.setAttribute("aria-label", "Responses of " + path(table));
+  for (const text of all("pre:not([tabindex])")) text.tabIndex = 0;
+}).observe($("viewer"), { childList: true, subtree: true });
 
 $("key-form").addEventListener("submit", (e) => {
   e.preventDefault();

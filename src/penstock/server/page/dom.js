@@ -57,3 +57,12 @@ export function fenced(text, language = "") {
   const fence = "`".repeat(longest + 1);
   return `${fence}${language}\n${text}\n${fence}`;
 }
+
+// Offers a text as a file.
+export function save(name, text) {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}

@@ -1,6 +1,6 @@
 // The list of conversations that this browser keeps.
 
-import { $, announce, button, element } from "./dom.js";
+import { $, announce, button, element, save } from "./dom.js";
 import { chats, clear, MOST_CHARS, MOST_CHATS, remove } from "./store.js";
 
 const title = (chat) => {
@@ -19,6 +19,7 @@ export class History {
     $("history-bounds").textContent = `In this browser only: the newest ${MOST_CHATS} conversations, at most ${MOST_CHARS / 1e6} million characters.`;
     $("history-open").addEventListener("click", () => this.show());
     $("history-close").addEventListener("click", () => $("history").close());
+    $("history-export").addEventListener("click", () => save("penstock-history.json", JSON.stringify(chats().map(({ size, ...chat }) => chat), null, 1)));
     $("history-delete").addEventListener("click", () => {
       if (!this.sure) {
         this.sure = true;
@@ -43,6 +44,7 @@ export class History {
     const found = chats();
     $("chats").replaceChildren(...found.map((chat) => this.row(chat)));
     $("no-chats").hidden = found.length > 0;
+    $("history-export").disabled = !found.length;
   }
 
   row(chat) {

@@ -45,6 +45,7 @@ async function look() {
       served = state.model;
     }
     play.allowChat(state.chat);
+    play.settings.defaults = state.sampling;
     view.show(state);
     $("key-form").hidden = true;
   } catch (error) {

@@ -6,6 +6,7 @@ import { Attachments, withFiles } from "./files.js";
 import { Settings } from "./settings.js";
 import * as store from "./store.js";
 import { AnswerView, toolTurn, userTurn } from "./turns.js";
+import { arrived, branch, pager, turned } from "./versions.js";
 
 const SPOKEN = 3000; // characters of an answer that screen readers are given at once
 
@@ -76,8 +77,8 @@ export class Playground {
   open(saved) {
     this.stop();
     store.current(saved.id);
-    this.chat = { ...this.fresh(saved.kind), id: saved.id, turns: saved.turns };
-    this.settings.system = saved.system || "";
+    this.chat = { ...this.fresh(saved.kind), id: saved.id, turns: saved.turns, system: saved.system || "" };
+    this.settings.system = this.chat.system;
     this.show();
   }
 
@@ -109,11 +110,12 @@ export class Playground {
     $("prompt-label").textContent = chat ? "Message" : "Text to complete";
     $("send").textContent = chat ? "Send" : "Complete";
     for (const id of ["system-box", "tools-box"]) $(id).hidden = !chat;
-    $("max_tokens").placeholder = chat ? "model" : "128";
+    this.settings.placeholders(kind);
     this.edit(null);
     this.leftovers = [];
     this.chat.views = turns.map((turn, i) => this.draw(turn, i));
     $("log").replaceChildren(...this.chat.views.map((view) => view.element));
+    turns.forEach((_, i) => this.pager(i));
     this.results();
     this.hint();
     this.down();
@@ -129,6 +131,25 @@ export class Playground {
     const view = this.answer(turn, this.chat.turns[i - 1]);
     view.end();
     return view;
+  }
+
+  // What shows turn i: of a completion, whose text stands before its answer, the answer.
+  shown(i) {
+    const hidden = this.chat.kind === "completion" && this.chat.turns[i].role === "user";
+    return this.chat.views[hidden ? i + 1 : i]?.element;
+  }
+
+  pager(i) {
+    const turn = this.chat.turns[i];
+    if (turn.others && this.shown(i)) pager(this.shown(i), turn, (to) => this.turnTo(i, to, to > turn.others.indexOf(null)));
+  }
+
+  turnTo(i, to, forward) {
+    if (this.running) return;
+    this.chat.turns = turned(this.chat.turns, i, to);
+    this.keep();
+    this.show();
+    arrived(this.shown(i), forward);
   }
 
   answer(turn, before, asJson = false) {
@@ -148,6 +169,12 @@ export class Playground {
 
   down() {
     $("talk").scrollTop = $("talk").scrollHeight;
+  }
+
+  // Whether the end is in sight: then it stays so as the conversation grows.
+  near() {
+    const talk = $("talk");
+    return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
   }
 
   stop() {
@@ -174,8 +201,10 @@ export class Playground {
   }
 
   regenerate(turn = this.chat.turns.at(-1)) {
-    const at = this.chat.turns.indexOf(turn);
-    if (at > 0 && turn.role === "assistant") this.ask(at, []);
+    const { kind, turns } = this.chat, at = turns.indexOf(turn);
+    if (at <= 0 || turn.role !== "assistant") return;
+    if (kind === "chat") this.ask(at, []);
+    else this.ask(at - 1, [{ ...turns[at - 1], others: undefined }]); // text and answer are one version
   }
 
   request(turns) {
@@ -211,7 +240,8 @@ export class Playground {
     }
   }
 
-  // Keeps the first `keep` turns, adds `more` and asks for the next one. What fails leaves the conversation as it was.
+  // Keeps the first `keep` turns, adds `more` and asks for the next one; what stood there stays as another version.
+  // What fails leaves the conversation as it was.
   async ask(keep, more) {
     if (this.running) return false;
     const chat = this.chat, before = chat.turns, turns = [...before.slice(0, keep), ...more];
@@ -223,6 +253,7 @@ export class Playground {
       $("note").textContent = error.message;
       return false;
     }
+    chat.system = this.settings.system; // what it was asked with, whatever stands in the field when the answer is there
     for (const view of [...chat.views.splice(keep), ...this.leftovers.splice(0)]) view.element.remove();
     chat.turns = turns;
     this.results();
@@ -244,13 +275,20 @@ export class Playground {
       this.down();
       return false;
     }
-    chat.turns = [...turns, answer];
+    chat.turns = branch(before, keep, [...more, answer]);
     chat.views.push(...fresh);
-    const system = this.settings.system;
-    const { id, kind } = chat;
-    if (chat.kept) $("note").textContent = store.save({ id, kind, system, model: this.model(), when: Date.now(), turns: chat.turns });
-    if (this.chat === chat) this.results();
+    this.keep(chat);
+    if (this.chat !== chat) return true;
+    const near = this.near();
+    if (keep < before.length) this.pager(keep);
+    this.results();
+    if (near) this.down();
     return true;
+  }
+
+  keep(chat = this.chat) {
+    const { id, kind, system, turns } = chat;
+    if (chat.kept) $("note").textContent = store.save({ id, kind, system, model: this.model(), when: Date.now(), turns });
   }
 
   // Reads the answer into `answer` and its view. True: nothing came, and it is not the model that decided so.
@@ -259,7 +297,7 @@ export class Playground {
     this.busy(true);
     view.begin();
     announce("The model answers");
-    const talk = $("talk"), sent = performance.now();
+    const sent = performance.now();
     let first = null, last = null, usage = null, reason = null;
     try {
       for await (const event of post(path, body, this.running.signal)) {
@@ -273,7 +311,7 @@ export class Playground {
         answer.text += piece;
         answer.thoughts += thought;
         reason = choice.finish_reason || reason;
-        const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+        const near = this.near();
         view.update(piece, choice.logprobs);
         if (near) this.down();
       }
@@ -284,7 +322,7 @@ export class Playground {
         answer.error = error.message;
       }
     }
-    const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
+    const near = this.near();
     answer.facts = facts({ sent, first, last, usage, reason });
     view.end();
     if (near) this.down();

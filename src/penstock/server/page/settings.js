@@ -3,9 +3,15 @@
 import { $, element } from "./dom.js";
 import { read, write } from "./store.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const SHAPING = ["temperature", "top_p", "top_k", "min_p"]; // naming one of these can change what the others are
+const NUMBERS = [...SHAPING, "max_tokens", "seed"];
 const FIELDS = [...NUMBERS, "stops", "system", "format", "schema", "tools"];
 const COMPLETION_TOKENS = 128; // where the field is empty; the API's own default of 16 is short for reading
+const WHOSE = {
+  model: "An empty field is what the model's own files say.",
+  mild: "The model's files give no defaults: with all four empty, the server samples mildly; with one filled in, the others are neutral.",
+  neutral: "An empty field leaves the model's distribution as it is.",
+};
 
 function json(id, what) {
   const text = $(id).value.trim();
@@ -20,11 +26,14 @@ function json(id, what) {
 export class Settings {
   constructor() {
     this.prompts = read("prompts") || [];
+    this.sampling = null;
+    this.kind = "chat";
     const kept = read("parameters") || {};
     for (const id of FIELDS) {
       if (kept[id] !== undefined) $(id).value = kept[id];
       $(id).addEventListener("change", () => this.keep());
     }
+    for (const id of SHAPING) $(id).addEventListener("input", () => this.placeholders());
     $("format").addEventListener("change", () => this.show());
     $("prompt-save").addEventListener("click", () => this.savePrompt());
     $("prompt-delete").addEventListener("click", () => this.setPrompts(this.prompts.filter((p) => p !== this.chosen())));
@@ -47,6 +56,22 @@ export class Settings {
     $("prompts").value = at < 0 ? "" : String(at);
     $("prompt-save").disabled = at >= 0 || !$("system").value.trim();
     $("prompt-delete").disabled = at < 0;
+  }
+
+  // What the server does where a field is empty, as /internal/state has it.
+  set defaults(sampling) {
+    if (JSON.stringify(sampling) === JSON.stringify(this.sampling)) return;
+    this.sampling = sampling;
+    this.placeholders();
+  }
+
+  placeholders(kind = this.kind) {
+    this.kind = kind;
+    const chat = kind === "chat", { silent, beside, whose } = this.sampling ?? {};
+    const values = SHAPING.some((id) => $(id).value !== "") ? beside : silent;
+    for (const id of SHAPING) $(id).placeholder = values?.[id] ?? "";
+    $("max_tokens").placeholder = chat ? values?.max_tokens ?? "what fits" : COMPLETION_TOKENS;
+    $("defaults").textContent = WHOSE[whose] ?? "";
   }
 
   chosen() {
@@ -92,6 +117,7 @@ export class Settings {
     }
     this.prompts = [];
     this.list();
+    this.placeholders();
   }
 
   // What the fields say; empty ones are left to the server. Raises an error whose text says what to change.

@@ -42,49 +42,7 @@ def json_call(r: Reader, ends: Markers = NONE) -> Steps[None]:
 
     Raises Broken before the name is known; behind it, what is wrong only ends the call.
     """
-    yield from r.space()
-    yield from r.expect("{")
-    before = r.calls
-    try:
-        yield from _members(r, ends, [], False)
-    except Broken:
-        if r.calls == before:
-            raise
-    if r.calls == before:
-        raise Broken
-    if r.in_call:
-        r.end()
-
-
-def _members(r: Reader, ends: Markers, early: list[str], inner: bool) -> Steps[None]:
-    """What is behind the brace. `early`: arguments that came before the name; `inner`: this is `function`'s value."""
-    begun = had = False
-    while True:
-        yield from r.run(_SEPARATORS, ignore)
-        char = yield from r.need()
-        if char == "}":
-            r.take(1)
-            return
-        key = yield from _text(r)
-        if not r.in_call and key not in _KEYS:
-            raise Broken
-        yield from r.space()
-        yield from r.expect(":")
-        char = yield from r.space()
-        if key in _NAMES and not begun and char == '"':
-            r.begin((yield from _text(r)))
-            begun, had = True, had or bool(early)
-            for piece in early:
-                r.write(piece)
-        elif key == "function" and not begun and not inner and char == "{":
-            r.take(1)
-            yield from _members(r, ends, early, True)
-            begun, had = r.in_call, True
-        elif key in _ARGUMENTS and not had:
-            had = True
-            yield from json_arguments(r, ends, r.write if begun else early.append)
-        else:
-            yield from _value(r, ignore, ends)
+    yield from _object(r, ends, sure=False)
 
 
 def declared_call(r: Reader) -> Steps[None]:
@@ -92,11 +50,15 @@ def declared_call(r: Reader) -> Steps[None]:
 
     Raises Broken before that; behind it, what is wrong only ends the call.
     """
+    yield from _object(r, NONE, sure=True)
+
+
+def _object(r: Reader, ends: Markers, *, sure: bool) -> Steps[None]:
     yield from r.space()
     yield from r.expect("{")
     before = r.calls
     try:
-        yield from _declared(r, "", [], False)
+        yield from _members(r, ends, [], "", inner=False, sure=sure)
     except Broken:
         if r.calls == before:
             raise
@@ -104,6 +66,45 @@ def declared_call(r: Reader) -> Steps[None]:
         raise Broken
     if r.in_call:
         r.end()
+
+
+def _members(r: Reader, ends: Markers, early: list[str], name: str, *, inner: bool, sure: bool) -> Steps[bool]:
+    """What is behind the brace; whether there were arguments.
+
+    `early`: arguments that came before the name; `name`: one that is known, and waits for them; `inner`: this is
+    `function`'s value; `sure`: a call begins only with both, a tool's name and an object of arguments.
+    """
+    had = bool(early)
+    while True:
+        yield from r.run(_SEPARATORS, ignore)
+        char = yield from r.need()
+        if char == "}":
+            r.take(1)
+            return had
+        key = yield from _text(r)
+        if not r.in_call and key not in _KEYS:
+            raise Broken
+        yield from r.space()
+        yield from r.expect(":")
+        char = yield from r.space()
+        if key in _NAMES and not name and not r.in_call and char == '"':
+            name = yield from _text(r)
+            if sure and name not in r.tools:
+                raise Broken
+            if early or not sure:
+                r.begin(name)
+                for piece in early:
+                    r.write(piece)
+        elif key == "function" and not r.in_call and not inner and char == "{":
+            r.take(1)
+            had = (yield from _members(r, ends, early, name, inner=True, sure=sure)) or had
+        elif not had and (key == "arguments" and char == "{" if sure else key in _ARGUMENTS):
+            had = True
+            if name and not r.in_call:
+                r.begin(name)
+            yield from json_arguments(r, ends, r.write if r.in_call else early.append)
+        else:
+            yield from _value(r, ignore, ends)
 
 
 def plain_call(r: Reader) -> Steps[None]:
@@ -128,38 +129,6 @@ def plain_call(r: Reader) -> Steps[None]:
     if (yield from r.peek()) == "}":
         r.take(1)
     r.end()
-
-
-def _declared(r: Reader, name: str, early: list[str], inner: bool) -> Steps[None]:
-    """As `_members`, which cannot wait: `early` are arguments in front of the name."""
-    while True:
-        yield from r.run(_SEPARATORS, ignore)
-        if (yield from r.need()) == "}":
-            r.take(1)
-            return
-        key = yield from _text(r)
-        if not r.in_call and key not in _KEYS:
-            raise Broken
-        yield from r.space()
-        yield from r.expect(":")
-        char = yield from r.space()
-        if key in _NAMES and not name and char == '"':
-            name = yield from _text(r)
-            if name not in r.tools:
-                raise Broken
-            if early:
-                r.begin(name)
-                for piece in early:
-                    r.write(piece)
-        elif key == "function" and not inner and char == "{":
-            r.take(1)
-            yield from _declared(r, name, early, True)
-        elif key == "arguments" and char == "{" and not early and not r.in_call:
-            if name:
-                r.begin(name)
-            yield from _nested(r, r.write if name else early.append, NONE)
-        else:
-            yield from _value(r, ignore, NONE)
 
 
 def json_arguments(r: Reader, ends: Markers, sink: Sink) -> Steps[None]:

@@ -88,8 +88,19 @@ def _allowed(choice: Mapping[str, Any], names: tuple[str, ...]) -> Choice:
     return Choice(mode, tuple(dict.fromkeys(chosen)))
 
 
+def bound_by(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any) -> dict[str, str]:
+    """What binds the output -> where a client has written it, if `tool_choice` names a tool."""
+    choice = read_choice(tools, tool_choice)
+    if choice.kind != "named":
+        return {}
+    place = next(n for n, tool in enumerate(tools or ()) if tool["function"]["name"] == choice.names[0])
+    return dict.fromkeys(
+        ("structured_outputs.json", "structured_outputs.grammar"), f"tools[{place}].function.parameters"
+    )
+
+
 def _named(choice: Any, names: tuple[str, ...], where: str) -> str:
-    inner = choice.get("function", choice) if isinstance(choice, Mapping) else None
+    inner = choice.get("function", choice.get("custom", choice)) if isinstance(choice, Mapping) else None
     name = inner.get("name") if isinstance(inner, Mapping) else None
     if name not in names:
         said = (

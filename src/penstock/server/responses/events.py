@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.server.parsing.custom import NO_CUSTOM
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
-from penstock.server.responses.custom import input_of
 from penstock.server.turns.asking import new_id
+from penstock.text.custom import input_of
 
 Item = dict[str, Any]
-NO_CUSTOM: Mapping[str, bool] = {}
 
 
 class ResponseWriter:

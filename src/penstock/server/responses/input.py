@@ -1,17 +1,15 @@
-"""What a Responses request says, in the shapes of chat: items as messages, tools, formats."""
+"""What a Responses request says, in the shapes of chat: items as messages, formats."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import InputError
-from penstock.server.parsing.tools import check_tools, read_choice
-from penstock.server.responses.custom import arguments_of, as_function
 from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.responses import ResponsesRequest
 from penstock.server.turns.asking import new_id
+from penstock.text.custom import arguments_of
 
 MAX_ITEMS = 10_000
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -142,70 +140,6 @@ def _content(content: Any, where: str) -> str | list[dict[str, str]]:
 
 def _plain(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
-@dataclass(frozen=True)
-class Tools:
-    """`listed`: as chat has them. `custom`: names of those that are shown as functions and are none; `grammars`: in
-    Lark, of the input of some of these; `names`: places in `listed` -> as the client calls them."""
-
-    listed: list[dict[str, Any]] | None = None
-    custom: frozenset[str] = frozenset()
-    grammars: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-
-
-def chat_tools(tools: list[dict[str, Any]] | None) -> Tools:
-    """Raises InputError for any tool that would have to run on the server: it runs none by itself."""
-    if tools is None:
-        return Tools()
-    made: list[dict[str, Any]] = []
-    grammars: dict[str, str] = {}
-    custom: set[str] = set()
-    names: dict[str, str] = {}
-    for i, tool in enumerate(tools):
-        where, ours = f"tools[{i}]", f"tools[{i}].function"
-        if tool.get("type") == "custom":
-            function, lark = as_function(tool, where)
-            made.append(function)
-            custom.add(str(tool.get("name")))
-            if lark is not None:
-                grammars[str(tool.get("name"))] = lark
-            names |= {f"{ours}.strict": f"{where}.format", f"{ours}.parameters": f"{where}.format"}
-        elif tool.get("type") == "function":
-            kept = ("name", "description", "parameters", "strict")
-            made.append({"type": "function", "function": {k: tool[k] for k in kept if tool.get(k) is not None}})
-        else:
-            raise InputError(
-                f"{where}.type is {str(tool.get('type'))[:40]!r}; only function and custom tools are possible here",
-                param=f"{where}.type",
-            )
-    return Tools(made, frozenset(custom), grammars, names)
-
-
-def chat_tool_choice(choice: str | dict[str, Any] | None, tools: Tools) -> str | dict[str, Any] | None:
-    """Raises InputError, also where a tool with a grammar in Lark may be called and is not named: only a whole answer
-    can be bound to one."""
-    if isinstance(choice, dict):
-        if choice.get("type") in ("function", "custom"):
-            return {"type": "function", "function": {"name": choice.get("name")}}
-        if choice.get("type") != "allowed_tools":
-            raise InputError(
-                'tool_choice must be "auto", "none", "required", {"type": "function" or "custom", "name": ...} or '
-                '{"type": "allowed_tools", "mode": ..., "tools": [...]}', param="tool_choice",
-            )  # fmt: skip
-    if not tools.grammars:
-        return choice
-    asked = read_choice(check_tools(tools.listed, choice), choice)
-    if asked.kind == "required" and len(asked.names) == 1:
-        return {"type": "function", "function": {"name": asked.names[0]}}
-    found = next((name for name in asked.names if name in tools.grammars), None)
-    if asked.kind in ("auto", "required") and found is not None:
-        raise InputError(
-            f"the grammar of {found} is possible only where tool_choice names it or it is the one tool and required; "
-            "do so, or write it as a regex", param="tool_choice",
-        )  # fmt: skip
-    return choice
 
 
 def form(body: ResponsesRequest) -> Form | None:

@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import msgspec
 
 from penstock.server.errors import WireError, told
+from penstock.server.parsing.custom import NO_CUSTOM
 from penstock.server.parsing.events import Reasoning
-from penstock.server.responses.events import NO_CUSTOM, Item, ResponseWriter, final_kind
+from penstock.server.responses.events import Item, ResponseWriter, final_kind
 from penstock.server.responses.store import ResponseStore, Stored
 from penstock.server.schema.responses import InputTokensDetails, OutputTokensDetails, ResponseObject, ResponseUsage
 from penstock.server.transport.sse import encoder, frame

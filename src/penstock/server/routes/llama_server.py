@@ -17,7 +17,7 @@ from penstock.core.sampling import SamplingParams
 from penstock.server.call import Prompt
 from penstock.server.errors import told
 from penstock.server.schema.decode import read
-from penstock.server.schema.forms import Form, only
+from penstock.server.schema.forms import Form
 from penstock.server.schema.llama_server import (
     InfillRequest,
     LlamaCompletion,
@@ -49,11 +49,11 @@ REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_tokens": ((), "is OpenAI's name; write n_predict"),
     "messages": ((), "belongs to /v1/chat/completions; here it is prompt"),
     "image_data": (([],), "is not supported: this model reads only text"),
+    **dict.fromkeys(("regex", "ebnf"), (("",), "is SGLang's; write grammar or json_schema here")),
     "grammar_lazy": ((False,), "is not supported: a grammar binds the answer from its beginning; leave it out"),
 }
 ACCEPTED = frozenset(("id_slot", "min_keep", "timings_per_token", "return_progress"))
 """Without meaning here: sequences have no fixed slots, and progress is told by tokens."""
-_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop", "ignore_eos")
 _NAMES = {
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs",
     "max_logprobs": "n_probs",
@@ -116,7 +116,7 @@ async def _prompt(caller: Caller, body: LlamaCompletionRequest) -> Prompt:
 
 async def _start(caller: Caller, body: LlamaSampling, prompt: Prompt, ends: list[int]) -> LlamaRun:
     server = caller.server
-    form = only(body.foreign_forms())
+    form = body.form()
     params = _params(body, sampling_defaults(server), form, ends)
     salt = None if body.cache_prompt is not False else secrets.token_hex(8)
     options = Options(stream=bool(body.stream), priority=body.priority, cache_salt=salt, timeout_s=body.timeout)
@@ -127,10 +127,6 @@ async def _start(caller: Caller, body: LlamaSampling, prompt: Prompt, ends: list
 
 def _params(body: LlamaSampling, defaults: Mapping[str, Any], form: Form | None, ends: list[int]) -> SamplingParams:
     """Raises InputError."""
-    given = {name: getattr(body, name) for name in _SAME}
-    given["repetition_penalty"] = body.repeat_penalty
-    given = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-    given = {name: value for name, value in given.items() if value is not None}
     if body.n_predict is not None and body.n_predict < -2:
         raise InputError(f"n_predict must be at least -2, not {body.n_predict}", param="n_predict")
     if body.n_predict == 0:
@@ -138,11 +134,11 @@ def _params(body: LlamaSampling, defaults: Mapping[str, Any], form: Form | None,
     return SamplingParams(
         max_tokens=body.n_predict if body.n_predict is not None and body.n_predict > 0 else None,
         logprobs=body.n_probs or None,
-        seed=None if body.seed == -1 else body.seed,
+        ignore_eos=bool(body.ignore_eos),
         logit_bias=_bias(body.logit_bias),
         stop_token_ids=ends or None,
         structured_outputs=None if form is None else form.asked,
-        **given,
+        **body.sampling(defaults),
     )
 
 

@@ -36,7 +36,9 @@ from penstock.server.transport.sse import as_json
 from penstock.server.turns.times import rfc3339
 
 PATH = "/v1/messages"
-MAX_REQUESTS = 100_000
+MAX_REQUESTS = 10_000
+"""Fewer than the bounds of a body allow (`schema.decode`), so that what is too much is told by its number."""
+_LARGER = "larger batches are files of lines: /v1/files, then /v1/batches with the endpoint /v1/messages"
 _CUSTOM_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OURS, _THEIRS = "batch_", "msgbatch_"
 _WRITE_BYTES = 1 << 20
@@ -63,17 +65,19 @@ async def create(request: Request) -> Response:
 
 def _check(body: MessageBatchRequest) -> None:
     """Raises InputError."""
-    if not 1 <= len(body.requests) <= MAX_REQUESTS:
-        raise InputError(f"requests has {len(body.requests)} entries; 1 to {MAX_REQUESTS} are possible",
-                         param="requests")  # fmt: skip
-    seen: set[str] = set()
+    count = len(body.requests)
+    if not 1 <= count <= MAX_REQUESTS:
+        more = f"; {_LARGER}" if count else ""
+        raise InputError(f"requests has {count} entries; 1 to {MAX_REQUESTS} are possible{more}", param="requests")
+    seen: dict[str, int] = {}
     for i, one in enumerate(body.requests):
         where = f"requests[{i}].custom_id"
         if _CUSTOM_ID.fullmatch(one.custom_id) is None:
-            raise InputError(f"{where} must be 1 to 64 letters, digits, _ and -", param=where)
-        if one.custom_id in seen:
-            raise InputError(f"{where} is {one.custom_id!r}, as is another; they must differ", param=where)
-        seen.add(one.custom_id)
+            said = f"has {len(one.custom_id)} characters" if len(one.custom_id) > 64 else f"is {one.custom_id!r}"
+            raise InputError(f"{where} {said}; 1 to 64 letters, digits, _ and - are possible", param=where)
+        if (first := seen.setdefault(one.custom_id, i)) != i:
+            raise InputError(f"{where} is {one.custom_id!r}, as is that of requests[{first}]; they must differ",
+                             param=where)  # fmt: skip
         if one.params.get("stream") not in (None, False):
             raise InputError(f"requests[{i}].params.stream is not possible in a batch", param=f"requests[{i}].params")
 

@@ -15,6 +15,7 @@ from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
 from penstock.server.observation.metrics import draining, load_of, memory_of
+from penstock.server.turns.defaults import shown_defaults
 
 _MIB = 1 << 20
 
@@ -114,6 +115,7 @@ async def state(request: Request) -> Response:
         "version": __version__,
         "model": server.model_name,
         "chat": server.service.chat_template is not None,
+        "sampling": shown_defaults(server),
         "state": client.state,
         "unready": reason.message if reason is not None else None,
         "restarts": client.num_restarts,

@@ -13,11 +13,10 @@ from starlette.routing import BaseRoute, Route
 from penstock.base.errors import InputError, RefusedError
 from penstock.server.encoding import PromptFit
 from penstock.server.parsing import check_tools, shown
+from penstock.server.parsing.custom import as_functions, read_tools
 from penstock.server.responses.events import Item, replay
 from penstock.server.responses.input import (
     chat_messages,
-    chat_tool_choice,
-    chat_tools,
     form,
     input_items,
 )
@@ -95,7 +94,7 @@ async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
         user=body.user,
         metadata=body.metadata or {},
     )
-    custom = {name: name in asked.grammars for name in chat_tools(body.tools).custom}
+    custom = read_tools(body.tools, nested=False).custom
     return ResponseRun(turn, response, items, store, server.config.max_stream_chars, custom)
 
 
@@ -137,7 +136,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
-    tools = chat_tools(body.tools)
+    tools = read_tools(body.tools, nested=False)
     messages = chat_messages(items, body.instructions, num_stored=len(before))
     await work.pause()
     asked = Conversation(
@@ -151,7 +150,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
             tpot_slo_ms=body.tpot_slo_ms,
         ),
         tools=tools.listed,
-        tool_choice=chat_tool_choice(body.tool_choice, tools),
+        tool_choice=as_functions(body.tool_choice, tools),
         grammars=tools.grammars,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         chat_template_kwargs=kwargs or None,

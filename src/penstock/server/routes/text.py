@@ -12,7 +12,8 @@ from penstock.server.call import Asker, Prompt
 from penstock.server.context import Server
 from penstock.server.encoding import PromptFit
 from penstock.server.parsing import check_tools, shown
-from penstock.server.schema.decode import read
+from penstock.server.parsing.custom import read_tools
+from penstock.server.schema.decode import read, renamed
 from penstock.server.schema.text import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -112,7 +113,10 @@ async def _applied(caller: Caller, body: TemplateRequest) -> TemplateResponse:
 
 
 async def _chat(server: Server, body: TokenizeRequest | TemplateRequest, asker: Asker) -> Prompt:
-    messages, tools = shown(server, body.messages or [], check_tools(body.tools), None, body.chat_template)
+    asked = read_tools(body.tools, nested=True)
+    with renamed(asked.names):
+        checked = check_tools(asked.listed)
+    messages, tools = shown(server, body.messages or [], checked, None, body.chat_template)
     return await server.service.encode_chat(
         messages,
         tools=tools,

@@ -169,21 +169,29 @@ class ForeignForms(msgspec.Struct, kw_only=True):
 
     def foreign_forms(self) -> Iterator[Form | None]:
         """Raises InputError."""
-        if isinstance(self.grammar, dict):
-            try:
-                yield msgspec.convert(self.grammar, ResponseFormat, strict=True).form("grammar")
-            except msgspec.ValidationError:
-                raise InputError(
-                    'grammar must be a text in GBNF, or {"type": "json" or "regex", "value": ...}', param="grammar"
-                ) from None
-        elif self.grammar:
-            yield Form("grammar", StructuredOutputs(grammar=self.grammar))
-        if self.json_schema is not None and self.json_schema != "":
-            yield Form("json_schema", StructuredOutputs(json=self.json_schema))
-        if self.regex:
-            yield Form("regex", StructuredOutputs(regex=self.regex))
-        if self.ebnf:
-            yield Form("ebnf", StructuredOutputs(grammar=self.ebnf))
+        return foreign_forms(self.grammar, self.json_schema, self.regex, self.ebnf)
+
+
+def foreign_forms(
+    grammar: str | dict[str, Any] | None, json_schema: dict[str, Any] | str | None, regex: str | None = None,
+    ebnf: str | None = None,
+) -> Iterator[Form | None]:  # fmt: skip
+    """What the fields of `ForeignForms` ask for. Raises InputError."""
+    if isinstance(grammar, dict):
+        try:
+            yield msgspec.convert(grammar, ResponseFormat, strict=True).form("grammar")
+        except msgspec.ValidationError:
+            raise InputError(
+                'grammar must be a text in GBNF, or {"type": "json" or "regex", "value": ...}', param="grammar"
+            ) from None
+    elif grammar:
+        yield Form("grammar", StructuredOutputs(grammar=grammar))
+    if json_schema is not None and json_schema != "":
+        yield Form("json_schema", StructuredOutputs(json=json_schema))
+    if regex:
+        yield Form("regex", StructuredOutputs(regex=regex))
+    if ebnf:
+        yield Form("ebnf", StructuredOutputs(grammar=ebnf))
 
 
 def _gone(kind: str) -> tuple[tuple[Any, ...], str]:

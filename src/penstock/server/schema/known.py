@@ -31,9 +31,11 @@ class Open(dict[str, Any]):
 _PART = names("type", "text", "refusal", "cache_control")
 """A part of a chat message. Prefixes are cached without being told, so what asks for it is fulfilled."""
 MESSAGES: Shape = Open(content=_PART)
-TOOLS: Shape = names("type", function=names("name", "description", "parameters", "strict"))
-_NAMED = names("type", "name", function=names("name"))
-TOOL_CHOICE: Shape = names("type", "name", "mode", function=names("name"), tools=_NAMED,
+_FORMAT = names("type", grammar=names("definition", "syntax"))
+TOOLS: Shape = names("type", function=names("name", "description", "parameters", "strict"),
+                     custom=names("name", "description", format=_FORMAT))  # fmt: skip
+_NAMED = names("type", "name", function=names("name"), custom=names("name"))
+TOOL_CHOICE: Shape = names("type", "name", "mode", function=names("name"), custom=names("name"), tools=_NAMED,
                            allowed_tools=names("mode", tools=_NAMED))  # fmt: skip
 
 _ITEM_PART = names("type", "text", "refusal", "annotations", "logprobs")

@@ -6,25 +6,19 @@ from typing import Any
 
 import msgspec
 
-from penstock.server.schema.forms import ForeignForms
+from penstock.server.schema.forms import Form, foreign_forms, only
+from penstock.server.schema.sampling import LlamaCppSampling
 
 
-class LlamaSampling(ForeignForms, kw_only=True):
+class LlamaSampling(LlamaCppSampling, kw_only=True):
     """`n_predict`: -1 fills the context. `cache_prompt`: false does without the prefix cache. `logit_bias`: pairs of a
-    token id and a number, or false."""
+    token id and a number, or false. `grammar`: in GBNF; "" and a `json_schema` of "" are the same as leaving it out."""
 
+    grammar: str | dict[str, Any] | None = None
+    json_schema: dict[str, Any] | str | None = None
     model: str | None = None
     n_predict: int | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     logit_bias: list[list[int | float | bool | str]] | dict[str, float | bool] | None = None
     n_probs: int | None = None
@@ -33,6 +27,10 @@ class LlamaSampling(ForeignForms, kw_only=True):
     response_fields: list[str] | None = None
     priority: int | None = None
     timeout: float | None = None
+
+    def form(self) -> Form | None:
+        """What the answer is bound to. Raises InputError."""
+        return only(foreign_forms(self.grammar, self.json_schema))
 
 
 class LlamaCompletionRequest(LlamaSampling, kw_only=True):

@@ -8,23 +8,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.server.schema.known import TOOLS, Shape
+from penstock.server.schema.sampling import LlamaCppSampling
 
 
-class OllamaOptions(msgspec.Struct, kw_only=True):
+class OllamaOptions(LlamaCppSampling, kw_only=True):
     """`num_predict`: 0 and less fills the context. `num_ctx`: the context is chosen when the server starts; what does
     not fit is refused, never cut. The last ones are taken only where they change nothing."""
 
     num_predict: int | None = None
     num_ctx: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     mirostat: int | None = None
     typical_p: float | None = None
     tfs_z: float | None = None

@@ -136,10 +136,18 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomCall(msgspec.Struct, kw_only=True):
+    name: str
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
+    """Of `type` function or custom; what it says is under that name."""
+
     id: str
     type: str = "function"
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET
+    custom: CustomCall | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.sampling import SamplingParams
 from penstock.text.defaults import FIELDS, Defaults
 from penstock.text.defaults import sampling_defaults as find_defaults
 
@@ -28,3 +29,22 @@ def found_defaults(server: Server) -> Defaults:
         known = server.parts["defaults"] = (front.generation_config, found)
     defaults: Defaults = known[1]
     return defaults
+
+
+def shown_defaults(server: Server) -> dict[str, Any]:
+    """For the page's empty fields. `silent`: what a request that names none of FIELDS gets; `beside`: what is left for
+    the others once it names one; `whose`: "model", "mild" (`text.defaults.MILD`) or "neutral"."""
+    found = found_defaults(server)
+
+    def whole(values: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: getattr(SamplingParams(), name) for name in FIELDS}
+        return {name: values.get(name, value) for name, value in plain.items()} | {
+            "max_tokens": values.get("max_tokens")
+        }
+
+    own = any(name in found.values for name in FIELDS)
+    return {
+        "silent": whole(found.values),
+        "beside": whole(found.beside(FIELDS)),
+        "whose": "mild" if found.mild else "model" if own else "neutral",
+    }

@@ -23,6 +23,7 @@ from penstock.server.call import Call, Prompt
 from penstock.server.errors import WireError, wire_error
 from penstock.server.parsing import check_tools, lead_for, params_for, parser_for, shown
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from penstock.server.parsing.tools import bound_by
 from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, make_call, new_id
@@ -224,7 +225,8 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     Raises InputError, RefusedError, EngineError.
     """
     server, choice = caller.server, asked.tool_choice
-    tools = check_tools(asked.tools, choice) or None
+    with renamed(asked.names):
+        tools = check_tools(asked.tools, choice) or None
     parallel = asked.parallel_tool_calls
     check_compression(server, asked.compression, prompt_logprobs=asked.params.prompt_logprobs is not None)
     limits, max_tokens = server.service.limits, asked.params.max_tokens
@@ -261,6 +263,6 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
         server, tools, choice, kwargs, prompt_text=ends, bound=bound, continued=asked.continue_final_message
     )
     call.reference = reference if server.speculates else []  # nobody would look at it
-    with renamed(asked.names):
+    with renamed(asked.names), renamed(bound_by(tools, choice)):
         stream = await server.service.submit(call)
     return Turn(call, stream, parsers, speculates=server.speculates)

@@ -5,11 +5,10 @@ Images have no output tokens, so only who came when is taken. Source: alibaba/cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.sim.traces import TraceOptions
-from penstock.sim.traces.reading import Stopwatch, columns, num_lines, requests
+from penstock.sim.traces.reading import Parse, Stopwatch, columns, read_table
 from penstock.sim.workload import Broken, TimedRequest, Workload
 
 HEADER = "gmt_create,predict_type"
@@ -24,24 +23,16 @@ class Alibaba:
         return head.startswith(HEADER.encode())
 
     def open(self, path: Path, options: TraceOptions) -> Workload:
-        broken = Broken(options.skip_broken)
+        prompt, output = options.num_prompt, options.num_output
 
-        def source() -> Iterator[TimedRequest]:
+        def parser() -> Parse:
             watch = Stopwatch()
 
             def parse(text: str) -> TimedRequest:
                 cells = columns(text, _TENANT + 1)
-                return TimedRequest(
-                    watch.seconds(cells[0]), options.num_prompt, options.num_output, tenant=cells[_TENANT][:64]
-                )
+                return TimedRequest(watch.seconds(cells[0]), prompt, output, tenant=cells[_TENANT][:64])
 
-            return requests(path, parse, broken, header=HEADER)
+            return parse
 
-        total = num_lines(path)
-        return Workload(
-            path.stem,
-            f"times and tenants of {path.name}; {options.num_prompt} prompt, {options.num_output} output tokens each",
-            source,
-            num_requests=None if total is None else max(0, total - 1),
-            broken=broken,
-        )
+        about = f"times and tenants of {path.name}; {prompt} prompt, {output} output tokens each"
+        return read_table(path, HEADER, parser, about, Broken(options.skip_broken))

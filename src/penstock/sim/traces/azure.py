@@ -5,11 +5,10 @@ Source: Patel et al., Splitwise, arXiv 2311.18677; github.com/Azure/AzurePublicD
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.sim.traces import TraceOptions
-from penstock.sim.traces.reading import Stopwatch, columns, num_lines, requests, tokens
+from penstock.sim.traces.reading import Parse, Stopwatch, columns, read_table, tokens
 from penstock.sim.workload import Broken, TimedRequest, Workload
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -23,9 +22,7 @@ class Azure:
         return head.lstrip(b"\xef\xbb\xbf").startswith(HEADER.encode())
 
     def open(self, path: Path, options: TraceOptions) -> Workload:
-        broken = Broken(options.skip_broken)
-
-        def source() -> Iterator[TimedRequest]:
+        def parser() -> Parse:
             watch = Stopwatch()
 
             def parse(text: str) -> TimedRequest:
@@ -33,13 +30,7 @@ class Azure:
                 num_prompt, num_output = tokens(prompt, "ContextTokens"), tokens(output, "GeneratedTokens")
                 return TimedRequest(watch.seconds(time), num_prompt, num_output)
 
-            return requests(path, parse, broken, header=HEADER)
+            return parse
 
-        total = num_lines(path)
-        return Workload(
-            path.stem,
-            f"Azure LLM inference trace {path.name}",
-            source,
-            num_requests=None if total is None else max(0, total - 1),
-            broken=broken,
-        )
+        about = f"Azure LLM inference trace {path.name}"
+        return read_table(path, HEADER, parser, about, Broken(options.skip_broken))

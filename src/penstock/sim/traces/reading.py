@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from penstock.base.errors import InputError
-from penstock.sim.workload import MAX_TIME_S, MAX_TOKENS, Broken, TimedRequest
+from penstock.sim.workload import MAX_TIME_S, MAX_TOKENS, Broken, TimedRequest, Workload
 
 MAX_LINE = 2**22
 """Characters of one line."""
@@ -55,6 +55,21 @@ def requests(path: Path, parse: Parse, broken: Broken, *, header: str = "") -> I
             continue
         latest_s = request.arrival_s
         yield request
+
+
+def read_table(
+    path: Path, header: str, parser: Callable[[], Parse], description: str, broken: Broken, *, has_times: bool = True
+) -> Workload:
+    """The workload of a file with a header. `parser` makes what reads a line, anew for every time it is read."""
+    total = num_lines(path)
+    return Workload(
+        path.stem,
+        description,
+        lambda: requests(path, parser(), broken, header=header),
+        num_requests=None if total is None else max(0, total - 1),
+        has_times=has_times,
+        broken=broken,
+    )
 
 
 def num_lines(path: Path) -> int | None:

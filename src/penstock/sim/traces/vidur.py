@@ -5,11 +5,10 @@ Source: Agrawal et al., Vidur, arXiv 2405.05465; github.com/microsoft/vidur, dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.sim.traces import TraceOptions
-from penstock.sim.traces.reading import columns, num_lines, requests, tokens
+from penstock.sim.traces.reading import columns, read_table, tokens
 from penstock.sim.workload import Broken, TimedRequest, Workload
 
 HEADER = "num_prefill_tokens,num_decode_tokens"
@@ -29,17 +28,5 @@ class Vidur:
         return head.startswith(HEADER.encode())
 
     def open(self, path: Path, options: TraceOptions) -> Workload:
-        broken = Broken(options.skip_broken)
-
-        def source() -> Iterator[TimedRequest]:
-            return requests(path, parse, broken, header=HEADER)
-
-        total = num_lines(path)
-        return Workload(
-            path.stem,
-            f"lengths of {path.name}",
-            source,
-            num_requests=None if total is None else max(0, total - 1),
-            has_times=False,
-            broken=broken,
-        )
+        about = f"lengths of {path.name}"
+        return read_table(path, HEADER, lambda: parse, about, Broken(options.skip_broken), has_times=False)

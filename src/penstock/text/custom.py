@@ -14,10 +14,11 @@ from penstock.base.errors import InputError
 ARGUMENT = "input"
 
 
-def as_function(tool: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str | None]:
+def as_function(tool: Mapping[str, Any], where: str, *, nested: bool = False) -> tuple[dict[str, Any], str | None]:
     """The function that is shown for a custom tool, and the Lark grammar of its input if it has one. Raises InputError.
 
-    A regular expression becomes a pattern of the argument, which binds it wherever a call can be bound.
+    A regular expression becomes a pattern of the argument, which binds it wherever a call can be bound. `nested`: a
+    grammar is an object within the format, as in chats.
     """
     format = tool.get("format") or {"type": "text"}
     kind = format.get("type") if isinstance(format, Mapping) else None
@@ -27,11 +28,15 @@ def as_function(tool: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     function: dict[str, Any] = {"name": tool.get("name"), "description": tool.get("description")}
     lark = None
     if kind == "grammar":
-        definition, syntax = format.get("definition"), format.get("syntax")
+        at = f"{where}.format.grammar" if nested else f"{where}.format"
+        grammar = format.get("grammar") if nested else format
+        if not isinstance(grammar, Mapping):
+            raise InputError(f"{at} must be an object with a definition and a syntax", param=at)
+        definition, syntax = grammar.get("definition"), grammar.get("syntax")
         if not isinstance(definition, str) or not definition:
-            raise InputError(f"{where}.format.definition must be a text", param=f"{where}.format.definition")
+            raise InputError(f"{at}.definition must be a text", param=f"{at}.definition")
         if syntax not in ("lark", "regex"):
-            raise InputError(f"{where}.format.syntax must be lark or regex", param=f"{where}.format.syntax")
+            raise InputError(f"{at}.syntax must be lark or regex", param=f"{at}.syntax")
         if syntax == "regex":
             argument["pattern"] = f"^(?:{definition})$"
             function["strict"] = True
