@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
@@ -43,7 +44,7 @@ class Paged:
         self.graph = build(
             spec, dict(weights), self.groups, max_model_len=max_model_len, rotation=rotation, reading=reading
         )
-        self.program = ReferenceBackend(attention, ops).compile(self.graph, self.groups, max_tokens=1)
+        self.program: Any = ReferenceBackend(attention, ops).compile(self.graph, self.groups, max_tokens=1)
         self.planes = [_planes(g, num_slabs, block_size) for g in self.groups]
         self._rng = np.random.default_rng(seed)
         self._free = [self._rng.permutation(num_slabs).tolist() for _ in self.groups]
@@ -52,6 +53,17 @@ class Paged:
         self.lens: dict[Any, int] = {}
         self.choose_from: dict[Any, int] = {}
         """Sequence -> the first position that chooses its pages; as soon as one is known, others never do."""
+
+    def on(self, backend: Backend) -> Paged:
+        """From now on, and before the first step: what the backend makes of the graph, and planes of its device."""
+        assert not self.lens, "it has run"
+        self.program = backend.compile(self.graph, self.groups, max_tokens=64)
+        if backend.new_plane is not None:
+            for planes in self.planes:
+                for name, array in planes.items():
+                    planes[name] = backend.new_plane(array.shape, array.dtype.type, 0)
+                    planes[name][:] = array
+        return self
 
     def make_ragged(self, seq: Any) -> None:
         """From now on this (new) sequence has a table line per layer, each naming pages of unrelated slabs."""

@@ -2,7 +2,7 @@
 //
 // The weight of a token is 2^((logit - peak) * scale), rounded to a multiple of 2^-42 and kept as that many units. Sums
 // of whole numbers are exact, so no order of addition, number of threads or way of selecting can show in a result. The
-// steps below, each rounded once, are those of penstock.runner.weights, which gives the same numbers.
+// steps below, each rounded once, are those of penstock.ops.draw_weights, which gives the same numbers.
 #pragma once
 
 #include <cstdint>

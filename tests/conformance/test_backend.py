@@ -44,10 +44,7 @@ def test_a_plain_decoder_runs_everywhere() -> None:
 
 def paged(spec: Any, weights: Any, backend: Backend, **more: Any) -> Paged:
     """Drives what the backend makes of the model's graph."""
-    driver = Paged(spec, weights, **more)
-    forward: Any = backend.compile(driver.graph, driver.groups, max_tokens=64)
-    driver.program = forward
-    return driver
+    return Paged(spec, weights, **more).on(backend)
 
 
 @pytest.mark.parametrize(("name", "model"), PAIRS)
@@ -64,12 +61,12 @@ def test_one_graph_is_lowered_again_and_again(name: str, model: str) -> None:
     """Nobody changes the graph, whatever passes it ran over it."""
     spec, weights = specs.make(model)
     backend = made(name)
+    want = Paged(spec, weights).one_go("a", IDS)
     driver = Paged(spec, weights)
-    want = driver.one_go("a", IDS)
     nodes = [node.op for node in driver.graph.nodes]
+    driver.on(backend)
     for seq in "bc":
-        forward: Any = backend.compile(driver.graph, driver.groups, max_tokens=64)
-        driver.program = forward
+        driver.program = backend.compile(driver.graph, driver.groups, max_tokens=64)
         np.testing.assert_allclose(driver.one_go(seq, IDS), want, atol=2e-3 * max(1.0, float(np.abs(want).max())))
     assert [node.op for node in driver.graph.nodes] == nodes
 
@@ -78,7 +75,8 @@ def test_one_graph_is_lowered_again_and_again(name: str, model: str) -> None:
 @pytest.mark.parametrize("layers", [(), (0,), (1,), (0, 1)])
 def test_a_model_without_some_layers_is_the_others_on_the_same_weights(name: str, layers: tuple[int, ...]) -> None:
     spec, weights = specs.make("llama_gqa")
-    backend, driver = made(name), Paged(spec, weights)
+    backend = made(name)
+    driver = Paged(spec, weights).on(backend)
     model = DecoderModel(spec=spec, weights=weights, groups=driver.groups, max_model_len=300)
     whole: Any = model.on(backend, max_tokens=64)
     driver.program = whole

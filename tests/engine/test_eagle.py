@@ -23,7 +23,7 @@ PROSE = (
     "On a cold winter morning the king went into the wood.",
 )
 native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
-each_ops = pytest.mark.parametrize("ops", ["ref", pytest.param("native", marks=native_only)])
+each_ops = pytest.mark.parametrize("ops", ["ref", "torch", pytest.param("native", marks=native_only)])
 
 
 @cache
@@ -58,7 +58,7 @@ def texts(llm: LLM, prompts: Any, rules: Any) -> list[list[int]]:
 def test_D13_no_token_changes(ops: str, num_drafts: int) -> None:
     """Greedy and sampled rows in one batch, trees narrow and wide; then again, prompts out of the prefix cache, in
     other company and with a penalty. Nothing is kept of rows that are gone."""
-    length = 8 if ops == "ref" else 48
+    length = {"ref": 8, "torch": 4, "native": 48}[ops]
     plain, llm = nano(ops, ""), nano(ops, "eagle", num_drafts)
     rules = params(length, (0.0, 0.7, 0.0, 1.0))
     want = texts(plain, PROSE, rules)

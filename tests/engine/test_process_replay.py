@@ -94,10 +94,11 @@ def test_killed_again_and_again_nothing_changes(every: int) -> None:
     assert run.results() == expected
 
 
-def test_a_real_model_goes_on_bit_for_bit() -> None:
+@pytest.mark.parametrize("ops", ["ref", "torch"])
+def test_a_real_model_goes_on_bit_for_bit(ops: str) -> None:
     """Logprobs too: recomputed positions give the same floats."""
     spec, weights = tiny("llama_gqa")
-    knobs = Knobs(num_blocks=80, budget=24, max_num_seqs=20)
+    knobs = Knobs(num_blocks=80, budget=24, max_num_seqs=20, ops=ops)
 
     def run(kill_at: int | None) -> tuple[dict[str, Any], int]:
         crashing = Crashing(lambda: real_engine(spec, weights, knobs))

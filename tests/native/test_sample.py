@@ -14,13 +14,13 @@ from penstock.base.errors import EngineError
 from penstock.base.rng import uniform
 from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.sampling import TokenRules
+from penstock.ops.draw_weights import LOG2_E, UNIT, scale_of, weigh
 from penstock.ops.native.sample import Kernel, SampleRows
 from penstock.runner.input_batch import Pick
+from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.logprobs import RowLogprobs
-from penstock.runner.native_sampler import NativeSampler
 from penstock.runner.sampler import Sampler, SamplerOutput
 from penstock.runner.truncate import truncate
-from penstock.runner.weights import LOG2_E, UNIT, scale_of, weigh
 from tests.native.running import each_isa, each_threads, pool
 
 NO_IDS = np.zeros(0, np.int32)
@@ -45,7 +45,7 @@ def both(isa: str, threads: int, logits: F32, picks: Sequence[Pick], tokens: Seq
     vocab = logits.shape[1]
     before = logits.copy()
     out = []
-    for sampler in (Sampler(vocab), NativeSampler(pool(isa, threads), vocab)):
+    for sampler in (Sampler(vocab), KernelSampler(pool(isa, threads), vocab)):
         sampler.chain.track(SchedulerOutput(0, added=[AddedRow(p.seq_id, 0, list(tokens), 1, p.rules) for p in picks]))
         out.append(sampler.sample(logits, picks))
         again = sampler.sample(logits, picks)

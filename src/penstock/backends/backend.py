@@ -13,6 +13,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.plan.devices import Device
+from penstock.plan.probe import Free
 
 
 class WeightStore(Protocol):
@@ -40,13 +41,15 @@ class WeightStore(Protocol):
 class Backend(Protocol):
     """Made once for a rank: its models share what it holds (threads, compiled code).
 
-    `label`: who computes, for people. `draws`: what makes its sampler (`runner.assemble.make_sampler`); None: the
-    reference's.
+    `label`: who computes, for people. `draws`: makes the kernel of its sampler for a number of tokens
+    (`ops.draws.DrawKernel`); None: the reference samples. `new_plane`: makes a plane of keys and values of (shape,
+    dtype, what fills it); None: arrays of this process.
     """
 
     name: str
     label: str
     draws: Any
+    new_plane: Any
 
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> Backend:
@@ -66,6 +69,11 @@ class Backend(Protocol):
     @classmethod
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         """What it runs on, for predictions."""
+        ...
+
+    @classmethod
+    def memory(cls, config: EngineConfig) -> Free | None:
+        """Of the device that has weights, keys and values, before anything is loaded; None: this machine's."""
         ...
 
     def compile(

@@ -26,7 +26,7 @@ class ReferenceBackend:
 
     name, label = "ref", "numpy"
     table: ClassVar[OpTable] = REF
-    draws = None
+    draws = new_plane = None
 
     def __init__(self, attention: str | AttentionBackend = "ref", table: OpTable | None = None) -> None:
         """`attention`: a name, or one of the caller's own. `table`: other operations than the backend's.
@@ -51,6 +51,10 @@ class ReferenceBackend:
     @classmethod
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         return device_preset("cpu-ref")
+
+    @classmethod
+    def memory(cls, config: EngineConfig) -> None:
+        return None
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",

@@ -196,6 +196,11 @@ class ExecutionConfig(Section):
         "tokens in every batch, slow. blas: one product for all rows; logits depend on the batch. auto: native "
         "if it can run the model, else ref.",
     )
+    device: str = setting(
+        "auto",
+        "Where the model runs. cpu: kernels of this package. cuda, cuda:N: a GPU, by torch, which penstock[gpu] "
+        "brings; its speed is unmeasured. cpu-torch: what runs on a GPU, on the CPU, to try it; slow. auto: cpu.",
+    )
     threads: int | None = setting(
         None,
         "Threads that compute, with native kernels; by default one for each core this process may use.",

@@ -196,7 +196,6 @@ _add("the tokenizer is read as its files say; use auto", "tokenizer_mode", "auto
 _add("it is found by looking at the files; use auto", "load_format config_format", "auto")
 _add("there is one implementation of every model; use auto", "model_impl", "auto")
 _add("one engine generates and embeds; use auto", "runner convert", "auto", "generate", "none")
-_add("this version computes on the CPU; use cpu", "device", "auto", "cpu")
 _add("structured output is always done by llguidance; leave it away", "guided_decoding_backend grammar_backend", "auto",
      "guidance", "llguidance")  # fmt: skip
 _add("structured output is always on; see grammar_timeout", "structured_outputs_config")

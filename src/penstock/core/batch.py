@@ -69,6 +69,9 @@ class TableUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Run tokens [start, start+num_tokens) of a row.
 
+    `start` may be the number of known tokens: then the row runs the token that the step before, still in flight when
+    this one was planned, chooses for it (a *promised* token). If none comes, because the row ended or failed, the row
+    does not run and yields nothing.
     `num_samples`: 0 if more known tokens follow; 1 to sample the next token; n > 1 to draw the first token of samples
     0..n-1 from the same logits; `num_candidates` > 0 asks for that many best (token, logprob) pairs instead (beams).
     `prompt_logprobs_from` >= 0 asks for logprobs of the prompt tokens after positions from there on.

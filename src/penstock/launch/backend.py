@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from penstock.backends import BACKENDS, PREFERRED
 from penstock.backends.backend import Backend, WeightStore
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.backend import BackendTraits
 from penstock.core.events import Decision
+from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.plan.devices import Device
@@ -17,13 +20,20 @@ from penstock.plan.memory import gib
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan
 
+ON_CPU = ("auto", "cpu")
+"""`device` where kernels of this package run."""
+
 
 def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tuple[Decision, ...]]:
     """`ops="auto"` decided, and why.
 
     Raises: ConfigError if a backend is asked for, by `ops` or by `quantization`, and cannot be had.
     """
-    given, scheme = config.execution.ops, config.model.quantization
+    given, scheme, place = config.execution.ops, config.model.quantization, config.execution.device
+    if place not in ON_CPU:
+        if given not in ("auto", "torch"):
+            raise ConfigError(f"ops: {given} runs on the CPU, and device is {place}; use ops auto", field="ops")
+        given = "torch"
     tried = PREFERRED if given == "auto" else (given,)
     problems: list[str] = []
     for name in tried:
@@ -32,11 +42,12 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tup
             break
         problems.append(problem)
     else:
-        raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use ops auto", field="ops")
+        hint = "ops auto" if place in ON_CPU else "device cpu"
+        raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use {hint}", field="ops")
     if scheme != "none" and not BACKENDS.traits(name).quantizes:
         why = problems[0] if problems else f"ops is {given}"
         raise ConfigError(f"quantization: {scheme} needs the native kernels, and {why}", field="quantization")
-    if given != "auto":
+    if config.execution.ops != "auto":
         return config, ()
     execution = replace(config.execution, ops=name)
     decision = Decision("ops", name, "; ".join([*problems, BACKENDS.get(name).why()]))
@@ -51,6 +62,14 @@ def traits_of(config: EngineConfig) -> BackendTraits:
 def device_of(config: EngineConfig, num_cores: int) -> Device:
     """What the chosen backend runs on, for predictions."""
     return BACKENDS.get(_name(config)).device(config, num_cores)
+
+
+def machine_of(config: EngineConfig, machine: Machine) -> Machine:
+    """The machine with the memory of the device that the model runs on. `ops` must have been decided."""
+    free = BACKENDS.get(_name(config)).memory(config)
+    if free is None:
+        return machine
+    return msgspec.structs.replace(machine, memory_bytes=free.memory_bytes, available_bytes=free.available_bytes)
 
 
 def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:
@@ -88,4 +107,6 @@ def packed_decision(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) ->
 
 
 def _name(config: EngineConfig) -> str:
-    return "ref" if config.execution.ops == "auto" else config.execution.ops
+    if config.execution.ops == "auto":
+        return "ref" if config.execution.device in ON_CPU else "torch"
+    return config.execution.ops

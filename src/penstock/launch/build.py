@@ -22,7 +22,7 @@ from penstock.executor.rank import Progress, RankSpec
 from penstock.families.registry import read_model
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
-from penstock.launch.backend import choose_ops, device_of, traits_of
+from penstock.launch.backend import choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, draft_specs, open_drafts
 from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
@@ -91,7 +91,7 @@ def start(
     hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
     config, chosen = choose_ops(config, checkpoint.spec)
-    machine = machine or probe()
+    machine = machine_of(config, machine or probe())
     named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
@@ -150,9 +150,8 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     own, stored, generation = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    plan = resolve(
-        config, spec, machine or probe(), draft_specs(config), keeping_of(config), stored, traits_of(config)
-    )  # fmt: skip
+    machine = machine_of(config, machine or probe())
+    plan = resolve(config, spec, machine, draft_specs(config), keeping_of(config), stored, traits_of(config))
     changed = stretch_decision(own, spec)
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, said))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from penstock.backends import BACKENDS
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig, SpeculativeConfig
@@ -27,6 +29,9 @@ def check_names(config: EngineConfig) -> None:
     EVICTION_POLICIES.target(config.cache.eviction)
     KV_MANAGERS.target(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
+    place = config.execution.device
+    if not re.fullmatch(r"auto|cpu|cpu-torch|cuda(:\d{1,3})?", place):
+        raise ConfigError(f"device: {place!r} is none of auto, cpu, cuda, cuda:N, cpu-torch", field="device")
     if config.execution.ops != "auto":
         BACKENDS.target(config.execution.ops)
     parse_scheme(config.model.quantization)

@@ -54,8 +54,9 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     if config.cache.kv_allocator == "virtual":  # the plan counts memory; the rank needs addresses
         make_storage = LazyStorage
         num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
+    new_plane = None if parts.backend is None else parts.backend.new_plane
     storage = make_storage(
-        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison
+        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison, new=new_plane
     )
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,15 @@ class GreedyForward(Forward, Protocol):
 
     def run_greedy(self, plan: StepPlan, planes: Sequence[Planes]) -> list[int] | npt.NDArray[np.float32]:
         """`run`, and the first largest of each row of logits; the logits themselves if one of them is not finite."""
+        ...
+
+
+@runtime_checkable
+class ResidentForward(Forward, Protocol):
+    """A model whose logits can stay where they are, for a sampler that draws there."""
+
+    def run_resident(self, plan: StepPlan, planes: Sequence[Planes]) -> Any:
+        """`run`, whose result has an array's indices and is read before the next call."""
         ...
 
 

@@ -249,7 +249,7 @@ def _dtype(
     if config.model.dtype != "auto":
         return config.model.dtype
     if not traits.widens:
-        decisions.add("dtype", spec.dtype, "the checkpoint's own type, which the native kernels read as it is")
+        decisions.add("dtype", spec.dtype, "the checkpoint's own type, which products read as it is")
         return spec.dtype
     if spec.dtype == "float32":
         decisions.add("dtype", "float32", "the checkpoint's own type")

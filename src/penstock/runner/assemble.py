@@ -15,7 +15,7 @@ from penstock.model.emitter import PLAIN, Reading
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.ops.stored import Weight
-from penstock.runner.native_sampler import NativeSampler
+from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -68,4 +68,4 @@ def make_sampler(backend: Backend | None, vocab_size: int, grammars: GrammarCach
     """The sampler that goes with a backend; the reference where there is none."""
     if backend is None or backend.draws is None:
         return Sampler(vocab_size, grammars)
-    return NativeSampler(backend.draws, vocab_size, grammars)
+    return KernelSampler(backend.draws(vocab_size), vocab_size, grammars)

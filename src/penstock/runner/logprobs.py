@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.batch import TokenLogprobs
+from penstock.ops.draw_weights import LOG2_E, UNIT, weigh
 from penstock.runner.truncate import best_ids
-from penstock.runner.weights import LOG2_E, UNIT, weigh
 
 F32 = npt.NDArray[np.float32]
 
 
 def log_sum(peak: float, total: int) -> float:
-    """log(sum(exp(logits))) of a row whose largest logit is `peak` and whose weights (`runner.weights`) are `total`."""
+    """log(sum(exp(logits))) of a row whose largest logit is `peak` and whose `ops.draw_weights` sum is `total`."""
     return peak + math.log(total / UNIT)
 
 

@@ -17,11 +17,20 @@ from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
 from penstock.core.protocols import Drafter
-from penstock.model.forward import Forward, GreedyForward, ObservedForward, PoolingForward, WatchedForward
+from penstock.model.forward import (
+    Forward,
+    GreedyForward,
+    ObservedForward,
+    PoolingForward,
+    ResidentForward,
+    WatchedForward,
+)
 from penstock.ops.plan import I32, StepPlan
 from penstock.runner.drafted import DraftedRow
 from penstock.runner.input_batch import InputBatch, Pick
+from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.pooling import Pooler
+from penstock.runner.promised import Promises
 from penstock.runner.rows import RowStore
 from penstock.runner.sampler import Sampler
 from penstock.runner.selecting import RowSelections
@@ -105,8 +114,12 @@ class Runner:
         self._batch = InputBatch(rows, keeping, num_own_groups)
         self._forward = forward
         self._greedy = forward if isinstance(forward, GreedyForward) else None
+        # Other verifiers than ours look at logits as arrays.
+        stays = isinstance(sampler, KernelSampler) and verifier is None
+        self._resident = forward if stays and isinstance(forward, ResidentForward) else None
         self._clock = clock
         self._strict = strict
+        self._promises = Promises(rows, sampler.chain)
         self._spoil_from: int | None = None
         self._moves: dict[int, bool] = {}
         """Loads that the step which was planned last has brought to an end (`StepOutput.moves`)."""
@@ -144,17 +157,22 @@ class Runner:
         that the rank is broken.
         """
         start_s = self._clock.now()
-        planned = self.plan(output)
+        output, planned = self.plan(output)
         if planned is None:
-            return StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=self._moves)
-        found, hidden = self.forward(planned)
-        return self.settle(output, planned, found, hidden, start_s)
+            result = StepOutput(output.step, duration_s=self._clock.now() - start_s, moves=self._moves)
+        else:
+            found, hidden = self.forward(planned)
+            result = self.settle(output, planned, found, hidden, start_s)
+        self._promises.settled(result)
+        return result
 
-    def plan(self, output: SchedulerOutput) -> Planned | None:
-        """Change the rows, move pages, and plan what runs with which drafts; None if nothing does.
+    def plan(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Planned | None]:
+        """Change the rows, move pages, and plan what runs with which drafts; None if nothing does. Also the step as it
+        runs: without rows that were promised a token which has not come.
 
         Mutates: rows, processors, storage, drafter.
         """
+        output = self._promises.heard(output)
         heard = self.drafter is not None and concerns_drafter(output)
         if heard:
             self._track(output)
@@ -166,8 +184,9 @@ class Runner:
         else:
             self.selections.track(output)
             self._moves = self.storage.apply(output.page_ops, self.selections.pack)
+        output = self._promises.keep(output)
         if not output.scheduled:
-            return None
+            return output, None
         if self._strict:
             self.rows.check_writes(output.scheduled)
         trees, draft_s = self._draft(output.scheduled) if heard else ({}, 0.0)
@@ -177,7 +196,7 @@ class Runner:
         num_pooled = len(hidden)
         if drafted_rows and self.drafter is not None and self.drafter.wants_hidden:
             hidden = np.concatenate([hidden, *(step.logits_indices[_rows(drafted)] for drafted in drafted_rows)])
-        return Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
+        return output, Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
 
     def forward(self, planned: Planned) -> tuple[list[int] | F32, F32]:
         """Run the model. Mutates: storage.
@@ -192,6 +211,8 @@ class Runner:
             return logits, hidden
         if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
             return self._greedy.run_greedy(planned.step, self.storage.planes), _NO_STATES
+        if self._resident is not None:
+            return self._resident.run_resident(planned.step, self.storage.planes), _NO_STATES
         return self._forward.run(planned.step, self.storage.planes), _NO_STATES
 
     def settle(

@@ -7,7 +7,7 @@ A draw is an inverse CDF over the surviving tokens *in ascending id order* with 
 position): the token is the first whose running sum of weights exceeds u times the total, both exact whole numbers.
 Ties of the argmax go to the lowest id. No row's result depends on another row.
 
-`runner.native_sampler` gives the same results, faster.
+`runner.kernel_sampler` gives the same results, faster.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy.typing as npt
 from penstock.base.rng import uniform
 from penstock.core.batch import PromptLogprobs, RowError, Sampled, TokenLogprobs
 from penstock.core.sampling import TokenRules
+from penstock.ops.draw_weights import MAX_VOCAB
 from penstock.runner.input_batch import Pick
 from penstock.runner.logits.chain import LogitsChain
 from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.truncate import truncate
-from penstock.runner.weights import MAX_VOCAB
 
 if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache

@@ -53,7 +53,11 @@ class Storage:
         host_slabs: Sequence[int] | None = None,
         tier: str = "host",
         poison: bool = False,
+        new: Callable[[tuple[int, ...], type[np.generic], Any], Any] | None = None,
     ) -> None:
+        """`new`: makes a device plane of shape, dtype and what fills it; None: an array of this process."""
+        if new is not None:
+            self._new, self.touches = new, False  # type: ignore[method-assign, assignment]
         assert len(groups) == len(num_slabs)
         self.pages_per_slab = tuple(group.pages_per_slab for group in groups)
         self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))

@@ -2,7 +2,7 @@
 
 The order is fixed: temperature, then min-p, then top-k, then top-p, each on what the one before left (top-p's share is
 of the remaining mass). Tokens are ranked by (logit descending, id ascending), so equal logits at a boundary keep the
-lowest ids, and exactly k tokens survive top-k. Weights are whole numbers (`runner.weights`), so their sums are exact,
+lowest ids, and exactly k tokens survive top-k. Weights are whole numbers (`ops.draw_weights`), so their sums are exact,
 whoever adds them up in whatever order: `csrc/src/sample.cpp` does the same without sorting.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.sampling import TokenRules
-from penstock.runner.weights import I64, UNIT, scale_of, weigh
+from penstock.ops.draw_weights import I64, UNIT, scale_of, weigh
 
 Ids = npt.NDArray[np.int64]
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from penstock.core.batch import RowError, TokenLogprobs, Verified
 from penstock.core.draft import ROOT, UNKNOWN, Outcome
 from penstock.runner.drafted import DraftedRow
@@ -139,6 +141,6 @@ def _logprobs(drafted: DraftedRow, logits: F32, tokens: list[int], path: list[in
         return []
     rows = [drafted.row, *(drafted.row + 1 + i for i in path)]
     return [
-        RowLogprobs(logits[row], drafted.rules.num_logprobs).entry(token)
+        RowLogprobs(np.asarray(logits[row]), drafted.rules.num_logprobs).entry(token)
         for row, token in zip(rows, tokens, strict=False)
     ]

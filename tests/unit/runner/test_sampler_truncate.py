@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.sampling import TokenRules
+from penstock.ops.draw_weights import UNIT
 from penstock.runner import truncate as module
 from penstock.runner.truncate import best_ids, truncate
-from penstock.runner.weights import UNIT
 
 
 def survivors(logits: Any, rules: TokenRules) -> dict[int, float]:

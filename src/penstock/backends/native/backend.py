@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.matrix import Packed
 from penstock.ops.native.packed_file import PackedStore
 from penstock.ops.native.program import Pool
+from penstock.ops.native.sample import Kernel
 from penstock.plan.devices import Device
 from penstock.plan.native_device import native_device
 
@@ -32,11 +34,12 @@ NOT_BUILT = "no native kernels are installed: on Linux a wheel of Penstock bring
 class NativeBackend:
     """See `backends.backend.Backend`. Its models, and the sampler, run on one pool of threads."""
 
-    name = "native"
+    name, new_plane = "native", None
 
     def __init__(self, pool: Pool, row_bits: int = 8) -> None:
         """`row_bits`: see `schemes.packing`."""
-        self.pool = self.draws = pool
+        self.pool = pool
+        self.draws = partial(Kernel, pool)
         self.row_bits = row_bits
         self.label = f"native kernels on {pool.num_threads} threads"
 
@@ -65,6 +68,10 @@ class NativeBackend:
     @classmethod
     def device(cls, config: EngineConfig, num_cores: int) -> Device:
         return native_device(_library().pst_isa_name().decode(), config.execution.threads or num_cores)
+
+    @classmethod
+    def memory(cls, config: EngineConfig) -> None:
+        return None
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
+from penstock.ops.draws import Ranked
 from penstock.ops.native.abi import LogprobRow, SampleRow
 from penstock.ops.native.program import Pool
 
 _SEED_MASK = (1 << 64) - 1
-
-
-class Ranked(NamedTuple):
-    """What `Kernel.logprobs` tells of a row: the largest logit, the sum of the weights in units of 2^-42, the ranks of
-    the tokens asked for, and the ids of the likeliest."""
-
-    peak: float
-    total: int
-    ranks: list[int]
-    top_ids: list[int]
 
 
 class Kernel:
@@ -41,6 +32,10 @@ class Kernel:
         if getattr(self, "handle", None):
             self._library.pst_sampler_free(self.handle)
             self.handle = None
+
+    def rows(self) -> SampleRows:
+        """See `ops.draws.DrawKernel`."""
+        return SampleRows(self)
 
     def sample(self, address: int, count: int) -> None:
         """Run `count` rows, SampleRow structs at `address`."""

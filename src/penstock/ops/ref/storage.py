@@ -98,7 +98,7 @@ def _read(planes: Planes, name: str, pages: I32, lo: int, hi: int) -> F32:
         return decode(_tokens(plane, pages, lo, hi), None if scales is None else _tokens(scales, pages, lo, hi))
     size = plane.shape[1]
     own = pages[lo // size : -(-hi // size)]
-    x = decode(plane[own], None if scales is None else scales[own])
+    x = decode(np.asarray(plane[own]), None if scales is None else np.asarray(scales[own]))
     return x.reshape(-1, *x.shape[2:])[lo % size :][: hi - lo]
 
 
@@ -134,5 +134,5 @@ def gather(plane: npt.NDArray[Any], pages: I32, lo: int, hi: int) -> F32:
 def _tokens(plane: npt.NDArray[Any], pages: I32, lo: int, hi: int) -> npt.NDArray[Any]:
     size = plane.shape[1]
     first = lo // size
-    blocks = plane[pages[first : -(-hi // size)]]
+    blocks = np.asarray(plane[pages[first : -(-hi // size)]])  # planes of other devices come here
     return blocks.reshape(-1, *plane.shape[2:])[lo - first * size : hi - first * size]

@@ -1,4 +1,4 @@
-"""The sampler on native kernels: the results of `runner.sampler`, bit for bit.
+"""The sampler on a backend's kernels: the results of `runner.sampler`, bit for bit.
 
 What the processors change is changed by them, in numpy; all else happens in one call for all rows of a step.
 """
@@ -12,33 +12,33 @@ import numpy as np
 
 from penstock.core.batch import PromptLogprobs, RowError, Sampled, TokenLogprobs
 from penstock.core.sampling import TokenRules
-from penstock.ops.native.sample import Kernel, Ranked, SampleRows
+from penstock.ops.draw_weights import scale_of
+from penstock.ops.draws import DrawKernel, DrawRows, Ranked
 from penstock.runner.input_batch import Pick
 from penstock.runner.logprobs import log_sum
-from penstock.runner.sampler import F32, SICK, DraftNode, Sampler, SamplerOutput, sick
-from penstock.runner.weights import scale_of
+from penstock.runner.sampler import F32, SICK, DraftNode, Sampler, SamplerOutput, sick, sick_at
 
 if TYPE_CHECKING:
-    from penstock.ops.native.program import Pool
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 Job = tuple[F32, Sequence[int], int]
-"""See `Kernel.logprobs`."""
+"""See `DrawKernel.logprobs`."""
 
 
-class NativeSampler(Sampler):
-    """`Sampler`, on the threads of `pool`."""
+class KernelSampler(Sampler):
+    """`Sampler` on `kernel`, for rows of so many logits. They are arrays, or whatever else the kernel takes that has an
+    array's indices."""
 
-    def __init__(self, pool: Pool, vocab_size: int, grammars: GrammarCache | None = None) -> None:
+    def __init__(self, kernel: DrawKernel, vocab_size: int, grammars: GrammarCache | None = None) -> None:
         super().__init__(vocab_size, grammars)
-        self._kernel = Kernel(pool, vocab_size)
-        self._raw, self._changed = SampleRows(self._kernel), SampleRows(self._kernel)
+        self._kernel = kernel
+        self._raw, self._changed = kernel.rows(), kernel.rows()
 
     def sample(self, logits: F32, picks: Sequence[Pick], nodes: Sequence[DraftNode] = ()) -> SamplerOutput:
         """See `Sampler.sample`."""
         if not picks and not nodes:
             return SamplerOutput([], [], [])
-        if logits.strides[1] != 4:
+        if isinstance(logits, np.ndarray) and logits.strides[1] != 4:
             logits = np.ascontiguousarray(logits)
         rows, follows = self._raw, self.chain.follows
         rows.point(logits)
@@ -64,6 +64,23 @@ class NativeSampler(Sampler):
             sampled = [Sampled(p.seq_id, chosen.get(p.seq_id) or [best[p.row]] * p.num_samples) for p in picks]
             return SamplerOutput(sampled, [], [], [], choices)
         return self._collect(logits, picks, best, healthy, chosen)._replace(choices=choices)
+
+    def choose_followed(self, seq_id: int, logits: F32, node: DraftNode) -> int | str:
+        """See `Sampler.choose_followed`."""
+        if not np.isfinite(logits.max()):
+            return sick_at(node.position)
+        copies = logits[None].copy()
+        self.chain.apply(copies, [seq_id])
+        rows = self._changed
+        rows.point(copies)
+        if not node.rules.greedy:
+            _ask_for(rows, 0, node.rules, node.sample_index, node.position, 1)
+        best, healthy = rows.run(1)
+        peak = rows.peak(0) if healthy[0] or not np.isnan(copies[0]).any() else float("nan")
+        problem = self.unusable(seq_id, peak)
+        if problem is not None:
+            return problem
+        return best[0] if node.rules.greedy else rows.tokens()[0][0]
 
     def _collect(
         self, logits: F32, picks: Sequence[Pick], best: list[int], healthy: list[int], chosen: dict[int, list[int]]
@@ -131,11 +148,11 @@ class NativeSampler(Sampler):
         return {seq_id: (best[r], peak(r)) for seq_id, r in at.items()}
 
 
-def _ask(rows: SampleRows, r: int, pick: Pick) -> None:
+def _ask(rows: DrawRows, r: int, pick: Pick) -> None:
     _ask_for(rows, r, pick.rules, pick.sample_index, pick.position, pick.num_samples)
 
 
-def _ask_for(rows: SampleRows, r: int, rules: TokenRules, sample_index: int, position: int, num_samples: int) -> None:
+def _ask_for(rows: DrawRows, r: int, rules: TokenRules, sample_index: int, position: int, num_samples: int) -> None:
     rows.ask(
         r, scale_of(rules.temperature), rules.min_p, rules.top_k, rules.top_p, rules.seed, sample_index, position,
         num_samples,

@@ -22,15 +22,15 @@ MAX_VOCAB = (1 << (63 - UNIT_BITS)) - 1
 """More tokens could add up to more than 63 bits hold."""
 LOG2_E = math.log2(math.e)
 
-_LOWEST = -64.0
-_EVEN = (
+LOWEST = -64.0
+EVEN = (
     float.fromhex("0x1.62e42fefa39efp-1"),
     float.fromhex("0x1.c6b08d7047e52p-5"),
     float.fromhex("0x1.5d87fe86fe88ep-10"),
     float.fromhex("0x1.ffcb9515a8016p-17"),
     float.fromhex("0x1.b63880a30e9ffp-24"),
 )
-_ODD = (
+ODD = (
     float.fromhex("0x1.ebfbdff823cedp-3"),
     float.fromhex("0x1.3b2ab7181b755p-7"),
     float.fromhex("0x1.4308ac85aa947p-13"),
@@ -55,19 +55,19 @@ def weigh(logits: npt.NDArray[Any], scale: float) -> I64:
         y = logits[first : first + _CHUNK].astype(np.float64)
         y -= peak
         y *= scale
-        np.maximum(y, _LOWEST, out=y)
+        np.maximum(y, LOWEST, out=y)
         n = np.rint(y)
         y -= n
         square = y * y
-        p, odd = square * _EVEN[-1], square * _ODD[-1]
-        for c in _EVEN[-2:0:-1]:
+        p, odd = square * EVEN[-1], square * ODD[-1]
+        for c in EVEN[-2:0:-1]:
             p += c
             p *= square
-        p += _EVEN[0]
-        for c in _ODD[-2:0:-1]:
+        p += EVEN[0]
+        for c in ODD[-2:0:-1]:
             odd += c
             odd *= square
-        odd += _ODD[0]
+        odd += ODD[0]
         odd *= y
         p += odd
         p *= y

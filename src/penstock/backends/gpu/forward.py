@@ -1,0 +1,86 @@
+"""A graph on tensors: what the runner calls once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.backends.gpu.device_array import DeviceArray
+from penstock.backends.gpu.placed import Placement
+from penstock.backends.gpu.step import TorchStep
+from penstock.backends.program import Program
+from penstock.base.bf16 import F32
+from penstock.model.graph import STEP_INPUTS, Graph
+from penstock.ops.plan import StepPlan
+from penstock.ops.table import OpTable
+
+
+class TorchForward(Program):
+    """`backends.program.Program` over tensors. See `model.forward.PoolingForward` and `GreedyForward`.
+
+    Planes are `device_array.DeviceArray`. Greedy tokens are found on the device, so that of a greedy step only they are
+    brought here; whoever can draw there gets logits that stay there.
+    """
+
+    def __init__(self, graph: Graph, ops: OpTable, attention: Any, placement: Placement) -> None:
+        placed = graph.copy()
+        for node in placed.nodes:
+            node.bound = placement.place(node.bound)
+            node.named = {name: placement.place(value) for name, value in node.named.items()}
+        super().__init__(placed, ops, attention)
+        self.placement = placement
+        self._device = placement.device
+
+    def run_greedy(self, plan: StepPlan, planes: Sequence[Any]) -> list[int] | F32:
+        """See `model.forward.GreedyForward`."""
+        logits, _ = self._run(plan, planes)
+        best = logits.argmax(dim=-1)
+        if bool(torch.isfinite(logits.gather(1, best[:, None])).all()):
+            tokens: list[int] = best.tolist()
+            return tokens
+        return _array(logits)
+
+    def run_resident(self, plan: StepPlan, planes: Sequence[Any]) -> DeviceArray:
+        """See `model.forward.ResidentForward`."""
+        return DeviceArray(self._run(plan, planes)[0].float())
+
+    def run_pooling(self, plan: StepPlan, planes: Sequence[Any]) -> tuple[F32, F32]:
+        """See `Program.run_pooling`."""
+        logits, hidden = self._run(plan, planes)
+        return _array(logits), _array(hidden)
+
+    def run_head(self, hidden: F32, planes: Sequence[Any]) -> F32:
+        """See `Program.run_head`."""
+        registers = [*self._registers]
+        with torch.no_grad():
+            registers[self._hidden] = torch.from_numpy(np.ascontiguousarray(hidden)).to(self._device)
+            self._execute(self._head, registers)
+            return _array(registers[self._logits])
+
+    def queries(self, num_tokens: int) -> list[F32]:
+        """See `model.forward.ObservedForward`."""
+        return [_array(q) for q in super().queries(num_tokens)]  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _run(self, plan: StepPlan, planes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [R, V] and hidden states [P, E], on the device."""
+        assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"
+        num_logits = len(plan.logits_indices)
+        step = TorchStep(plan, planes, self._device)
+        rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
+        registers = [*self._registers]
+        registers[: len(STEP_INPUTS)] = [step, *map(step.on_device, (plan.token_ids, plan.positions, rows))]
+        self._execute(self._body, registers)
+        hidden = registers[self._hidden]
+        registers[self._hidden] = hidden[:num_logits]
+        self._execute(self._head, registers)
+        self._queries = step.observed
+        return registers[self._logits], hidden[num_logits:]
+
+
+def _array(tensor: torch.Tensor) -> F32:
+    array: F32 = tensor.float().cpu().numpy()
+    return array

@@ -1,0 +1,276 @@
+"""The operations of `ops.table.CONTRACTS` that look at no cache, on tensors.
+
+In `EXACT` each row is computed by itself, by calls whose shapes depend on nothing but the model, so that a row's bits
+do not depend on its company: torch chooses kernels, and the order of their sums, by the shape of the whole call; and on
+the CPU it computes what does not fill a vector by other functions (another `exp`) than the rest.
+Shape letters are those of `ops.table`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.backends.gpu.placed import Matrix, StoredTensor, rows_of
+from penstock.core.model_spec import Router
+from penstock.ops.ref.experts import ExpertWeights, Routes
+from penstock.ops.ref.pointwise import SWIGLU_ALPHA
+from penstock.ops.ref.rotation import hadamard_matrix
+
+_CHUNK_ELEMENTS = 1 << 22
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+
+
+def by_row(op: Callable[..., Tensor], num_rowed: int = 1) -> Callable[..., Tensor]:
+    """`op` for one row at a time: the first `num_rowed` of its arguments are cut, each row into memory of its own."""
+
+    @wraps(op)
+    def each(*args: Any, **named: Any) -> Tensor:
+        rowed, rest = args[:num_rowed], args[num_rowed:]
+        if not len(rowed[0]):
+            return op(*args, **named)
+        rows = zip(*(x.split(1) for x in rowed), strict=True)
+        return torch.cat([op(*(x.clone(memory_format=torch.contiguous_format) for x in row), *rest, **named)
+                          for row in rows])  # fmt: skip
+
+    return each
+
+
+def embed(token_ids: Tensor, weight: Matrix) -> Tensor:
+    return rows_of(weight, token_ids)
+
+
+def select(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows]
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """As one product. 16-bit weights meet rows of their own type on a GPU, where products add in float32; on the CPU
+    they are widened. Codes are decoded in parts that depend on the weight's shape alone."""
+    if isinstance(weight, StoredTensor) or x.device.type == "cpu":
+        rows, columns = weight.shape
+        step = max(1, _CHUNK_ELEMENTS // max(1, columns))
+        parts = [_product(x, rows_of(weight, slice(lo, lo + step))) for lo in range(0, rows, step)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    else:
+        out = _product(x.to(weight.dtype), weight).float()
+    return out if bias is None else out + bias
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mv(weight, x[0])[None] if len(x) == 1 else torch.mm(x, weight.t())
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    out = x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) / x.shape[-1] + eps)
+    return out if weight is None else out * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    n = x.shape[-1]
+    centred = x - x.sum(dim=-1, keepdim=True) / n
+    out = centred / torch.sqrt((centred * centred).sum(dim=-1, keepdim=True) / n + eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def heads(x: Tensor, num_heads: int) -> Tensor:
+    return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def columns(x: Tensor, start: int, stop: int) -> Tensor:
+    return x[:, start:stop].contiguous()
+
+
+def rope_angles(positions: Tensor, table: Tensor) -> Tensor:
+    return table[:, positions]
+
+
+def rope(x: Tensor, angles: Tensor, interleaved: bool, first: int = 0) -> Tensor:
+    cos, sin = angles[:, :, None, :] if angles.ndim == 3 else angles.repeat_interleave(
+        x.shape[1] // angles.shape[2], dim=2
+    )  # fmt: skip
+    half = angles.shape[-1]
+    if interleaved:
+        a, b = slice(first, first + 2 * half, 2), slice(first + 1, first + 2 * half, 2)
+    else:
+        a, b = slice(first, first + half), slice(first + half, first + 2 * half)
+    xa, xb = x[..., a], x[..., b]
+    out = x.clone()
+    out[..., a] = xa * cos - xb * sin
+    out[..., b] = xb * cos + xa * sin
+    return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    return _ACTIVATIONS[activation](x)
+
+
+def activate_gated(gate: Tensor, up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    if activation != "swiglu_clamped":
+        return _ACTIVATIONS[activation](gate) * up
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+def clip(x: Tensor, limit: float) -> Tensor:
+    return x.clamp(-limit, limit)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return torch.tanh(x / cap) * cap
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
+def scale_queries(x: Tensor, positions: Tensor, beta: float, floor: int, shift: int) -> Tensor:
+    turns = (positions.long() + shift) // floor
+    return x * (1.0 + beta * torch.log1p(turns.double())).float()[:, None, None]
+
+
+@cache
+def _hadamard(dim: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(hadamard_matrix(dim)).to(device)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    return torch.matmul(x, _hadamard(x.shape[-1], x.device))
+
+
+def latent_query(q: Tensor, key: Tensor) -> Tensor:
+    nope = key.shape[1]
+    absorbed = torch.matmul(q[:, :, None, :nope], key)[:, :, 0]
+    return torch.cat([absorbed, q[:, :, nope:]], dim=-1)
+
+
+def latent_output(x: Tensor, value: Tensor) -> Tensor:
+    return torch.matmul(x[:, :, None, :], value.transpose(1, 2))[:, :, 0]
+
+
+def interpolate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    return x + (y - x) * weight
+
+
+def removal_key(k: Tensor, weight: Tensor, num_heads: int) -> Tensor:
+    scaled = (k * weight).reshape(len(k), num_heads, -1)
+    return scaled / torch.sqrt((scaled * scaled).sum(dim=-1, keepdim=True)).clamp(min=1e-12)
+
+
+def replacement_key(k: Tensor, rate: Tensor, weight: Tensor) -> Tensor:
+    return k * ((rate - 1.0) * weight + 1.0)
+
+
+def value_bonus(r: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+    return (r * k * weight).sum(dim=-1, keepdim=True) * v
+
+
+def route(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
+    """See `ops.ref.experts.route`. Ties go to the lower id: sorts are stable."""
+    scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    choice = scores if correction is None else scores + correction
+    if router.groups > 1:
+        choice = _best_groups(choice, router)
+    best = torch.sort(-choice, dim=-1, stable=True).indices[:, :top_k]
+    ids = torch.sort(best, dim=-1).values
+    chosen = logits if router.chosen_only else scores
+    weights = chosen.gather(-1, ids)
+    if router.chosen_only:
+        weights = torch.softmax(weights, dim=-1)
+    if router.renormalize:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + 1e-20 if router.score == "sigmoid" else total)
+    found: Any = (ids, weights * router.scale)
+    return Routes(*found)
+
+
+def _best_groups(choice: Tensor, router: Router) -> Tensor:
+    t, num_experts = choice.shape
+    grouped = choice.reshape(t, router.groups, num_experts // router.groups)
+    if router.group_score == "max":
+        worth = grouped.amax(dim=-1)
+    else:
+        worth = torch.sort(grouped, dim=-1).values[:, :, -2:].sum(dim=-1)
+    best = torch.sort(-worth, dim=-1, stable=True).indices[:, : router.top_groups]
+    keep = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
+    return torch.where(keep[:, :, None], grouped, -math.inf).reshape(t, num_experts)
+
+
+def experts(
+    x: Tensor, routes: Any, weights: Sequence[ExpertWeights], activation: str, limit: float | None, scale_input: bool,
+    linear: Callable[..., Tensor],
+) -> Tensor:  # fmt: skip
+    """See `ops.ref.experts.experts`: each expert over the rows that chose it, weighed and added in id order."""
+    out = torch.zeros_like(x)
+    chosen = torch.unique(routes.ids).tolist()
+    for i in chosen:
+        w = weights[i]
+        rows, column = torch.nonzero(routes.ids == i, as_tuple=True)
+        share = routes.weights[rows, column][:, None]
+        h = x[rows] * share if scale_input else x[rows]
+        up = linear(h, w.up, w.up_bias)
+        if w.gate is None:
+            inner = activate(up, activation)
+        else:
+            inner = activate_gated(linear(h, w.gate, w.gate_bias), up, activation, limit)
+        y = linear(inner, w.down, w.down_bias)
+        out[rows] += y if scale_input else y * share
+    return out
+
+
+def route_by_row(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
+    """`route` for one row at a time."""
+    if not len(logits):
+        return route(logits, top_k, router, correction)
+    rows: Any = zip(*(route(row[None].clone(), top_k, router, correction) for row in logits), strict=True)
+    ids, weights = (torch.cat(parts) for parts in rows)
+    found: Any = (ids, weights)
+    return Routes(*found)
+
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    op.__name__: op
+    for op in (
+        embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
+        add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
+        interpolate, removal_key, replacement_key, value_bonus, route, experts,
+    )
+}  # fmt: skip
+_ROWED: dict[Callable[..., Tensor], int] = {
+    linear: 1, rms_norm: 1, layer_norm: 1, hadamard: 1, latent_query: 1, latent_output: 1, removal_key: 1, activate: 1,
+    activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
+}  # fmt: skip
+EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
+EXACT["route"] = route_by_row

@@ -1,0 +1,143 @@
+"""Weights and tables where the model runs: what a graph has bound, as tensors.
+
+Shape letters: M outputs, N inputs of a matrix, K inputs of a stored one, G groups along a row.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.base.small_floats import E2M1, E4M3
+from penstock.core.matrix_format import MatrixFormat
+from penstock.ops.stored import StoredMatrix, product_of
+
+_TABLES: dict[str, Any] = {"table": (), "e2m1": E2M1, "e4m3": E4M3}
+"""Codes that are indices into a table: the format's own, or one of small floats."""
+_CHUNK_ELEMENTS = 1 << 20
+"""Codes are decoded at most this many at a time."""
+
+
+def tensor_of(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor on `device`; uint16 are bits of bfloat16. On the CPU it is the array's own memory."""
+    if array.dtype == np.uint16:
+        return tensor_of(array.view(np.int16), device).view(torch.bfloat16)
+    if not array.flags.c_contiguous or any(stride < 0 for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    with warnings.catch_warnings():
+        # Mapped files cannot be written to, and nobody does.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array).to(device)
+
+
+class StoredTensor:
+    """A matrix that stays codes and scales on the device. `why_not` says which must be decoded ahead.
+
+    Codes are unsigned bytes [M, K], two of at most 4 bits to a byte [M, K/2] (the first in the low half); scales and
+    zeros are float32 [M, G]. What it decodes to is bit for bit what `StoredMatrix.values` says.
+    """
+
+    def __init__(self, matrix: StoredMatrix, device: torch.device) -> None:
+        assert self.why_not(matrix) is None
+        form, (rows, columns) = matrix.format, matrix.shape
+        self.shape, self.format = matrix.shape, form
+        codes = matrix.codes(0, rows)
+        self.signed = codes.dtype == np.int8
+        self.paired = form.bits <= 4 and not self.signed and columns % 2 == 0
+        if self.paired:
+            codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        self.codes = tensor_of(codes, device)
+        self.scales = tensor_of(product_of(form.scales, matrix.scales(0, rows)).astype(np.float32), device)
+        zeros = product_of(form.zeros, matrix.zeros(0, rows)) if form.zeros else None
+        self.zeros = None if zeros is None else tensor_of(zeros.astype(np.float32), device)
+        table = form.table or _TABLES.get(form.code, ())
+        self.table = torch.tensor(np.asarray(table, np.float32), device=device) if len(table) else None
+        groups = form.group or columns
+        at = matrix.order if matrix.order is not None else np.arange(columns, dtype=np.int64) // groups
+        self.at = tensor_of(np.ascontiguousarray(at, np.int64), device)
+        """[K] the group of every input."""
+
+    @staticmethod
+    def why_not(matrix: StoredMatrix) -> str | None:
+        """What keeps codes from being held as they are, as an end of a sentence."""
+        form: MatrixFormat = matrix.format
+        if form.code not in ("int", "uint", *_TABLES) or form.bits > 8:
+            return f"{form} is decoded when it is loaded"
+        if type(matrix)._values is not StoredMatrix._values:
+            return f"{form} has an arithmetic of its own"
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def values(self, rows: torch.Tensor | slice) -> torch.Tensor:
+        """Some rows as float32 [n, K]."""
+        codes = self.codes[rows]
+        if self.paired:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).reshape(len(codes), -1)
+        x = codes.float() if self.table is None else self.table[codes.long()]
+        scales = self.scales[rows][:, self.at]
+        zeros = None if self.zeros is None else self.zeros[rows][:, self.at]
+        if self.format.zeros_are == "values":
+            return x * scales if zeros is None else x * scales - zeros
+        return (x - (float(self.format.offset) if zeros is None else zeros)) * scales
+
+
+Matrix = torch.Tensor | StoredTensor
+
+
+def rows_of(weight: Matrix, rows: torch.Tensor | slice) -> torch.Tensor:
+    """Some rows of a matrix as float32."""
+    return weight.values(rows) if isinstance(weight, StoredTensor) else weight[rows].float()
+
+
+class Placement:
+    """Puts what a graph has bound onto one device; what two of its nodes share is there once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.decoded: set[str] = set()
+        """Formats that were decoded ahead, for people."""
+        self._placed: dict[int, tuple[Any, Any]] = {}
+        """By id, with what has that id: so it stays the only one that has it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that was placed, each storage once."""
+        total, seen = 0, set()
+        for _, placed in self._placed.values():
+            if isinstance(placed, StoredTensor):
+                total += placed.num_bytes
+            elif placed.untyped_storage().data_ptr() not in seen:
+                seen.add(placed.untyped_storage().data_ptr())
+                total += placed.numel() * placed.element_size()
+        return total
+
+    def place(self, bound: Any) -> Any:
+        """The same with arrays as tensors: of tuples and lists each part, anything else as it is."""
+        if isinstance(bound, np.ndarray | StoredMatrix):
+            if id(bound) not in self._placed:
+                self._placed[id(bound)] = bound, self._matrix(bound)
+            return self._placed[id(bound)][1]
+        if isinstance(bound, tuple) and hasattr(bound, "_fields"):
+            return type(bound)(*map(self.place, bound))
+        if isinstance(bound, tuple | list):
+            return type(bound)(map(self.place, bound))
+        return bound
+
+    def _matrix(self, weight: np.ndarray[Any, Any] | StoredMatrix) -> Matrix:
+        if isinstance(weight, np.ndarray):
+            return tensor_of(weight, self.device)
+        if StoredTensor.why_not(weight) is None:
+            return StoredTensor(weight, self.device)
+        self.decoded.add(str(weight.format))
+        whole = torch.empty(weight.shape, dtype=torch.float32)
+        step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+        for first in range(0, weight.shape[0], step):
+            whole[first : first + step] = torch.from_numpy(weight.values(first, first + step))
+        return whole.to(self.device)

@@ -1,0 +1,143 @@
+"""The operations that keep a state per sequence: token by token, so that a token does the same arithmetic wherever its
+chunk began. See `ops.ref.recurrence`, `ops.ref.mamba` and `ops.ref.rwkv`, whose formulas and sources these are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from penstock.backends.gpu.step import TorchStep
+
+
+def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of every token by itself: see `ops.EXACT`. A GPU has one form for all."""
+    return function(x) if x.device.type != "cpu" or not len(x) else torch.stack([function(row) for row in x])
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
+    plane = step.tensor(group, "state")
+    keep = _each(torch.sigmoid, decay)[:, :, None, None]
+    out = torch.empty_like(v)
+    shape = (q.shape[1], q.shape[2], v.shape[2])
+    for page, lo, hi, fresh in step.states(group, layer):
+        state = plane.new_zeros(shape) if fresh else plane[page].reshape(shape)
+        for t in range(lo, hi):
+            state = state * keep[t] + k[t, :, :, None] * v[t, :, None, :]
+            out[t] = torch.matmul(q[t, :, None, :], state)[:, 0]
+        plane[page] = state.reshape(plane.shape[1:])
+    return out
+
+
+def causal_conv(x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None) -> Tensor:
+    plane = step.tensor(group, "conv")
+    out = torch.empty_like(x)
+    for page, lo, hi, fresh in step.states(group, layer):
+        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else plane[page].t()
+        window = torch.cat([past, x[lo:hi]])
+        own = x.new_zeros((hi - lo, x.shape[1])) if bias is None else bias.repeat(hi - lo, 1)
+        for k, tap in enumerate(taps):
+            own = own + window[k : k + hi - lo] * tap
+        out[lo:hi] = own
+        plane[page] = window[hi - lo :].t()
+    return out
+
+
+def mamba_scan(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, step: TorchStep, group: int, layer: int, a: Tensor, d: Tensor
+) -> Tensor:
+    plane = step.tensor(group, "state")
+    dt = _each(softplus, dt)
+    dx = dt * x
+    out = torch.empty_like(x)
+    for page, lo, hi, fresh in step.states(group, layer):
+        state = torch.zeros_like(a) if fresh else plane[page].clone()
+        for t in range(lo, hi):
+            state = state * torch.exp(dt[t, :, None] * a) + dx[t, :, None] * b[t]
+            out[t] = torch.mv(state, c[t].clone())
+        plane[page] = state
+    return out + x * d
+
+
+def mamba2_scan(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, step: TorchStep, group: int, layer: int, a: Tensor, d: Tensor,
+    dt_bias: Tensor, dt_min: float, dt_max: float,
+) -> Tensor:  # fmt: skip
+    plane = step.tensor(group, "state")
+    t, heads, width = x.shape
+    groups, n = b.shape[1:]
+    dt = _each(softplus, dt + dt_bias).clamp(dt_min, dt_max)
+    keep = _each(torch.exp, dt * a).repeat_interleave(width, dim=1).reshape(t, groups, heads // groups * width, 1)
+    dx = (dt[:, :, None] * x).reshape(keep.shape)
+    out = x.new_empty(keep.shape[:3])
+    for page, lo, hi, fresh in step.states(group, layer):
+        shape = (*keep.shape[1:3], n)
+        state = x.new_zeros(shape) if fresh else plane[page].reshape(shape)
+        for i in range(lo, hi):
+            state = state * keep[i] + dx[i] * b[i, :, None, :]
+            out[i] = torch.matmul(state, c[i, :, :, None])[..., 0]
+        plane[page] = state.reshape(plane.shape[1:])
+    return out.reshape(x.shape) + x * d[:, None]
+
+
+def token_shift(x: Tensor, step: TorchStep, group: int, layer: int, plane: str) -> Tensor:
+    kept = step.tensor(group, plane)
+    out = torch.empty_like(x)
+    for page, start, stop, fresh in step.states(group, layer):
+        if fresh:
+            out[start] = 0.0
+        else:
+            out[start] = kept[page, 0]
+        out[start + 1 : stop] = x[start : stop - 1]
+        kept[page, 0] = x[stop - 1]
+    return out
+
+
+def wkv4(k: Tensor, v: Tensor, step: TorchStep, decay: Tensor, first: Tensor, group: int, layer: int) -> Tensor:
+    planes = [step.tensor(group, name) for name in ("num", "den", "exponent")]
+    out = torch.empty_like(v)
+    for page, start, stop, fresh in step.states(group, layer):
+        num, den, top = (plane[page, 0].clone() for plane in planes)
+        if fresh:
+            num, den, top = torch.zeros_like(num), torch.zeros_like(den), torch.full_like(top, -math.inf)
+        for t in range(start, stop):
+            bonus = k[t] + first
+            most = torch.maximum(top, bonus)
+            old, new = torch.exp(top - most), torch.exp(bonus - most)
+            out[t] = (num * old + v[t] * new) / (den * old + new)
+            faded = top + decay
+            top = torch.maximum(faded, k[t])
+            old, new = torch.exp(faded - top), torch.exp(k[t] - top)
+            num, den = num * old + v[t] * new, den * old + new
+        for plane, state in zip(planes, (num, den, top), strict=True):
+            plane[page, 0] = state
+    return out
+
+
+def wkv7(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, removal: Tensor, rate: Tensor, step: TorchStep, group: int, layer: int
+) -> Tensor:
+    plane = step.tensor(group, "state")
+    decay = _each(lambda row: torch.exp(torch.sigmoid(row) * -math.exp(-0.5)), w)
+    written = removal * rate
+    _, h, d = v.shape
+    out = torch.empty_like(v)
+    for page, start, stop, fresh in step.states(group, layer):
+        state = v.new_zeros((h, d, d)) if fresh else plane[page].reshape(h, d, d)
+        for t in range(start, stop):
+            removed = torch.matmul(state, removal[t, :, :, None])
+            kept = state * decay[t, :, None, :] - removed * written[t, :, None, :]
+            state = kept + v[t, :, :, None] * k[t, :, None, :]
+            out[t] = torch.matmul(state, r[t, :, :, None])[:, :, 0]
+        plane[page] = state.reshape(h, d * d)
+    return out
+
+
+STATE_OPS: dict[str, Callable[..., Any]] = {
+    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7)
+}

@@ -1,0 +1,11 @@
+"""Tables of operations on tensors: with rows by themselves, and with one product for all rows of a step."""
+
+from __future__ import annotations
+
+from penstock.backends.gpu import ops
+from penstock.backends.gpu.cache_ops import CACHE_OPS
+from penstock.backends.gpu.state_ops import STATE_OPS
+from penstock.ops.table import OpTable
+
+PLAIN = OpTable("torch", ops.PLAIN | STATE_OPS | CACHE_OPS, batch_invariant=False)
+EXACT = OpTable("torch", ops.EXACT | STATE_OPS | CACHE_OPS)

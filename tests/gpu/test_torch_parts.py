@@ -1,0 +1,143 @@
+"""Parts of the torch backend against what they stand for: sampling, arrays of a device, stored weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.backends.gpu.backend import TorchBackend
+from penstock.backends.gpu.codecs import TORCH_CODECS
+from penstock.backends.gpu.device_array import DeviceArray, new_plane
+from penstock.backends.gpu.placed import Placement, StoredTensor, rows_of
+from penstock.backends.gpu.sample import TorchKernel, weigh
+from penstock.config import from_kwargs
+from penstock.core.batch import AddedRow, SchedulerOutput
+from penstock.core.kv_codec import KV_CODECS
+from penstock.core.sampling import TokenRules
+from penstock.ops import draw_weights
+from penstock.runner.kernel_sampler import KernelSampler
+from penstock.runner.sampler import DraftNode, Sampler
+from tests import specs
+from tests.native.test_sample import pick, shapes
+from tests.stored import FORMATS, random_stored
+
+CPU = torch.device("cpu")
+KINDS = ("peaked", "flat", "equal", "ties", "zeros", "masked", "one", "tiny", "huge")
+RULES = [
+    TokenRules(), TokenRules(temperature=0.7, seed=3), TokenRules(temperature=1.3, seed=4, top_k=5),
+    TokenRules(temperature=1.0, seed=5, top_p=0.8), TokenRules(temperature=2.0, seed=6, min_p=0.05, top_k=9, top_p=0.9),
+    TokenRules(repetition_penalty=1.4),
+    TokenRules(frequency_penalty=0.5, presence_penalty=0.2, temperature=0.8, seed=1),
+    TokenRules(logit_bias={3: 2.5, 7: -4.0}, temperature=1.0, seed=9), TokenRules(allowed_ids=[2, 5, 6]),
+    TokenRules(bad_sequences=[[4], [1, 2]], min_tokens=3, stop_ids=[5], temperature=0.9, seed=2),
+    TokenRules(temperature=0.9, seed=8, num_logprobs=4), TokenRules(num_logprobs=2, repetition_penalty=0.7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_logprobs_are_those_of_the_numpy_sampler(kind: str) -> None:
+    """With every rule and processor, from logits on the device, which are not written to."""
+    rng = np.random.default_rng(len(kind))
+    vocab = 211
+    logits = np.stack([shapes(kind, vocab, rng) for _ in RULES])
+    logits[3, 7] = np.nan
+    picks = [pick(i, rules, i, num_samples=1 + i % 3) for i, rules in enumerate(RULES)]
+    nodes = [DraftNode(i, rules, 1, 11) for i, rules in enumerate(RULES[:5])]
+    found = []
+    for sampler, given in (
+        (Sampler(vocab), logits),
+        (KernelSampler(TorchKernel(CPU, vocab), vocab), DeviceArray(torch.from_numpy(logits.copy()))),
+    ):
+        added = [AddedRow(p.seq_id, 0, [1, 2, 3, 3], 2, p.rules) for p in picks]
+        sampler.chain.track(SchedulerOutput(0, added=added))
+        rows: Any = given
+        found.append(sampler.sample(rows, picks, nodes))
+        followed = [i for i in range(len(RULES)) if sampler.chain.follows(i) and i != 3]
+        found.append([sampler.choose_followed(i, rows[i], DraftNode(i, RULES[i], 0, 7)) for i in followed])
+        assert np.array_equal(np.asarray(given), logits, equal_nan=True)
+    (want, want_followed), (got, got_followed) = found[:2], found[2:]
+    assert got.choices == want.choices
+    assert got_followed == want_followed
+    assert [(s.seq_id, s.token_ids) for s in got.sampled] == [(s.seq_id, s.token_ids) for s in want.sampled]
+    assert [s.logprobs for s in got.sampled] == [s.logprobs for s in want.sampled]
+    assert got.errors == want.errors
+    assert len(want.sampled) > 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_weights_are_the_same_whole_numbers(kind: str, temperature: float) -> None:
+    row = shapes(kind, 5000, np.random.default_rng(1))
+    scale = draw_weights.scale_of(temperature)
+    np.testing.assert_array_equal(weigh(torch.from_numpy(row), scale).numpy(), draw_weights.weigh(row, scale))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_codes_decode_to_the_same_bits(name: str) -> None:
+    matrix = random_stored(name, 24, 256)
+    placed = Placement(CPU).place(matrix)
+    want = matrix.values()
+    np.testing.assert_array_equal(rows_of(placed, slice(0, 24)).numpy(), want)
+    chosen = torch.tensor([5, 0, 5, 23])
+    np.testing.assert_array_equal(rows_of(placed, chosen).numpy(), want[[5, 0, 5, 23]])
+    assert isinstance(placed, StoredTensor), "held as codes"
+    assert placed.num_bytes < want.nbytes / 2
+
+
+@pytest.mark.parametrize("name", list(KV_CODECS))
+def test_a_codec_writes_the_same_bytes(name: str) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.normal(0, 3, (3, 8, 2, 64)).astype(np.float32)
+    x[0, :, 0] = 0.0
+    x[1, 2, 1, 5] = np.inf
+    elements, scales = KV_CODECS.get(name).encode(x)
+    got, beside = TORCH_CODECS[name].encode(torch.from_numpy(x))
+    np.testing.assert_array_equal(np.asarray(DeviceArray(got)), elements)
+    assert (scales is None) == (beside is None)
+    if scales is not None and beside is not None:
+        np.testing.assert_array_equal(np.asarray(DeviceArray(beside)), scales)
+    want = KV_CODECS.get(name).decode(elements, scales)
+    np.testing.assert_array_equal(TORCH_CODECS[name].decode(got, beside).numpy(), want)
+
+
+def test_an_array_of_the_device_is_indexed_like_an_array() -> None:
+    rng = np.random.default_rng(3)
+    plain = rng.normal(size=(6, 4, 2)).astype(np.float32)
+    own = new_plane(CPU, plain.shape, np.float32, 0)
+    own[:] = plain
+    pages, slots = np.array([4, 1], np.int32), np.array([0, 3], np.int32)
+    for array in (plain, own):
+        x: Any = array
+        x[pages, slots] = x[pages[::-1], slots[::-1]].copy()
+        x[2:4] = x[0:2]
+        x[5] = 0
+        x[np.array([0])] *= np.float32(2)
+    np.testing.assert_array_equal(np.asarray(own), plain)
+    bits = new_plane(CPU, (2, 2), np.uint16, 0x7FC0)
+    assert bits.dtype == np.uint16
+    assert np.asarray(bits).tolist() == [[0x7FC0] * 2] * 2, "bfloat16 shows as its bits"
+    with pytest.raises(TypeError):
+        np.cumsum(own)
+
+
+def test_what_it_cannot_run_is_said() -> None:
+    spec, _ = specs.make("llama_gqa")
+    assert TorchBackend.why_not(from_kwargs(model="m", device="cpu-torch"), spec) is None
+    virtual = TorchBackend.why_not(from_kwargs(model="m", device="cpu-torch", kv_allocator="virtual"), spec)
+    assert virtual is not None
+    assert "use paged" in virtual
+
+
+def test_weights_are_there_once() -> None:
+    """What two models of a backend share is placed once, and codes stay codes."""
+    spec, weights = specs.make("llama_gqa")
+    placement = Placement(CPU)
+    first = [placement.place(w) for w in weights.values()]
+    held = placement.num_bytes
+    again = [placement.place(w) for w in weights.values()]
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert placement.num_bytes == held == sum(w.nbytes for w in weights.values())
+    assert spec.vocab_size
