@@ -70,6 +70,12 @@ class RandomPlacement(Placement):
         super().__init__(device)
         self._codes: dict[tuple[int, int], Any] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """As `Placement.num_bytes`; no two of these share memory, and fake tensors have none."""
+        placed = [tensor for _, tensor in self._placed.values()]
+        return sum(t.num_bytes if isinstance(t, StoredTensor) else t.numel() * t.element_size() for t in placed)
+
     def _matrix(self, weight: Any) -> Any:
         if isinstance(weight, np.ndarray) and weight.ndim == 2 and not any(weight.strides):
             return torch.empty(weight.shape, dtype=torch.bfloat16, device=self.device).normal_(0.0, DEVIATION)

@@ -214,7 +214,7 @@ def main() -> int:
     if args.dry_run:
         from benchmarks.gpu.dry_run import dry_run
 
-        return dry_run(args.out)
+        return dry_run(args.out, args.tiny)
     found = Run(args).run()
     for stage in found["stages"]:
         took = "" if stage["seconds"] is None else f", {stage['seconds']:.1f} s"
