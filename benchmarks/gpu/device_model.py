@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -37,27 +38,27 @@ INT4 = MatrixFormat(code="uint", bits=4, scales=(Shared("float16", 1, GROUP),), 
 _PLENTY = Free(memory_bytes=1 << 46, available_bytes=1 << 46)
 
 
+@cache
+def _random_codes(shape: tuple[int, int]) -> tuple[Any, Any]:
+    codes = np.random.default_rng(0).integers(0, 16, shape, np.uint8)
+    return codes, np.full((shape[0], -(-shape[1] // GROUP)), DEVIATION / 4, np.float16)
+
+
 class RandomCodes(StoredMatrix):
     """A matrix of random int4 codes. All of one size are one array here; on the device each has its own."""
 
-    _made: dict[tuple[int, int], tuple[Any, Any]] = {}
-
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__(INT4, shape, np.dtype(np.uint16), None)
-        if shape not in self._made:
-            rng = np.random.default_rng(0)
-            scales = np.full((shape[0], -(-shape[1] // GROUP)), DEVIATION / 4, np.float16)
-            self._made[shape] = rng.integers(0, 16, shape, np.uint8), scales
 
     def _codes(self, rows: Any) -> Any:
-        return self._made[self.shape][0][rows]
+        return _random_codes(self.shape)[0][rows]
 
     def _scales(self, rows: Any) -> Any:
-        return (self._made[self.shape][1][rows],)
+        return (_random_codes(self.shape)[1][rows],)
 
     @property
     def arrays(self) -> Any:
-        return self._made[self.shape]
+        return _random_codes(self.shape)
 
     def fault(self) -> str | None:
         return None

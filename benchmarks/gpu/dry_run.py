@@ -25,7 +25,7 @@ import torch
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.device_model import Machine, ask, engine_on
 from benchmarks.gpu.shapes import spec_of
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,8 +166,8 @@ def steps(bench: Bench, name: str) -> dict[str, Any]:
     """What a prompt of one sequence, decode steps of one and of three, and a sampled one would do."""
     found: dict[str, Any] = {}
     made = MadeUp(FakeTensorMode(allow_non_fake_inputs=True))
-    # torch asks no mode about `tolist`, which would look like a wait for each number.
-    lists = patch.object(torch.Tensor, "tolist", lambda tensor: made.read("tolist", tensor))
+    # Their own `tolist` asks for number by number.
+    lists = patch.object(FakeTensor, "tolist", lambda tensor: made.read("tolist", tensor))
     with made.fakes, made, lists:
         machine = engine_on(bench, spec_of(name, bench.tiny), num_seqs=4, num_tokens=256, budget=64)
         found["prefill"] = _step(made, machine, lambda: ask(machine.core, 0, PROMPT, 16, machine.spec.vocab_size))

@@ -20,10 +20,7 @@ def page(found: dict[str, Any]) -> str:
     about = found["about"]
     where = about.get("card") or about.get("device", "no device was opened")
     tables = [("Goals", ("goal", "wanted", "measured", ""), [_goal(goal) for goal in found["goals"]])]
-    tables.append(("Stages", ("stage", "state", "took", "budget"), [
-        [stage["name"], _state(stage["state"], ("done",)), "" if stage["seconds"] is None else seconds(stage["seconds"]),
-         seconds(stage["budget_s"])] for stage in found["stages"]
-    ]))  # fmt: skip
+    tables.append(("Stages", ("stage", "state", "took", "budget"), [_stage(stage) for stage in found["stages"]]))
     for stage in found["stages"]:
         rows: list[list[Any]] = [_figure(figure) for figure in stage["figures"]]
         rows += [[c["name"], Cell("right" if c["good"] else "wrong", "" if c["good"] else "flag"), c["said"]]
@@ -41,6 +38,11 @@ def page(found: dict[str, Any]) -> str:
         foot="Weights are random and were made on the device. Shares refer to a copy within the device's memory (bytes "
         "read plus bytes written) and to a product in bfloat16, both measured in the same run.",
     ))  # fmt: skip
+
+
+def _stage(stage: dict[str, Any]) -> list[Any]:
+    took = "" if stage["seconds"] is None else seconds(stage["seconds"])
+    return [stage["name"], _state(stage["state"], ("done",)), took, seconds(stage["budget_s"])]
 
 
 def _goal(goal: dict[str, Any]) -> list[Any]:

@@ -37,8 +37,8 @@ def stage(name: str, clients: tuple[int, ...]) -> Callable[[Bench], None]:
             size = checkpoint(bench, config, Path(folder) / name)
             bench.figure(f"{name}.written_bytes", size, "B", seconds=time.perf_counter() - began)
             with served(bench, Path(folder) / name) as (url, ready_s):
-                bench.figure(f"{name}.ready_s", ready_s, "s", said="from the start of the process until it says that it "
-                             "listens; the files were just written, so they may come from the page cache")  # fmt: skip
+                said = "from the start of the process; the files were just written, so the page cache may have them"
+                bench.figure(f"{name}.ready_s", ready_s, "s", said=said)
                 for num in clients:
                     bench.attempt(f"{name}.clients{num}", lambda num=num: load(bench, name, config, url, num))
 
