@@ -16,6 +16,7 @@ import json
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+SHAPES = ("llama-3.1-8b", "qwen3-30b-a3b")
 PROMPT = 40
 """Tokens: more than a block, so that a table has two."""
 _READS = ("item", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__")
@@ -193,13 +195,13 @@ def _step(made: MadeUp, machine: Machine, before: Any = None) -> dict[str, Any]:
     return seen.told()
 
 
-def dry_run(out: Path, tiny: bool = False) -> int:
+def dry_run(out: Path, tiny: bool = False, names: Sequence[str] = SHAPES) -> int:
     """Every shape, with its traceback if it fails; `out/dry-run.json`. Returns an exit status."""
     out.mkdir(parents=True, exist_ok=True)
     guard()
     bench = Bench("cuda:0", tiny, out / "dry-lines.jsonl")
     found: dict[str, Any] = {"torch": torch.__version__}
-    for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
+    for name in names:
         try:
             found[name] = steps(bench, name)
         except Exception as error:
@@ -217,4 +219,4 @@ def dry_run(out: Path, tiny: bool = False) -> int:
             for what in ("waits", "copies_to_device"):
                 for where, count in seen[what].items():
                     print(f"    {what}: {count} x {where}")
-    return int("error" in found["llama-3.1-8b"])
+    return int("error" in found[names[0]])

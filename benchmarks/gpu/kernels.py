@@ -58,10 +58,22 @@ def attention(bench: Bench, batch: int, context: int) -> None:
 
 
 def all_kernels(bench: Bench) -> None:
-    """Each kernel of the list: equal to its oracle, then its time. Raises: Stop if there is no list."""
+    """Every case of `penstock.backends.gpu.kernels.cases`. Raises: Stop if there are none."""
     try:
-        from penstock.backends.gpu.kernels import KERNELS
+        from penstock.backends.gpu.kernels.cases import CASES
     except ImportError as error:
-        raise Stop(f"there are no kernels of Penstock's own in this version ({error})") from None
+        raise Stop(f"there are no kernels of Penstock's own to be had here ({error})") from None
     if bench.device.type != "cuda":
-        raise Stop(f"{len(KERNELS)} kernels, which need a GPU (or Triton's interpreter, in their tests)")
+        raise Stop(f"{len(CASES)} cases of kernels, which need a GPU")
+    for name, case in CASES.items():
+        bench.attempt(f"kernel.{name}", lambda name=name, case=case: one_kernel(bench, f"kernel.{name}", case))
+
+
+def one_kernel(bench: Bench, name: str, case: Any) -> None:
+    """A case's time, and its share of the copy bandwidth where its bytes are the measure."""
+    bench.need(1.5, "a kernel, which is compiled first,")
+    took = bench.seconds(case.make(str(bench.device)), repeats=12)
+    bench.figure(f"{name}.s", took["median"], "s", seconds=took, said=f"{case.kernel}; warm")
+    if case.num_bytes:
+        share = bench.share(name, COPY, case.num_bytes / took["median"])
+        bench.figure(f"{name}.copy_share", share, "of the copy bandwidth", bytes=case.num_bytes)

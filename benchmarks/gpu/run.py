@@ -39,7 +39,9 @@ CPU_WHY = "the CPU is no GPU: its speed is nobody's figure"
 
 
 class Run:
-    """Follows the lines that workers write, and writes what they mean."""
+    """Follows the lines that workers write, and writes what they mean. `worker`: the module they run."""
+
+    worker = "benchmarks.gpu.worker"
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -50,7 +52,7 @@ class Run:
         self.began_s = time.monotonic()
         self.end_s = self.began_s + 60 * args.minutes
         self.started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.logs: list[str] = []
+        self.log = ""
         self.broken: dict[str, str] = {}
         """Stages that did not end by themselves, and why."""
 
@@ -75,15 +77,16 @@ class Run:
             over = {e["stage"] for e in self.entries() if e["kind"] == "end"} | self.broken.keys()
             todo = [name for name in todo if name not in over]
             self.save()
-            if len(todo) == before:
-                self.broken[todo[0]] = "its process ended before it began: " + self.logs[-1][-1500:]
-                todo = todo[1:]
+            if len(todo) == before:  # nothing begins here, so nothing will
+                why = "its process ended before it began: " + self.log[-1500:]
+                self.broken |= dict.fromkeys(todo, why)
+                todo = []
         return self.save()
 
     def work(self, todo: list[str]) -> None:
         """One worker, until it is done or has to be ended."""
         left_s = self.end_s - time.monotonic()
-        command = [sys.executable, "-m", "benchmarks.gpu.worker", str(self.lines), ",".join(todo), "--device",
+        command = [sys.executable, "-m", self.worker, str(self.lines), ",".join(todo), "--device",
                    self.args.device, "--seconds", f"{left_s:.1f}", *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
         log = self.out / "worker.log"
         old = len(self.entries())
@@ -96,7 +99,7 @@ class Run:
                     os.killpg(worker.pid, signal.SIGKILL)
                 status = worker.wait()
         text = log.read_text("utf-8", errors="replace")
-        self.logs.append(text)
+        self.log = text
         current = _current(self.entries()[old:])
         if current is not None:
             self.broken[current] = why or f"its process ended with status {status}: {text[-1500:]}"
