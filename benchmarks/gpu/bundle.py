@@ -57,9 +57,10 @@ def copy_source(out: Path) -> None:
         target = out / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-    (out / "tests").mkdir()
-    for name in ("__init__.py", "specs.py"):
-        shutil.copy(ROOT / "tests" / name, out / "tests" / name)
+    for name in ("__init__.py", "specs.py", "gpu/__init__.py", "gpu/kernels/__init__.py", "gpu/kernels/naive.py"):
+        if (ROOT / "tests" / name).exists():
+            (out / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / "tests" / name, out / "tests" / name)
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False)
     (out / "COMMIT").write_text(asked.stdout.strip() + (" and changes\n" if changed.stdout.strip() else "\n"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -60,12 +61,12 @@ def attention(bench: Bench, batch: int, context: int) -> None:
 def all_kernels(bench: Bench) -> None:
     """Every case of `penstock.backends.gpu.kernels.cases`. Raises: Stop if there are none."""
     try:
-        from penstock.backends.gpu.kernels.cases import CASES
+        cases: Any = import_module("penstock.backends.gpu.kernels.cases").CASES
     except ImportError as error:
         raise Stop(f"there are no kernels of Penstock's own to be had here ({error})") from None
     if bench.device.type != "cuda":
-        raise Stop(f"{len(CASES)} cases of kernels, which need a GPU")
-    for name, case in CASES.items():
+        raise Stop(f"{len(cases)} cases of kernels, which need a GPU")
+    for name, case in cases.items():
         bench.attempt(f"kernel.{name}", lambda name=name, case=case: one_kernel(bench, f"kernel.{name}", case))
 
 

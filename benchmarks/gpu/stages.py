@@ -25,6 +25,7 @@ def _run(room: object) -> Callable[[Bench], None]:
 
 STAGES = (
     Stage("correctness", 75, "correctness", _run),
+    Stage("kernel-checks", 60, "kernel_checks", _run),
     Stage("ceilings", 20, "ceilings", _run),
     Stage("llama-3.1-8b", 100, "engine", lambda room: room.stage("llama-3.1-8b")),  # type: ignore[attr-defined]
     Stage("kernels", 60, "kernels", _run),
