@@ -42,7 +42,7 @@ def page(found: dict[str, Any]) -> str:
 
 def _stage(stage: dict[str, Any]) -> list[Any]:
     took = "" if stage["seconds"] is None else seconds(stage["seconds"])
-    return [stage["name"], _state(stage["state"], ("done",)), took, seconds(stage["budget_s"])]
+    return [stage["name"], _state(stage["state"], ("done", "left out")), took, seconds(stage["budget_s"])]
 
 
 def _goal(goal: dict[str, Any]) -> list[Any]:

@@ -65,14 +65,14 @@ def main() -> int:
         bench.stage, bench.until_s = stage.name, min(end_s, time.monotonic() + stage.budget_s)
         bench.write("begin", at_s=time.time())
         room = importlib.import_module(f"benchmarks.gpu.{stage.room}")
-        whole = bench.attempt(stage.name, lambda room=room, stage=stage: stage.make(room)(bench))
+        bench.attempt(stage.name, lambda room=room, stage=stage: stage.make(room)(bench))
         try:
             bench.sync()
         except Exception as error:
             bench.write("failed", name=stage.name, said=f"the device is of no more use: {error}", trace="")
-            bench.write("end", at_s=time.time(), whole=False)
+            bench.write("end", at_s=time.time())
             return BROKEN
-        bench.write("end", at_s=time.time(), whole=whole)
+        bench.write("end", at_s=time.time())
     return 0
 
 
