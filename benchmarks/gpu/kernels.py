@@ -23,7 +23,7 @@ def run(bench: Bench) -> None:
     context = 256 if bench.tiny else 32768
     for batch in (8, 1):
         bench.attempt(f"{ATTENTION}{batch}", lambda batch=batch: attention(bench, batch, context))
-    bench.attempt("kernels", lambda: all_kernels(bench))
+    bench.attempt("kernels.own", lambda: all_kernels(bench))
 
 
 def attention(bench: Bench, batch: int, context: int) -> None:
