@@ -26,7 +26,7 @@ _TINY = ("llama_gqa", "experts", "scores")
 _BLOCK, _BLOCKS, _LENGTH = 8, 8, 40
 TOLERANCE = 2e-3
 """Of the largest logit: float32 in another order of sums, through a few layers."""
-ROUNDED = 5e-2
+ROUNDED = 3e-2
 """The same where a GPU rounds what it multiplies to bfloat16, and the reference does not."""
 
 

@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +51,7 @@ class Seen:
     def told(self) -> dict[str, Any]:
         return {
             "operations": sum(self.ops.values()), "by_name": dict(self.ops.most_common(12)),
+            "kernels": {name: count for name, count in self.ops.items() if name.startswith("kernel ")},
             "waits": dict((+self.waits).most_common()),
             "copies_to_device": dict((+self.copies).most_common()),
         }  # fmt: skip
@@ -152,6 +154,22 @@ def _where(tensors: list[Any]) -> set[str]:
     return {x.device.type for x in tensors}
 
 
+def kernels(made: MadeUp) -> AbstractContextManager[object]:
+    """Where Triton is installed: its kernels are counted, and not launched; each takes tensors of the device alone."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        return nullcontext()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        at_host = [x for x in (*args, *named.values()) if isinstance(x, torch.Tensor) and x.device.type != "cuda"]
+        if at_host:
+            raise RuntimeError(f"the kernel {kernel.__name__} takes {len(at_host)} tensors that the host has")
+        made.seen.ops[f"kernel {kernel.__name__}"] += 1
+
+    return patch.object(JITFunction, "run", run)
+
+
 def guard() -> None:
     """Let torch without GPU libraries name a device "cuda": the guard that changes nothing, which is there for "meta",
     stands in for the one that would change the current device. Fake tensors do the same where torch has the libraries
@@ -170,7 +188,7 @@ def steps(bench: Bench, name: str) -> dict[str, Any]:
     made = MadeUp(FakeTensorMode(allow_non_fake_inputs=True))
     # Their own `tolist` asks for number by number.
     lists = patch.object(FakeTensor, "tolist", lambda tensor: made.read("tolist", tensor))
-    with made.fakes, made, lists:
+    with made.fakes, made, lists, kernels(made):
         machine = engine_on(bench, spec_of(name, bench.tiny), num_seqs=4, num_tokens=256, budget=64)
         found["prefill"] = _step(made, machine, lambda: ask(machine.core, 0, PROMPT, 16, machine.spec.vocab_size))
         found["decode 1"] = _step(made, machine)

@@ -32,7 +32,7 @@ from benchmarks.gpu.stages import NAMES, STAGES
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0
 """What a stage may take beyond its budget before its process is ended: stages look at the clock themselves."""
-START_S = 45.0
+START_S = 60.0
 """What a process may take until its first stage begins: torch is imported, the device opened."""
 GOOD = ("done", "left out")
 """States of stages: that it ran, or said why it cannot here."""
