@@ -33,6 +33,7 @@ def doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock import __version__
+    from penstock.backends.gpu.state import gpu_state
     from penstock.bench.bandwidth import ReadProbe
     from penstock.launch.inventory import inventory
     from penstock.ops.native.library import best_library
@@ -48,6 +49,7 @@ def doctor(args: argparse.Namespace) -> int:
         f"{machine.available_bytes / 2**30:.1f} of {machine.memory_bytes / 2**30:.1f} GiB of memory free, "
         f"read at {read / 1e9:.1f} GB/s; {_kernels(library)}"
     )
+    console.print(f"GPU: {gpu_state()}", markup=False)
     if args.model is None:
         _sizes(console, machine, read)
     else:

@@ -1,0 +1,223 @@
+"""Every kernel of `penstock.backends.gpu.kernels` on the device, against plain sums in float64 or the sampler."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.gpu.bench import Bench, Stop
+
+from penstock.core.sampling import TokenRules
+from penstock.ops.ref import rotary
+from penstock.runner.sampler import draw as sampler_draw
+
+KERNELS = "penstock.backends.gpu.kernels"
+Results = Iterator[tuple[str, float, float]]
+"""(what was tried, how far it was off, how far it may be)."""
+
+
+def run(bench: Bench) -> None:
+    """A line for every kernel. Raises: Stop if there are none, or nothing they could run on."""
+    try:
+        entries: Any = import_module(KERNELS).KERNELS
+        import_module("triton")
+    except (ImportError, AttributeError) as error:
+        raise Stop(f"there are no kernels of Penstock's own to be had here ({error})") from None
+    if bench.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Stop(f"{len(entries)} kernels, which need a GPU or TRITON_INTERPRET=1")
+    for entry in entries:
+        if entry.name not in CHECKS:
+            bench.check(f"kernel.{entry.name}", False, "this benchmark does not know how to check it")
+            continue
+        bench.attempt(f"kernel.{entry.name}", lambda entry=entry: check(bench, entry))
+
+
+def check(bench: Bench, entry: Any) -> None:
+    module, _, name = entry.launcher.partition(":")
+    launcher = getattr(import_module(module), name)
+    wrong, tried, worst = [], 0, 0.0
+    for what, off, may in CHECKS[entry.name](launcher, bench.device):
+        if bench.left_s() < 2:
+            raise Stop(f"the stage's time was over after {tried} cases, of which {len(wrong)} were wrong")
+        tried += 1
+        worst = max(worst, off)
+        if not off <= may:  # NaN is wrong, too
+            wrong.append(f"{what}: {off:.1e}, and {may:.0e} may be")
+    said = f"{tried} cases, the largest difference {worst:.1e}" + "".join(f"; {text}" for text in wrong)
+    bench.check(f"kernel.{entry.name}", not wrong, said)
+
+
+def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference in units of the largest value; infinity for another shape or a NaN."""
+    found = found.double().cpu()
+    if found.shape != wanted.shape or not bool(torch.isfinite(found).all()):
+        return float("inf")
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
+
+
+def _normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+_RULES: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 7}, "chunk": {"chunk": 24}, "soft cap": {"soft_cap": 1.5},
+    "ALiBi": {"slopes": True}, "sinks": {"sinks": True},
+    "all": {"window": 40, "soft_cap": 2.0, "slopes": True, "sinks": True},
+}  # fmt: skip
+_KINDS = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2, "int8": 5e-2, "e4m3": 5e-2}
+
+
+def _attention(prefill: bool) -> Callable[[Any, torch.device], Results]:
+    def each(launcher: Any, device: torch.device) -> Results:
+        naive: Any = import_module("tests.gpu.kernels.naive")
+        made: Any = import_module(f"{KERNELS}.attention_decode")
+        new = (1, 0, 5, 1) if prefill else (1, 0, 2, 1)
+        cases = [(rule, "float32", False) for rule in _RULES] + [("window", kind, False) for kind in _KINDS]
+        cases += [] if prefill else [("plain", "float32", True), ("all", "float32", True)]
+        for name, kind, trees in cases:
+            step = naive.paged_step(1, (0, 9, 37, 620), (1, 0, 5, 1) if trees else new, heads=8, size=32,
+                                    dims={"k": 32, "v": 32}, kind=kind, trees=trees)  # fmt: skip
+            rule = made.Rule(0.3, **_RULES[name])
+            for i, part in enumerate(("slopes", "sinks")):
+                if getattr(rule, part):
+                    rule = rule._replace(**{part: torch.rand(8, generator=torch.Generator().manual_seed(i))})
+            there = rule._replace(**{p: None if getattr(rule, p) is None else getattr(rule, p).to(device)
+                                     for p in ("slopes", "sinks")})  # fmt: skip
+            scales = {key: step.scales[key].to(device) if key in step.scales else None for key in ("k", "v")}
+            cache = made.Cache(step.planes["k"].to(device), step.planes["v"].to(device), step.pages.to(device),
+                               scales["k"], scales["v"])  # fmt: skip
+            starts, at = step.query_start_loc.to(device), step.positions.to(device)
+            most = int(step.query_start_loc.diff().max()) if prefill else int(step.positions.max())
+            more = {} if prefill else {"mask": None if step.mask is None else step.mask.to(device)}
+            out = launcher(step.q.to(device), cache, there, starts, at, most, **more)
+            yield f"{name}, {kind}{', a tree' if trees else ''}", _off(out, naive.attention(step, rule)), _KINDS[kind]
+
+    return each
+
+
+# -- norms, activations, rotation ----------------------------------------------------------------------------------
+
+
+def _norm(centred: bool) -> Callable[[Any, torch.device], Results]:
+    def each(launcher: Any, device: torch.device) -> Results:
+        for rows, width in ((1, 64), (5, 1000), (64, 4096)):
+            x, r, w, b = _normal(1, rows, width), _normal(2, rows, width), _normal(3, width), _normal(4, width)
+            h = (x + r).double()
+            own = h - h.mean(1, keepdim=True) if centred else h
+            want = own / (own.square().mean(1, keepdim=True) + 1e-5).sqrt() * w.double()
+            weights = (w.to(device), b.to(device)) if centred else (w.to(device),)
+            kept, out = launcher(x.to(device), *weights, 1e-5, r.to(device))
+            yield f"{rows} of {width}", _off(out, want + b.double() if centred else want), 1e-5
+            yield f"{rows} of {width}, the sum", _off(kept, h), 1e-6
+
+    return each
+
+
+def _gates(launcher: Any, device: torch.device) -> Results:
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "relu": torch.relu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu2": lambda x: torch.relu(x).square(), "sigmoid": torch.sigmoid, "tanh": torch.tanh,
+    }  # fmt: skip
+    both = _normal(6, 5, 2 * 1037) * 4
+    gate, up = both[:, :1037], both[:, 1037:]
+    for name, function in functions.items():
+        yield name, _off(launcher(gate.to(device), up.to(device), name), function(gate.double()) * up.double()), 1e-5
+
+
+def _rope(launcher: Any, device: torch.device) -> Results:
+    rng = np.random.default_rng(9)
+    positions = np.array([0, 7, 3, 19, 4], np.int32)
+    table = rng.standard_normal((2, 20, 8)).astype(np.float32)
+    pages, places = torch.tensor([3, 0, 3, 1, 2]), torch.tensor([0, 15, 1, 4, 8])
+    angles = rotary.rope_angles(positions, table)
+    for interleaved in (False, True):
+        q, k, v = _normal(10, 5, 6, 16), _normal(11, 5, 2, 16), _normal(12, 5, 2, 16)
+        planes = [torch.zeros((4, 16, 2, 16), device=device) for _ in range(2)]
+        out = launcher(
+            q.to(device), k.to(device), v.to(device), torch.from_numpy(positions).to(device),
+            torch.from_numpy(table).to(device), *planes, pages.to(device), places.to(device), interleaved=interleaved,
+        )  # fmt: skip
+        turned = [torch.from_numpy(rotary.rope(x.numpy(), angles, interleaved, 0)).double() for x in (q, k)]
+        written = [plane.cpu()[pages, places] for plane in planes]
+        for what, found, want in (("queries", out, turned[0]), ("keys", written[0], turned[1]),
+                                  ("values", written[1], v.double())):  # fmt: skip
+            yield f"{what}{', pairs of neighbours' if interleaved else ''}", _off(found, want), 1e-5
+
+
+# -- products ------------------------------------------------------------------------------------------------------
+
+
+def _product(bits: int) -> Callable[[Any, torch.device], Results]:
+    def each(launcher: Any, device: torch.device) -> Results:
+        for tokens, outputs, inputs, group in ((1, 96, 512, 128), (16, 130, 256, 64), (70, 64, 512, 128)):
+            x, draw = _normal(1, tokens, inputs).to(torch.bfloat16), torch.Generator().manual_seed(2)
+            scales = _normal(3, outputs, inputs // group).abs() + 0.1
+            wide = scales.double().repeat_interleave(group, 1)
+            if bits == 16:
+                weight = _normal(2, outputs, inputs).to(torch.bfloat16)
+                args, w = (weight,), weight.double()
+            elif bits == 8:
+                codes = torch.randint(-127, 128, (outputs, inputs), generator=draw)
+                args, w = (codes.to(torch.int8), scales), codes.double() * wide
+            else:
+                codes = torch.randint(0, 16, (outputs, inputs), generator=draw)
+                packed = codes[:, 0::2] | codes[:, 1::2] << 4
+                args, w = (packed.to(torch.uint8), scales), (codes.double() - 8) * wide
+            out = launcher(x.to(device), *(part.to(device) for part in args))
+            yield f"{tokens} tokens, {inputs} to {outputs}", _off(out, x.double() @ w.t()), 1e-2
+
+    return each
+
+
+# -- tokens --------------------------------------------------------------------------------------------------------
+
+
+def _argmax(launcher: Any, device: torch.device) -> Results:
+    logits = np.random.default_rng(3).integers(-5, 5, (6, 5000)).astype(np.float32)
+    logits[2, 4999], logits[3, :-1] = 7.0, -np.inf
+    found = launcher(torch.from_numpy(logits).to(device)).tolist()
+    yield "the first of equals", float(found != logits.argmax(1).tolist()), 0.0
+    logits[0, 4500], logits[1, 17] = np.nan, np.inf
+    found = launcher(torch.from_numpy(logits).to(device)).tolist()
+    yield "rows that are sick", float(min(found) != max(found[:2]) or min(found[2:]) < 0), 0.0
+
+
+def _draw(launcher: Any, device: torch.device) -> Results:
+    from penstock.ops.draw_weights import scale_of
+
+    rng = np.random.default_rng(0)
+    for vocab in (7, 4097, 32000):
+        logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
+        for cut in (False, True):
+            rules = [
+                TokenRules(temperature=t, seed=11 * i, top_k=40 * (cut and i % 2), top_p=0.8 if cut else 1.0,
+                           min_p=0.02 * (i == 3))
+                for i, t in enumerate((1.0, 0.7, 0.05, 3.0, 100.0, 1.0))
+            ]  # fmt: skip
+
+            def of(kind: Any, values: Any) -> torch.Tensor:
+                return torch.tensor(list(values), dtype=kind, device=device)
+
+            found = launcher(
+                torch.from_numpy(logits).to(device), of(torch.float64, [scale_of(r.temperature) for r in rules]),
+                of(torch.int64, [r.seed for r in rules]), of(torch.int32, range(6)), of(torch.int64, range(5, 11)),
+                min_p=of(torch.float64, [r.min_p for r in rules]), top_k=of(torch.int32, [r.top_k for r in rules]),
+                top_p=of(torch.float64, [r.top_p for r in rules]), truncated=cut,
+            ).tolist()  # fmt: skip
+            want = [sampler_draw(row, r, i, 5 + i, 1)[0] for i, (row, r) in enumerate(zip(logits, rules, strict=True))]
+            yield f"{vocab} tokens{', truncated' if cut else ''}", float(found != want), 0.0
+
+
+CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
+    "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
+    "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
+    "product_int4": _product(4), "product_fixed": _product(16), "argmax": _argmax, "draw": _draw,
+}  # fmt: skip
+"""By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""
