@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a config.json, or a config.json. Exit status 1 if the settings do not fit."
     )
     parser.add_argument(
-        "--device", metavar="NAME|FILE",
+        "--device", metavar="NAME|FILE", dest="planned_device",
         help="plan for another device: a100-80g, cpu-2core, cpu-ref, h100-sxm, h200, l4, or a .toml or .json file with "
         "its figures (default: this machine with the operations that would run)",
     )  # fmt: skip
@@ -68,11 +68,11 @@ def plan(args: argparse.Namespace) -> int:
     machine = probe()
     chosen: tuple[Decision, ...] = ()
     traits = None
-    if args.device is None:
+    if args.planned_device is None:
         config, chosen = choose_ops(config, spec)
         device, traits = device_of(config, machine.num_cores), traits_of(config)
     else:
-        device = find_device(args.device)
+        device = find_device(args.planned_device)
     memory = args.memory or device.memory_bytes
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", required=True, metavar="FILE", help="a trace, or synthetic:poisson?rate=2&prompt=512&output=128"
     )
     parser.add_argument("--format", metavar="NAME", help="format of the trace; by default recognised by its content")
-    parser.add_argument("--device", required=True, metavar="NAME", help="the simulated device, for example h100-sxm")
+    parser.add_argument("--device", required=True, dest="simulated_device", metavar="NAME", help="the simulated device, for example h100-sxm")
     parser.add_argument("--spec", metavar="NAME", help=f"a built-in model instead of --model (default: {DEFAULT_SPEC})")
     load = parser.add_argument_group("workload")
     load.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
@@ -132,7 +132,7 @@ def sim(args: argparse.Namespace) -> int:
             raise InputError(f"{path}: there is no such folder to write to", param="out")
     workload = _workload(args)
     slo = Slo(args.ttft_slo_s, args.tpot_slo_s)
-    device = find_device(args.device)
+    device = find_device(args.simulated_device)
     # All plans before the first run: what does not fit is said at once, not after an hour.
     planned = [(label, spec, *device_plan(config, spec, device)) for config, spec, label in _configs(args)]
     if args.find_rate is not None:

@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
     """Add one --kebab-case flag per setting, and --config for a TOML file; `server`: a server's too. Mutates `parser`.
 
     `model_positional` also takes the model as an argument without a flag (`penstock serve MODEL`). Flags that were
-    not given leave no trace in the namespace, so that a TOML file can speak.
+    not given leave no trace in the namespace, so that a TOML file can speak. A flag that the parser has already stays its.
     """
     hide = argparse.SUPPRESS
     if model_positional:
@@ -233,7 +233,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
     for title, section in SECTIONS.items():
         group = parser.add_argument_group(title, section.__doc__)
         for item in (s for s in SETTINGS.values() if s.section == title):
-            _add_flag(group, item)
+            if item.flag not in parser._option_string_actions:
+                _add_flag(group, item)
     if server:
         group = parser.add_argument_group("server", ServerConfig.__doc__)
         for item in SERVER_SETTINGS.values():

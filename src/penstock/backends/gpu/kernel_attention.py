@@ -1,7 +1,7 @@
 """Attention by the Triton kernels where they can, and token by token where they cannot.
 
-The kernels get one table of slabs for all layers of a group: a layer's planes are a view with every `num_layers`-th page,
-so that nothing is computed per layer but the attention itself.
+The kernels get one table of slabs for all layers of a group: a layer's planes are a view with every `num_layers`-th
+page, so that nothing is computed per layer but the attention itself.
 """
 
 from __future__ import annotations
