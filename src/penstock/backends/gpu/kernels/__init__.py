@@ -1,0 +1,1 @@
+"""Kernels in Triton, a file per kind. Each has a launcher on tensors; `catalogue` lists them."""
