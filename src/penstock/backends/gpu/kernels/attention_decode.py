@@ -72,6 +72,12 @@ def capped(s, cap: tl.constexpr):
     return s
 
 
+@triton.constexpr_function
+def shares_in(operands, scaled):
+    """The operands of values: shares times scales may be too small for float16."""
+    return "bfloat16" if scaled and operands == "float16" else operands
+
+
 @triton.jit
 def bits_set(x):
     """How many of the low 32 bits are set, of int64."""
@@ -172,7 +178,7 @@ def _split(
             weights = weights * load_number(value_scales + s_at, mask=there, other=0.0)[None, :]
         v_at = values + page * value_page + place * value_slot + g * value_head
         v = load(v_at[:, None] + w[None, :], mask=there[:, None] & (w < W)[None, :], e4m3=E4M3)
-        acc = dot(weights, v, acc * alpha[:, None], OPERANDS)
+        acc = dot(weights, v, acc * alpha[:, None], shares_in(OPERANDS, SCALED))
     line = (t * heads + head) * num_splits + cut
     store(out_m + line, m, mask=own)
     store(out_l + line, total, mask=own)

@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, capped, first_key, key_rows, products_of
+from penstock.backends.gpu.kernels.attention_decode import (
+    Cache,
+    Rule,
+    capped,
+    first_key,
+    key_rows,
+    products_of,
+    shares_in,
+)
 from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, dot, load, load_number, padded, store
 
 
@@ -85,7 +93,7 @@ def _prefill(
             weights = weights * load_number(value_scales + s_at, mask=there, other=0.0)[None, :]
         v_at = values + page * value_page + place * value_slot + g * value_head
         v = load(v_at[:, None] + w[None, :], mask=there[:, None] & (w < W)[None, :], e4m3=E4M3)
-        acc = dot(weights, v, acc * alpha[:, None], OPERANDS)
+        acc = dot(weights, v, acc * alpha[:, None], shares_in(OPERANDS, SCALED))
     at = out + (t * heads + head) * W
     store(at[:, None] + w[None, :], acc / total[:, None], mask=own[:, None] & (w < W)[None, :])
 
