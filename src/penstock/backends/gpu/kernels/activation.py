@@ -32,7 +32,7 @@ def _activated(x, NAME: tl.constexpr):
     elif NAME == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
     elif NAME == "gelu_tanh":
-        y = x * _sigmoid(_TANH_SCALE * (x + 0.044715 * x * x * x))  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        y = x * _sigmoid((x + 0.044715 * x * x * x) * _TANH_SCALE)  # (1 + tanh(z)) / 2 is sigmoid(2 z)
     elif NAME == "relu":
         y = tl.maximum(x, 0.0)
     elif NAME == "relu2":
@@ -58,7 +58,7 @@ def _gated(
         if CLAMPED:
             x = tl.minimum(x, limit)
             y = tl.minimum(tl.maximum(y, -limit), limit)
-        y = x * _sigmoid(_ALPHA * x) * (y + 1.0)
+        y = x * _sigmoid(x * _ALPHA) * (y + 1.0)
     else:
         y = _activated(x, NAME) * y
     store(out + t * F + f, y, mask=own)
