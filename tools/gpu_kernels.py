@@ -82,7 +82,8 @@ def needs(kernel: Any, backend: str) -> dict[str, Any]:
         def number(name: str) -> int:
             return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])
 
-        spilled = (number("vgpr_spill_count") + number("sgpr_spill_count")) * 4
+        # Scalar registers spill into lanes of vector registers; what leaves those is in the private segment.
+        spilled = number("private_segment_fixed_size")
         return found | {"registers": number("vgpr_count"), "spilled_bytes": spilled, "fused_float64": fused(text)}
     text = kernel.asm["ptx"]
     (arch,) = re.findall(r"^\.target (\w+)", text, re.MULTILINE)
@@ -97,11 +98,11 @@ def needs(kernel: Any, backend: str) -> dict[str, Any]:
 
 
 def assembler(arch: str) -> str:
-    import triton
+    """The one that Triton would use."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    knobs = triton.knobs.nvidia
-    tool: Any = knobs.ptxas_blackwell if arch.startswith(("sm_10", "sm_12")) else knobs.ptxas
-    return str(tool.path)
+    (number,) = re.findall(r"\d+", arch)
+    return str(get_ptxas(int(number)).path)
 
 
 def fused(text: str) -> int:
@@ -120,7 +121,7 @@ def problems(row: dict[str, Any]) -> list[str]:
         out.append(f"wants {row['shared_bytes']} bytes of shared memory; a block has {shared}")
     if row["registers"] > most:
         out.append(f"wants {row['registers']} registers; a thread has {most}")
-    if row["kernel"] in ("weigh", "limits", "draw") and row["fused_float64"]:
+    if row["kernel"] == "weigh" and row["fused_float64"]:
         out.append(f"fuses {row['fused_float64']} steps that must be rounded one by one")
     return out
 

@@ -57,7 +57,7 @@ RULES: dict[str, dict[str, Any]] = {
 def test_a_token_sees_what_its_rule_says(kernel: str, rule: str) -> None:
     """One token, an empty sequence, tables of different lengths, and query heads that are no power of two."""
     new = (1, 0, 5, 1) if kernel == "prefill" else (1, 0, 2, 1)
-    step = naive.paged_step(1, (0, 9, 37, 90), new, heads=6, dims={"k": 24, "v": 24})
+    step = naive.paged_step(1, (0, 9, 37, 90), new, heads=6, size=32, dims={"k": 24, "v": 24})
     own = rule_of(6, **RULES[rule])
     assert far(run(kernel, step, own), naive.attention(step, own)) < TOLERANCE["float32"]
 
@@ -65,7 +65,7 @@ def test_a_token_sees_what_its_rule_says(kernel: str, rule: str) -> None:
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "int8", "e4m3"])
 def test_planes_of_every_type(kernel: str, kind: str) -> None:
-    step = naive.paged_step(2, (30, 65), (1, 3), dims={"k": 16, "v": 16}, kind=kind)
+    step = naive.paged_step(2, (30, 65), (1, 2), dims={"k": 16, "v": 16}, kind=kind, size=32)
     rule = rule_of(4, window=50)
     exact = run(kernel, step, rule, torch.float32)
     assert far(exact, naive.attention(step, rule)) < 2e-5
@@ -85,13 +85,13 @@ def test_results_have_the_type_of_the_queries(q_kind: str) -> None:
 
 @pytest.mark.parametrize("rule", ["plain", "window", "all"])
 def test_a_node_of_a_tree_sees_its_path(rule: str) -> None:
-    step = naive.paged_step(4, (5, 40, 0), (9, 1, 4), dims={"k": 16, "v": 16}, trees=True)
+    step = naive.paged_step(4, (5, 40, 0), (7, 1, 2), size=32, dims={"k": 16, "v": 16}, trees=True)
     own = rule_of(4, **RULES[rule])
     assert far(run("decode", step, own), naive.attention(step, own)) < TOLERANCE["float32"]
 
 
 def test_the_largest_tree() -> None:
-    step = naive.paged_step(5, (3,), (64,), heads=1, kv_heads=1, dims={"k": 16, "v": 16}, trees=True)
+    step = naive.paged_step(5, (3,), (64,), size=64, heads=1, kv_heads=1, dims={"k": 16, "v": 16}, trees=True)
     assert step.mask is not None
     assert step.mask.min() < 0, "the last node's bit is the sign of int64"
     own = rule_of(1)
@@ -117,10 +117,11 @@ def test_an_accepted_node_has_the_bits_of_plain_decoding() -> None:
     assert torch.equal(run("decode", plain, rule_of(4))[0], out)
 
 
-def test_long_contexts_are_cut_at_fixed_positions() -> None:
+def test_long_contexts_are_cut_at_fixed_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several cuts, with a window that begins inside one; and a token alone has the bits it has in company."""
-    step = naive.paged_step(7, (1300, 511, 512), (1, 1, 1), heads=2, kv_heads=1, dims={"k": 16, "v": 16})
-    for rule in (rule_of(2), rule_of(2, window=700, sinks=True)):
+    monkeypatch.setattr(decode, "SPLIT", 64)
+    step = naive.paged_step(7, (163, 63, 64), (1, 1, 1), heads=2, kv_heads=1, dims={"k": 16, "v": 16}, size=32)
+    for rule in (rule_of(2), rule_of(2, window=88, sinks=True)):
         out = run("decode", step, rule)
         assert far(out, naive.attention(step, rule)) < TOLERANCE["float32"]
         starts = torch.tensor([0, 1], dtype=torch.int32)
@@ -147,20 +148,20 @@ def test_two_planes_of_keys(kernel: str, kind: str) -> None:
     assert far(run(kernel, step, rule, torch.float32), naive.attention(step, rule)) < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_steps(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
 
     def pick(*of: Any) -> Any:
         return of[int(torch.randint(len(of), (1,), generator=draw))]
 
-    kv_heads, group, count = pick(1, 2, 3), pick(1, 2, 5, 17), pick(1, 2, 3)
+    kv_heads, group, count = pick(1, 2, 3), pick(1, 2, 5), pick(1, 2, 3)
     new = tuple(pick(0, 1, 2, 7) for _ in range(count - 1)) + (pick(1, 6),)
-    cached = tuple(pick(0, 1, 15, 16, 17, 63, 64, 100) for _ in new)
+    cached = tuple(pick(0, 1, 15, 16, 17, 63) for _ in new)
     heads = kv_heads * group
     kind = pick("float32", "float16", "bfloat16", "int8", "e4m3")
     dims = {"k": pick(8, 16, 40), "v": pick(8, 16, 40)}
-    step = naive.paged_step(seed, cached, new, heads=heads, kv_heads=kv_heads, dims=dims, size=pick(16, 32), kind=kind)
+    step = naive.paged_step(seed, cached, new, heads=heads, kv_heads=kv_heads, dims=dims, size=pick(32, 64), kind=kind)
     rule = rule_of(heads, window=pick(None, 1, 5, 30), chunk=pick(None, 16, 50), soft_cap=pick(None, 3.0),
                    slopes=pick(False, True), sinks=pick(False, True))  # fmt: skip
     wanted = naive.attention(step, rule)

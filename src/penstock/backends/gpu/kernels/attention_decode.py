@@ -92,19 +92,11 @@ def node_at(mask, depth):
     """The number of the mask's `depth`-th set bit, counted from 0: the node at that depth of a path."""
     node = depth * 0
     for i in tl.static_range(6):
-        width: tl.constexpr = 32 >> i
-        below = bits_set((mask >> node) & ((1 << width) - 1))
+        below = bits_set((mask >> node) & ((1 << (32 >> i)) - 1))
         beyond = depth >= below
         depth = tl.where(beyond, depth - below, depth)
-        node = tl.where(beyond, node + width, node)
+        node = tl.where(beyond, node + (32 >> i), node)
     return node
-
-
-@triton.jit
-def key_rows(pages, page_stride, slot, seen, size: tl.constexpr):
-    """(page, place in it) of each slot as int64, and which of them are there."""
-    page = load_number(pages + slot // size, mask=seen, other=-1).to(tl.int64)
-    return page, (slot % size).to(tl.int64), seen & (page >= 0)
 
 
 @triton.jit
@@ -144,16 +136,23 @@ def _split(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    table = pages + b.to(tl.int64) * pages_stride
     begin = tl.maximum(first // BLOCK_N * BLOCK_N, cut * SPLIT)
     end = tl.minimum(p + 1, (cut + 1) * SPLIT)
     for base in range(begin, end, BLOCK_N):
         n = base + tl.arange(0, BLOCK_N)
         seen = (n >= first) & (n <= p)
         slot = n
+        # A tile lies in one page, unless a path leads it.
         if TREE:
             node = node_at(bits, tl.maximum(n - start, 0).to(tl.int64)).to(tl.int32)
             slot = tl.where((bits != 0) & (n >= start) & seen, start + node, n)
-        page, place, there = key_rows(pages + b.to(tl.int64) * pages_stride, pages_stride, slot, seen, SIZE)
+            page = load_number(table + slot // SIZE, mask=seen, other=-1).to(tl.int64)
+            there = seen & (page >= 0)
+        else:
+            page = load_number(table + base // SIZE).to(tl.int64)
+            there = seen & (n * 0 + page >= 0)
+        place = slot % SIZE
         k_at = keys + page * key_page + place * key_slot + g * key_head
         k = load(k_at[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], e4m3=E4M3)
         s = dot(query, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), OPERANDS)
@@ -247,22 +246,35 @@ def attend_tokens(
     rope_keys = keys if cache.rope_keys is None else as_bytes(cache.rope_keys)
     scales = cache.key_scales
     window, chunk = rule.window or 0, rule.chunk or 0
-    wide = padded(width)
+    wide, products = padded(width), products_of(q, cache, operands)
+    # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
+    tile = 16 if wide > 256 else 32 if products == "float32" else 64
+    warps = 8 if wide > 256 else 4
+    stages = 2 if wide > 256 or rule.soft_cap is not None or rule.slopes is not None else 3
     _split[t, kv_heads * triton.cdiv(group, _BLOCK_M), splits](
         q, keys, scales, rope_keys, values, cache.value_scales, cache.pages, sequences, query_start_loc, positions,
         mask, rule.slopes, parts, parts_m, parts_l, rule.scale, window, chunk, heads, group, splits,
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=_BLOCK_M,
-        BLOCK_N=32 if wide > 256 else 64, SPLIT=SPLIT, SIZE=size, CAP=rule.soft_cap, OPERANDS=products_of(q, cache, operands),
+        BLOCK_N=tile_of(size, tile), SPLIT=SPLIT, SIZE=size,
+        CAP=rule.soft_cap, OPERANDS=products,
         E4M3=cache.keys.dtype == torch.float8_e4m3fn, SCALED=scales is not None, TREE=mask is not None,
-        ALIBI=rule.slopes is not None, num_warps=4, num_stages=2, **LAUNCH,
+        ALIBI=rule.slopes is not None, num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
     _combine[t, heads](
         parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits,
         W=width, BLOCK_W=wide, SPLIT=SPLIT, SINKS=rule.sinks is not None, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return out
+
+
+def tile_of(size: int, most: int) -> int:
+    """Keys of a tile: it lies in one page. Raises: ValueError for blocks that cannot be cut so."""
+    tile = min(size, most)
+    if size % tile or tile < 16 or tile & (tile - 1):
+        raise ValueError(f"the kernels read blocks of 16, 32 or a multiple of 64 tokens, not of {size}: set --block-size 32")
+    return tile
 
 
 def products_of(q: torch.Tensor, cache: Cache, operands: torch.dtype | None) -> str:

@@ -19,9 +19,9 @@ from penstock.backends.gpu.kernels.attention_decode import (
     Rule,
     capped,
     first_key,
-    key_rows,
     products_of,
     shares_in,
+    tile_of,
 )
 from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, dot, load, load_number, padded, store
 
@@ -64,11 +64,13 @@ def _prefill(
         m = load_number(sinks + head, mask=own, other=0.0)
         total = total + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    table = pages + b.to(tl.int64) * pages_stride
     begin, end = tl.min(first) // BLOCK_N * BLOCK_N, tl.max(p) + 1
     for base in range(begin, end, BLOCK_N):
         n = base + tl.arange(0, BLOCK_N)
-        inside = (n >= begin) & (n < end)
-        page, place, there = key_rows(pages + b.to(tl.int64) * pages_stride, pages_stride, n, inside, SIZE)
+        page = load_number(table + base // SIZE).to(tl.int64)
+        there = (n >= begin) & (n < end) & (n * 0 + page >= 0)
+        place = n % SIZE
         k_at = keys + page * key_page + place * key_slot + g * key_head
         k = load(k_at[None, :] + d[:, None], mask=there[None, :] & (d < D)[:, None], e4m3=E4M3)
         s = dot(query, k, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), OPERANDS)
@@ -117,9 +119,10 @@ def attend_rows(
     if not t:
         return out
     products, wide = products_of(q, cache, operands), padded(width)
-    rows, tile, warps = (128, 64, 8) if products != "float32" and wide <= 128 else (32, 32, 4)
+    # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
+    rows, tile, warps = (128, 32, 8) if products != "float32" and wide <= 128 else (32, 32, 4)
     if products != "float32" and wide == 256:
-        rows, tile, warps = 64, 64, 8
+        rows, tile, warps = 64, 32, 8
     rows = min(rows, padded(longest * group))
     keys, values = as_bytes(cache.keys), as_bytes(cache.values)
     rope_keys = keys if cache.rope_keys is None else as_bytes(cache.rope_keys)
@@ -129,9 +132,9 @@ def attend_rows(
         rule.sinks, out, rule.scale, rule.window or 0, rule.chunk or 0, heads, group,
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
-        D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=rows, BLOCK_N=tile,
+        D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=rows, BLOCK_N=tile_of(size, tile),
         SIZE=size, CAP=rule.soft_cap, OPERANDS=products, E4M3=cache.keys.dtype == torch.float8_e4m3fn,
         SCALED=scales is not None, ALIBI=rule.slopes is not None, SINKS=rule.sinks is not None,
-        num_warps=warps, num_stages=2, **LAUNCH,
+        num_warps=warps, num_stages=1 if cache.keys.element_size() == 1 else 3, **LAUNCH,
     )  # fmt: skip
     return out

@@ -137,7 +137,7 @@ def _launch(
     if not t or not m:
         return out
     width = columns or (16 if t <= 16 else 64)
-    tile = 128 if bits == 4 or width == 16 else 64
+    tile = 128 if width == 16 else 64
     while group % tile:
         tile //= 2
     rows = 64 if width == 16 else 128
@@ -151,7 +151,7 @@ def _launch(
         x, codes, scales, zeros, bias, into, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
         0 if scales is None else scales.stride(0),
         K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=zeros is not None,
-        BIAS=bias is not None, OPERANDS=name, CUT=cuts > 1, num_warps=4, num_stages=3, **LAUNCH,
+        BIAS=bias is not None, OPERANDS=name, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
     )  # fmt: skip
     if cuts > 1:
         _add_cuts[triton.cdiv(t * m, 1024),](into, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,

@@ -28,7 +28,7 @@ ODD = tuple(map(float.fromhex, ("0x1.ebfbdff823cedp-3", "0x1.3b2ab7181b755p-7", 
 _E0, _E1, _E2, _E3, _E4 = (tl.constexpr(c) for c in EVEN)
 _O0, _O1, _O2, _O3 = (tl.constexpr(c) for c in ODD)
 _FLOOR, _BITS = tl.constexpr(LOWEST), tl.constexpr(UNIT_BITS)
-_WHOLE = tl.constexpr(1.5 * 2.0**52)
+_WHOLE, _WHOLE_BITS = tl.constexpr(1.5 * 2.0**52), tl.constexpr(0x4338000000000000)
 
 
 @triton.jit
@@ -43,14 +43,15 @@ def _units(logits, peak, scale):
     """What a token weighs, in units: every step is one operation of float64."""
     y = (logits.to(tl.float64) - peak) * scale
     y = tl.minimum(tl.maximum(y, _FLOOR), 0.0)  # above 0 in rows without a peak only, which draw nothing
-    n = (y + _WHOLE) - _WHOLE
-    y = y - n
+    # A sum that ends at 2^0 holds the whole number, to the nearest, in its low bits.
+    turned = y + _WHOLE
+    y = y - (turned - _WHOLE)
     square = y * y
     p = (((square * _E4 + _E3) * square + _E2) * square + _E1) * square + _E0
     odd = ((square * _O3 + _O2) * square + _O1) * square + _O0
     p = (p + odd * y) * y + 1.0
-    whole = p.to(tl.int64, bitcast=True) + ((n.to(tl.int64) + _BITS) << 52)
-    return ((whole.to(tl.float64, bitcast=True) + _WHOLE) - _WHOLE).to(tl.int64)
+    whole = p.to(tl.int64, bitcast=True) + ((turned.to(tl.int64, bitcast=True) - _WHOLE_BITS + _BITS) << 52)
+    return (whole.to(tl.float64, bitcast=True) + _WHOLE).to(tl.int64, bitcast=True) - _WHOLE_BITS
 
 
 @triton.jit
@@ -276,8 +277,8 @@ def draw(
                        num_warps=4, **EXACT)  # fmt: skip
     if truncated:
         keys, ids = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-        _limits[rows,](logits, logits.stride(0), peaks, units, top_k, top_p, keys, ids, V=v, BLOCK=4 * _BLOCK, CUTS=cuts,
-                       CUTS_BLOCK=block, num_warps=16, **EXACT)  # fmt: skip
+        _limits[rows,](logits, logits.stride(0), peaks, units, top_k, top_p, keys, ids, V=v, BLOCK=2 * _BLOCK, CUTS=cuts,
+                       CUTS_BLOCK=block, num_warps=8, **EXACT)  # fmt: skip
         _keep[rows, cuts](logits, logits.stride(0), units, keys, ids, sums, **size, num_warps=4, **EXACT)
     _draw[rows,](units, sums, peaks, seeds, sample_indices, positions, tokens, **size, CUTS_BLOCK=block, num_warps=4,
                  **EXACT)  # fmt: skip
