@@ -47,10 +47,11 @@ def decode(elements: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def paged_step(
-    seed: int, cached: tuple[int, ...], new: tuple[int, ...], *, heads: int = 4, kv_heads: int = 2, dims: dict[str, int],
+    seed: int, cached: tuple[int, ...], new: tuple[int, ...], *, heads: int = 4, kv_heads: int = 2,
+    dims: dict[str, int],
     size: int = 16, kind: str = "float32", q_kind: str = "float32", trees: bool = False, drop: int = 0,
 ) -> Paged:  # fmt: skip
-    """`cached[b]` tokens stand, `new[b]` run. `dims`: components of each plane. `drop`: blocks at the front that are gone."""
+    """`cached[b]` tokens stand, `new[b]` run. `dims`: components of each plane. `drop`: blocks gone at the front."""
     draw = torch.Generator().manual_seed(seed)
     need = [-(-(c + n) // size) for c, n in zip(cached, new, strict=True)]
     order = torch.randperm(sum(need) + 3, generator=draw)

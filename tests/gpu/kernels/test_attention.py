@@ -156,7 +156,7 @@ def test_random_steps(seed: int) -> None:
         return of[int(torch.randint(len(of), (1,), generator=draw))]
 
     kv_heads, group, count = pick(1, 2, 3), pick(1, 2, 5), pick(1, 2, 3)
-    new = tuple(pick(0, 1, 2, 7) for _ in range(count - 1)) + (pick(1, 6),)
+    new = (*(pick(0, 1, 2, 7) for _ in range(count - 1)), pick(1, 6))
     cached = tuple(pick(0, 1, 15, 16, 17, 63) for _ in new)
     heads = kv_heads * group
     kind = pick("float32", "float16", "bfloat16", "int8", "e4m3")

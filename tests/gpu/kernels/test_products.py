@@ -61,7 +61,10 @@ def test_floats_in_a_fixed_order(kind: str) -> None:
     """The bits of a row alone are those it has in a batch of any size."""
     x, w, b = (normal(i, *shape).to(naive.FLOATS[kind]) for i, shape in enumerate([(70, 300), (40, 300), (40,)]))
     found = products.product_fixed(x, w, b)
-    assert far(found, x.double() @ w.double().t() + b.double()) < {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[kind]
+    assert (
+        far(found, x.double() @ w.double().t() + b.double())
+        < {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[kind]
+    )
     for row in (0, 63, 69):
         assert torch.equal(products.product_fixed(x[row : row + 1], w, b)[0], found[row])
 

@@ -22,7 +22,9 @@ class KernelEntry(NamedTuple):
 
 
 _HERE, _TESTS = "penstock.backends.gpu.kernels", "tests/gpu/kernels"
-_ATTENTION, _POINTWISE, _PRODUCTS = (f"{_TESTS}/test_{name}.py" for name in ("attention", "pointwise", "products"))
+_ATTENTION, _POINTWISE, _PRODUCTS, _SAMPLE = (
+    f"{_TESTS}/test_{name}.py" for name in ("attention", "pointwise", "products", "sample")
+)
 
 KERNELS = (
     KernelEntry("attention_decode", f"{_HERE}.attention_decode:attend_tokens",
@@ -37,7 +39,6 @@ KERNELS = (
     KernelEntry("product_int8", f"{_HERE}.products:product_int8", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_int4", f"{_HERE}.products:product_int4", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_fixed", f"{_HERE}.products:product_fixed", "penstock.ops.ref.product:linear", _PRODUCTS),
-    KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", f"{_TESTS}/test_sample.py",
-                True),
-    KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", f"{_TESTS}/test_sample.py", True),
+    KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", _SAMPLE, True),
+    KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", _SAMPLE, True),
 )  # fmt: skip

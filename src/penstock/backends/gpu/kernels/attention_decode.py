@@ -40,9 +40,10 @@ class Rule(NamedTuple):
 class Cache(NamedTuple):
     """Keys and values of a layer's group, and where its sequences have them.
 
-    `keys` [N, S, G, D] and `values` [N, S, G, W] are float32, float16, bfloat16, float8_e4m3fn, or int8 with `key_scales`
-    and `value_scales` float32 [N, S, G, 1]; components of a head lie side by side. `pages` int32 [B, M]: the page of each
-    block, -1 where there is none. `rope_keys` [N, S, G, D2]: a second plane of keys, of the queries' last D2 components.
+    `keys` [N, S, G, D] and `values` [N, S, G, W] are float32, float16, bfloat16, float8_e4m3fn, or int8 with
+    `key_scales` and `value_scales` float32 [N, S, G, 1], of equal strides; components of a head lie side by side.
+    `pages` int32 [B, M]: the page of each block, negative where there is none. `rope_keys` [N, S, G, D2]: a second
+    plane of keys, of the queries' last D2 components (not with int8).
     """
 
     keys: torch.Tensor
@@ -273,7 +274,9 @@ def tile_of(size: int, most: int) -> int:
     """Keys of a tile: it lies in one page. Raises: ValueError for blocks that cannot be cut so."""
     tile = min(size, most)
     if size % tile or tile < 16 or tile & (tile - 1):
-        raise ValueError(f"the kernels read blocks of 16, 32 or a multiple of 64 tokens, not of {size}: set --block-size 32")
+        raise ValueError(
+            f"the kernels read blocks of 16, 32 or a multiple of 64 tokens, not of {size}: set --block-size 32"
+        )
     return tile
 
 

@@ -1,6 +1,6 @@
 """The main configurations of the kernels: calls at the shapes of served models, for compilers and for benchmarks.
 
-`CASES` names them; each makes its tensors on a device ("meta" holds no numbers: enough to compile) and returns the call.
+`CASES` names them; each makes its tensors on a device ("meta" holds no numbers: enough to compile) and returns a call.
 Shapes are those of Llama-3.1-8B (32 query heads on 8 kv heads of 128, hidden 4096, inner 14336, vocabulary 128256) and
 of DeepSeek-V3's attention (128 heads on one latent of 512 with 64 rotated components) where nothing else is said.
 """
@@ -27,7 +27,7 @@ BLOCK = 32
 
 
 class Case(NamedTuple):
-    """`make(device)` is the call. `num_bytes`: what it must read and write at least, 0 where that is not the measure."""
+    """`make(device)` is the call. `num_bytes`: what it must read and write at least; 0 where it is not the measure."""
 
     kernel: str
     make: Callable[[str], Call]
@@ -126,12 +126,15 @@ def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = F
 
 def sampling(device: str, rows: int, truncated: bool = False) -> Call:
     logits = _normal(device, rows, V, dtype=F32)
-    wide = {"device": device, "dtype": torch.float64}
+
+    def numbers(value: float) -> torch.Tensor:
+        return torch.full((rows,), value, device=device, dtype=torch.float64)
+
     whole = torch.arange(rows, dtype=torch.int64, device=device)
     return lambda: draw(
-        logits, torch.full((rows,), 1.4426950408889634, **wide), whole, whole.int(), whole,
-        min_p=torch.zeros(rows, **wide), top_k=torch.full((rows,), 50, dtype=torch.int32, device=device),
-        top_p=torch.full((rows,), 0.9, **wide), truncated=truncated,
+        logits, numbers(1.4426950408889634), whole, whole.int(), whole,
+        min_p=numbers(0.0), top_k=torch.full((rows,), 50, dtype=torch.int32, device=device),
+        top_p=numbers(0.9), truncated=truncated,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Products with weights: codes of 8 and 4 bits that are decoded on the way, and floats in one fixed order.
 
 Outputs are the rows of a tile and tokens its columns. Inputs are walked in order, in tiles that depend on the weight
-alone; where outputs are too few to fill a device, inputs are cut at places that depend on the weight alone, and a second
-kernel adds the cuts in order. So with one width of the tile (`columns`) a token's bits do not depend on the batch.
+alone; where outputs are too few to fill a device, inputs are cut where the weight's shape says, and a second kernel
+adds the cuts in order. So with one width of the tile (`columns`) a token's bits do not depend on the batch.
 
 Source: Frantar et al., MARLIN, arXiv 2408.11743 (codes decoded into tensor-core operands).
 Shape letters: T tokens, K inputs, M outputs, G groups along a row.
@@ -89,8 +89,8 @@ def product_int8(
     """x W^T + bias with W[m, k] = codes[m, k] * scales[m, k // group]: [T, M] of x's type.
 
     Shapes: x [T, K] float32, float16 or bfloat16; codes int8 [M, K]; scales float32 [M, G] (G divides K; 1: one for an
-    output); bias [M]. `operands`: what products multiply, in which codes are exact; None: x's type, and bfloat16 if that
-    is float32. `columns`: tokens of a tile, 16 or 64; None: 16 for at most 16 tokens.
+    output); bias [M]. `operands`: what products multiply, in which codes are exact; None: x's type, bfloat16 if that is
+    float32. `columns`: tokens of a tile, 16 or 64; None: 16 for at most 16 tokens.
     Raises: ValueError for groups that are no multiple of 16.
     """
     groups = scales.shape[1]
@@ -105,8 +105,8 @@ def product_int4(
     """x W^T + bias with W[m, k] = (code[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of x's type.
 
     Shapes: codes uint8 [M, K/2], input 2 j in the low half of byte j and 2 j + 1 in the high one; scales, zeros float32
-    [M, G], groups of 32 to K inputs; without zeros 8 is taken. Zeros that are whole numbers are exact in `operands`. The
-    rest: as in `product_int8`. Raises: ValueError for groups that are no multiple of 32.
+    [M, G], groups of 32 to K inputs; without zeros 8 is taken. Zeros that are whole numbers are exact in `operands`.
+    The rest: as in `product_int8`. Raises: ValueError for groups that are no multiple of 32.
     """
     return _launch(x, codes, scales, zeros, bias, x.shape[1] // scales.shape[1], 4, operands or _narrow(x), columns)
 
@@ -132,7 +132,9 @@ def _launch(
     (t, k), m = x.shape, codes.shape[0]
     least = 32 if bits == 4 else 16
     if group % least:
-        raise ValueError(f"groups of {group} inputs: this product takes multiples of {least}; decode the weight instead")
+        raise ValueError(
+            f"groups of {group} inputs: this product takes multiples of {least}; decode the weight instead"
+        )
     out = torch.empty((t, m), dtype=x.dtype, device=x.device)
     if not t or not m:
         return out

@@ -74,7 +74,9 @@ def _rope_write(
         _write(keys, key_scales, page * key_page + place * key_slot + g * key_head, scale_at, x, d < D, d, KIND)
     else:
         x = load(v + t * v_stride + g * W + d, mask=d < W)
-        _write(values, value_scales, page * value_page + place * value_slot + g * value_head, scale_at, x, d < W, d, KIND)
+        _write(
+            values, value_scales, page * value_page + place * value_slot + g * value_head, scale_at, x, d < W, d, KIND
+        )
 
 
 def rope_write(
@@ -85,10 +87,10 @@ def rope_write(
 ) -> torch.Tensor:  # fmt: skip
     """Turned queries [T, H, D] of q's type; turned keys, and values, go to places[t] of page pages[t] of their planes.
 
-    Shapes: q [T, H, D], k [T, G, D], v [T, G, W] float32, float16 or bfloat16, heads of a token side by side; positions,
-    pages, places int32 or int64 [T]; table float32 [2, positions, n] (cosines and sines of n pairs from component
-    `first` on, pairs of neighbours if `interleaved`, else n apart); keys [N, S, G, D], values [N, S, G, W] float32,
-    float16, bfloat16, float8_e4m3fn, or int8 with scales float32 [N, S, G, 1].
+    Shapes: q [T, H, D], k [T, G, D], v [T, G, W] float32, float16 or bfloat16, heads of a token side by side;
+    positions, pages, places int32 or int64 [T]; table float32 [2, positions, n] (cosines and sines of n pairs from
+    component `first` on, pairs of neighbours if `interleaved`, else n apart); keys [N, S, G, D], values [N, S, G, W]
+    float32, float16, bfloat16, float8_e4m3fn, or int8 with scales float32 [N, S, G, 1].
     Mutates: the planes. A token's int8 codes are those of `core.kv_codec`.
     """
     t, heads, d = q.shape

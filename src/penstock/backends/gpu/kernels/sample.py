@@ -2,7 +2,7 @@
 
 Weights are whole numbers, and what leads to them is float64 with every step rounded once: launches forbid the compiler
 to fuse a product with a sum. Sums of whole numbers are exact in any order, so rows are cut among programs freely. What
-survives top-k and top-p is found without sorting: by bisection over the logits, then, of equal ones, in the order of their ids.
+survives top-k and top-p is found without sorting: by bisection over the logits and, of equal ones, by ids in order.
 
 Source: `csrc/src/weight.h`, whose constants these are; Salmon et al., SC 2011 (Philox4x32-10).
 Shape letters: R rows, V vocabulary, C cuts of a row.
@@ -277,8 +277,8 @@ def draw(
                        num_warps=4, **EXACT)  # fmt: skip
     if truncated:
         keys, ids = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-        _limits[rows,](logits, logits.stride(0), peaks, units, top_k, top_p, keys, ids, V=v, BLOCK=2 * _BLOCK, CUTS=cuts,
-                       CUTS_BLOCK=block, num_warps=8, **EXACT)  # fmt: skip
+        _limits[rows,](logits, logits.stride(0), peaks, units, top_k, top_p, keys, ids, V=v, BLOCK=2 * _BLOCK,
+                       CUTS=cuts, CUTS_BLOCK=block, num_warps=8, **EXACT)  # fmt: skip
         _keep[rows, cuts](logits, logits.stride(0), units, keys, ids, sums, **size, num_warps=4, **EXACT)
     _draw[rows,](units, sums, peaks, seeds, sample_indices, positions, tokens, **size, CUTS_BLOCK=block, num_warps=4,
                  **EXACT)  # fmt: skip
