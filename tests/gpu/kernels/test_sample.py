@@ -89,6 +89,25 @@ CUTS = [
 """top_k, top_p and min_p of each row."""
 
 
+def test_a_share_between_two_whole_numbers_is_rounded_up() -> None:
+    """Of three equal tokens a hair more than a third: two are kept."""
+    logits = np.zeros((6, 3), np.float32)
+    rules = [TokenRules(temperature=1.0, top_p=1 / 3 * (1 + 1e-13), seed=i) for i in range(6)]
+    found = run(logits, rules, [0] * 6, [0] * 6)
+    assert found == wanted(logits, rules, [0] * 6, [0] * 6)
+    assert set(found) == {0, 1}
+
+
+def test_cuts_without_units_are_passed_over() -> None:
+    """A target of 0, before the only unit of a row."""
+    units, sums = torch.zeros((1, 8192), dtype=torch.int64), torch.tensor([[0, 1]])
+    units[0, 5000] = 1
+    zero, token = torch.zeros(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    sample._draw[1,](units, sums, torch.zeros(1, 2), zero, zero, zero, token, V=8192, CUT=4096, BLOCK=1024, CUTS=2,
+                     CUTS_BLOCK=16)  # fmt: skip
+    assert token.tolist() == [5000]
+
+
 def test_units_are_the_sampler_s() -> None:
     """Every weight of a row, over the whole range of exponents, not only the one that is drawn."""
     rng = np.random.default_rng(0)
