@@ -120,9 +120,14 @@ def attend_rows(
         return out
     products, wide = products_of(q, cache, operands), padded(width)
     # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
-    rows, tile, warps = (128, 32, 8) if products != "float32" and wide <= 128 else (32, 32, 4)
-    if products != "float32" and wide == 256:
-        rows, tile, warps = 64, 32, 8
+    codes = cache.keys.element_size() == 1
+    rows, warps, stages = 128, 8, 3
+    if wide > 128:
+        rows, warps, stages = 32, 4, 2
+    elif products == "float32":
+        rows, stages = 32, 2
+    elif codes:
+        rows, stages = 64, 1
     rows = min(rows, padded(longest * group))
     keys, values = as_bytes(cache.keys), as_bytes(cache.values)
     rope_keys = keys if cache.rope_keys is None else as_bytes(cache.rope_keys)
@@ -133,9 +138,8 @@ def attend_rows(
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=rows,
-        BLOCK_N=tile_of(size, tile),
-        SIZE=size, CAP=rule.soft_cap, OPERANDS=products, E4M3=cache.keys.dtype == torch.float8_e4m3fn,
+        BLOCK_N=tile_of(size, 32), SIZE=size, CAP=rule.soft_cap, OPERANDS=products, E4M3=cache.keys.dtype == torch.float8_e4m3fn,
         SCALED=scales is not None, ALIBI=rule.slopes is not None, SINKS=rule.sinks is not None,
-        num_warps=warps, num_stages=1 if cache.keys.element_size() == 1 else 3, **LAUNCH,
+        num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
     return out
