@@ -1,0 +1,161 @@
+"""Products with weights: codes of 8 and 4 bits that are decoded on the way, and floats in one fixed order.
+
+Outputs are the rows of a tile and tokens its columns. Inputs are walked in order, in tiles that depend on the weight
+alone; where outputs are too few to fill a device, inputs are cut where the weight's shape says, and a second kernel
+adds the cuts in order. So with one width of the tile (`columns`) a token's bits do not depend on the batch.
+
+Source: Frantar et al., MARLIN, arXiv 2408.11743 (codes decoded into tensor-core operands).
+Shape letters: T tokens, K inputs, M outputs, G groups along a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.gpu.kernels.loads import LAUNCH, dot, load, load_number, operands_of, store
+
+_FILL = 256
+"""Programs that a device should have at least."""
+
+
+@triton.jit
+def _product(
+    x, codes, scales, zeros, bias, out, t_count, m_count, num_cuts, per_cut, x_stride, codes_stride, scales_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, OPERANDS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cut = tl.program_id(2)
+    here, there = m < m_count, t < t_count
+    row = m.to(tl.int64)
+    acc = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+    column = x + t.to(tl.int64)[None, :] * x_stride
+    for base in range(cut * per_cut, tl.minimum((cut + 1) * per_cut, K), BLOCK_K):
+        if BITS == 4:
+            j = base // 2 + tl.arange(0, BLOCK_K // 2)
+            near = 2 * j < K
+            pair = load_number(codes + row[:, None] * codes_stride + j[None, :], mask=here[:, None] & near[None, :])
+            low, high = (pair & 15).to(tl.float32), (pair >> 4).to(tl.float32)
+            group = base // GROUP
+            zero = tl.full([BLOCK_M], 8.0, tl.float32)
+            if ZEROS:
+                zero = load(zeros + row * scales_stride + group, mask=here)
+            even = load(column + 2 * j[:, None], mask=there[None, :] & near[:, None])
+            odd = load(column + 2 * j[:, None] + 1, mask=there[None, :] & (2 * j + 1 < K)[:, None])
+            part = dot(low - zero[:, None], even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
+            part = dot(high - zero[:, None], odd, part, OPERANDS)
+            acc += part * load(scales + row * scales_stride + group, mask=here)[:, None]
+        else:
+            k = base + tl.arange(0, BLOCK_K)
+            w = load(codes + row[:, None] * codes_stride + k[None, :], mask=here[:, None] & (k < K)[None, :])
+            a = load(column + k[:, None], mask=there[None, :] & (k < K)[:, None])
+            if GROUP > 0:
+                part = dot(w, a, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
+                acc += part * load(scales + row * scales_stride + base // GROUP, mask=here)[:, None]
+            else:
+                acc = dot(w, a, acc, OPERANDS)
+    if BITS == 8:
+        if GROUP == 0:
+            acc = acc * load(scales + row * scales_stride, mask=here)[:, None]
+    at = t.to(tl.int64)[None, :] * m_count + m[:, None]
+    if CUT:
+        at += cut.to(tl.int64) * t_count * m_count
+    elif BIAS:
+        acc += load(bias + m, mask=here)[:, None]
+    store(out + at, acc, mask=here[:, None] & there[None, :])
+
+
+@triton.jit
+def _add_cuts(parts, bias, out, count, m_count, num_cuts, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    own = i < count
+    total = load(parts + i, mask=own)
+    at = parts + i
+    for _ in range(1, num_cuts):
+        at += count
+        total += load(at, mask=own)
+    if BIAS:
+        total += load(bias + i % m_count, mask=own)
+    store(out + i, total, mask=own)
+
+
+def product_int8(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None, *,
+    operands: torch.dtype | None = None, columns: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x W^T + bias with W[m, k] = codes[m, k] * scales[m, k // group]: [T, M] of x's type.
+
+    Shapes: x [T, K] float32, float16 or bfloat16; codes int8 [M, K]; scales float32 [M, G] (G divides K; 1: one for an
+    output); bias [M]. `operands`: what products multiply, in which codes are exact; None: x's type, bfloat16 if that is
+    float32. `columns`: tokens of a tile, 16 or 64; None: 16 for at most 16 tokens.
+    Raises: ValueError for groups that are no multiple of 16.
+    """
+    groups = scales.shape[1]
+    group = 0 if groups == 1 else x.shape[1] // groups
+    return _launch(x, codes, scales, None, bias, group, 8, operands or _narrow(x), columns)
+
+
+def product_int4(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, *, operands: torch.dtype | None = None, columns: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x W^T + bias with W[m, k] = (code[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of x's type.
+
+    Shapes: codes uint8 [M, K/2], input 2 j in the low half of byte j and 2 j + 1 in the high one; scales, zeros float32
+    [M, G], groups of 32 to K inputs; without zeros 8 is taken. Zeros that are whole numbers are exact in `operands`.
+    The rest: as in `product_int8`. Raises: ValueError for groups that are no multiple of 32.
+    """
+    return _launch(x, codes, scales, zeros, bias, x.shape[1] // scales.shape[1], 4, operands or _narrow(x), columns)
+
+
+def product_fixed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, operands: torch.dtype | None = None
+) -> torch.Tensor:
+    """x W^T + bias, [T, M] of x's type, each row of which has the same bits in every batch.
+
+    Shapes: x [T, K] float32, float16 or bfloat16; weight [M, K] likewise; bias [M]. `operands`: None: weight's type.
+    """
+    return _launch(x, weight, None, None, bias, 0, 16, operands or weight.dtype, 64)
+
+
+def _narrow(x: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+
+
+def _launch(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None,
+    bias: torch.Tensor | None, group: int, bits: int, operands: torch.dtype, columns: int | None,
+) -> torch.Tensor:  # fmt: skip
+    (t, k), m = x.shape, codes.shape[0]
+    least = 32 if bits == 4 else 16
+    if group % least:
+        raise ValueError(
+            f"groups of {group} inputs: this product takes multiples of {least}; decode the weight instead"
+        )
+    out = torch.empty((t, m), dtype=x.dtype, device=x.device)
+    if not t or not m:
+        return out
+    width = columns or (16 if t <= 16 else 64)
+    tile = 128 if width == 16 else 64
+    while group % tile:
+        tile //= 2
+    rows = 64 if width == 16 else 128
+    tiles = triton.cdiv(k, tile)
+    cuts = max(1, min(_FILL // triton.cdiv(m, rows), tiles // 4))
+    per_cut = triton.cdiv(tiles, cuts) * tile
+    cuts = triton.cdiv(k, per_cut)
+    into = out if cuts == 1 else torch.empty((cuts, t, m), dtype=torch.float32, device=x.device)
+    name = operands_of(operands)
+    _product[triton.cdiv(m, rows), triton.cdiv(t, width), cuts](
+        x, codes, scales, zeros, bias, into, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
+        0 if scales is None else scales.stride(0),
+        K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=zeros is not None,
+        BIAS=bias is not None, OPERANDS=name, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
+    )  # fmt: skip
+    if cuts > 1:
+        _add_cuts[triton.cdiv(t * m, 1024),](into, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
+                                             num_warps=4, **LAUNCH)  # fmt: skip
+    return out

@@ -1,0 +1,85 @@
+"""Products with codes, against the decoded matrix; and whose bits a row has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from tests.gpu.kernels import naive  # noqa: E402
+
+products: Any = pytest.importorskip("penstock.backends.gpu.kernels.products", reason=naive.ABSENT)
+
+
+def normal(seed: int, *shape: int) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def codes_of(seed: int, outputs: int, inputs: int, low: int, high: int) -> Any:
+    return torch.randint(low, high, (outputs, inputs), generator=torch.Generator().manual_seed(seed))
+
+
+def far(found: Any, wanted: Any) -> float:
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "group"), [
+    (1, 70, 192, 192), (3, 16, 100, 100), (17, 130, 256, 64), (2, 5, 1024, 128), (1, 33, 96, 48),
+])  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8(tokens: int, outputs: int, inputs: int, group: int, bias: bool) -> None:
+    x, codes = normal(1, tokens, inputs), codes_of(2, outputs, inputs, -127, 128).to(torch.int8)
+    scales = normal(3, outputs, inputs // group).abs() + 0.1
+    b = normal(4, outputs) * 50 if bias else None
+    wanted = x.double() @ (codes.double() * scales.double().repeat_interleave(group, 1)).t()
+    wanted = wanted if b is None else wanted + b.double()
+    assert far(products.product_int8(x, codes, scales, b, operands=torch.float32), wanted) < 2e-6
+    assert 1e-5 < far(products.product_int8(x, codes, scales, b), wanted) < 1e-2, "x in 16 bits"
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "group"), [
+    (1, 70, 192, 32), (3, 16, 128, 64), (17, 130, 256, 128), (2, 5, 1024, 128), (1, 33, 96, 96),
+])  # fmt: skip
+@pytest.mark.parametrize("zeros", [False, True])
+def test_int4(tokens: int, outputs: int, inputs: int, group: int, zeros: bool) -> None:
+    x, codes = normal(1, tokens, inputs), codes_of(2, outputs, inputs, 0, 16).to(torch.uint8)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    scales = normal(3, outputs, inputs // group).abs() + 0.1
+    zero = codes_of(5, outputs, inputs // group, 0, 16).float() if zeros else None
+    shift = torch.full_like(scales, 8.0) if zero is None else zero
+    w = (codes.double() - shift.double().repeat_interleave(group, 1)) * scales.double().repeat_interleave(group, 1)
+    bias = normal(6, outputs)
+    wanted = x.double() @ w.t() + bias.double()
+    assert far(products.product_int4(x, packed, scales, zero, bias, operands=torch.float32), wanted) < 2e-6
+    assert 1e-5 < far(products.product_int4(x, packed, scales, zero, bias), wanted) < 1e-2
+
+
+@pytest.mark.parametrize("kind", list(naive.FLOATS))
+def test_floats_in_a_fixed_order(kind: str) -> None:
+    """The bits of a row alone are those it has in a batch of any size."""
+    x, w, b = (normal(i, *shape).to(naive.FLOATS[kind]) for i, shape in enumerate([(70, 300), (40, 300), (40,)]))
+    found = products.product_fixed(x, w, b)
+    assert (
+        far(found, x.double() @ w.double().t() + b.double())
+        < {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}[kind]
+    )
+    for row in (0, 63, 69):
+        assert torch.equal(products.product_fixed(x[row : row + 1], w, b)[0], found[row])
+
+
+@pytest.mark.parametrize("columns", [16, 64])
+def test_codes_in_tiles_of_one_width(columns: int) -> None:
+    x, codes = normal(1, 20, 256), codes_of(2, 24, 256, 0, 16).to(torch.uint8)
+    packed, scales = codes[:, 0::2] | codes[:, 1::2] << 4, normal(3, 24, 2)
+    whole = products.product_int4(x, packed, scales, columns=columns)
+    assert torch.equal(products.product_int4(x[7:8], packed, scales, columns=columns)[0], whole[7])
+
+
+def test_groups_that_no_tile_fits() -> None:
+    with pytest.raises(ValueError, match="groups of 24 inputs: this product takes multiples of 16"):
+        products.product_int8(normal(1, 1, 48), codes_of(2, 4, 48, -3, 3).to(torch.int8), torch.ones(4, 2))
+    with pytest.raises(ValueError, match="groups of 16 inputs: this product takes multiples of 32"):
+        products.product_int4(normal(1, 1, 48), codes_of(2, 4, 24, 0, 3).to(torch.uint8), torch.ones(4, 3))
+    assert products.product_fixed(normal(1, 0, 8), normal(2, 3, 8)).shape == (0, 3)
