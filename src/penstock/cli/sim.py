@@ -75,7 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", required=True, metavar="FILE", help="a trace, or synthetic:poisson?rate=2&prompt=512&output=128"
     )
     parser.add_argument("--format", metavar="NAME", help="format of the trace; by default recognised by its content")
-    parser.add_argument("--device", required=True, dest="simulated_device", metavar="NAME", help="the simulated device, for example h100-sxm")
+    parser.add_argument(
+        "--device",
+        required=True,
+        dest="simulated_device",
+        metavar="NAME",
+        help="the simulated device, for example h100-sxm",
+    )
     parser.add_argument("--spec", metavar="NAME", help=f"a built-in model instead of --model (default: {DEFAULT_SPEC})")
     load = parser.add_argument_group("workload")
     load.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")

@@ -224,7 +224,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_positional: bool = F
     """Add one --kebab-case flag per setting, and --config for a TOML file; `server`: a server's too. Mutates `parser`.
 
     `model_positional` also takes the model as an argument without a flag (`penstock serve MODEL`). Flags that were
-    not given leave no trace in the namespace, so that a TOML file can speak. A flag that the parser has already stays its.
+    not given leave no trace in the namespace, so that a TOML file can speak.
+    Flags that the parser has already stay its.
     """
     hide = argparse.SUPPRESS
     if model_positional:

@@ -33,7 +33,8 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
+        """`kernels`: attention by Triton's; by default on a GPU, where Triton is installed."""
         from penstock.backends.gpu.device_array import new_plane
         from penstock.backends.gpu.placed import Placement
         from penstock.backends.gpu.sample import TorchKernel
@@ -43,6 +44,7 @@ class TorchBackend:
         self.new_plane = partial(new_plane, device)
         self.draws = partial(TorchKernel, device)
         self._placement = Placement(device)
+        self.kernels = device.type != "cpu" and find_spec("triton") is not None if kernels is None else kernels
 
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> TorchBackend:
@@ -92,7 +94,12 @@ class TorchBackend:
 
         assert quantization == "none", "torch takes weights as they are"
         table = EXACT if self.device_used.type == "cpu" else PLAIN
-        return TorchForward(graph, table, TorchAttention(), self._placement)
+        attention = TorchAttention()
+        if self.kernels:
+            from penstock.backends.gpu.kernel_attention import KernelAttention
+
+            attention = KernelAttention()
+        return TorchForward(graph, table, attention, self._placement)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}

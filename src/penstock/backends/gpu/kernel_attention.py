@@ -54,9 +54,7 @@ class KernelAttention(TorchAttention):
             self.counts["rows"] += 1
             return attend_rows(q, cache, rule, at.starts, at.positions, at.longest)
         self.counts["tokens"] += 1
-        return attend_tokens(
-            q, cache, rule, at.starts, at.positions, at.last, sequences=at.sequences, mask=at.mask
-        )
+        return attend_tokens(q, cache, rule, at.starts, at.positions, at.last, sequences=at.sequences, mask=at.mask)
 
 
 class _Places:
@@ -99,11 +97,11 @@ def _cache(step: TorchStep, group: int, layer: int, keys: tuple[str, ...], value
 
     kinds = {step.tensor(group, name).dtype for name in (*keys, value)}
     scales = [scales_name(name, "int8") for name in (keys[0], value)]
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
     if kinds == {torch.int8} and len(keys) == 1 and all(name in planes for name in scales):
         key_scales, value_scales = map(own, scales)
-    elif len(kinds) == 1 and kinds <= set(_FLOATS):
-        key_scales = value_scales = None
-    else:
+    elif len(kinds) != 1 or not kinds <= set(_FLOATS):
         return None
     key = ("pages", group) if shared else ("pages", group, layer)
     if key not in step.memo:
