@@ -1,13 +1,20 @@
-"""A mock of a turn: what the model "writes" is a script of parser events. For shapes that a tiny model cannot make."""
+"""A mock of a turn: what the model "writes" is a script of parser events. For shapes that a tiny model cannot make.
+
+And one of an engine, below everything that reads and writes text.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.core.messages import EngineInfo, Outputs
+from penstock.core.output import EngineOutput
+from penstock.core.request import Intake, Request
+from penstock.engine.link import Listener
 from penstock.engine.stream import Delta
 from penstock.server.call import Call, Prompt
 from penstock.server.errors import WireError
@@ -15,6 +22,7 @@ from penstock.server.parsing.events import CallArguments, CallStart, Content, Ev
 from penstock.server.schema.openai import PromptTokensDetails, Usage
 from penstock.server.turns.asking import Caller, Conversation, Options, make_call, new_id
 from penstock.server.turns.turn import Answer, Piece
+from penstock.text.tokenizer import Tokenizer
 
 SCRIPT: tuple[Event, ...] = (
     Reasoning("First I look."),
@@ -105,3 +113,47 @@ def splits(events: Sequence[Event], cuts: int = 2) -> Iterator[list[Event]]:
 
 def _with(event: Event, text: str) -> Event:
     return CallArguments(event.index, text) if isinstance(event, CallArguments) else type(event)(text)  # type: ignore[call-arg,arg-type]
+
+
+class ScriptedLink:
+    """An engine that answers a prompt with `reply(prompt)`, a token at a time. `requests`: what it was sent.
+
+    `tokenizer` is to be set when the server runs. What is longer than asked for ends as "length".
+    """
+
+    def __init__(self, reply: Callable[[str], str], *, vocab_size: int, room: int) -> None:
+        self._reply = reply
+        self._info = EngineInfo(
+            vocab_size=vocab_size, max_model_len=room, kv_capacity_tokens=4 * room, block_size=16,
+            num_blocks=room // 4, max_num_seqs=8, max_num_batched_tokens=room,
+        )  # fmt: skip
+        self.requests: list[Request] = []
+        self.tokenizer: Tokenizer | None = None
+
+    async def start(self, listener: Listener) -> None:
+        self._listener = listener
+        listener.on_up(self._info, 0)
+
+    def send(self, items: Sequence[Intake]) -> None:
+        for item in items:
+            if isinstance(item, Request):
+                self.requests.append(item)
+                asyncio.get_running_loop().call_soon(self._answer, item)
+
+    def _answer(self, request: Request) -> None:
+        assert self.tokenizer is not None
+        said = self._reply(self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False))
+        ids = self.tokenizer.encode(said, add_special_tokens=False)
+        end = "stop" if len(ids) <= request.max_tokens else "length"
+        for n, token in enumerate(ids := ids[: request.max_tokens]):
+            out = EngineOutput(
+                request_id=request.request_id, index=0, token_ids=[token],
+                finish_reason=end if n == len(ids) - 1 else None,
+            )  # fmt: skip
+            self._listener.on_outputs(Outputs(0, [out]))
+
+    def progress_age_s(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        pass

@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_refused_with_both_numbers_and_never_encoded_whole(
         answer = http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    found = re.search(r"has at least (\d+) tokens, but the context holds (\d+)", error["message"])
+    found = re.search(r"has at least (\d+) tokens, but this model's maximum context length is (\d+)", error["message"])
     assert found is not None, error
     assert (int(found[1]) > 2047, int(found[2])) == (True, 2048) if case != "embeddings" else True
     if path != "/v1/messages":

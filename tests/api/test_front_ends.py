@@ -109,6 +109,8 @@ def test_unknown_models(url: str, front: Front) -> None:
     assert post(url, front, front.body(model="nano")).status_code == 200
 
 
+CUTS = ("/v1/messages", "/api/chat", "/api/generate", "/completion", "/infill")
+"""Where more tokens than there is room for are a bound that is not reached, as on the servers that these stand for."""
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", "4"), ("max_tokens", True), ("max_tokens", 2**31), ("max_tokens", CONTEXT), ("temperature", "0"),
     ("temperature", -1), ("temperature", 1e308), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("top_k", 10**9),
@@ -122,6 +124,9 @@ BAD: list[tuple[str, Any]] = [
 def test_values_that_no_request_may_have(url: str, front: Front, case: int) -> None:
     """Refused under the client's own name, streamed or not, and the next good request is answered."""
     ours, value = BAD[case]
+    if ours == "max_tokens" and value in (2**31, CONTEXT) and front.path in CUTS:
+        assert post(url, front, front.body(max_tokens=value)).status_code == 200
+        return
     name = front.name(ours)
     if name is None or (front.path == "/v1/messages" and ours == "presence_penalty"):
         return

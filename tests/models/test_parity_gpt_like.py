@@ -290,7 +290,7 @@ def test_learned_positions_end(kind: str, tmp_path: Path) -> None:
     prompt = {"prompt_token_ids": list(range(3, 90)) * 2}
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=18, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 192 - 2 * 87
-    with pytest.raises(InputError, match="the context holds 192"):
+    with pytest.raises(InputError, match="maximum context length is 192 tokens"):
         llm.generate(prompt, SamplingParams(temperature=0, max_tokens=19, ignore_eos=True))
 
 

@@ -173,11 +173,11 @@ def test_the_output_ids_are_the_prompt(llm: LLM, method: str) -> None:
 
 def test_a_prompt_that_fits_only_compressed_is_taken(llm: LLM) -> None:
     long = STORY * 10 + QUESTION
-    with pytest.raises(InputError, match="the context holds 256"):
+    with pytest.raises(InputError, match="maximum context length is 256 tokens"):
         llm.generate(long, GREEDY)
     out = llm.generate(long, GREEDY, prompt_compression={"method": "selective-context", "target_tokens": 200})[0]
     assert len(out.prompt_token_ids) == 200
-    with pytest.raises(InputError, match="the context holds 256"):
+    with pytest.raises(InputError, match="maximum context length is 256 tokens"):
         llm.generate(long, GREEDY, prompt_compression={"method": "random", "rate": 0.9})
 
 

@@ -17,7 +17,9 @@ class ServerConfig(Section):
     uds: str | None = setting(None, "Listen on this unix socket instead.")
     served_model_name: str | None = setting(None, "Names by which clients call the model (commas between them).")
     any_model_name: bool = setting(
-        False, "Answer requests for models of any other name, too, with the model that is served, under its own name."
+        False,
+        "Answer requests for models of any other name, too, with the model that is served, under its own name. What "
+        "they ask for beyond its context is cut.",
     )
     api_key: str | None = setting(
         None, "Keys of which clients must send one (commas between them); from the environment (VLLM_API_KEY, too) "

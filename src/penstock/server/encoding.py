@@ -56,13 +56,13 @@ class PromptFit:
     @classmethod
     def to_generate(cls, limits: Limits) -> PromptFit:
         room, what = limits.context
-        return cls(room - 1, f", but {what} {room}, of which at least 1 must be left to generate: at most {room - 1} "
-                   "are possible")  # fmt: skip
+        return cls(room - 1, f", but {what} {room} tokens, of which at least 1 must be left to generate: at most "
+                   f"{room - 1} are possible")  # fmt: skip
 
     @classmethod
     def to_pool(cls, limits: Limits) -> PromptFit:
         room, what = limits.context
-        return cls(room, f", but {what} 1 to {room}")
+        return cls(room, f", but {what} {room} tokens")
 
     @classmethod
     def to_predict(cls, limits: Limits) -> PromptFit:

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.base.errors import ConvictedError, EngineError, EngineGoneError, InputError, PenstockError, RefusedError
 from penstock.core.sampling import GRAMMAR_STUCK
+from penstock.text.encoding import TOO_LONG
 
 log = logging.getLogger("penstock.server")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,7 +66,9 @@ class WireError(Exception):
 
 def _anthropic(error: WireError) -> dict[str, Any]:
     kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    # Anthropic's has no code: its clients know by these words that a conversation has to be made shorter.
+    said = f"prompt is too long: {error.message}" if error.code == TOO_LONG else error.message
+    return {"type": "error", "error": {"type": kind, "message": said}}
 
 
 def _ollama(error: WireError) -> dict[str, Any]:

@@ -39,7 +39,9 @@ class Limits:
 
     @property
     def context(self) -> tuple[int, str]:
-        """The tighter of context and KV pool, and its name in messages."""
+        """The tighter of context and KV pool, and how messages begin to say it, in the words by which LiteLLM, opencode
+        and others know that a conversation has to be made shorter."""
+        name = "this model's maximum context length is"
         if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < self.max_model_len:
-            return self.kv_capacity_tokens, "the KV cache holds"
-        return self.max_model_len, "the context holds"
+            return self.kv_capacity_tokens, f"by the size of the KV cache {name}"
+        return self.max_model_len, name

@@ -132,7 +132,7 @@ def validate_prompt_ids(
     room, what = limits.context
     if len(ids) >= room:
         raise InputError(
-            f"{param} has {len(ids)} tokens, but {what} {room}, of which at least 1 must be left to generate: "
+            f"{param} has {len(ids)} tokens, but {what} {room} tokens, of which at least 1 must be left to generate: "
             f"at most {room - 1} are possible",
             param=param,
             code=TOO_LONG,
@@ -142,13 +142,14 @@ def validate_prompt_ids(
     if max_tokens is not None and max_tokens > left:
         raise InputError(
             f"{param} has {len(ids)} tokens and max_tokens is {max_tokens}, together {len(ids) + max_tokens}, but "
-            f"{what} {room}: max_tokens may be at most {left}",
+            f"{what} {room} tokens: max_tokens may be at most {left}",
             param="max_tokens",
             code=TOO_LONG,
         )
     if min_tokens > (left if max_tokens is None else max_tokens):
         raise InputError(
-            f"min_tokens is {min_tokens}, but {param} has {len(ids)} tokens and {what} {room}: at most {left} are left",
+            f"min_tokens is {min_tokens}, but {param} has {len(ids)} tokens and {what} {room} tokens: at most {left} "
+            "are left",
             param="min_tokens",
         )
     return left if max_tokens is None else int(max_tokens)
@@ -252,7 +253,9 @@ def build_pooling_request(
     room, what = limits.context
     if not 1 <= len(prompt_token_ids) <= room:
         raise InputError(
-            f"{param} has {len(prompt_token_ids)} tokens, but {what} 1 to {room}", param=param, code=TOO_LONG
+            f"{param} has {len(prompt_token_ids)} tokens; at least 1 is needed, and {what} {room} tokens",
+            param=param,
+            code=TOO_LONG,
         )
     _all_ids(param, prompt_token_ids, limits.vocab_size)
     return Request(

@@ -215,10 +215,14 @@ def test_prompt_and_max_tokens_must_fit_the_kv_pool():
     small = replace(LIMITS, kv_capacity_tokens=64)
     assert validate_prompt_ids([1] * 60, small, 4) == 4
     assert validate_prompt_ids([1] * 60, small) == 4
-    with pytest.raises(InputError, match=r"together 65, but the KV cache holds 64") as caught:
+    with pytest.raises(
+        InputError, match=r"together 65, but by the size of the KV cache this model's maximum context length is 64"
+    ) as caught:
         validate_prompt_ids([1] * 60, small, 5)
     assert caught.value.param == "max_tokens"
-    with pytest.raises(InputError, match=r"64 tokens, but the KV cache holds 64"):
+    with pytest.raises(
+        InputError, match=r"64 tokens, but by the size of the KV cache this model's maximum context length is 64"
+    ):
         validate_prompt_ids([1] * 64, small)
     assert validate_prompt_ids([1] * 60, replace(LIMITS, kv_capacity_tokens=1000), 40) == 40
 

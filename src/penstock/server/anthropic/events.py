@@ -13,8 +13,10 @@ Block = dict[str, Any]
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "repetition": "max_tokens", "tool_calls": "tool_use"}
 
 
-def stop_of(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
-    """(stop_reason, stop_sequence) in Anthropic's words."""
+def stop_of(finish_reason: str, stop_reason: int | str | None, room_was_less: bool = False) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence) in Anthropic's words. `room_was_less`: than `max_tokens`, which were not reached."""
+    if finish_reason == "length" and room_was_less:
+        return "model_context_window_exceeded", None
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return STOP_REASONS.get(finish_reason, "end_turn"), None

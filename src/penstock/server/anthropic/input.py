@@ -125,9 +125,9 @@ def chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | Non
     for i, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
             raise InputError(
-                f"tools[{i}].type is {str(tool['type'])[:40]!r}; only tools of the client are possible here",
-                param=f"tools[{i}].type",
-            )
+                f"tools[{i}].type is {str(tool['type'])[:40]!r}, which would run on the server, and this one runs no "
+                "tools: leave it out; only tools of the client are possible here", param=f"tools[{i}].type",
+            )  # fmt: skip
         function = {k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None}
         if tool.get("input_schema") is not None:
             function["parameters"] = tool["input_schema"]

@@ -27,7 +27,14 @@ from penstock.server.schema.openai import (
 )
 from penstock.server.transport.pieces import GAP, NUL, Pieces
 from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
-from penstock.server.turns.asking import Caller, Conversation, Options, check_model, check_stream_options
+from penstock.server.turns.asking import (
+    Caller,
+    Conversation,
+    Options,
+    check_model,
+    check_stream_options,
+    means_another,
+)
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.turns.turn import Answer, CallAnswer, Piece, Turn, begin
@@ -70,6 +77,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
+            cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,
         tool_choice=as_functions(body.tool_choice, tools),

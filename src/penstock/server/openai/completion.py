@@ -23,7 +23,16 @@ from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import Completion, CompletionChoice, CompletionRequest
 from penstock.server.transport.pieces import GAP, NUL, Pieces
 from penstock.server.transport.sse import DONE, ChunkWriter, encoder, frame
-from penstock.server.turns.asking import Caller, Options, asker_of, check_model, check_stream_options, make_call, new_id
+from penstock.server.turns.asking import (
+    Caller,
+    Options,
+    asker_of,
+    check_model,
+    check_stream_options,
+    make_call,
+    means_another,
+    new_id,
+)
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_prompt
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.infill import fill_prompt
@@ -54,6 +63,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
         tpot_slo_ms=body.tpot_slo_ms,
         default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,
+        cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
     )  # fmt: skip
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import InputError
+from penstock.server.parsing.namespaces import Names, spread
 from penstock.server.parsing.tools import check_tools, read_choice
 from penstock.text.custom import ARGUMENT, as_function
 
@@ -17,12 +18,13 @@ NO_CUSTOM: Mapping[str, bool] = {}
 class Tools:
     """`listed`: all as functions, as `check_tools` takes them. `custom`: names of those that are none -> whether the
     arguments of a call are the input itself; `grammars`: in Lark, of the input of some of these; `names`: places in
-    `listed` -> as the client calls them."""
+    `listed` -> as the client calls them; `spaces`: names in `listed` -> namespace and name (in Responses)."""
 
     listed: list[dict[str, Any]] | None = None
     custom: Mapping[str, bool] = field(default_factory=dict)
     grammars: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    spaces: Mapping[str, Names] = field(default_factory=dict)
 
 
 def read_tools(tools: list[dict[str, Any]] | None, *, nested: bool) -> Tools:
@@ -36,8 +38,10 @@ def read_tools(tools: list[dict[str, Any]] | None, *, nested: bool) -> Tools:
     grammars: dict[str, str] = {}
     custom: dict[str, bool] = {}
     names: dict[str, str] = {}
-    for i, tool in enumerate(tools):
-        where, ours = f"tools[{i}]", f"tools[{i}].function"
+    spaces: dict[str, Names] = {}
+    flat = ((f"tools[{i}]", tool, None) for i, tool in enumerate(tools)) if nested else spread(tools)
+    for i, (where, tool, within) in enumerate(flat):
+        ours = f"tools[{i}].function"
         kind = tool.get("type", "function" if nested else None)
         if kind == "custom":
             at = f"{where}.custom" if nested else where
@@ -55,14 +59,18 @@ def read_tools(tools: list[dict[str, Any]] | None, *, nested: bool) -> Tools:
             names |= {f"{ours}.{field}": f"{at}.{field}" for field in ("name", "description")}
         elif kind == "function":
             kept = ("name", "description", "parameters", "strict")
-            flat = {"type": "function", "function": {k: tool[k] for k in kept if tool.get(k) is not None}}
-            made.append(tool if nested else flat)
+            inner_fields = {k: tool[k] for k in kept if tool.get(k) is not None}
+            made.append(tool if nested else {"type": "function", "function": inner_fields})
         else:
             raise InputError(
-                f"{where}.type is {str(tool.get('type'))[:40]!r}; only function and custom tools are possible here",
-                param=f"{where}.type",
-            )
-    return Tools(made, custom, grammars, names)
+                f"{where}.type is {str(tool.get('type'))[:40]!r}, which would run on the server, and this one runs no "
+                "tools: leave it out; only function and custom tools are possible here", param=f"{where}.type",
+            )  # fmt: skip
+        if not nested:
+            names[ours] = where
+        if within is not None:
+            spaces[tool["name"]] = within
+    return Tools(made, custom, grammars, names, spaces)
 
 
 def as_functions(choice: str | dict[str, Any] | None, tools: Tools) -> str | dict[str, Any] | None:

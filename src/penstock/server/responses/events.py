@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.server.parsing.custom import NO_CUSTOM
 from penstock.server.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+from penstock.server.parsing.namespaces import NO_SPACES, Names, shown_name
 from penstock.server.turns.asking import new_id
 from penstock.text.custom import input_of
 
@@ -17,16 +18,21 @@ class ResponseWriter:
     """One stream: sequence numbers, item ids and indices. `items` is the output so far, as the final object shows it.
 
     What is returned is never changed later. `make_id(prefix)` makes item ids. `custom`: tools that are none of
-    functions, and whether their arguments are their input as it is; it comes in one piece.
+    functions, and whether their arguments are their input as it is; it comes in one piece. `spaces`: functions that
+    have a namespace.
     """
 
-    def __init__(self, make_id: Callable[[str], str] = new_id, custom: Mapping[str, bool] = NO_CUSTOM) -> None:
+    def __init__(
+        self, make_id: Callable[[str], str] = new_id, custom: Mapping[str, bool] = NO_CUSTOM,
+        spaces: Mapping[str, Names] = NO_SPACES,
+    ) -> None:  # fmt: skip
         self.items: list[Item] = []
         self._make_id = make_id
         self._sequence = 0
         self._open: Item | None = None
         self._calls: dict[int, Item] = {}
         self._custom = custom
+        self._spaces = spaces
         self._arguments = ""
 
     @property
@@ -58,9 +64,11 @@ class ResponseWriter:
                 case CallArguments(index, text) if "input" in self._calls[index]:
                     self._arguments += text
                 case CallStart(index, call_id, name):
+                    space, name = self._spaces.get(name, (None, name))
                     out += self._begin({
                         "id": self._make_id("fc_"), "type": "function_call", "status": "in_progress",
                         "call_id": call_id, "name": name, "arguments": "",
+                        **({} if space is None else {"namespace": space}),
                     })  # fmt: skip
                     self._calls[index] = self.items[-1]
                 case CallArguments(index, text) if text:
@@ -142,7 +150,8 @@ def replay(response: Item) -> list[Item]:
     """The events of a finished response that was not streamed: each text in one piece."""
     ids = iter([item["id"] for item in response["output"]])
     custom = {item["name"]: True for item in response["output"] if item["type"] == "custom_tool_call"}
-    writer = ResponseWriter(lambda prefix: next(ids), custom)
+    spaces = {shown_name(i, ""): (i["namespace"], i["name"]) for i in response["output"] if "namespace" in i}
+    writer = ResponseWriter(lambda prefix: next(ids), custom, spaces)
     nothing = dict.fromkeys(("usage", "completed_at", "incomplete_details", "error"))
     begun = {**response, **nothing, "status": "in_progress", "output": []}
     out = [writer.say("created", response=begun), writer.say("in_progress", response=begun)]
@@ -155,7 +164,7 @@ def replay(response: Item) -> list[Item]:
 
 def _events(item: Item, number: int) -> list[Event]:
     if item["type"] == "function_call":
-        return [CallStart(number, item["call_id"], item["name"]), CallArguments(number, item["arguments"])]
+        return [CallStart(number, item["call_id"], shown_name(item, "")), CallArguments(number, item["arguments"])]
     if item["type"] == "custom_tool_call":
         return [CallStart(number, item["call_id"], item["name"]), CallArguments(number, item["input"])]
     text = "".join(part["text"] for part in item["content"])

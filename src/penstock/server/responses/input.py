@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.base.errors import InputError
+from penstock.server.parsing.namespaces import shown_name
 from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.responses import ResponsesRequest
 from penstock.server.turns.asking import new_id
 from penstock.text.custom import arguments_of
 
 MAX_ITEMS = 10_000
+_REFERENCE = "item_reference"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _PREFIX = {
@@ -20,7 +22,11 @@ _PREFIX = {
 }  # fmt: skip
 
 
-def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
+Find = Callable[[str], dict[str, Any] | None]
+"""By an id: the item of a stored response's output."""
+
+
+def input_items(body: ResponsesRequest, find: Find) -> list[dict[str, Any]]:
     """The items of this request, each with an id and a type. Raises InputError."""
     given = body.input
     if given is None:
@@ -31,14 +37,24 @@ def input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not 1 <= len(given) <= MAX_ITEMS:
         raise InputError(f"input has {len(given)} items; 1 to {MAX_ITEMS} are possible", param="input")
-    return [_named(item, f"input[{i}]") for i, item in enumerate(given)]
+    return [_named(item, f"input[{i}]", find) for i, item in enumerate(given)]
 
 
-def _named(item: dict[str, Any], where: str) -> dict[str, Any]:
-    kind = item.get("type") or "message"
+def _named(item: dict[str, Any], where: str, find: Find) -> dict[str, Any]:
+    kind = item.get("type") or ("message" if "role" in item or "id" not in item else _REFERENCE)
+    if kind == _REFERENCE:
+        meant = string_in(item, "id", where)
+        found = find(meant)
+        if found is None:
+            raise InputError(
+                f"{where} refers to {meant[:80]!r}, which is in the output of no stored response: it never was, was "
+                "deleted, or is too old; send the item itself", param=f"{where}.id",
+            )  # fmt: skip
+        return found
     if not isinstance(kind, str) or kind not in _PREFIX:
         raise InputError(
-            f"{where}.type is {str(kind)[:40]!r}; possible are {', '.join(_PREFIX)}", param=f"{where}.type"
+            f"{where}.type is {str(kind)[:40]!r}; possible are {', '.join(_PREFIX)}, {_REFERENCE}",
+            param=f"{where}.type",
         )
     given = item.get("id")
     item_id = given if isinstance(given, str) and 0 < len(given) <= 128 else new_id(_PREFIX[kind])
@@ -104,7 +120,7 @@ class _Messages:
 
     def call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
         call_id = string_in(item, "call_id", where)
-        function = {"name": string_in(item, "name", where), "arguments": arguments}
+        function = {"name": shown_name(item, where), "arguments": arguments}
         calls = self._assistant(False).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 

@@ -11,6 +11,7 @@ import msgspec
 from penstock.server.errors import WireError, told
 from penstock.server.parsing.custom import NO_CUSTOM
 from penstock.server.parsing.events import Reasoning
+from penstock.server.parsing.namespaces import NO_SPACES, Names
 from penstock.server.responses.events import Item, ResponseWriter, final_kind
 from penstock.server.responses.store import ResponseStore, Stored
 from penstock.server.schema.responses import InputTokensDetails, OutputTokensDetails, ResponseObject, ResponseUsage
@@ -33,7 +34,7 @@ class ResponseRun:
 
     def __init__(
         self, turn: Turn, response: ResponseObject, items: Sequence[Item], store: ResponseStore, max_stream_chars: int,
-        custom: Mapping[str, bool] = NO_CUSTOM,
+        custom: Mapping[str, bool] = NO_CUSTOM, spaces: Mapping[str, Names] = NO_SPACES,
     ) -> None:  # fmt: skip
         self.id = response.id
         self.turn = turn
@@ -46,7 +47,7 @@ class ResponseRun:
         self.streamed = response.background
         self._items = list(items)
         self._store = store
-        self._writer = ResponseWriter(custom=custom)
+        self._writer = ResponseWriter(custom=custom, spaces=spaces)
         self._reasoning_tokens = 0
         self._cancelled = False
         self._news = asyncio.Event()
@@ -144,9 +145,9 @@ class ResponseRun:
         if self.response.store:
             frames = tuple(self.frames) if self.streamed else ()
             items = encoder.encode([*self._items, *self.response.output])
-            self._store.put(
-                self.tenant, Stored(self.id, encoder.encode(self.response), items, len(self._items), frames)
-            )
+            made = tuple(item["id"] for item in self.response.output)
+            entry = Stored(self.id, encoder.encode(self.response), items, len(self._items), frames, made)
+            self._store.put(self.tenant, entry)
         self.done.set()
         self._news.set()
 

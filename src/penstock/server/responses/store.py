@@ -27,6 +27,7 @@ class Stored:
         items: the whole conversation up to and with its output, a JSON list of items.
         num_input: how many of `items` came before the output.
         frames: the events of its stream, if it was streamed.
+        output_ids: the ids of the items of its output, by which requests may refer to them.
     """
 
     id: str
@@ -34,6 +35,7 @@ class Stored:
     items: bytes
     num_input: int
     frames: tuple[bytes, ...] = ()
+    output_ids: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +65,8 @@ class ResponseStore:
         self.running: dict[str, Running] = {}
         self._clock = clock
         self._entries: OrderedDict[tuple[str, str], tuple[float, Stored]] = OrderedDict()
+        self._makers: dict[tuple[str, str], str] = {}
+        """By tenant and item: the response that has it in its output."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,6 +79,7 @@ class ResponseStore:
         self.delete(tenant, entry.id)
         self._entries[tenant.name, entry.id] = (self._clock.now() + self.ttl_s, entry)
         self.num_bytes += entry.num_bytes
+        self._makers |= {(tenant.name, item_id): entry.id for item_id in entry.output_ids}
         while len(self._entries) > self.size or self.num_bytes > self.max_bytes:
             self._pop_oldest()
         return True
@@ -84,6 +89,10 @@ class ResponseStore:
         found = self._entries.get((tenant.name, response_id))
         return None if found is None else found[1]
 
+    def get_maker(self, tenant: Tenant, item_id: str) -> Stored | None:
+        """The response whose output has this item."""
+        return self.get(tenant, self._makers.get((tenant.name, item_id), ""))
+
     def get_running(self, tenant: Tenant, response_id: str) -> Running | None:
         found = self.running.get(response_id)
         return found if found is not None and found.tenant.name == tenant.name else None
@@ -92,8 +101,13 @@ class ResponseStore:
         """Whether it was there."""
         found = self._entries.pop((tenant.name, response_id), None)
         if found is not None:
-            self.num_bytes -= found[1].num_bytes
+            self._forget(tenant.name, found[1])
         return found is not None
+
+    def _forget(self, tenant: str, entry: Stored) -> None:
+        self.num_bytes -= entry.num_bytes
+        for item_id in entry.output_ids:
+            self._makers.pop((tenant, item_id), None)
 
     def prune(self) -> None:
         """Drop what is too old. All live equally long, so the oldest are the first."""
@@ -102,14 +116,15 @@ class ResponseStore:
             self._pop_oldest()
 
     def _pop_oldest(self) -> None:
-        _, (_, entry) = self._entries.popitem(last=False)
-        self.num_bytes -= entry.num_bytes
+        (tenant, _), (_, entry) = self._entries.popitem(last=False)
+        self._forget(tenant, entry)
 
     async def close(self) -> None:
         """End what runs, and forget everything."""
         for run in list(self.running.values()):
             await run.cancel()
         self._entries.clear()
+        self._makers.clear()
         self.num_bytes = 0
 
 

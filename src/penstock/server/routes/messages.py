@@ -69,11 +69,11 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
     asked.names = {**asked.names, **(bound.names if bound is not None else {})}
     asked.options = Options(
         stream=bool(body.stream), priority=body.priority, cache_salt=body.cache_salt, timeout_s=body.timeout,
-        tpot_slo_ms=body.tpot_slo_ms,
+        tpot_slo_ms=body.tpot_slo_ms, cut_max_tokens=True,
     )  # fmt: skip
     asked.compression = body.prompt_compression
     turn = await begin(caller, asked, "messages", prefix="msg_")
-    return MessageRun(turn, model, caller.server.config.max_stream_chars)
+    return MessageRun(turn, model, caller.server.config.max_stream_chars, body.max_tokens)
 
 
 def _params(caller: Caller, body: MessagesRequest, bound: Form | None) -> SamplingParams:
@@ -105,9 +105,10 @@ def _conversation(body: CountRequest, params: SamplingParams) -> Conversation:
 class MessageRun:
     """A message under way. Leaving `frames` early, or cancelling `answer`, aborts it."""
 
-    def __init__(self, turn: Turn, model: str, max_stream_chars: int) -> None:
+    def __init__(self, turn: Turn, model: str, max_stream_chars: int, max_tokens: int) -> None:
         self._turn = turn
         self._model = model
+        self._max_tokens = max_tokens
         self._max_stream_chars = max_stream_chars
         self._writer = BlockWriter()
         self._stop: tuple[str | None, str | None] = (None, None)
@@ -133,6 +134,9 @@ class MessageRun:
             cache_read_input_tokens=cached,
         )  # fmt: skip
 
+    def _room_was_less(self) -> bool:
+        return self._turn.usage().completion_tokens < self._max_tokens
+
     async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Begins with the first token, when it is known what the cache had. Raises WireError."""
         async with aclosing(self._turn.pieces()) as pieces:
@@ -144,7 +148,7 @@ class MessageRun:
                     yield {"type": "ping"}
                 for piece in listed:
                     if piece.finish_reason is not None:
-                        self._stop = stop_of(piece.finish_reason, piece.stop_reason)
+                        self._stop = stop_of(piece.finish_reason, piece.stop_reason, self._room_was_less())
                     for event in self._writer.feed(piece.events):
                         yield event
         for event in self._writer.finish():

@@ -110,7 +110,7 @@ async def _answer(request: Request, body: OllamaGenerating, start: Any) -> Respo
 
 
 def _options(body: OllamaGenerating) -> Options:
-    return Options(stream=body.stream is not False)
+    return Options(stream=body.stream is not False, cut_max_tokens=True)
 
 
 async def _chat(caller: Caller, body: OllamaChatRequest, model: str) -> OllamaRun:

@@ -16,6 +16,7 @@ from penstock.server.parsing import check_tools, shown
 from penstock.server.parsing.custom import as_functions, read_tools
 from penstock.server.responses.events import Item, replay
 from penstock.server.responses.input import (
+    Find,
     chat_messages,
     form,
     input_items,
@@ -32,7 +33,7 @@ from penstock.server.schema.responses import (
     ResponsesRequest,
 )
 from penstock.server.transport.sse import EventStream, as_json, unless_gone
-from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
+from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model, means_another
 from penstock.server.turns.defaults import sampling_defaults
 from penstock.server.turns.turn import begin
 
@@ -94,8 +95,8 @@ async def start(caller: Caller, body: ResponsesRequest) -> ResponseRun:
         user=body.user,
         metadata=body.metadata or {},
     )
-    custom = read_tools(body.tools, nested=False).custom
-    return ResponseRun(turn, response, items, store, server.config.max_stream_chars, custom)
+    tools = read_tools(body.tools, nested=False)
+    return ResponseRun(turn, response, items, store, server.config.max_stream_chars, tools.custom, tools.spaces)
 
 
 def _check(body: ResponsesRequest, keep: bool) -> None:
@@ -123,7 +124,7 @@ def _check(body: ResponsesRequest, keep: bool) -> None:
 async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Conversation, list[Item]]:
     """The chat request that this one is, and its items with those it goes on from."""
     work = caller.server.slices.work(caller.tenant)
-    own = input_items(body)
+    own = input_items(body, _finder(caller))
     await work.pause()
     before: list[Item] = []
     if body.previous_response_id is not None:
@@ -148,6 +149,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
             cache_salt=body.cache_salt,
             timeout_s=body.timeout,
             tpot_slo_ms=body.tpot_slo_ms,
+            cut_max_tokens=means_another(caller.server, body.model, body.truncate_prompt_tokens),
         ),
         tools=tools.listed,
         tool_choice=as_functions(body.tool_choice, tools),
@@ -263,6 +265,21 @@ def _stored(caller: Caller, response_id: str, param: str | None = None) -> Store
     if entry is None:
         raise _unknown(response_id, param)
     return entry
+
+
+def _finder(caller: Caller) -> Find:
+    """Each response is decoded once, however often a request refers to it."""
+    seen: dict[str, dict[str, Item]] = {}
+
+    def find(item_id: str) -> Item | None:
+        entry = _store(caller).get_maker(caller.tenant, item_id)
+        if entry is None:
+            return None
+        if entry.id not in seen:
+            seen[entry.id] = {item["id"]: item for item in msgspec.json.decode(entry.response)["output"]}
+        return seen[entry.id][item_id]
+
+    return find
 
 
 def _unknown(response_id: str, param: str | None = None) -> RefusedError:

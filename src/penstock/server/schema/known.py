@@ -40,11 +40,11 @@ TOOL_CHOICE: Shape = names("type", "name", "mode", function=names("name"), custo
 
 _ITEM_PART = names("type", "text", "refusal", "annotations", "logprobs")
 ITEMS: Shape = names(
-    "type", "id", "role", "status", "phase", "call_id", "name", "arguments", "encrypted_content", "input",
+    "type", "id", "role", "status", "phase", "call_id", "name", "namespace", "arguments", "encrypted_content", "input",
     content=_ITEM_PART, output=_ITEM_PART, summary=names("type", "text"),
 )  # fmt: skip
-FLAT_TOOLS: Shape = names("type", "name", "description", "parameters", "strict",
-                          format=names("type", "syntax", "definition"))  # fmt: skip
+_FLAT = ("type", "name", "description", "parameters", "strict")
+FLAT_TOOLS: Shape = names(*_FLAT, format=names("type", "syntax", "definition"), tools=names(*_FLAT))
 
 _TEXT = ("type", "text", "citations", "cache_control")
 _BLOCK = names(

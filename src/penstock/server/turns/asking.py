@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from penstock.base.errors import InputError, RefusedError
@@ -75,7 +76,8 @@ def _timeout_s(request: Request) -> float | None:
 @dataclass(kw_only=True)
 class Options:
     """What a request says besides its prompt and sampling parameters. `timeout_s`: seconds from arrival; `tpot_slo_ms`:
-    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own."""
+    milliseconds that a token after the first should take on average. `default_max_tokens`: beats the model's own.
+    `cut_max_tokens`: what is more than the prompt leaves is a bound that is never reached, and no error."""
 
     stream: bool = False
     priority: int | None = None
@@ -83,6 +85,7 @@ class Options:
     timeout_s: float | None = None
     tpot_slo_ms: float | None = None
     default_max_tokens: int | None = None
+    cut_max_tokens: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,6 +136,9 @@ def make_call(
             f"tpot_slo_ms must be above 0 and at most {MAX_TPOT_SLO_MS:,} milliseconds, not {slo_ms:g}",
             param="tpot_slo_ms",
         )
+    if options.cut_max_tokens and params.max_tokens is not None:
+        left = max(1, caller.server.service.limits.context[0] - len(prompt.ids))
+        params = msgspec.structs.replace(params, max_tokens=min(left, params.max_tokens))
     return Call(
         prompt=prompt,
         params=params,
@@ -185,3 +191,9 @@ def check_model(server: Server, name: str | None, *, exact: bool = False) -> str
         f"the model {name[:80]!r} is not served here; served is {served}",
         status=404, code="model_not_found", param="model",
     )  # fmt: skip
+
+
+def means_another(server: Server, name: str | None, truncate: int | None) -> bool:
+    """Whether a request is for another model, as `--any-model-name` allows: then its `max_tokens` is that model's, and
+    is cut to what this one has room for. Not where a prompt is cut to leave room for it."""
+    return bool(name) and name != server.model_name and name not in server.aliases and truncate is None
