@@ -122,6 +122,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("two steps in flight", "scheduling", {"depth": 2}),
     Switch("ops ref", "compute", {"ops": "ref"}, exact=False),
     Switch("ops blas", "compute", {"ops": "blas"}, exact=False),
+    Switch("device cpu-torch", "compute", {"ops": "torch"}, exact=False),
     Switch("ops native", "compute", {"ops": "native"}),
     Switch("attention ref-online", "compute", {"attention_backend": "ref-online"}, exact=False),
 )  # fmt: skip

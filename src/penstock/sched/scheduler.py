@@ -17,6 +17,7 @@ from penstock.core.sequence import LOST_LOAD, NEVER, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.preempt import prefers_swap
+from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class Scheduler:
                     num_decodes += 1
                     decode_context += start + 1
                     continue
-                if promising and self._may_promise(seq, start):
+                if promising and may_promise(self.kv, seq, start):
                     rows[seq.seq_id] = (seq, ScheduledRow(seq.seq_id, start, 1, 1))
                     budget -= 1
                     num_decodes += 1
@@ -304,21 +305,6 @@ class Scheduler:
         if num_drafts <= 0 or not self.kv.grow(seq, start + 1 + num_drafts):
             return None
         return ScheduledRow(seq.seq_id, start, 1, 1, num_drafts=num_drafts, draft_depth=min(room[1], num_left))
-
-    def _may_promise(self, seq: Sequence, start: int) -> bool:
-        """Whether the token at `start`, which a step in flight will choose, may run before anybody here knows it: the
-        rank will by then. If the sequence ends with it, the row was for nothing, and nobody hears of it.
-
-        Nobody is preempted for it. Mutates: the sequence's memory.
-        """
-        request = seq.request
-        if start != len(seq.token_ids) or seq.held or request.beam is not None or request.pooling:
-            return False
-        if seq.next_selection != NEVER or seq.num_generated + 1 >= request.max_tokens:
-            return False
-        if request.n > 1 and seq.num_generated == 0:
-            return False  # it may fork yet
-        return self.kv.cut(seq, start, 1) == 1 and (start < seq.writable or self.kv.grow(seq, start + 1))
 
     def _yields_soon(self, seq: Sequence) -> bool:
         """Whether somebody who goes after `seq` could yield to it, were it not for a step in flight."""
