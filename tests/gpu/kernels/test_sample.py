@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.core.sampling import TokenRules
+from penstock.ops.draw_weights import scale_of, weigh
 from penstock.runner.sampler import draw
-from penstock.runner.truncate import scale_of, truncate, weigh
+from penstock.runner.truncate import truncate
 
 torch = pytest.importorskip("torch")
 from tests.gpu.kernels import naive  # noqa: E402
@@ -35,12 +35,6 @@ def run(logits: Any, rules: list[TokenRules], indices: list[int], positions: lis
 
 def wanted(logits: Any, rules: list[TokenRules], indices: list[int], positions: list[int]) -> list[int]:
     return [draw(row, r, i, p, 1)[0] for row, r, i, p in zip(logits, rules, indices, positions, strict=True)]
-
-
-def test_constants_are_the_sampler_s() -> None:
-    weights: Any = sys.modules[weigh.__module__]
-    assert (sample.EVEN, sample.ODD) == (weights._EVEN, weights._ODD)
-    assert (sample.UNIT_BITS, sample.LOWEST) == (weights.UNIT_BITS, weights._LOWEST)
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 4096, 4097])

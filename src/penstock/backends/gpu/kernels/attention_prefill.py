@@ -138,7 +138,8 @@ def attend_rows(
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=rows,
-        BLOCK_N=tile_of(size, 32), SIZE=size, CAP=rule.soft_cap, OPERANDS=products, E4M3=cache.keys.dtype == torch.float8_e4m3fn,
+        BLOCK_N=tile_of(size, 32), SIZE=size, CAP=rule.soft_cap, OPERANDS=products,
+        E4M3=cache.keys.dtype == torch.float8_e4m3fn,
         SCALED=scales is not None, ALIBI=rule.slopes is not None, SINKS=rule.sinks is not None,
         num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip

@@ -4,7 +4,7 @@ Weights are whole numbers, and what leads to them is float64 with every step rou
 to fuse a product with a sum. Sums of whole numbers are exact in any order, so rows are cut among programs freely. What
 survives top-k and top-p is found without sorting: by bisection over the logits and, of equal ones, by ids in order.
 
-Source: `csrc/src/weight.h`, whose constants these are; Salmon et al., SC 2011 (Philox4x32-10).
+Source: as in `ops.draw_weights`; Salmon et al., SC 2011 (Philox4x32-10).
 Shape letters: R rows, V vocabulary, C cuts of a row.
 """
 
@@ -15,16 +15,12 @@ import triton
 import triton.language as tl
 
 from penstock.backends.gpu.kernels.loads import EXACT, load_number, padded, store
+from penstock.ops.draw_weights import EVEN, LOWEST, ODD, UNIT_BITS
 
 SICK = -1
 """The choice of a row whose logits hold a NaN or an infinity that is no exclusion."""
 _CUT, _BLOCK = 4096, 1024
 
-UNIT_BITS, LOWEST = 42, -64.0
-EVEN = tuple(map(float.fromhex, ("0x1.62e42fefa39efp-1", "0x1.c6b08d7047e52p-5", "0x1.5d87fe86fe88ep-10",
-                                 "0x1.ffcb9515a8016p-17", "0x1.b63880a30e9ffp-24")))  # fmt: skip
-ODD = tuple(map(float.fromhex, ("0x1.ebfbdff823cedp-3", "0x1.3b2ab7181b755p-7", "0x1.4308ac85aa947p-13",
-                                "0x1.63d136366db24p-20")))  # fmt: skip
 _E0, _E1, _E2, _E3, _E4 = (tl.constexpr(c) for c in EVEN)
 _O0, _O1, _O2, _O3 = (tl.constexpr(c) for c in ODD)
 _FLOOR, _BITS = tl.constexpr(LOWEST), tl.constexpr(UNIT_BITS)
