@@ -31,6 +31,7 @@ class TorchForward(Program):
             node.bound = placement.place(node.bound)
             node.named = {name: placement.place(value) for name, value in node.named.items()}
         super().__init__(placed, ops, attention)
+        self.attention = attention
         self.placement = placement
         self._device = placement.device
 
@@ -38,10 +39,9 @@ class TorchForward(Program):
         """See `model.forward.GreedyForward`."""
         logits, _ = self._run(plan, planes)
         best = logits.argmax(dim=-1)
-        if bool(torch.isfinite(logits.gather(1, best[:, None])).all()):
-            tokens: list[int] = best.tolist()
-            return tokens
-        return _array(logits)
+        fit = torch.isfinite(logits.gather(1, best[:, None])).all()
+        found: list[int] = torch.cat([best, fit[None]]).tolist()  # both at once: a device is waited for once
+        return found[:-1] if found[-1] else _array(logits)
 
     def run_resident(self, plan: StepPlan, planes: Sequence[Any]) -> DeviceArray:
         """See `model.forward.ResidentForward`."""
