@@ -74,8 +74,7 @@ class RandomPlacement(Placement):
     @property
     def num_bytes(self) -> int:
         """As `Placement.num_bytes`; no two of these share memory, and fake tensors have none."""
-        placed = [tensor for _, tensor in self._placed.values()]
-        return sum(t.num_bytes if isinstance(t, StoredTensor) else t.numel() * t.element_size() for t in placed)
+        return sum(t.num_bytes if isinstance(t, StoredTensor) else t.numel() * t.element_size() for t in self.alive())
 
     def _matrix(self, weight: Any) -> Any:
         if isinstance(weight, np.ndarray) and weight.ndim == 2 and not any(weight.strides):

@@ -140,4 +140,6 @@ def test_weights_are_there_once() -> None:
     again = [placement.place(w) for w in weights.values()]
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert placement.num_bytes == held == sum(w.nbytes for w in weights.values())
+    del first, again
+    assert placement.num_bytes == 0, "nobody has them any more"
     assert spec.vocab_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -97,20 +98,23 @@ def rows_of(weight: Matrix, rows: torch.Tensor | slice) -> torch.Tensor:
 
 
 class Placement:
-    """Puts what a graph has bound onto one device; what two of its nodes share is there once."""
+    """Puts what a graph has bound onto one device; what two nodes or models share is there once, as long as one lives.
+
+    Models own what was placed for them; here it is only known, and so are the arrays, which may go once they are placed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.decoded: set[str] = set()
         """Formats that were decoded ahead, for people."""
-        self._placed: dict[int, tuple[Any, Any]] = {}
-        """By id, with what has that id: so it stays the only one that has it."""
+        self._placed: dict[int, tuple[ReferenceType[Any], ReferenceType[Any]]] = {}
+        """By id: what had it, for another may have it by now, and what was placed."""
 
     @property
     def num_bytes(self) -> int:
         """Of all that was placed, each storage once."""
         total, seen = 0, set()
-        for _, placed in self._placed.values():
+        for placed in self.alive():
             if isinstance(placed, StoredTensor):
                 total += placed.num_bytes
             elif placed.untyped_storage().data_ptr() not in seen:
@@ -118,12 +122,19 @@ class Placement:
                 total += placed.numel() * placed.element_size()
         return total
 
+    def alive(self) -> list[Any]:
+        """What was placed and is still there."""
+        return [tensor for _, known in self._placed.values() if (tensor := known()) is not None]
+
     def place(self, bound: Any) -> Any:
         """The same with arrays as tensors: of tuples and lists each part, anything else as it is."""
         if isinstance(bound, np.ndarray | StoredMatrix):
-            if id(bound) not in self._placed:
-                self._placed[id(bound)] = bound, self._matrix(bound)
-            return self._placed[id(bound)][1]
+            known, before = self._placed.get(id(bound), (None, None))
+            placed = before() if known is not None and before is not None and known() is bound else None
+            if placed is None:
+                placed = self._matrix(bound)
+                self._placed[id(bound)] = ref(bound), ref(placed)
+            return placed
         if isinstance(bound, tuple) and hasattr(bound, "_fields"):
             return type(bound)(*map(self.place, bound))
         if isinstance(bound, tuple | list):
