@@ -98,7 +98,7 @@ def rows_of(weight: Matrix, rows: torch.Tensor | slice) -> torch.Tensor:
 
 
 class Placement:
-    """Puts what a graph has bound onto one device; what two nodes or models share is there once, as long as one lives.
+    """Puts what a graph has bound onto one device; what two nodes or models share is there once while one lives.
 
     Models own what was placed for them; here it is only known, and so are the arrays, which may go once they are placed.
     """
