@@ -100,7 +100,7 @@ def rows_of(weight: Matrix, rows: torch.Tensor | slice) -> torch.Tensor:
 class Placement:
     """Puts what a graph has bound onto one device; what two nodes or models share is there once while one lives.
 
-    Models own what was placed for them; here it is only known, and so are the arrays, which may go once they are placed.
+    Models own what was placed for them; here it is only known. The arrays may go once they are placed.
     """
 
     def __init__(self, device: torch.device) -> None:
