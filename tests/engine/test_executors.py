@@ -44,7 +44,7 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str, depth: int)
     knobs = Knobs(num_blocks=48, num_slots=8, budget=16, max_num_seqs=3, depth=depth, host_blocks=16, preemption="swap")
     with engine(f"tiny:{name}", knobs) as core:
         requests = workload(tiny(name)[0].vocab_size)
-        collector = disturbed(core, requests, random.Random(name), CONTROLS)
+        collector = disturbed(core, requests, random.Random(f"{name}-{depth}"), CONTROLS)
     check(name, collector)
     assert core.stats.num_preemptions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,7 @@ def watch_deaths(engine: Running) -> list[Down]:
 @within(120)
 async def test_streams_survive_kills_of_either_process_unchanged() -> None:
     prompts = [f"Once upon a time there was a number {i} that" for i in range(6)]
+    gc.collect()  # engines of other tests, whose sockets would go meanwhile
     before = num_fds()
     async with running(apart(), max_restarts_per_minute=50) as engine:
         client = engine.client
@@ -162,8 +164,8 @@ async def test_the_rank_counts_as_a_part_of_the_engine() -> None:
         for i in range(2):
             await engine.complete(f"g{i}", "The sea", grammar)
         assert child.box.signs[1] > first
-        await engine.until(lambda: engine.client.snapshot.counters.get("num_grammar_misses", 0) == 1)
-        assert engine.client.snapshot.counters["num_grammar_hits"] == 2
+        await engine.until(lambda: engine.client.snapshot.counters.get("num_grammar_hits", 0) == 2)
+        assert engine.client.snapshot.counters["num_grammar_misses"] == 1
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (engine.link.pid, rank_of(engine))]
         told = engine.client.snapshot.memory_bytes["rss"] / os.sysconf("SC_PAGE_SIZE")
         assert told > 0.9 * sum(pages), (told, pages)

@@ -45,7 +45,7 @@ def both(isa: str, threads: int, logits: F32, picks: Sequence[Pick], tokens: Seq
     vocab = logits.shape[1]
     before = logits.copy()
     out = []
-    for sampler in (Sampler(vocab), KernelSampler(pool(isa, threads), vocab)):
+    for sampler in (Sampler(vocab), KernelSampler(kernel(isa, threads, vocab), vocab)):
         sampler.chain.track(SchedulerOutput(0, added=[AddedRow(p.seq_id, 0, list(tokens), 1, p.rules) for p in picks]))
         out.append(sampler.sample(logits, picks))
         again = sampler.sample(logits, picks)

@@ -60,7 +60,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "slot_checkpoint_tokens": 512, "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "auto",
-        "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
+        "device": "auto", "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,
         "enable_hierarchical_cache": False, "warm_grammars": False,
         "schedule_conservativeness": 1.0, "speculative_config": None, "log_file": None, "plugin": None,

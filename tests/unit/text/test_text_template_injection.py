@@ -21,7 +21,8 @@ from penstock.text.template import encode_chat, render_chat
 from penstock.text.tokenizer import Tokenizer
 from tests.shared import shared
 from tests.unit.text import text_vocabularies as vocabularies
-from tests.unit.text.test_text_template_real import FILES, READS_TOOLS, template
+from tests.unit.text.published import NAMES, template
+from tests.unit.text.test_text_template_real import READS_TOOLS
 
 MARKER = re.compile(r"<\|[^<>|\s]{1,30}\|>|<[|/]?[a-z_]{2,30}\|?>|\[/?[A-Z_]{3,30}\]|</?s>|<\|\"\|>|<<?/?SYS>>?")
 ROLES = ("system", "user", "assistant", "tool")
@@ -151,7 +152,7 @@ def hostile_texts(tokenizer, name):
     return st.lists(text, min_size=1, max_size=4, unique=True)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_control_tokens_are_the_templates_own(name):
     tokenizer = vocabulary(name)
     assert len(tokenizer.special_literals) >= 2
@@ -167,7 +168,7 @@ def test_control_tokens_are_the_templates_own(name):
     check(tokenizer, name, ["A" + "".join(tokenizer.added_literals) + "B"])
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 def test_bare_literals_and_halves_add_no_control_token(name):
     """Here a text is nothing but the literal or its half, so that only the template's own text is beside it."""
     tokenizer, source = vocabulary(name), template(name)
