@@ -80,7 +80,7 @@ async def test_streams_survive_kills_of_either_process_unchanged() -> None:
             assert a.prompt_logprobs == b.prompt_logprobs
         assert client.num_restarts == 3
         assert all(down.from_outside for down in deaths), "no request is to blame for a SIGKILL"
-        assert all(down.suspects for down in deaths)
+        assert any(down.suspects for down in deaths), "killed between two steps it worked on nobody, but three times?"
         for rank, pid in pids:
             assert is_gone(pid), "a zombie"
             await engine.until(lambda rank=rank: ended(rank))
