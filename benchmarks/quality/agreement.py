@@ -23,6 +23,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,13 @@ def llama_cpp(python: str, model: str, ids: Sequence[Sequence[int]], new: int) -
         assert process.stdin is not None
         assert process.stdout is not None
         for prompt in track(ids, Path(model).name, console=Console(stderr=True)):
-            print(*prompt, sep=",", file=process.stdin, flush=True)
-            line = process.stdout.readline()
+            line = ""
+            with suppress(BrokenPipeError):  # it has ended
+                print(*prompt, sep=",", file=process.stdin, flush=True)
+                line = process.stdout.readline()
             if not line:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
                 raise SystemExit(f"llama.cpp gave no tokens of {Path(model).name}, or {python} has no llama.cpp")
             found.append([int(part) for part in line.split(",")])
         process.stdin.close()

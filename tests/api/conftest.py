@@ -90,5 +90,7 @@ def page(browser: Chromium, shown: LiveServer) -> Iterator[Chromium]:
     browser.until(READY)
     yield browser
     assert browser.complaints == []
-    assert {url.split("/")[2] for url in browser.requested if not url.startswith("data:")} == {shown.url.split("/")[2]}
+    asked = {url.split("/")[2] for url in browser.requested if not url.startswith("data:")}
+    assert asked <= {shown.url.split("/")[2]}
+    assert asked or not isinstance(browser, Chromium), "others tell of requests as long as their page remembers them"
     browser.leave()
