@@ -249,7 +249,8 @@ def engine(
     clock = MonotonicClock()
     storage = Storage(plan.groups, plan.num_slabs, k.block_size, host_slabs=plan.num_host_slabs, poison=True, tier=name)
     rows = RowStore(plan.groups, plan.num_slabs, k.block_size, VOCAB)
-    runner = Runner(FakeForward(plan.groups), rows, storage, Sampler(VOCAB), clock=clock, strict=True)
+    sampler = Sampler(VOCAB)
+    runner = Runner(FakeForward(plan.groups), rows, storage, sampler, clock=clock, depth=k.depth, strict=True)
     kv = KVManager(
         plan.groups, plan.num_slabs, k.block_size, prefix_cache=k.prefix_cache, host_slabs=plan.num_host_slabs,
         tier=name, offload=offload, step_tokens=plan.step_tokens, slot_checkpoint_tokens=k.checkpoint_tokens,

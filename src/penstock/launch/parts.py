@@ -75,5 +75,6 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         selections=selections,
         keeping=keeping,
         num_own_groups=num_own,
+        depth=config.execution.depth,
         strict=poison,
     )

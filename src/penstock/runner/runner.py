@@ -88,6 +88,7 @@ class Runner:
         selections: RowSelections | None = None,
         keeping: Keeping | None = None,
         num_own_groups: int | None = None,
+        depth: int = 1,
         strict: bool = False,
     ) -> None:
         """
@@ -98,6 +99,7 @@ class Runner:
             selections: who chooses what rows keep; None: they keep everything, or drop by position alone.
             keeping: rows may drop tokens.
             num_own_groups: leading groups that `forward` looks at, if not all; the others belong to draft models.
+            depth: steps in flight; with two a row may be promised a token.
             strict: each step checks that no row writes a page of another (tests).
         """
         self.packed_file = ""  # what builds it knows
@@ -119,7 +121,7 @@ class Runner:
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
         self._clock = clock
         self._strict = strict
-        self._promises = Promises(rows, sampler.chain)
+        self._promises = Promises(rows, sampler.chain) if depth > 1 else None
         self._spoil_from: int | None = None
         self._moves: dict[int, bool] = {}
         """Loads that the step which was planned last has brought to an end (`StepOutput.moves`)."""
@@ -163,7 +165,8 @@ class Runner:
         else:
             found, hidden = self.forward(planned)
             result = self.settle(output, planned, found, hidden, start_s)
-        self._promises.settled(result)
+        if self._promises is not None:
+            self._promises.settled(result)
         return result
 
     def plan(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Planned | None]:
@@ -172,7 +175,8 @@ class Runner:
 
         Mutates: rows, processors, storage, drafter.
         """
-        output = self._promises.heard(output)
+        if self._promises is not None:
+            output = self._promises.heard(output)
         heard = self.drafter is not None and concerns_drafter(output)
         if heard:
             self._track(output)
@@ -184,7 +188,8 @@ class Runner:
         else:
             self.selections.track(output)
             self._moves = self.storage.apply(output.page_ops, self.selections.pack)
-        output = self._promises.keep(output)
+        if self._promises is not None:
+            output = self._promises.keep(output)
         if not output.scheduled:
             return output, None
         if self._strict:
