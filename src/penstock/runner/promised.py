@@ -37,7 +37,7 @@ class Promises:
             if token is not None:
                 assert (told.token_ids[0], told.rollback) == (token, 0), f"{told}: it was promised token {token}"
                 told = Appended(told.seq_id, told.token_ids[1:])
-            if told.token_ids:
+            if told.token_ids or told.rollback:
                 news.append(told)
         return msgspec.structs.replace(output, appended=news)
 

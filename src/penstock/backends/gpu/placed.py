@@ -105,8 +105,6 @@ class Placement:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.decoded: set[str] = set()
-        """Formats that were decoded ahead, for people."""
         self._placed: dict[int, tuple[ReferenceType[Any], ReferenceType[Any]]] = {}
         """By id: what had it, for another may have it by now, and what was placed."""
 
@@ -146,7 +144,6 @@ class Placement:
             return tensor_of(weight, self.device)
         if StoredTensor.why_not(weight) is None:
             return StoredTensor(weight, self.device)
-        self.decoded.add(str(weight.format))
         whole = torch.empty(weight.shape, dtype=torch.float32)
         step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
         for first in range(0, weight.shape[0], step):
