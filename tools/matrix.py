@@ -130,6 +130,8 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         Feature("FIFO eviction", knob("eviction", lambda v: v == "fifo"), "eviction"),
         Feature("LFU eviction", knob("eviction", lambda v: v == "lfu"), "eviction"),
         Feature("eviction by priority", knob("eviction", lambda v: v == "priority"), "eviction"),
+        Feature("eviction by FLOPs saved", knob("eviction", lambda v: v == "flops"), "eviction"),
+        Feature("states kept at branches", knob("checkpoint_rule", lambda v: v == "branch"), "checkpoint_rule"),
         Feature("block of 1 token", knob("block_size", lambda v: v == 1), "block_size"),
         Feature("blocks of 2 to 16", knob("block_size", lambda v: isinstance(v, int) and v > 1), "block_size"),
         Feature("16-bit KV", knob("kv_dtype", lambda v: v in ("bfloat16", "float16")), "kv_dtype"),

@@ -28,6 +28,7 @@ from penstock.config.foreign_variables import VARIABLES, instead
 from penstock.core.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
+from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.ops.attention import ATTENTION_BACKENDS
@@ -43,6 +44,7 @@ _V, _C = 999_983, 999_331
 _NAMES = {str(_V): "V", str(_V - 1): "V - 1", str(_C): "C"}
 _PARTS = {
         "kv_allocator": KV_MANAGERS, "prefix_cache": PREFIX_CACHES, "eviction": EVICTION_POLICIES,
+    "slot_checkpoint_rule": CHECKPOINT_RULES,
     "scheduling_policy": POLICIES, "ops": BACKENDS, "attention_backend": ATTENTION_BACKENDS, "executor": EXECUTORS,
 
 }  # fmt: skip

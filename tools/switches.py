@@ -107,7 +107,9 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("prefixes off", "memory", {"enable_prefix_caching": False}),
     Switch("eviction fifo", "memory", {"eviction": "fifo"}),
     Switch("eviction lfu", "memory", {"eviction": "lfu"}),
+    Switch("eviction flops", "memory", {"eviction": "flops"}),
     Switch("eviction priority", "memory", {"eviction": "priority"}),
+    Switch("checkpoints at branches", "memory", {"slot_checkpoint_rule": "branch"}),
     Switch("blocks of 4", "memory", {"block_size": 4}),
     Switch("swap", "memory", {"swap_space": 0.01, "preemption_mode": "swap"}),
     Switch("policy cache-aware", "scheduling", {"scheduling_policy": "cache-aware"}),
@@ -131,7 +133,8 @@ does. "exact" of another op table would be too much: it adds in another order.""
 BY_BLOCKS = {"selector streaming", "selector quest", "KV kivi4", "KV kivi2", "KV mixed"}
 """What they lose goes by whole blocks, and so depends on the size of one."""
 PLAIN: dict[str, set[str]] = {
-    "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"}, "scheduling_policy": {"fcfs"},
+    "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"},
+    "slot_checkpoint_rule": {"distance"}, "scheduling_policy": {"fcfs"},
     "attention_backend": {"ref"}, "executor": {"inproc", "multiproc"}, "verifier": {"match"}, "rope_type": {"default"},
     "quantization": {"none"}, "dtype": {"auto", "bfloat16"}, "method": {"draft_model"},
     "kv_cache_dtype": {"auto", "float32", "float16", "bfloat16"},
@@ -175,6 +178,7 @@ def registered() -> dict[str, tuple[str, ...]]:
     from penstock.drafters import DRAFTERS
     from penstock.executor import EXECUTORS
     from penstock.kv import KV_MANAGERS
+    from penstock.kv.checkpoints import CHECKPOINT_RULES
     from penstock.kv.eviction import EVICTION_POLICIES
     from penstock.kv.prefix import PREFIX_CACHES
     from penstock.ops.attention import ATTENTION_BACKENDS
@@ -185,6 +189,7 @@ def registered() -> dict[str, tuple[str, ...]]:
 
     return {
         "kv_allocator": tuple(KV_MANAGERS), "prefix_cache": tuple(PREFIX_CACHES), "eviction": tuple(EVICTION_POLICIES),
+        "slot_checkpoint_rule": tuple(CHECKPOINT_RULES),
         "scheduling_policy": tuple(POLICIES), "ops": tuple(BACKENDS), "attention_backend": tuple(ATTENTION_BACKENDS),
         "executor": tuple(EXECUTORS), "kv_selector": tuple(KV_SELECTORS), "method": tuple(DRAFTERS),
         "verifier": tuple(VERIFIERS), "controller": tuple(DRAFT_CONTROLLERS), "rope_type": tuple(KEYS),

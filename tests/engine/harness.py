@@ -49,6 +49,7 @@ class Knobs:
     threshold: int = 0
     chunked: bool = True
     checkpoint_tokens: int = 8
+    checkpoint_rule: str = "distance"
     kv_dtype: str = "float32"
     kv_rotation: str = "none"
     host_blocks: int = 0
@@ -107,6 +108,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_chunked_prefill=k.chunked,
         long_prefill_token_threshold=k.threshold,
         slot_checkpoint_tokens=k.checkpoint_tokens,
+        slot_checkpoint_rule=k.checkpoint_rule,
         preemption_mode=k.preemption,
         enable_hierarchical_cache=k.offload,
         kv_allocator=k.kv_allocator,

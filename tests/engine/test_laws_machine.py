@@ -36,11 +36,12 @@ knobs = st.builds(
         ["fcfs", "fcfs", "prefill-first", "static", "priority", "cache-aware", "splitfuse", "dynamic"]
     ),
     prefix_cache=st.sampled_from(["radix", "hash", "none"]),
-    eviction=st.sampled_from(["lru", "fifo", "lfu", "priority"]),
+    eviction=st.sampled_from(["lru", "fifo", "lfu", "flops", "priority"]),
     depth=st.sampled_from([1, 1, 2]),
     wire=st.booleans(),
     threshold=st.sampled_from([0, 0, 3]),
     checkpoint_tokens=st.sampled_from([4, 8, 64]),
+    checkpoint_rule=st.sampled_from(["distance", "branch"]),
     host_blocks=st.sampled_from([0, 6, 40]),
     preemption=st.sampled_from(["swap", "swap", "recompute"]),
     offload=st.booleans(),

@@ -80,6 +80,33 @@ def test_C34_prefix_hits_stand_at_checkpoints_and_change_no_token(name: str, pre
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("prefix_cache", ["radix", "hash"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2_hybrid"])
+def test_B32_states_are_kept_where_prompts_part_and_at_the_end(name: str, depth: int, prefix_cache: str) -> None:
+    """The first prompt that parts from known text finds nothing there and leaves a state, the second one begins from
+    it; the next turn begins at the last whole block of the answer. No token changes."""
+    spec, weights = tiny(name)
+    naive = NaiveModel(spec, weights)
+    knobs = Knobs(block_size=BLOCK, checkpoint_rule="branch", prefix_cache=prefix_cache, depth=depth)
+    core = real_engine(spec, weights, knobs)
+    known = prompts(spec.vocab_size)
+
+    def ask(prompt: list[int], case: str) -> tuple[list[int], int]:
+        got = run(core, [request(prompt, request_id=case, max_tokens=9)])[case]
+        assert got.tokens[0] == naive.greedy(prompt, 9), case
+        return got.tokens[0], got.cached
+
+    answer, _ = ask(known["first"], "first")
+    assert ask(known["31"], "a")[1] == 0
+    assert ask([*known["31"][:30], 1, 2, 3], "b")[1] == 28  # where "a" parted
+    assert ask([*known["first"], *answer, 5, 6, 7], "turn")[1] == 52  # of 55, the last of which was never run
+    assert ask([*known["first"], 9], "again")[1] == 28  # not at the prompt's end: the state went on from there
+    assert ask([*known["first"], 8], "once more")[1] == 44  # now it is a branch
+    (states,) = (g for g in core.kv.stats().groups if g.total == Knobs().num_slots)
+    assert states.evictable <= 2 * 6
+
+
 def test_C34_generated_text_leaves_checkpoints_too() -> None:
     """The next turn of a conversation resumes at a multiple of 16 within the answer, not at the answer's end."""
     spec, weights = tiny("mamba2")

@@ -150,6 +150,11 @@ class CacheConfig(Section):
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )
+    slot_checkpoint_rule: str = setting(
+        "distance",
+        "Where they are kept. distance: as slot_checkpoint_tokens says. branch: where a prompt parts from known "
+        "text, and at the end of each sequence.",
+    )
     grammar_cache_bytes: int = setting(
         64 << 20, "Bytes of compiled grammars (structured outputs) that are kept.", minimum=0
     )

@@ -220,6 +220,10 @@ class PrefixCache(Protocol):
         """Keep `slabs` as the checkpoint of a held entry that has none."""
         ...
 
+    def take_checkpoint(self, entry: Any, slabs: tuple[int, ...]) -> bool:
+        """Forget the checkpoint of a held entry if it is that with these slabs, and nobody has begun from it."""
+        ...
+
     def evict_checkpoint(self, keep: Any) -> tuple[int, ...] | None:
         """Forget one checkpoint, not that of entry `keep`: its slabs, or None."""
         ...

@@ -1,13 +1,15 @@
 """Slots: one slab per sequence and slot group, and the checkpoints of it that the prefix cache keeps.
 
-A recurrent state cannot be cut back to a shorter prefix. So it is copied where a prefix is likely to be met again:
-every `checkpoint_tokens` tokens and at the end of the prompt, always at block boundaries.
+A recurrent state cannot be cut back to a shorter prefix. So it is copied where a prefix is likely to be met again,
+always at block boundaries: where, a rule says.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
+from penstock.base.registry import Registry
 from penstock.core.protocols import PrefixCache
 from penstock.core.sequence import Sequence
 from penstock.kv.block_pool import BlockPool
@@ -15,12 +17,75 @@ from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
 
 
+class CheckpointRule(Protocol):
+    """Where sequences leave checkpoints. Made with the distance of checkpoints and the size of a block, in tokens."""
+
+    branches: bool
+    """Whether it asks where a sequence parts from what is known (`PrefixCursor.branch`)."""
+
+    def next(self, seq: Sequence, start: int) -> int:
+        """The first position behind `start` where one is due, or any behind `start` if there is none."""
+        ...
+
+    def goes_on(self, seq: Sequence, position: int) -> bool:
+        """The one that is due here takes the place of the sequence's last such one."""
+        ...
+
+
+def prompt_end(seq: Sequence, block_size: int) -> int:
+    """End of the last block of the prompt that a request with the same prompt could reuse."""
+    return (seq.prompt_len - 1) // block_size * block_size
+
+
+class AtDistances:
+    """Every `distance` tokens, of prompts and of answers, and at the end of the prompt."""
+
+    branches = False
+
+    def __init__(self, distance: int, block_size: int) -> None:
+        self._distance, self._block_size = distance, block_size
+
+    def next(self, seq: Sequence, start: int) -> int:
+        end = (start // self._distance + 1) * self._distance
+        last = prompt_end(seq, self._block_size)
+        return min(end, last) if last > start else end
+
+    def goes_on(self, seq: Sequence, position: int) -> bool:
+        return False
+
+
+class AtBranches:
+    """Two states of a sequence at most: where its prompt parts from known text, for others will do the same; and at the
+    end of the last whole block of all, for its next turn. Source: Marconi, Pan et al., arXiv 2411.19379, section 4.1.
+
+    Once a sequence has begun from the last state of another, this one stays, too: text parts there.
+    """
+
+    branches = True
+
+    def __init__(self, distance: int, block_size: int) -> None:
+        self._block_size = block_size
+
+    def next(self, seq: Sequence, start: int) -> int:
+        branch = 0 if seq.node is None else seq.node.branch
+        last = max(prompt_end(seq, self._block_size), (start // self._block_size + 1) * self._block_size)
+        return min(branch, last) if branch > start else last
+
+    def goes_on(self, seq: Sequence, position: int) -> bool:
+        return bool(position != seq.node.branch)
+
+
+CHECKPOINT_RULES: Registry[Callable[[int, int], CheckpointRule], None] = Registry("state checkpoint rule")
+CHECKPOINT_RULES.add("distance", "penstock.kv.checkpoints:AtDistances")
+CHECKPOINT_RULES.add("branch", "penstock.kv.checkpoints:AtBranches")
+
+
 class Checkpoints:
     """Hands out slots and takes checkpoints.
 
     Args:
         groups: indices of the slot groups; with none of them, every method is a no-op.
-        checkpoint_tokens: distance of checkpoints, a multiple of `block_size`.
+        rule: where checkpoints stand.
     """
 
     def __init__(
@@ -30,11 +95,11 @@ class Checkpoints:
         cache: PrefixCache,
         outbox: Outbox,
         block_size: int,
-        checkpoint_tokens: int,
+        rule: CheckpointRule,
     ) -> None:
         self.groups = groups
         self.block_size = block_size
-        self.checkpoint_tokens = checkpoint_tokens
+        self.rule = rule
         self._pools = pools
         self._cache = cache
         self._outbox = outbox
@@ -78,20 +143,15 @@ class Checkpoints:
 
     def cut(self, seq: Sequence, start: int, n: int) -> int:
         """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint; at least 1."""
-        if not self._keeps:
-            return n
-        end = (start // self.checkpoint_tokens + 1) * self.checkpoint_tokens
-        last = self._prompt_end(seq)
-        if last > start:
-            end = min(end, last)
-        return min(n, end - start)
+        return min(n, self.rule.next(seq, start) - start) if self._keeps else n
 
-    def _prompt_end(self, seq: Sequence) -> int:
-        """End of the last block of the prompt that a request with the same prompt could reuse."""
-        return (seq.prompt_len - 1) // self.block_size * self.block_size
+    @property
+    def wants_branches(self) -> bool:
+        """Whether cursors need to know where their sequences part from what is known."""
+        return self._keeps and self.rule.branches
 
     def _due(self, seq: Sequence, position: int) -> bool:
-        return position > 0 and (position % self.checkpoint_tokens == 0 or position == self._prompt_end(seq))
+        return position > 0 and self.rule.next(seq, position - 1) == position
 
     def stage(self, seq: Sequence, start: int) -> None:
         """Copy the state between the step in flight, which ends at `start`, and the one being planned, which goes on.
@@ -116,8 +176,15 @@ class Checkpoints:
             slabs = self.copy(seq)
         if slabs is not None:
             self._cache.add_checkpoint(cursor.entry, slabs)
+            if self.rule.goes_on(seq, position):
+                self._go_on(cursor, slabs)
         if cursor.staged is not None and cursor.staged[0] <= position:
             self.drop_staged(cursor)
+
+    def _go_on(self, cursor: PrefixCursor, slabs: tuple[int, ...]) -> None:
+        if cursor.last is not None and self._cache.take_checkpoint(*cursor.last):
+            self.drop(cursor.last[1])
+        cursor.last = cursor.entry, slabs
 
     def drop_staged(self, cursor: PrefixCursor) -> None:
         if cursor.staged is not None:

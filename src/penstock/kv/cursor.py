@@ -30,22 +30,29 @@ class PrefixCursor:
         next_slide: `num_computed` from which on a block lies before a window; NEVER without window groups.
         generation: number of the cache's last reset; an older cursor's `entry` is void.
         holding: False once the entry was left (all tables are ragged).
+        branch: position at which the sequence's known tokens part from what the cache knew when it was admitted, 0 if
+            it began from all of that.
         staged: a checkpoint that is being copied and cannot be attached yet: (tokens, one slab per slot group).
+        last: the checkpoint that goes on with the sequence: (entry, slabs); see `checkpoints.AtBranches`.
     """
 
-    __slots__ = ("entry", "generation", "holding", "next_commit", "next_slide", "num_blocks", "staged")
+    __slots__ = (
+        "branch", "entry", "generation", "holding", "last", "next_commit", "next_slide", "num_blocks", "staged",
+    )  # fmt: skip
 
-    def __init__(self, entry: Any, num_blocks: int, next_commit: int, generation: int) -> None:
+    def __init__(self, entry: Any, num_blocks: int, next_commit: int, generation: int, branch: int = 0) -> None:
         self.entry = entry
         self.num_blocks = num_blocks
         self.next_commit = next_commit
         self.next_slide = NEVER
         self.generation = generation
         self.holding = True
+        self.branch = branch
         self.staged: tuple[int, tuple[int, ...]] | None = None
+        self.last: tuple[Any, tuple[int, ...]] | None = None
 
     def copy(self) -> PrefixCursor:
-        """Of a fork: where the sequence stands, without its staged checkpoint."""
-        copy = PrefixCursor(self.entry, self.num_blocks, self.next_commit, self.generation)
+        """Of a fork: where the sequence stands, without its own checkpoints."""
+        copy = PrefixCursor(self.entry, self.num_blocks, self.next_commit, self.generation, self.branch)
         copy.next_slide, copy.holding = self.next_slide, self.holding
         return copy

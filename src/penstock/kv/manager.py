@@ -23,7 +23,7 @@ from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
-from penstock.kv.checkpoints import Checkpoints
+from penstock.kv.checkpoints import CHECKPOINT_RULES, Checkpoints
 from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
@@ -57,6 +57,7 @@ class KVManager:
         offload: evicted blocks of the prefix cache wait in `tier`, too, unless sequences need the room. Only with
             a tree for a cache, full groups alone, and no `keeping`.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
+        slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
             None: any number. It bounds what a sequence needs of a window group, however long it is.
         keeping: what sequences give up of their caches; only where there is one full group and no other.
@@ -75,6 +76,7 @@ class KVManager:
         prefix_cache: str | PrefixCache = "radix",
         eviction: str = "lru",
         slot_checkpoint_tokens: int = 512,
+        slot_checkpoint_rule: str = "distance",
         host_slabs: Seq[int] | None = None,
         tier: str = "host",
         offload: bool = False,
@@ -101,9 +103,10 @@ class KVManager:
         self._outbox = Outbox(self.pools)
         self._room = Room(self._paged, self._slots, self.pools, self.cache)
         distance = max(block_size, slot_checkpoint_tokens // block_size * block_size)
+        rule = CHECKPOINT_RULES.get(slot_checkpoint_rule)(distance, block_size)
         self._windows = Windows(self.groups, self.pools, block_size, step_tokens, self._outbox)
         self._sharing = Sharing(self._paged, self.pools, self._windows, self.cache, self._outbox, block_size)
-        self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, distance)
+        self._states = Checkpoints(self._slots, self.pools, self.cache, self._outbox, block_size, rule)
         outside = BLOCK_TIERS.get(tier)(self.groups, host_slabs or [0] * len(self.groups), self._outbox)
         self.swaps = Swaps(outside, self.groups, self.pools, block_size)
         if offload:
@@ -183,6 +186,7 @@ class KVManager:
         match = self._fresh(seq, match)
         num_blocks = match.num_tokens // self.block_size
         asked = seq.num_known if seq.request.reads_cache else 0
+        branch = self._branch(seq, match, num_blocks)
         self._rank(seq)
         entry, blocks = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)
@@ -197,10 +201,17 @@ class KVManager:
         for g, table in enumerate(seq.tables):
             self._outbox.whole_table(seq.seq_id, g, table)
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
-        seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation)
+        seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation, branch)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
         self.selections.enter(seq)
+
+    def _branch(self, seq: Sequence, match: PrefixMatch, num_blocks: int) -> int:
+        """See `PrefixCursor.branch`."""
+        if not self._states.wants_branches:
+            return 0
+        _, known = self.cache.match(match.namespace, seq.token_ids, self._reusable(seq), seq.block_keys, False)
+        return known * self.block_size if known > num_blocks else 0
 
     def _rank(self, seq: Sequence) -> None:
         """Tell the eviction policy whose entries it is about to see."""

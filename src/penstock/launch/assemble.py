@@ -188,6 +188,7 @@ def engine_core(
         prefix_cache=config.cache.prefix_cache if config.cache.enable_prefix_caching else "none",
         eviction=config.cache.eviction,
         slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
+        slot_checkpoint_rule=config.cache.slot_checkpoint_rule,
         host_slabs=plan.num_host_slabs or None,
         step_tokens=plan.step_tokens,
         keeping=keeping_of(config),

@@ -14,6 +14,7 @@ from penstock.executor import EXECUTORS
 from penstock.families.quantization import METHODS
 from penstock.families.registry import FAMILIES
 from penstock.kv import KV_MANAGERS
+from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.tiers import BLOCK_TIERS
@@ -31,6 +32,7 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     KV_MANAGERS,
     PREFIX_CACHES,
     EVICTION_POLICIES,
+    CHECKPOINT_RULES,
     BLOCK_TIERS,
     PAGE_STORES,
     POLICIES,

@@ -11,6 +11,7 @@ from penstock.core.matrix_format import parse_scheme
 from penstock.drafters import DRAFTERS
 from penstock.executor import EXECUTORS
 from penstock.kv import KV_MANAGERS
+from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.plugins import load_plugins
@@ -27,6 +28,7 @@ def check_names(config: EngineConfig) -> None:
     load_plugins(config.execution.plugin)
     PREFIX_CACHES.target(config.cache.prefix_cache)
     EVICTION_POLICIES.target(config.cache.eviction)
+    CHECKPOINT_RULES.target(config.cache.slot_checkpoint_rule)
     KV_MANAGERS.target(config.cache.kv_allocator)
     make_policy(config.scheduler.scheduling_policy)
     place = config.execution.device

@@ -161,14 +161,16 @@ WINDOWED = [name for name, (groups, _) in LAYOUTS.items() if any(g.spec.window f
 
 def configs(prefix: Any, layouts: list[str], host: list[int]) -> st.SearchStrategy[Config]:
     def build(
-        eviction: str, block_size: int, depth: int, layout: str, n: int, checkpoint: int, chunk: int | None, host: int
+        eviction: str, block_size: int, depth: int, layout: str, n: int, checkpoint: int, rule: str, chunk: int | None,
+        host: int,
     ) -> Config:  # fmt: skip
         groups, sizes = LAYOUTS[layout]
-        return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint, chunk, host)
+        return Config(prefix, eviction, block_size, depth, groups, sizes(n), checkpoint, rule, chunk=chunk, host=host)
 
     return st.builds(
         build, st.sampled_from(EVICTION_POLICIES.names()), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]),
         st.sampled_from(layouts), st.sampled_from([8, 12, 20, 40, 60]), st.sampled_from([2, 4]),
+        st.sampled_from(["distance", "branch"]),
         st.sampled_from([None, 1, 3] if set(layouts) & set(WINDOWED) else [None]), st.sampled_from(host),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ def make_kv(num_slabs: int = 16, block_size: int = 4, **kwargs: Any) -> KVManage
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="hash, none, radix"):
         make_kv(prefix_cache="tree")
-    with pytest.raises(ConfigError, match="fifo, lfu, lru"):
+    with pytest.raises(ConfigError, match="fifo, flops, lfu, lru"):
         make_kv(eviction="mru")
 
 

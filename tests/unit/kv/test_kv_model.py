@@ -163,6 +163,7 @@ class Config:
     groups: tuple[CacheGroup, ...] = field(default_factory=make_groups)
     num_slabs: list[int] = field(default_factory=lambda: [10])
     checkpoint_tokens: int = 4
+    checkpoint_rule: str = "distance"
     chunk: int | None = None
     """Most tokens of a sequence in a step, if there is a limit."""
     host: int = 0
@@ -179,7 +180,7 @@ class World:
         prefix = config.prefix if isinstance(config.prefix, str) else config.prefix(config.block_size)
         self.kv = KVManager(
             config.groups, config.num_slabs, config.block_size, prefix_cache=prefix, eviction=config.eviction,
-            slot_checkpoint_tokens=config.checkpoint_tokens,
+            slot_checkpoint_tokens=config.checkpoint_tokens, slot_checkpoint_rule=config.checkpoint_rule,
             step_tokens=None if config.chunk is None else config.chunk * config.depth,
             host_slabs=[config.host] * len(config.groups), offload=config.host > 0,
         )  # fmt: skip

@@ -11,4 +11,5 @@ EVICTION_POLICIES: Registry[Callable[[], EvictionPolicy], None] = Registry("evic
 EVICTION_POLICIES.add("lru", "penstock.kv.eviction.lru:LRU")
 EVICTION_POLICIES.add("fifo", "penstock.kv.eviction.fifo:FIFO")
 EVICTION_POLICIES.add("lfu", "penstock.kv.eviction.lfu:LFU")
+EVICTION_POLICIES.add("flops", "penstock.kv.eviction.flops:Flops")
 EVICTION_POLICIES.add("priority", "penstock.kv.eviction.priority:Priority")

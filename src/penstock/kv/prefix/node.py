@@ -9,10 +9,12 @@ Slabs = tuple[int, ...]
 class SlotCheckpoint:
     """State of the slot groups at the end of `node`: one slab per slot group."""
 
-    __slots__ = ("node", "queued", "slabs", "tick")
+    __slots__ = ("found", "node", "queued", "slabs", "tick")
 
     def __init__(self, node: PrefixNode, slabs: Slabs) -> None:
         self.node = node
+        self.found = False
+        """A sequence has begun from it."""
         self.slabs = slabs
         self.tick = 0
         self.queued = 0

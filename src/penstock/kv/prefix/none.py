@@ -63,6 +63,9 @@ class NoCache:
     def add_checkpoint(self, entry: None, slabs: Slabs) -> None:
         raise AssertionError("there is nothing to attach a checkpoint to")
 
+    def take_checkpoint(self, entry: None, slabs: Slabs) -> bool:
+        return False
+
     def evict_checkpoint(self, keep: None) -> None:
         return None
 

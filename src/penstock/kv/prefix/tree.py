@@ -86,6 +86,7 @@ class PrefixTree:
             self.policy.on_hit(up, self._tick)
             up = up.parent
         if node.checkpoint is not None:
+            node.checkpoint.found = True
             self.policy.on_hit(node.checkpoint, self._tick)
             self._checkpoints.push(node.checkpoint)
         self.share(node)
@@ -307,6 +308,14 @@ class PrefixTree:
         self._tick += 1
         self.policy.on_insert(entry.checkpoint, self._tick)
         self._checkpoints.push(entry.checkpoint)
+
+    def take_checkpoint(self, entry: PrefixNode, slabs: Slabs) -> bool:
+        checkpoint = entry.checkpoint
+        if checkpoint is None or checkpoint.slabs != slabs or checkpoint.found:
+            return False
+        self.version += 1
+        self._drop_checkpoint(checkpoint)
+        return True
 
     def evict_checkpoint(self, keep: PrefixNode | None) -> Slabs | None:
         victim: SlotCheckpoint | None = self._checkpoints.pop()
