@@ -57,6 +57,9 @@ class Experts final : public Op {
             one_preparation_ &= p == up_[0].preparation();
             row_bytes_ = std::max(row_bytes_, p.row_bytes);
         }
+        if (!one_preparation_)
+            for (int32_t i = 0; i < shape.num_experts && split_; i++)
+                if (!(up(i, 0).preparation() == up(i, 1).preparation())) sets_ = 2;
         for (const Segment& s : down_) inner_bytes_ = std::max(inner_bytes_, s.preparation().row_bytes);
         for (const std::vector<Segment>* segments : {&up_, &down_})
             for (const Segment& s : *segments) {
@@ -67,10 +70,10 @@ class Experts final : public Op {
         block_rows_ = near(row_bytes_);
         inner_rows_ = near(inner_bytes_);
         const int64_t columns = split_ ? 2 * width_ : width_, k = shape.top_k;
-        const int64_t each = k * (columns * 4 + inner_bytes_) + (one_preparation_ ? row_bytes_ : k * row_bytes_);
+        const int64_t each = k * (columns * 4 + inner_bytes_) + (one_preparation_ ? row_bytes_ : sets_ * k * row_bytes_);
         tokens_ = std::max<int64_t>(1, std::min(capacity, BETWEEN_BYTES / each));
         const int64_t pairs = tokens_ * k;
-        few_rows_ = std::min(one_preparation_ ? tokens_ : pairs, FEW_NUMBERS / in.width);
+        few_rows_ = std::min(one_preparation_ ? tokens_ : pairs * sets_, FEW_NUMBERS / in.width);
         few_pairs_ = std::min(pairs, FEW_NUMBERS / width_);
         // A thread's own: one row as floats, one in another order, sums, what is unpacked, the sorted pairs, an expert's rows.
         const int64_t longest = aligned(std::max<int64_t>(in.width, width_) * 4);
@@ -83,7 +86,7 @@ class Experts final : public Op {
         few_inner_at_ = few_at_ + few_rows_ * row_bytes_;
         own_bytes = few_inner_at_ + few_pairs_ * inner_bytes_;
         // Everybody's: rows, what the first products give, the same prepared.
-        inner_at_ = (one_preparation_ ? tokens_ : pairs) * row_bytes_;
+        inner_at_ = (one_preparation_ ? tokens_ : pairs * sets_) * row_bytes_;
         prepared_at_ = inner_at_ + aligned(pairs * columns * 4);
         shared_bytes = prepared_at_ + pairs * inner_bytes_;
     }
@@ -135,7 +138,7 @@ class Experts final : public Op {
     // Tokens t ... t+count-1.
     void some(Team& team, const Context& context, int64_t t, int64_t count) const {
         const Sorted sorted = this->sorted(t, count, context.own_scratch);
-        const int64_t pairs = count * shape_.top_k, rows = one_preparation_ ? count : pairs;
+        const int64_t pairs = count * shape_.top_k, rows = one_preparation_ ? count : pairs * sets_;
         uint8_t* prepared = context.shared_scratch;
         if (rows <= few_rows_) {
             prepared = context.own_scratch + few_at_;
@@ -160,7 +163,7 @@ class Experts final : public Op {
         last_product(team, context, sorted, t, count, prepared);
     }
 
-    // Of each token, or of each pair where experts want their own.
+    // Of each token, or of each pair where experts want their own: for gate, then for up, where these differ.
     void prepare_rows(int64_t t, int64_t first, int64_t last, const Sorted& sorted, uint8_t* to, uint8_t* scratch) const {
         auto* scaled = reinterpret_cast<float*>(scratch);
         auto* ordered = reinterpret_cast<float*>(scratch + ordered_at_);
@@ -170,8 +173,10 @@ class Experts final : public Op {
                 p.row(in_.data + (t + r) * in_.stride, in_.width, ordered, to + r * row_bytes_);
             return;
         }
+        const int64_t pairs = sorted.starts[shape_.num_experts];
         for (int64_t r = first; r < last; r++) {
-            const int64_t token = t + sorted.pairs[r] / shape_.top_k, choice = sorted.pairs[r] % shape_.top_k;
+            const int32_t pair = sorted.pairs[r % pairs];
+            const int64_t token = t + pair / shape_.top_k, choice = pair % shape_.top_k;
             const float* x = in_.data + token * in_.stride;
             if (shape_.scale_input) {
                 const F share = all(share_of(token, choice));
@@ -182,7 +187,7 @@ class Experts final : public Op {
                 }
                 x = scaled;
             }
-            up(expert_of(token, choice), 0).preparation().row(x, in_.width, ordered, to + r * row_bytes_);
+            up(expert_of(token, choice), r / pairs).preparation().row(x, in_.width, ordered, to + r * row_bytes_);
         }
     }
 
@@ -236,10 +241,12 @@ class Experts final : public Op {
         const int64_t each = up_[0].panels, stride = split_ ? 2 * width_ : width_;
         for (int64_t at = 0; at < count; at += block_rows_) {
             const int rows = int(std::min<int64_t>(block_rows_, count - at));
-            const Rows block = rows_of(sorted, start + at, rows, prepared, context.own_scratch + gathered_at_, gathered);
+            Rows block = rows_of(sorted, start + at, rows, prepared, context.own_scratch + gathered_at_, gathered);
+            const uint8_t* of_up = block.data + (sets_ - 1) * sorted.starts[shape_.num_experts] * row_bytes_;
             for (int64_t p = from; p < to; p++) {
                 const int64_t half = p / each, panel = p % each;
                 const Segment& segment = up(expert, half);
+                if (half) block.data = of_up;
                 const bool many = segment.product->many && rows >= segment.product->many_rows;
                 const int64_t column = panel * first_.width();
                 const int width = int(std::min<int64_t>(first_.width(), width_ - column));
@@ -370,6 +377,7 @@ class Experts final : public Op {
     bool split_;     // gate and up are two matrices
     Epilogue first_;
     bool one_preparation_;  // rows are the same for all experts
+    int64_t sets_ = 1;      // of rows of each pair, where they are not: 2 if gate and up want different ones
     int64_t row_bytes_ = 0, inner_bytes_ = 0;
     int64_t block_rows_, inner_rows_;  // rows of an expert that meet its panels at a time
     int64_t tokens_;                   // at a time

@@ -38,7 +38,9 @@ def native_matrices(spec: ModelSpec) -> list[str]:
             raise NotNativeError(f"layers of kind {type(layer.mixer).__name__}")
     # Weights of the right shapes that take no memory: every element is the same one.
     element = np.zeros((), np.uint16)
-    weights = {name: np.broadcast_to(element, shape) for name, shape in weight_shapes(spec).items()}
+    shapes = weight_shapes(spec)
+    made = {shape: np.broadcast_to(element, shape) for shape in set(shapes.values())}
+    weights = {name: made[shape] for name, shape in shapes.items()}
     groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
     graph = build(spec, weights, groups, max_model_len=1)
     fuse(graph)

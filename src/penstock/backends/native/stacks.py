@@ -41,7 +41,14 @@ class ExpertStacks(NamedTuple):
 
 
 def expert_stacks(node: Node, same: Same) -> ExpertStacks:
-    """Of a node `experts`. Gate and up are pairs if those of every expert are the `same` (see `fuse`)."""
+    """Of a node `experts`, found once. Gate and up are pairs if those of every expert are the `same` (see `fuse`)."""
+    if "stacks" not in node.more:
+        node.more["stacks"] = _expert_stacks(node, same)
+    found: ExpertStacks = node.more["stacks"]
+    return found
+
+
+def _expert_stacks(node: Node, same: Same) -> ExpertStacks:
     experts: Sequence[ExpertWeights] = node.bound[0]
     up = [Part(w.name + "up", w.up, w.up_bias) for w in experts]
     gate = [Part(w.name + "gate", w.gate, w.gate_bias) for w in experts if w.gate is not None]

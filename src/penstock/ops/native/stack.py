@@ -17,6 +17,9 @@ from penstock.ops.native.matrix import Array, Packed, aligned, described, order
 from penstock.ops.native.packers import Packer, code_packer, ordered_inputs, value_packer, with_factor
 from penstock.ops.stored import StoredMatrix, Weight
 
+_TASKS = 4
+"""Of each thread: few, because they cost something; more than one, because threads are not equally fast."""
+
 
 def stackable(a: Weight, b: Weight) -> bool:
     """Whether two weights of one shape can be matrices of one stack: of one type; codes of one format. Each may have an
@@ -56,6 +59,9 @@ def pack_stack(
         panels=whole, order=orders, count=len(matrices), factors=factors,
     )  # fmt: skip
 
+    def some(numbers: range) -> bool:
+        return any(one(i) for i in numbers)
+
     def one(i: int) -> int:
         parts, struct = matrices[i], packed.structs[i]
         work: Packer
@@ -67,8 +73,10 @@ def pack_stack(
             work = value_packer(library, struct, parts, where)
         return work(0, num_panels)
 
-    with ThreadPoolExecutor(min(num_threads, len(matrices))) as threads:  # the library works without Python's lock
-        assert not any(threads.map(one, range(len(matrices)))), "the library can pack this"
+    tasks = min(len(matrices), _TASKS * num_threads)
+    cuts = [len(matrices) * i // tasks for i in range(tasks + 1)]
+    with ThreadPoolExecutor(num_threads) as threads:  # the library works without Python's lock
+        assert not any(threads.map(some, map(range, cuts, cuts[1:]))), "the library can pack this"
     return packed
 
 
