@@ -112,7 +112,7 @@ class Paged:
         parts, at, n = [], 0, 0
         while at < len(ids):
             chunk = ids[at : at + sizes[min(n, len(sizes) - 1)]]
-            parts.append(self.one_go(seq, chunk))
+            parts.append(np.array(self.one_go(seq, chunk)))  # before the next step overwrites it
             at, n = at + len(chunk), n + 1
         return np.concatenate(parts)
 

@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 9
+#define PST_ABI 10
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -193,10 +193,20 @@ typedef struct pst_register {
  * PST_SCALE_QUERIES  in0 * (1 + f0 * log(1 + floor((position + f2) / f1))): in place
  * PST_ARGMAX     of rows of in0: p0 int32 [R] the first largest, p1 float [R] its value, p2 uint8 [R] 1 if all of the
  *                row is finite
+ * PST_ROUTE      out [T, 2 * n0] = the n0 experts of each token, ids ascending, and what each weighs, of in0 [T, X] logits of
+ *                a router. Scores: n1 0 their softmax, 1 their sigmoid. The best n0 are chosen, equals in order of their
+ *                ids, a NaN last, by scores + p0? [X]; of n2 equal groups only the best n3 take part, a group being worth
+ *                its best (n4 0) or its two best together (n4 1). They weigh their scores (n6 1: the softmax of the chosen
+ *                logits); n5 1: divided by their sum (+ 1e-20 of sigmoids); then times f0
+ * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
+ *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
+ *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies
+ *                in0, not the result. n3 activation, f0 limit. Experts that nobody chose are not read. out may be in2
  */
 enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
-    PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX
+    PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
+    PST_ROUTE, PST_EXPERTS
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

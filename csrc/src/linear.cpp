@@ -2,37 +2,13 @@
 #include <algorithm>
 #include <cmath>
 
-#include "block_rows.h"
 #include "epilogue.h"
-#include "kernels.h"
 #include "norm_row.h"
-#include "ops.h"
+#include "segment.h"
 
 namespace pst {
 
 namespace {
-
-// Up to so many numbers every thread prepares all rows for itself: that takes less than waiting for each other.
-constexpr int64_t FEW_NUMBERS = 8192;
-// Few rows wait for memory: a claim is long enough for the prefetchers, short enough to share fairly.
-constexpr int64_t CLAIM_BYTES = 96 * 1024;
-// Claims per thread below which one slow thread delays all.
-constexpr int64_t CLAIMS = 4;
-// The same where rows are many, and a claim takes milliseconds: the other thread is then seldom late by a whole one.
-constexpr int64_t LONG_CLAIMS = 16;
-// So many rows' outputs are asked for before they are worked out; with more, each a few rows before it is written.
-constexpr int AWAITED_ROWS = 96;
-constexpr int AWAITED_AHEAD = 8;
-// Rows for which a panel is fetched at least, where there are as many.
-constexpr int64_t BLOCK_ROWS = 96;
-// Of its first panel a thread fetches so much ahead of the barrier: the prefetch of a kernel's loop begins behind it.
-constexpr int64_t WARM_BYTES = 4096;
-// So many rows a kernel takes at once: they fetch a panel, those behind them find it near.
-constexpr int FIRST_ROWS = 6;
-// Blocks of rows are multiples of this: no kernel's last group is then smaller than others.
-constexpr int64_t ROW_STEP = 12;
-
-int64_t divided(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // How the work is cut: units are a panel and a block of rows. The panels of one block of rows follow each other where rows
 // are what has to stay near, the blocks of one panel where it is the panel.
@@ -42,32 +18,11 @@ struct Cut {
 };
 
 // Outputs of one matrix, behind those of others.
-struct Segment {
-    pst_matrix matrix;
-    BlockShape shape;  // of PST_M_BLOCK
-    const Product* product;
-    int64_t panel_bytes;
-    int64_t first, panels;    // its first panel, of all
-    int64_t column, columns;  // its outputs
-    size_t rows;              // which of the preparations its rows are
-
-    Panel panel(int64_t p) const {
-        Panel panel{static_cast<const uint8_t*>(matrix.data) + p * panel_bytes, matrix.cols};
-        if (matrix.format == PST_M_BLOCK) panel.block = &shape;
-        return panel;
-    }
-};
-
-// What rows become for one or more segments.
-struct Preparation {
-    Prepare prepare;
-    int32_t group;
-    const int32_t* order;
-    int64_t row_bytes;
-
-    bool operator==(const Preparation& b) const {
-        return prepare == b.prepare && group == b.group && order == b.order;
-    }
+struct Place : Segment {
+    using Segment::Segment;
+    int64_t first = 0;   // its first panel, of all
+    int64_t column = 0;  // its first output
+    size_t rows = 0;     // which of the preparations its rows are
 };
 
 class Linear final : public Op {
@@ -80,12 +35,12 @@ class Linear final : public Op {
         shared_rows_ = capacity > few_ ? capacity : 0;
         bool ordered = false, all_of_codes = true;
         int64_t unpacked = 0, tile_rows = 0, widest = 1;
-        for (const Segment& s : segments_) {
+        for (const Place& s : segments_) {
             ordered |= s.matrix.order != nullptr;
             all_of_codes &= s.matrix.format == PST_M_BLOCK && s.matrix.act == PST_A_I8;
             widest = std::max(widest, preparations_[s.rows].row_bytes);
             tile_rows = std::max<int64_t>(tile_rows, s.product->tile_rows);
-            if (s.product->many) unpacked = std::max(unpacked, aligned(s.product->unpacked_bytes(cols_)));
+            unpacked = std::max(unpacked, s.unpacked_bytes());
         }
         // Panels of codes are smaller than rows and come in one stream, so they rather come again.
         if (all_of_codes) near_rows_ = std::max(BLOCK_ROWS, NEAR_BYTES / widest / ROW_STEP * ROW_STEP);
@@ -120,18 +75,16 @@ class Linear final : public Op {
         const int64_t piece = team.own_piece(divided(c.units, c.grain));
         if (piece < 0) return;
         const int64_t p = piece * c.grain;
-        const Segment& segment = segment_of(p);
-        const uint8_t* first = segment.panel(p - segment.first).data;
-        for (int64_t i = 0; i < std::min(WARM_BYTES, segment.panel_bytes); i += 64) __builtin_prefetch(first + i);
+        const Place& segment = segment_of(p);
+        segment.warm(p - segment.first);
     }
 
   private:
     void add(const pst_matrix& matrix) {
-        Segment s{matrix, {}, find_product(matrix.format, matrix.act, matrix.code), pst_panel_bytes(&matrix), panels_,
-                  divided(matrix.rows, PANEL), columns_, matrix.pair ? matrix.rows / 2 : matrix.rows, 0};
-        block_shape(matrix, s.shape);
-        const int32_t group = matrix.format == PST_M_BLOCK ? group_of_rows(cols_, s.shape.group, matrix.act) : 0;
-        const Preparation wanted{s.product->prepare, group, matrix.order, s.product->row_bytes(cols_, group)};
+        Place s(matrix);
+        s.first = panels_;
+        s.column = columns_;
+        const Preparation wanted = s.preparation();
         const auto found = std::find(preparations_.begin(), preparations_.end(), wanted);
         s.rows = size_t(found - preparations_.begin());
         if (found == preparations_.end()) preparations_.push_back(wanted);
@@ -145,7 +98,7 @@ class Linear final : public Op {
     // Rows so few that a panel is read once, and the memory is what they wait for.
     bool streams(int64_t rows) const { return rows <= std::min<int64_t>(tile_rows_, ROW_STEP); }
 
-    const Segment& segment_of(int64_t panel) const {
+    const Place& segment_of(int64_t panel) const {
         size_t i = 0;
         while (i + 1 < segments_.size() && panel >= segments_[i + 1].first) i++;
         return segments_[i];
@@ -160,13 +113,7 @@ class Linear final : public Op {
             x = normed;
         }
         for (const Preparation& p : preparations_) {
-            const float* from = x;
-            if (p.order) {
-                auto* ordered = reinterpret_cast<float*>(scratch + ordered_at_);
-                for (int32_t i = 0; i < cols_; i++) ordered[i] = x[p.order[i]];
-                from = ordered;
-            }
-            p.prepare(from, cols_, p.group, memory + r * p.row_bytes);
+            p.row(x, cols_, reinterpret_cast<float*>(scratch + ordered_at_), memory + r * p.row_bytes);
             memory += room * p.row_bytes;
         }
     }
@@ -188,72 +135,47 @@ class Linear final : public Op {
 
     void multiply(Team& team, const Context& context, int64_t count, uint8_t* memory, int64_t room) const {
         const Cut c = cut(count, team.size);
-        auto* tile = reinterpret_cast<float*>(context.own_scratch + tile_at_);
-        uint8_t* unpacked = context.own_scratch + unpacked_at_;
+        PanelRun run{reinterpret_cast<float*>(context.own_scratch + tile_at_), context.own_scratch + unpacked_at_};
         Coming coming;
         for (int64_t first, last; team.next(c.grain, c.units, first, last);) {
-            int64_t ready = -1;
             for (int64_t unit = first; unit < last; unit++) {
                 int64_t p = unit, from = 0;
                 if (c.blocks > 1) {  // of few rows a panel takes little longer than a division
                     p = c.rows_stay ? unit % panels_ : unit / c.blocks;
                     from = (c.rows_stay ? unit / panels_ : unit % c.blocks) * c.block_rows;
                 }
-                const Segment& segment = segment_of(p);
-                const Product& product = *segment.product;
-                const bool many = product.many && c.block_rows >= product.many_rows;
-                const Rows rows = rows_of(segment, memory, room, count);
-                Panel panel = segment.panel(p - segment.first);
-                if (many && ready != p) product.unpack(panel, unpacked);
-                ready = p;
-                if (many) panel.data = unpacked;
+                const Place& segment = segment_of(p);
+                const bool many = segment.product->many && c.block_rows >= segment.product->many_rows;
                 const int to = int(std::min<int64_t>(count, from + c.block_rows));
-                if (!many && to - from > FIRST_ROWS && (c.rows_stay || to == count)) {
-                    coming = behind(p, segment.panel_bytes, to - int(from));
-                    if (coming.bytes) panel.coming = &coming;
+                const bool ahead = !many && to - from > FIRST_ROWS && (c.rows_stay || to == count) && p + 1 < panels_;
+                if (ahead) {
+                    const Place& next = segment_of(p + 1);
+                    coming = next.coming(p + 1 - next.first, segment.panel_bytes, to - int(from));
                 }
-                for (int r = int(from); r < to; r += product.tile_rows) {
-                    const int some = std::min(product.tile_rows, to - r);
-                    if (some <= AWAITED_ROWS) await(segment, p, r, some);
-                    (many ? product.many : product.kernel)(rows, r, some, panel, tile);
-                    finish(segment, p, r, some, tile);
-                }
+                run.multiply(
+                    segment, p - segment.first, rows_of(segment, memory, room, count), int(from), to, many,
+                    ahead ? &coming : nullptr,
+                    [&](int64_t r, int some) {
+                        if (some <= AWAITED_ROWS) await(segment, p, r, some);
+                    },
+                    [&](int64_t r, int some, const float* tile) { finish(segment, p, r, some, tile); });
             }
         }
     }
 
-    Rows rows_of(const Segment& segment, uint8_t* memory, int64_t room, int64_t count) const {
+    Rows rows_of(const Place& segment, uint8_t* memory, int64_t room, int64_t count) const {
         for (size_t i = 0; i < segment.rows; i++) memory += room * preparations_[i].row_bytes;
         return {memory, preparations_[segment.rows].row_bytes, int32_t(count)};
     }
 
-    // What of the panel behind panel p finds room beside it, for `rows` rows that meet that one first.
-    Coming behind(int64_t p, int64_t bytes, int rows) const {
-        Coming coming;
-        if (p + 1 == panels_) return coming;
-        const Segment& next = segment_of(p + 1);
-        coming.at = next.panel(p + 1 - next.first).data;
-        coming.bytes = std::max<int64_t>(0, std::min(next.panel_bytes, NEAR_BYTES - bytes));
-        coming.rows = rows;
-        return coming;
-    }
-
-    static void fetch_to_write(const float* p) {
-#if defined(__x86_64__)
-        asm volatile("prefetchw %0" : : "m"(*p));  // without -mprfchw the builtin fetches it for reading
-#else
-        __builtin_prefetch(p, 1);
-#endif
-    }
-
     // Outputs of panel p of all, and how many there are.
-    int64_t column_of(const Segment& segment, int64_t p) const { return segment.column + (p - segment.first) * epilogue_.width(); }
-    int64_t width_of(const Segment& segment, int64_t p) const {
+    int64_t column_of(const Place& segment, int64_t p) const { return segment.column + (p - segment.first) * epilogue_.width(); }
+    int64_t width_of(const Place& segment, int64_t p) const {
         return std::min<int64_t>(epilogue_.width(), segment.columns - (p - segment.first) * epilogue_.width());
     }
 
     // Asks for the lines that `finish` will write: their rows lie far apart, and a store that misses holds up others.
-    void await(const Segment& segment, int64_t p, int64_t first, int count) const {
+    void await(const Place& segment, int64_t p, int64_t first, int count) const {
         const int64_t column = column_of(segment, p), width = width_of(segment, p);
         for (int64_t r = 0; r < count; r++) {
             const float* to = out_.data + (first + r) * out_.stride + column;
@@ -261,9 +183,9 @@ class Linear final : public Op {
         }
     }
 
-    void finish(const Segment& segment, int64_t p, int64_t first, int count, const float* tile) const {
+    void finish(const Place& segment, int64_t p, int64_t first, int count, const float* tile) const {
         const int64_t column = column_of(segment, p);
-        const float* bias = segment.matrix.bias ? segment.matrix.bias + (p - segment.first) * PANEL : nullptr;
+        const float* bias = segment.bias(p - segment.first);
         for (int64_t r = 0; r < count; r++) {
             if (count > AWAITED_ROWS && r + AWAITED_AHEAD < count) await(segment, p, first + r + AWAITED_AHEAD, 1);
             epilogue_.row(tile + r * PANEL, bias, residual_.data + (first + r) * residual_.stride + column,
@@ -272,7 +194,7 @@ class Linear final : public Op {
     }
 
     int32_t cols_;
-    std::vector<Segment> segments_;
+    std::vector<Place> segments_;
     std::vector<Preparation> preparations_;
     pst_register in_, residual_, out_;
     Norm norm_;
@@ -284,17 +206,6 @@ class Linear final : public Op {
     int64_t shared_rows_;  // room for others
     int64_t ordered_at_, tile_at_, unpacked_at_, rows_at_;  // in a thread's own scratch; the normed row is at 0
 };
-
-// Whether a row of one lies on a row of the other.
-bool overlap(const pst_register& a, const pst_register& b, int64_t rows) {
-    auto begin = [](const pst_register& r) { return reinterpret_cast<intptr_t>(r.data) / 4; };
-    auto end = [&](const pst_register& r) { return begin(r) + (rows - 1) * r.stride + r.width; };
-    if (end(a) <= begin(b) || end(b) <= begin(a)) return false;
-    if (a.stride != b.stride || a.stride <= 0) return true;
-    int64_t apart = (begin(b) - begin(a)) % a.stride;
-    if (apart < 0) apart += a.stride;
-    return apart < a.width || apart + b.width > a.stride;
-}
 
 Norm make_input_norm(const pst_op& op) {
     check(op.n[0] >= NORM_NONE && op.n[0] <= NORM_LAYER, "there is no such norm");
@@ -319,6 +230,16 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
 
 }  // namespace
 
+bool overlap(const pst_register& a, const pst_register& b, int64_t rows) {
+    auto begin = [](const pst_register& r) { return reinterpret_cast<intptr_t>(r.data) / 4; };
+    auto end = [&](const pst_register& r) { return begin(r) + (rows - 1) * r.stride + r.width; };
+    if (end(a) <= begin(b) || end(b) <= begin(a)) return false;
+    if (a.stride != b.stride || a.stride <= 0) return true;
+    int64_t apart = (begin(b) - begin(a)) % a.stride;
+    if (apart < 0) apart += a.stride;
+    return apart < a.width || apart + b.width > a.stride;
+}
+
 OpPtr make_linear(const pst_op& op, const Maker& maker) {
     const auto* first = static_cast<const pst_matrix*>(op.p[0]);
     check(first, "a product needs a matrix");
@@ -326,12 +247,9 @@ OpPtr make_linear(const pst_op& op, const Maker& maker) {
     const std::vector<pst_matrix> matrices(first, first + std::max(1, op.n[3]));
     int64_t outputs = 0;
     for (const pst_matrix& matrix : matrices) {
-        check_matrix(matrix);
+        check_segment(matrix);
         check(matrix.cols == first->cols, "segments have equally many columns");
         check(!matrix.pair || matrices.size() == 1, "a pair is the only segment");
-        const Product* product = find_product(matrix.format, matrix.act, matrix.code);
-        check(product, "rows of this kind do not meet matrices of this format");
-        check(product->tile_rows >= 1 && product->tile_rows <= MAX_TILE_ROWS, "a kernel takes too many rows");
         outputs += matrix.pair ? matrix.rows / 2 : matrix.rows;
     }
     Norm norm = make_input_norm(op);

@@ -16,8 +16,12 @@ import numpy as np
 import torch
 
 from penstock.backends.gpu.backend import TorchBackend
+from penstock.backends.native.backend import NativeBackend
+from penstock.backends.native.obstacle import native_obstacle
 from penstock.core.model_spec import Attention, Latent, ModelSpec
 from penstock.families.registry import open_model
+from penstock.ops.native.library import best_library
+from penstock.ops.native.program import Pool
 from penstock.weights.load import load_weights
 from tests.paged import Paged
 
@@ -133,6 +137,11 @@ def check(
     torched = [fresh().on(TORCH) for _ in range(2)]  # the second column: what runs on GPUs, on the CPU
     runs["torch, in one go"] = torched[0].one_go("a", prompts["a"])
     runs["torch, in chunks"] = torched[1].chunked("a", prompts["a"], (23, 1, 16))
+    if best_library() is not None and kv_dtype == "float32" and native_obstacle(spec) is None:
+        native = NativeBackend(Pool(best_library(), 2))  # the third column: native kernels
+        runs["native, in one go"] = fresh().on(native).one_go("a", prompts["a"])
+        runs["native, in chunks"] = fresh().on(native).chunked("a", prompts["a"], CHUNKS)
+        assert np.array_equal(runs["native, in one go"], runs["native, in chunks"]), "native: chunks show"
     company = fresh()
     runs["in a batch"] = company.run({name: (ids, range(len(ids))) for name, ids in prompts.items()})["a"]
     worst = 0.0

@@ -25,6 +25,10 @@ MIXES: dict[str, dict[str, Any]] = {
     "as IQ4_XS, tied": {"kinds": {"": "IQ4_XS", "token_embd": "Q6_K", "attn_k": "Q5_K"}, "tied": True},
     "as IQ2_M": {"kinds": {"": "IQ2_S", "attn_v": "Q4_0", "ffn_down": "IQ3_S", "output": "Q5_K"}},
     "experts of MXFP4": {"kinds": {"": "Q8_0", "_exps": "MXFP4"}, "experts": 3},
+    "experts of three formats": {
+        "kinds": {"": "Q4_K", "ffn_up": "Q5_K", "ffn_down": "Q6_K", "output": "Q6_K"}, "experts": 4,
+    },
+    "experts of NVFP4 with scales": {"kinds": {"": "NVFP4", "token_embd": "Q8_0"}, "factor": 0.2, "experts": 3},
     "NVFP4 with scales": {"kinds": {"": "NVFP4", "token_embd": "Q8_0"}, "factor": 0.2},
 }
 NATIVE = pytest.mark.skipif(best_library() is None, reason=NOT_BUILT)
@@ -48,7 +52,9 @@ def tokens(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(("mix", "ops"), [
     ("as Q4_K_M", "ref"), ("as Q4_K_M", "blas"), pytest.param("as Q4_K_M", "native", marks=NATIVE),
     ("as IQ4_XS, tied", "ref"), pytest.param("as IQ4_XS, tied", "native", marks=NATIVE), ("as IQ2_M", "ref"),
-    ("experts of MXFP4", "ref"), ("NVFP4 with scales", "ref"),
+    ("experts of MXFP4", "ref"), pytest.param("experts of MXFP4", "native", marks=NATIVE),
+    pytest.param("experts of three formats", "native", marks=NATIVE),
+    pytest.param("experts of NVFP4 with scales", "native", marks=NATIVE), ("NVFP4 with scales", "ref"),
     pytest.param("NVFP4 with scales", "native", marks=NATIVE),
 ])  # fmt: skip
 def test_blocks_and_their_values_say_the_same(tmp_path: Path, mix: str, ops: str) -> None:

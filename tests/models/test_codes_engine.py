@@ -24,7 +24,7 @@ from penstock.eval.scorer import LoadedModel, ProgramScorer, load, make_scorer, 
 from penstock.families.registry import find_family, open_model, read_model
 from penstock.model.builder import build
 from penstock.ops.blas import BLAS
-from penstock.ops.native.abi import Format
+from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.library import best_library, libraries, open_library
 from penstock.ops.native.matrix import order
 from penstock.ops.native.program import Pool
@@ -247,8 +247,15 @@ def test_a_table_of_codes_is_looked_up_in_its_values(tmp_path: Path, tied: bool,
         assert tokens(folder, ops=ops, dtype="float32", quantization="int4-wo:32")
 
 
-def test_experts_are_codes_too(tmp_path: Path) -> None:
-    """Qwen3's mixture: codes of every expert, a router that is none."""
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("kind", ["symmetric", "act-order", "asymmetric", "awq"])
+def test_experts_are_codes_too(
+    tmp_path: Path, kind: str, ops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Qwen3's mixture: codes of every expert, each with an order of inputs of its own if there is one; a router that is
+    none. What is packed is found again on the disk."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_backend, "SMALL_BYTES", 0)
     config = MODEL | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32,
         "num_experts": 3, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -263,17 +270,29 @@ def test_experts_are_codes_too(tmp_path: Path) -> None:
         at = names[logical]
         assert isinstance(at, str)
         if len(shape) == 2 and logical.startswith("layers.") and "router" not in logical:
-            parts, dense[at] = coded(rng, shape[0], shape[1], Kind())
+            parts, dense[at] = coded(rng, shape[0], shape[1], KINDS[kind])
             stored |= {at.removesuffix("weight") + part: value for part, value in parts.items()}
         else:
             stored[at] = dense[at] = rng.standard_normal(shape, dtype=np.float32)
-    for folder, tensors, more in (("m", stored, {"quantization_config": Kind().config}), ("m-dense", dense, {})):
+    for folder, tensors, more in (("m", stored, {"quantization_config": KINDS[kind].config}), ("m-dense", dense, {})):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
         save_file(tensors, tmp_path / folder / "model.safetensors")
     assert any(isinstance(layer.ffn, Experts) for layer in spec.layers)
     assert any(".experts.2." in name for name in open_model(tmp_path / "m").stored)
-    assert tokens(tmp_path / "m", dtype="float32") == tokens(tmp_path / "m-dense", dtype="float32")
+    want = tokens(tmp_path / "m-dense", dtype="float32", ops="ref")
+    for memory in ("copied", "mapped"):
+        assert tokens(tmp_path / "m", dtype="float32", ops=ops, packed_weights=memory) == want
+    assert len(list((tmp_path / "cache").rglob("*.pst"))) == (ops == "native")
+    if ops != "native":
+        return
+    # Rounded anew from their codes, and the same again from the disk; the router is not rounded.
+    rounded = tokens(tmp_path / "m", dtype="float32", ops=ops, quantization="int8-w8a8")
+    assert tokens(tmp_path / "m", dtype="float32", ops=ops, quantization="int8-w8a8") == rounded
+    forward, _ = native_of(tmp_path / "m", best_library().pst_isa_name().decode())
+    assert forward.matrices["layers.0.router"].struct.act == Act.F32
+    expert = next(m for name, m in forward.matrices.items() if name.startswith("layers.0.experts.0.down"))
+    assert expert.count == 3
 
 
 @pytest.mark.parametrize("ops", OPS)

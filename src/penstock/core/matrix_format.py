@@ -202,4 +202,9 @@ def codes_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def rounded_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Those of `row_matrices` that a scheme rounds."""
-    return {name: shape for name, shape in row_matrices(spec).items() if not name.endswith(_KEPT)}
+    return {name: shape for name, shape in row_matrices(spec).items() if not is_kept(name)}
+
+
+def is_kept(name: str) -> bool:
+    """Whether a matrix, by its logical name, is one that no scheme rounds, and whose rows are not rounded either."""
+    return name.endswith(_KEPT)

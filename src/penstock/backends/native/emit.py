@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backends.native.stacks import expert_stacks
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
 from penstock.model.fuse import Part, Same, inputs_of, runs_of
@@ -96,17 +97,17 @@ class _Emitter:
                 return number
         return self.layout.view(*wanted)
 
-    def _new_home(self, node: Node) -> int:
-        """A place for the node's result that nobody is using. Returns its register."""
+    def _new_home(self, node: Node, width: int | None = None) -> int:
+        """A place for the node's result (or for rows of `width`) that nobody is using. Returns its register."""
         assert node.out is not None
-        shape = (node.out.width, node.out.rows)
+        shape = (node.out.width if width is None else width, node.out.rows)
         free = next((b for b in self._free if self.layout.buffers[b] == shape), None)
         if free is None:
             free = self.layout.buffer(*shape)
         else:
             self._free.remove(free)
         self._homes[id(node)] = (free, 0)
-        return self.register(node.out)
+        return self.register(Value(node, *shape))
 
     def _in_place(self, node: Node, value: Value) -> int:
         """The result of `node` lies where `value` lay."""
@@ -317,6 +318,34 @@ class _Emitter:
     def _gate_rows(self, i: int, node: Node) -> None:
         inputs = tuple(self.register(v) for v in node.inputs)
         self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, node.inputs[0]))
+
+    def _route(self, i: int, node: Node) -> None:
+        top_k, router, correction = node.bound
+        inputs = (self.register(node.inputs[0]),)
+        n = (
+            top_k, int(router.score == "sigmoid"), router.groups, router.top_groups, int(router.group_score == "top2"),
+            int(router.renormalize), int(router.chosen_only),
+        )  # fmt: skip
+        pointers = (None if correction is None else np.ascontiguousarray(correction, np.float32),)
+        # An id and a weight of each of the K experts, where the node has K of what nobody names.
+        out = self._new_home(node, 2 * top_k)
+        self._add_op(Kind.ROUTE, "", inputs, out, n=n, f=(router.scale,), pointers=pointers)
+
+    def _experts(self, i: int, node: Node) -> None:
+        x, routes = node.inputs
+        stacks, named, weights = expert_stacks(node, self._same), node.named, node.bound[0]
+        assert routes.maker is not None
+        top_k = routes.maker.bound[0]
+        inputs = (self.register(x), self.register(Value(routes.maker, 2 * top_k, routes.rows)))
+        n = (len(weights), top_k, int(named["scale_input"]), ACTIVATIONS[named["activation"]])
+        pointers = tuple(
+            Segments([self._matrices[run.name] for run in runs]) if runs else None
+            for runs in (stacks.first, stacks.beside, stacks.down)
+        )
+        label = f"{weights[0].name}... of {len(weights)}"
+        # Rows are read again for every panel: the result must not lie on them.
+        out = self._new_home(node)
+        self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=(named["limit"] or 0.0,), pointers=pointers)
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound

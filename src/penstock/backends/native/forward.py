@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 from operator import is_
+from typing import Any
 
 import numpy as np
 
 from penstock.backends.native.emit import Emitted, emit, matrix_runs
 from penstock.backends.native.schemes import alike_under, packing
+from penstock.backends.native.stacks import StackRun, stack_runs
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import Scheme
+from penstock.core.matrix_format import Scheme, is_kept
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.matrix import Packed, pack
+from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
+from penstock.ops.native.stack import pack_stack
 from penstock.ops.plan import Planes, StepPlan
-from penstock.ops.stored import same_order
+from penstock.ops.stored import StoredMatrix, same_order
 from penstock.weights.load import release_pages
 
 _RELEASE_BYTES = 128 << 20
@@ -49,16 +53,14 @@ class NativeForward:
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
             matrices, num_bytes = {}, 0
-            for name, (parts, pair) in matrix_runs(graph, same).items():
-                how = packing(scheme, parts[0].weight, isa, row_bits)
-                matrices[name] = pack(
-                    pool.library, [part.weight for part in parts], how.format, how.act, pair=pair, panels=how.panels,
-                    as_stored=how.as_stored, biases=[part.bias for part in parts], num_threads=pool.num_threads,
-                )  # fmt: skip
+            runs = {name: StackRun([tuple(parts)], pair) for name, (parts, pair) in matrix_runs(graph, same).items()}
+            stacks = stack_runs(graph, same)
+            for name, run in (runs | stacks).items():
+                matrices[name] = _packed(pool, scheme, run, row_bits, isa, stacked=name in stacks)
                 num_bytes += matrices[name].num_bytes
                 if num_bytes > _RELEASE_BYTES:
                     # What is packed would be in memory twice otherwise, as long as files are mapped.
-                    release_pages({part.name: part.weight for part in parts})
+                    release_pages({part.name: part.weight for part in run.parts})
                     num_bytes = 0
         self.matrices = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
@@ -151,3 +153,17 @@ class NativeForward:
             self._native, self._max_tokens, self._planes = made, rows, tuple(planes)
             self._best, self._finite = best.data, finite
         return self._native
+
+
+def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int, isa: str, *, stacked: bool) -> Packed:
+    weights = [[part.weight for part in parts] for parts in run.matrices]
+    biases = [[part.bias for part in parts] for parts in run.matrices]
+    # All matrices of a stack are packed as one that has to become values, if one has.
+    uneven = (w[0] for w in weights if isinstance(w[0], StoredMatrix) and not has_even_groups(w[0]))
+    model = next(uneven, weights[0][0])
+    how = packing(scheme, model, isa, row_bits, kept=any(is_kept(part.name) for part in run.parts))
+    more: dict[str, Any] = {"pair": run.pair, "panels": how.panels, "as_stored": how.as_stored}
+    more["num_threads"] = pool.num_threads
+    if stacked:
+        return pack_stack(pool.library, weights, how.format, how.act, biases=biases, **more)
+    return pack(pool.library, weights[0], how.format, how.act, biases=biases[0], **more)

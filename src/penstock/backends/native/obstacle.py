@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.backends.native.emit import NotNativeError, emit, matrix_runs
+from penstock.backends.native.stacks import stack_runs
 from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import Attention, Experts, ModelSpec, cache_spec, weight_shapes
+from penstock.core.model_spec import Attention, ModelSpec, cache_spec, weight_shapes
 from penstock.model.builder import build
 from penstock.model.fuse import fuse
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.matrix import Packed
+from penstock.ops.stored import alike
 
 
 class _NoMatrices(dict[str, Packed]):
@@ -34,13 +36,13 @@ def native_matrices(spec: ModelSpec) -> list[str]:
     for layer in spec.layers:
         if layer.mixer is not None and not isinstance(layer.mixer, Attention):
             raise NotNativeError(f"layers of kind {type(layer.mixer).__name__}")
-        if isinstance(layer.ffn, Experts):
-            raise NotNativeError("mixtures of experts")
     # Weights of the right shapes that take no memory: every element is the same one.
     element = np.zeros((), np.uint16)
-    weights = {name: np.broadcast_to(element, shape) for name, shape in weight_shapes(spec).items()}
+    shapes = weight_shapes(spec)
+    made = {shape: np.broadcast_to(element, shape) for shape in set(shapes.values())}
+    weights = {name: made[shape] for name, shape in shapes.items()}
     groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
     graph = build(spec, weights, groups, max_model_len=1)
     fuse(graph)
     emit(graph, groups, _NoMatrices())
-    return list(matrix_runs(graph))
+    return [*matrix_runs(graph), *stack_runs(graph, alike)]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.matrix_format import Scheme
+from penstock.core.matrix_format import NONE, Scheme
 from penstock.core.panels import Panels, panels_of, takes
 from penstock.ops.native.abi import Act, Format
 from penstock.ops.native.packers import has_even_groups
@@ -37,9 +37,12 @@ def alike_under(scheme: Scheme, a: Weight, b: Weight) -> bool:
     return len(stored) == 2 or (not stored and bool(a.dtype == b.dtype))
 
 
-def packing(scheme: Scheme, weight: Weight, isa: str, row_bits: int = 8) -> Packing:
+def packing(scheme: Scheme, weight: Weight, isa: str, row_bits: int = 8, *, kept: bool = False) -> Packing:
     """`row_bits`: of rows where codes stay as they are stored, as far as products with such codes take 8 bits; 0:
-    rows stay floats. A scheme says itself."""
+    rows stay floats. A scheme says itself. `kept`: see `core.matrix_format.is_kept`: rows are float32."""
+    if kept:
+        found = packing(NONE, weight, isa, 0)
+        return found._replace(act=Act.F32)
     dtype = weight.dtype
     # Without instructions for bfloat16, rounding the rows would cost accuracy and win nothing.
     short = Act.BF16 if isa in WITH_BF16 else Act.F32

@@ -38,38 +38,53 @@ def described(format: int, act: int, rows: int, cols: int, pair: bool = False, p
 
 
 class Packed:
-    """One matrix [N, K] in panels, and the struct that describes it to the library.
+    """One matrix [N, K] in panels, or a stack of X matrices of one shape and format, one behind the other.
 
     Attributes:
-        struct: `pst_matrix`; its address is `address`. It points into `data`, `bias`, `order` and a table.
-        num_rows: N without padding; of a pair, gate and up together.
-        panels: of PST_M_BLOCK, `factor` being that of this matrix; else None.
-        order: [K], which component of a row each input of the panels is, or None: they are in their order.
+        structs: `pst_matrix` [X], which describe them to the library; `address` is that of the first, which is
+            `struct`. They point into `data`, `bias`, `order` and a table.
+        num_rows: N of one matrix without padding; of a pair, gate and up together.
+        panels: of PST_M_BLOCK, `factor` being that of one matrix; else None.
+        factors: those of a stack's matrices of PST_M_BLOCK, in place of that one.
+        bias: [padded N], of a stack one behind the other.
+        order: [K], which component of a row each input of the panels is, or None: they are in their order. Of a stack
+            one behind the other.
     """
 
     def __init__(
         self, format: Format, act: Act, num_rows: int, num_cols: int, pair: bool, data: Array, bias: F32 | None = None,
-        *, panels: Panels | None = None, order: npt.NDArray[np.int32] | None = None,
+        *, panels: Panels | None = None, order: npt.NDArray[np.int32] | None = None, count: int = 1,
+        factors: Sequence[float] = (),
     ) -> None:  # fmt: skip
-        self.num_rows, self.num_cols = num_rows, num_cols
+        self.num_rows, self.num_cols, self.count = num_rows, num_cols, count
         self.data, self.bias, self.panels, self.order = data, bias, panels, order
+        self.factors = tuple(factors)
         self._table = None if panels is None or not panels.table else np.array(panels.table, np.float32)
-        self.struct = described(format, act, num_rows, num_cols, pair, panels)
-        self.struct.data = data.ctypes.data
-        for name, array in (("bias", bias), ("table", self._table), ("order", order)):
-            if array is not None:
-                setattr(self.struct, name, array.ctypes.data)
+        one = described(format, act, num_rows, num_cols, pair, panels)
+        if self._table is not None:
+            one.table = self._table.ctypes.data
+        self.structs = (Matrix * count)(*[one] * count)
+        arrays = [(n, a.ctypes.data, a.nbytes // count) for n, a in self._each() if a is not None]
+        for i, struct in enumerate(self.structs):
+            for name, start, num_bytes in arrays:
+                setattr(struct, name, start + i * num_bytes)
+            if self.factors:
+                struct.factor = self.factors[i]
+        self.struct = self.structs[0]
+
+    def _each(self) -> tuple[tuple[str, Array | None], ...]:
+        return ("data", self.data), ("bias", self.bias), ("order", self.order)
 
     @property
     def address(self) -> int:
-        return ctypes.addressof(self.struct)
+        return ctypes.addressof(self.structs)
 
     @property
     def num_bytes(self) -> int:
         return self.data.nbytes
 
     def values(self, library: Any) -> F32:
-        """What the panels stand for, [padded N, K], in the order of the panels; inputs in that of rows."""
+        """What the panels of one matrix stand for, [padded N, K], in the order of the panels; inputs in that of rows."""
         num_panels = self.data.nbytes // library.pst_panel_bytes(self.struct)
         out = np.empty((num_panels, PANEL, self.num_cols), np.float32)
         for p in range(num_panels):
@@ -78,14 +93,15 @@ class Packed:
 
 
 class Segments:
-    """Matrices whose outputs lie one after the other, as one product takes them."""
+    """Matrices whose outputs lie one after the other, as one product takes them; or all of some stacks."""
 
     def __init__(self, matrices: Sequence[Packed]) -> None:
         self.matrices = list(matrices)
-        self._structs = (Matrix * len(self.matrices))(*(m.struct for m in self.matrices))
+        structs = [struct for m in self.matrices for struct in m.structs]
+        self._structs = (Matrix * len(structs))(*structs)
 
     def __len__(self) -> int:
-        return len(self.matrices)
+        return len(self._structs)
 
     @property
     def address(self) -> int:

@@ -16,7 +16,7 @@ there is no reason to trust a time stamp instead.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import isfinite
 from typing import Any
@@ -31,12 +31,13 @@ from penstock.ops.native.matrix import Packed, described
 
 U8 = npt.NDArray[np.uint8]
 MAGIC = b"PSTPACK\n"
-VERSION = 2
+VERSION = 3
 PAGE = 4096
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sIIQ32s")
 _COUNTED = _HEAD.size - 32
 _MOST = 2**31 - 1
+_MOST_STACKED = 1 << 16
 _FLOAT_ACTS = {Format.F32: (Act.F32,), Format.F16: (Act.F32,), Format.BF16: (Act.F32, Act.BF16)}
 _TABLE_CODES = {"T4", "F4"}
 _TABLE_SIZE = 16
@@ -51,7 +52,7 @@ class UnsoundError(ValueError):
 
 
 class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One matrix: what `ops.native.matrix.Packed` takes, with spans in place of arrays."""
+    """One matrix or stack: what `ops.native.matrix.Packed` takes, with spans in place of arrays."""
 
     name: str
     format: int
@@ -63,6 +64,8 @@ class PackedEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Span
     bias: Span | None
     order: Span | None
+    count: int = 1
+    factors: tuple[float, ...] = ()
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,8 +82,15 @@ def num_panels(rows: int, pair: bool) -> int:
     return -(-(rows // 2) // (PANEL // 2)) if pair else -(-rows // PANEL)
 
 
-def array_sizes(library: Any, format: int, rows: int, cols: int, pair: bool, panels: Panels | None) -> tuple[int, ...]:
-    """Bytes of the data, and of the bias and the order, if there are any. Raises UnsoundError."""
+def array_sizes(
+    library: Any, format: int, rows: int, cols: int, pair: bool, panels: Panels | None, num: int = 1,
+    factors: Sequence[float] = (),
+) -> tuple[int, ...]:  # fmt: skip
+    """Bytes of the data, and of the bias and the order, if there are any; of `num` matrices. Raises UnsoundError."""
+    if not 0 < num <= _MOST_STACKED or len(factors) not in (0, num if panels is not None else 0):
+        raise UnsoundError(f"has a stack of {num} matrices with {len(factors)} factors")
+    if not all(isfinite(x) and abs(x) <= _MOST_FLOAT for x in factors):
+        raise UnsoundError("has a stack with a factor that is no number")
     if not 0 < rows <= _MOST or not 0 < cols <= _MOST or (pair and rows % 2):
         raise UnsoundError(f"has a {'pair' if pair else 'matrix'} of {rows} x {cols}")
     if format not in Format.__members__.values() or (panels is None) == (format == Format.BLOCK):
@@ -91,7 +101,7 @@ def array_sizes(library: Any, format: int, rows: int, cols: int, pair: bool, pan
     if data <= 0:
         raise UnsoundError(f"has a matrix of {cols} columns as {panels}, which no format has")
     count = num_panels(rows, pair)
-    return count * data, count * PANEL * 4, cols * 4
+    return num * count * data, num * count * PANEL * 4, num * cols * 4
 
 
 def _check_panels(p: Panels) -> None:
@@ -145,7 +155,9 @@ def _arrays(m: Packed) -> list[U8 | None]:
 
 
 def _check_arrays(library: Any, m: Packed, arrays: list[U8 | None]) -> None:
-    wanted = array_sizes(library, m.struct.format, m.num_rows, m.num_cols, bool(m.struct.pair), m.panels)
+    wanted = array_sizes(
+        library, m.struct.format, m.num_rows, m.num_cols, bool(m.struct.pair), m.panels, m.count, m.factors
+    )
     sizes = [0 if a is None else a.nbytes for a in arrays]
     if sizes[0] != wanted[0] or any(size not in (0, most) for size, most in zip(sizes, wanted, strict=True)):
         raise ValueError(f"a matrix with arrays of {sizes} bytes where its format has {list(wanted)}")
@@ -183,7 +195,8 @@ def _laid_out(
         data, *others = spans
         assert data is not None
         s = m.struct
-        entries.append(PackedEntry(name, s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels, data, *others))
+        shape = (s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels)
+        entries.append(PackedEntry(name, *shape, data, *others, count=m.count, factors=m.factors))
     return msgspec.json.encode(Index(key, at, digest, entries)), at
 
 
@@ -239,7 +252,7 @@ def _check_entries(library: Any, index: Index, start: int) -> None:
         if e.name in names:
             raise UnsoundError(f"names {e.name!r} twice")
         names.add(e.name)
-        sizes = array_sizes(library, e.format, e.rows, e.cols, e.pair, e.panels)
+        sizes = array_sizes(library, e.format, e.rows, e.cols, e.pair, e.panels, e.count, e.factors)
         if e.act not in _FLOAT_ACTS.get(Format(e.format), tuple(Act)):
             raise UnsoundError(f"has rows of kind {e.act} with matrices of format {e.format}")
         for span, needed, is_needed in zip((e.data, e.bias, e.order), sizes, (True, False, False), strict=True):
@@ -270,6 +283,7 @@ def matrices_of(index: Index, arrays: U8, start: int) -> dict[str, Packed]:
             raise UnsoundError(f"has inputs of {e.name!r} in an order that is none")
         found[e.name] = Packed(
             Format(e.format), Act(e.act), e.rows, e.cols, e.pair, data,
-            None if bias is None else bias.view(np.float32), panels=e.panels, order=inputs,
+            None if bias is None else bias.view(np.float32), panels=e.panels, order=inputs, count=e.count,
+            factors=e.factors,
         )  # fmt: skip
     return found

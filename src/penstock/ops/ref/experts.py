@@ -29,7 +29,8 @@ class Routes(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: `gate` is None if it has none; each bias may be None. Matrices as `linear` takes them."""
+    """One expert: `gate` is None if it has none; each bias may be None. Matrices as `linear` takes them. `name`: what
+    stands in front of the names of its weights."""
 
     gate: Weight | None
     up: Weight
@@ -37,6 +38,7 @@ class ExpertWeights(NamedTuple):
     gate_bias: F32 | None = None
     up_bias: F32 | None = None
     down_bias: F32 | None = None
+    name: str = ""
 
 
 def route(logits: F32, top_k: int, router: Router, correction: F32 | None = None) -> Routes:
