@@ -12,7 +12,7 @@ from penstock.backends.native.emit import Emitted, emit, matrix_runs
 from penstock.backends.native.schemes import alike_under, packing
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import Scheme
+from penstock.core.matrix_format import NONE, Scheme
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph
 from penstock.ops.native.abi import Kind
@@ -49,10 +49,13 @@ class NativeForward:
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
             matrices, num_bytes = {}, 0
-            for name, (parts, pair) in matrix_runs(graph, same).items():
-                how = packing(scheme, parts[0].weight, isa, row_bits)
+            for name, (parts, pair, heads) in matrix_runs(graph, same).items():
+                how = packing(NONE if heads else scheme, parts[0].weight, isa, row_bits)
+                weights = [part.weight for part in parts]
+                if heads:
+                    weights = [w.reshape(-1, w.shape[-1]) for w in weights]
                 matrices[name] = pack(
-                    pool.library, [part.weight for part in parts], how.format, how.act, pair=pair, panels=how.panels,
+                    pool.library, weights, how.format, how.act, pair=pair, panels=how.panels, heads=heads,
                     as_stored=how.as_stored, biases=[part.bias for part in parts], num_threads=pool.num_threads,
                 )  # fmt: skip
                 num_bytes += matrices[name].num_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 9
+ABI = 10
 PANEL = 64
 
 
@@ -92,6 +92,7 @@ class Kind(IntEnum):
     GATE_ROWS = 15
     SCALE_QUERIES = 16
     ARGMAX = 17
+    LATENT = 20
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
