@@ -180,7 +180,8 @@ typedef struct pst_register {
  *                in0, component by component, into planes n8 and n9: see pst_pages
  * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those) over
  *                layer n1 of group n0; n2 H, n3 G, n4 D,
- *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none);
+ *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none),
+ *                n11 numbers of a key that come last and lie in plane n10 (0: all lie in n6; else n7 is n6);
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
  *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys. p3? pst_pages: it sees
@@ -202,11 +203,15 @@ typedef struct pst_register {
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
  *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies
  *                in0, not the result. n3 activation, f0 limit. Experts that nobody chose are not read. out may be in2
+ * PST_LATENT     heads of a row, each times a matrix of its own: out [T, n0 heads, n1 + n3] = the first K numbers of a
+ *                head of in0 [T, n0, K + n3] times its W [n1, K], then the n3 that follow as they are. p0 pst_matrix: the
+ *                panels of each head after those of the one before; each begins with a panel, and the outputs that fill
+ *                its last one up count among `rows`. No bias, pair or order. `out` must not overlap in0
  */
 enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
-    PST_ROUTE, PST_EXPERTS
+    PST_ROUTE, PST_EXPERTS, PST_LATENT = 20
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

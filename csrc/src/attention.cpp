@@ -19,12 +19,18 @@ namespace {
 
 // Split tasks are fewer than this per thread, and a wave runs so many spans per thread.
 constexpr int PAIRS_PER_THREAD = 4, SLOTS_PER_THREAD = 8;
+// Tasks per thread for which query heads of one kv head part.
+constexpr int SHARED_PER_THREAD = 2;
+
+int divided(int n, int by) { return (n + by - 1) / by; }
 
 struct Attend final : Op {
     pst_register queries, out;
     Rule rule;
     PageChoice choice;
-    int group, heads, kv_heads, per, dim;
+    int group, heads, dim;
+    int kv_heads, per;  // of the query heads `per` and `per` read a kv head; where there are many, `parts` times the same
+    int parts = 1;
     Lines lines;
     const float *slopes, *sinks;
     int block_tokens, block_rows, max_blocks;
@@ -35,8 +41,8 @@ struct Attend final : Op {
     struct Own {
         Block* blocks;
         int32_t* splits;  // numbers of split blocks
-        uint8_t *keys, *values, *queries, *part, *whole;
-        float *factors, *value_scales, *scratch, *turned;
+        uint8_t *keys, *more, *values, *queries, *part, *whole;
+        float *factors, *more_factors, *value_scales, *scratch, *turned;
         const uint8_t** rows;  // of `turned`
         uint8_t* choice;
     };
@@ -44,14 +50,14 @@ struct Attend final : Op {
     void lay_out(const Maker& maker) {
         block_tokens = std::max(1, BLOCK_ROWS / per);
         block_rows = block_tokens * per;
-        query_bytes = int64_t(rule.keys.padded) * (rule.keys.pairs ? 2 : 4);
+        query_bytes = rule.keys.query_bytes() + rule.more.query_bytes();
         state_bytes = State::bytes(block_rows, rule.values.padded);
         pairs_max = int64_t(PAIRS_PER_THREAD) * maker.threads;
         slots = int64_t(SLOTS_PER_THREAD) * maker.threads;
         max_blocks = maker.capacity(out);
         plan_bytes = aligned(int64_t(max_blocks) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
-        own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.values.chunk_bytes() +
-                    aligned(query_bytes * block_rows) + 2 * state_bytes + 2 * CHUNK * 4 + group_bytes();
+        own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.more.chunk_bytes() + rule.values.chunk_bytes() +
+                    aligned(query_bytes * block_rows) + 2 * state_bytes + 3 * CHUNK * 4 + group_bytes();
         if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
         choice_at = own_bytes = aligned(own_bytes);
         if (choice.wanted) own_bytes += choice.bytes();
@@ -64,12 +70,14 @@ struct Attend final : Op {
         own.blocks = reinterpret_cast<Block*>(at);
         own.splits = reinterpret_cast<int32_t*>(at + aligned(int64_t(max_blocks) * int64_t(sizeof(Block))));
         own.keys = at + plan_bytes;
-        own.values = own.keys + rule.keys.chunk_bytes();
+        own.more = own.keys + rule.keys.chunk_bytes();
+        own.values = own.more + rule.more.chunk_bytes();
         own.queries = own.values + rule.values.chunk_bytes();
         own.part = own.queries + aligned(query_bytes * block_rows);
         own.whole = own.part + state_bytes;
         own.factors = reinterpret_cast<float*>(own.whole + state_bytes);
-        own.value_scales = own.factors + CHUNK;
+        own.more_factors = own.factors + CHUNK;
+        own.value_scales = own.more_factors + CHUNK;
         own.scratch = own.value_scales + CHUNK;
         own.turned = own.scratch + group_bytes() / 4;
         own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
@@ -135,7 +143,7 @@ struct Attend final : Op {
     // by as much as its length.
     int most_spans(const Block& block, bool forgets) const {
         if (!forgets) return block.spans();
-        return rule.chunk ? (block.end - 1) / SPAN + 1 : block.spans() + 1;
+        return rule.chunk ? (block.end - 1) / rule.span + 1 : block.spans() + 1;
     }
 
     // Keys that a block reads which picks them.
@@ -147,7 +155,9 @@ struct Attend final : Op {
     // kv heads of a task in a step with so many spans in all blocks, the largest block with `tokens` of them.
     int heads_together(int64_t spans, int tokens, int threads) const {
         int n = lines.count > 1 ? 1 : std::min(kv_heads, block_rows / (tokens * per));
-        auto too_few = [&] { return threads > 1 && spans * (kv_heads / n) < PAIRS_PER_THREAD * threads; };
+        // Parts of a kv head make its keys ready each for itself, which is better done once.
+        int wanted = (parts > 1 ? SHARED_PER_THREAD : PAIRS_PER_THREAD) * threads;
+        auto too_few = [&] { return threads > 1 && spans * (kv_heads / n) < wanted; };
         while (n > 1 && (kv_heads % n || too_few())) n--;
         return std::max(n, 1);
     }
@@ -158,6 +168,7 @@ struct Attend final : Op {
     struct Heads {
         int first, count;
     };
+    int in_page(int head) const { return lines.in_page(head / parts); }
 
     // The block as the line of these heads has it.
     Block kept(const Context& context, const Block& block, Heads some) const {
@@ -175,7 +186,9 @@ struct Attend final : Op {
                 const float* token = queries.data + (block.first + r / per) * queries.stride;
                 if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
                     for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
-                gather_query(rule.keys, token + (int64_t(g) * per + r % per) * dim, to);
+                const float* query = token + (int64_t(g) * per + r % per) * dim;
+                gather_query(rule.keys, query, to);
+                if (rule.more.dim) gather_query(rule.more, query + rule.keys.dim, to + rule.keys.query_bytes());
             }
     }
 
@@ -192,30 +205,42 @@ struct Attend final : Op {
     // The states of the block's rows after the keys of one span alone.
     void attend_span(const Pages& pages, const Block& block, Heads some, int span, const Own& own,
                      const State& state) const {
-        int t0, t1 = block.active(rule, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
         for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
-        int end = std::min(block.end, (span + 1) * SPAN);
-        int begin = std::max(block.reach / CHUNK * CHUNK, span * SPAN);
+        int end = std::min(block.end, (span + 1) * rule.span);
+        int begin = std::max(block.reach / CHUNK * CHUNK, span * rule.span);
         Places head_places, both[2], *now = &both[0], *next = &both[1];
-        find(rule, pages, block, lines.in_page(some.first), begin, *now);
+        find(rule, pages, block, in_page(some.first), begin, *now);
         for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
-            int key_bytes = rule.stored.row_bytes(), value_bytes = rule.values.row_bytes();
-            Ahead ahead{next,       some.count * key_bytes, some.count * value_bytes,
-                        some.count, rule.stored.scaled,       rule.values.scaled};
+            Ahead ahead = ahead_of(*next, some);
             if (start + CHUNK < end) {
-                find(rule, pages, block, lines.in_page(some.first), start + CHUNK, *next);
-                ahead.end = 2 * (next->last - next->first);
+                find(rule, pages, block, in_page(some.first), start + CHUNK, *next);
+                ahead.begin(next->first, next->last);
             }
+            Strips strips;
             for (int i = 0; i < some.count; i++) {
-                if (i) find(rule, pages, block, some.first + i, start, head_places);
-                Places& places = i ? head_places : *now;
+                // Parts of a kv head find what the one before them has made ready, unless its tree wrote over that.
+                const bool anew = (some.first + i) % parts == 0 || block.mask;
+                if (i && anew) find(rule, pages, block, in_page(some.first + i), start, head_places);
+                Places& places = i && (anew || some.first / parts != (some.first + i) / parts) ? head_places : *now;
                 Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
-                bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP;
-                Strips strips = gather(start, places, few, start == begin, own, ahead);
+                bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP && !rule.more.dim;
+                if (!i || anew) strips = gather(start, places, few, start == begin, own, ahead);
                 if (block.mask) attend_tree(pages, block, part, places, own, ahead);
                 else attend_tokens(block, part, places.t0, places.t1, strips, own, ahead);
             }
         }
+    }
+
+    // Rows that some heads read of the next chunk. Values of a second plane's keys are those of the first.
+    Ahead ahead_of(const Places& next, Heads some) const {
+        auto list = [&](const Side& side, const uint8_t* const* rows, const float* const* scales) {
+            return Ahead::List{rows, side.scaled ? scales : nullptr, divided(some.count, parts) * side.row_bytes()};
+        };
+        return {{list(rule.stored, next.keys, next.key_scales),
+                 rule.more.dim ? list(rule.more, next.more, next.more_scales)
+                               : list(rule.values, next.values, next.value_scales)},
+                some.count};
     }
 
     // Of a chunk for few rows only what strips need: those run from own.keys into own.values.
@@ -226,6 +251,10 @@ struct Attend final : Op {
         if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
         if (few) return {&places, keys, own.keys, fresh};
         gather_keys(rule.keys, keys, places.first, places.last, ahead, own.keys);
+        if (rule.more.dim) {
+            gather_scales(rule.more, places, places.more_scales, rule.scale, own.more_factors);
+            gather_keys(rule.more, places.more, places.first, places.last, ahead, own.more);
+        }
         gather_values(rule.values, places.values, places.first, places.last, ahead, own.values);
         return {};
     }
@@ -240,7 +269,7 @@ struct Attend final : Op {
     // Tokens t0 ... t1-1, all of which see something of the chunk.
     void attend_tokens(const Block& block, const Part& part, int t0, int t1, const Strips& strips, const Own& own,
                        Ahead& ahead) const {
-        Chunk chunk{own.keys, own.values, own.factors, own.value_scales};
+        Chunk chunk{own.keys, own.values, own.more, own.factors, own.more_factors, own.value_scales};
         for (int row = t0 * per, end = t1 * per; row < end; row += ROW_GROUP) {
             int count = std::min(ROW_GROUP, end - row);
             const uint8_t* q = part.queries + row * query_bytes;
@@ -257,7 +286,7 @@ struct Attend final : Op {
             t1 = t + 1;
             if (!block.sees(rule, t, part.start, end)) continue;
             if (end > block.base) {
-                find_path(rule, pages, block, t, lines.in_page(part.head), part.start, shared, places);
+                find_path(rule, pages, block, t, in_page(part.head), part.start, shared, places);
                 gather(part.start, places, false, false, own, ahead);
             } else {
                 while (t1 < block.count && block.sees(rule, t1, part.start, end)) t1++;
@@ -267,11 +296,11 @@ struct Attend final : Op {
     }
 
     void fold(const Block& block, Heads some, int span, const State& whole, const State& part) const {
-        int t0, t1 = block.active(rule, span * SPAN, (span + 1) * SPAN, t0), rows = block.count * per;
+        int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
         for (int first = 0; first < some.count * rows; first += rows)
             for (int r = t0 * per; r < t1 * per; r++)
-                if (block.sees(rule, r / per, span * SPAN, (span + 1) * SPAN))
-                    whole.fold(part, first + r, rule.first_key(block.at(r / per)) / SPAN == span);
+                if (block.sees(rule, r / per, span * rule.span, (span + 1) * rule.span))
+                    whole.fold(part, first + r, rule.first_key(block.at(r / per)) / rule.span == span);
     }
 
     void put_out(const Block& block, Heads some, const State& whole) const {
@@ -377,16 +406,30 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     made->kv_heads = op.n[3];
     made->dim = op.n[4];
     int width = op.n[5];
+    const int behind = op.n[11];  // numbers of a key in its second plane
     check(op.n[1] >= 0 && op.n[8] >= 0 && op.n[9] >= 0, "a layer, window or chunk is negative");
+    check(behind >= 0 && behind < made->dim, "a second plane of keys has some of their numbers");
     check(made->kv_heads > 0 && made->heads > 0 && made->heads % made->kv_heads == 0, "kv heads do not divide heads");
     const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
-    made->lines.count = check_plane(keys, made->kv_heads, made->dim);
+    made->lines.count = check_plane(keys, made->kv_heads, made->dim - behind);
     check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
     check(made->queries.rows == PST_ROWS_TOKENS, "queries are by tokens");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
-    made->rule.keys = made->rule.stored = Side(keys, scales_of(maker, made->group, keys), made->dim, 2 * LANES);
+    made->rule.keys = made->rule.stored = Side(keys, scales_of(maker, made->group, keys), made->dim - behind, 2 * LANES);
+    made->rule.span = SPAN;
+    if (behind) {
+        const pst_plane& more = maker.plane(op.n[0], op.n[10]);
+        check(check_plane(more, made->kv_heads, behind) == made->lines.count, "both planes of keys are kept alike");
+        check(op.n[6] == op.n[7] && !op.p[2] && !op.p[3], "keys of two planes have the first for values, and no more");
+        made->rule.more = Side(more, scales_of(maker, made->group, more), behind, 2 * LANES);
+        made->rule.span = NARROW_SPAN;
+        if (made->lines.count == 1) {
+            while (made->per % (2 * ROW_GROUP * made->parts) == 0) made->parts *= 2;
+            made->per /= made->parts, made->kv_heads *= made->parts;
+        }
+    }
     made->rule.rotation = {};
     if (op.p[2]) {
         const pst_rotation& r = made->rule.rotation = *static_cast<const pst_rotation*>(op.p[2]);

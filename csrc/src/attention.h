@@ -1,10 +1,11 @@
 // Softmax attention: what its parts share.
 //
-// The law that every bit follows from. Keys stand in chunks of 256 and spans of 16 chunks, cut at absolute positions. A
-// row (one query head of one token) goes through the chunks of a span in order:
+// The law that every bit follows from. Keys stand in chunks of 256 and spans of 16 chunks (of 2 where keys have two
+// planes), cut at absolute positions. A row (one query head of one token) goes through the chunks of a span in order:
 //
 //   s_j = scale q.k_j        one chain over the components, then soft cap and slope; keys of 8 bits: the chain is over
-//                            their whole numbers, and `scale` is times the key's own
+//                            their whole numbers, and `scale` is times the key's own; keys of two planes: a chain, and
+//                            a scale, for each, then their sum
 //   m'  = max(m, s_j)        over the keys of the chunk that the row sees
 //   l   = l e^(m - m') + e^(s_j - m')            lane j mod 16, one chain per lane; in pairs lane j / 2 mod 16
 //   o   = o e^(m - m') + sum of e^(s_j - m') v_j one chain per component, keys in order; of values of 8 bits the
@@ -22,6 +23,7 @@ namespace pst {
 
 constexpr int CHUNK = 256;
 constexpr int SPAN = 16 * CHUNK;
+constexpr int NARROW_SPAN = 2 * CHUNK;  // where all query heads share one kv head: more tasks at one token
 constexpr int TILE = LANES;         // keys side by side in a vector
 constexpr int STRIP = 64;           // keys that few rows take at a time
 constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at once
@@ -46,7 +48,7 @@ struct Side {
     pst_plane plane, scales;
     bool scaled;  // 8 bits
     bool pairs;   // bfloat16 products
-    int dim;      // numbers of a key or a value
+    int dim = 0;  // numbers of a key or a value
     int padded;   // multiple of 16 (keys in pairs: of 32)
 
     Side() = default;
@@ -55,13 +57,15 @@ struct Side {
           pairs(HAS_PAIRS && (plane.dtype == PST_BF16 || scaled)), dim(dim),
           padded(int(round_up(dim, pairs ? multiple : LANES))) {}
     int row_bytes() const { return dim * item_bytes(plane.dtype); }  // as stored
-    int64_t chunk_bytes() const { return int64_t(CHUNK) * padded * (pairs ? 2 : 4); }
+    int64_t chunk_bytes() const { return CHUNK * query_bytes(); }
+    int64_t query_bytes() const { return dim ? int64_t(padded) * (pairs ? 2 : 4) : 0; }  // of a key or a query, ready
+    int steps() const { return padded / (pairs ? 2 : 1); }  // numbers, or pairs of them
 };
 
 // Where the keys and values of a chunk lie, as far as they are looked at: null elsewhere.
 struct Places {
-    const uint8_t *keys[CHUNK], *values[CHUNK];
-    const float *key_scales[CHUNK], *value_scales[CHUNK];  // of those that have scales; elsewhere anything
+    const uint8_t *keys[CHUNK], *values[CHUNK], *more[CHUNK];  // `more`: the second plane of keys, where there is one
+    const float *key_scales[CHUNK], *value_scales[CHUNK], *more_scales[CHUNK];  // of those that have scales
     int first, last;  // first ... last-1 are not null
     int t0, t1;       // the block's tokens that may see some of the chunk
 };
@@ -74,20 +78,27 @@ constexpr int FETCH = 2;
 // processor to see it coming, and alone the work on a chunk would leave the memory idle. Rows are those of all kv heads
 // of the task, from end to end, so that the processor's own prefetching helps.
 struct Ahead {
-    const Places* next;
-    int key_bytes, value_bytes;  // of a row
-    int slowness;                // a pull in so many counts
-    bool key_scales, value_scales;
-    int at = 0, end = 0;
-    int pulls = 0;
+    struct List {
+        const uint8_t* const* rows;
+        const float* const* scales;  // null: none
+        int bytes;                   // of a row
+    };
+    List lists[2];
+    int slowness;             // a pull in so many counts
+    int first = 0, last = 0;  // rows of each list that are wanted
+    int list = 0, at = 0, pulls = 0;
+
+    void begin(int from, int to) { first = at = from, last = to; }
 
     void pull(int rows) {
-        for (pulls += rows; pulls >= slowness && at < end; pulls -= slowness, at++) {
-            int count = end / 2, j = next->first + (at < count ? at : at - count);
-            const uint8_t* row = at < count ? next->keys[j] : next->values[j];
-            for (int i = 0; i < (at < count ? key_bytes : value_bytes); i += 64) __builtin_prefetch(row + i, 0, FETCH);
-            if (at < count ? key_scales : value_scales)
-                __builtin_prefetch(at < count ? next->key_scales[j] : next->value_scales[j], 0, FETCH);
+        for (pulls += rows; pulls >= slowness; pulls -= slowness, at++) {
+            if (at >= last) {
+                if (list || first >= last) return;
+                list = 1, at = first;
+            }
+            const List& of = lists[list];
+            for (int i = 0; i < of.bytes; i += 64) __builtin_prefetch(of.rows[at] + i, 0, FETCH);
+            if (of.scales) __builtin_prefetch(of.scales[at], 0, FETCH);
         }
     }
 };
@@ -96,9 +107,9 @@ struct Ahead {
 
 // A chunk of one kv head, ready.
 struct Chunk {
-    const uint8_t *keys, *values;
-    const float* factors;       // of the scores: [CHUNK]
-    const float* value_scales;  // [CHUNK], or null
+    const uint8_t *keys, *values, *more;
+    const float *factors, *more_factors;  // of the scores: [CHUNK]
+    const float* value_scales;            // [CHUNK], or null
 };
 
 // Keys become tiles [16][steps][16] of floats, or of pairs of bfloat16, steps being padded (/ 2). Whole tiles are
@@ -144,10 +155,12 @@ struct State {
 // How a layer scores, and what it reads.
 struct Rule {
     Side keys, values;
+    Side more;              // keys' numbers behind these, from a second plane; of none `dim` is 0
     Side stored;            // keys in their plane; `keys` are the same, or float32 if they are rotated when read
     pst_rotation rotation;  // of those; its table is null if there are none
     float scale, soft_cap;
     int window, chunk;
+    int span;  // keys of a span
 
     // The earliest position that the token at `position` sees.
     int first_key(int position) const {
@@ -170,6 +183,7 @@ struct Block {
     int32_t base;           // keys from here on are no token's, or (a tree) some tokens' only
     int32_t index;          // of the first token among its sequence's in this step
     int32_t row = 0;        // of the output, of the first token; the others' follow
+    int32_t span;           // keys of a span
     bool split;
     bool picks;  // what pages its one token reads
     const int32_t* positions;  // [count]
@@ -180,8 +194,8 @@ struct Block {
     // The block where so many tokens are forgotten: not of a tree.
     Block behind(const Rule& rule, int dropped) const;
     int at(int token) const { return positions[token] - shift; }
-    int first_span() const { return reach / SPAN; }
-    int spans() const { return (end - 1) / SPAN + 1 - first_span(); }
+    int first_span() const { return reach / span; }
+    int spans() const { return (end - 1) / span + 1 - first_span(); }
     // For one kv head.
     int64_t work() const { return int64_t(end - reach) * count; }
     // Whether a token sees any of keys first ... last-1.
@@ -208,7 +222,7 @@ struct Reach {
 };
 
 // A chunk that only one call of attend_rows looks at: of `Chunk` no more than scales is ready, keys and values are made
-// ready a strip at a time, in memory that stays in the nearest cache.
+// ready a strip at a time, in memory that stays in the nearest cache. Not of keys of two planes.
 struct Strips {
     const Places* places = nullptr;  // null: all is ready
     const uint8_t* const* keys;      // as for gather_keys

@@ -9,8 +9,8 @@ namespace {
 
 // Key and value of some kv head in their page, and how far it is to the next token's.
 struct Place {
-    const uint8_t *key, *value;
-    const float *key_scale = nullptr, *value_scale = nullptr;
+    const uint8_t *key, *value, *more = nullptr;
+    const float *key_scale = nullptr, *value_scale = nullptr, *more_scale = nullptr;
 
     Place(const Rule& rule, const Pages& pages, int slot, int head) {
         int64_t page = pages.page(slot / pages.block_size);
@@ -19,6 +19,9 @@ struct Place {
         value = number(rule.values.plane, page, offset, head);
         if (rule.stored.scaled) key_scale = scale(rule.stored, page, offset, head);
         if (rule.values.scaled) value_scale = scale(rule.values, page, offset, head);
+        if (!rule.more.dim) return;
+        more = number(rule.more.plane, page, offset, head);
+        if (rule.more.scaled) more_scale = scale(rule.more, page, offset, head);
     }
     static const float* scale(const Side& side, int64_t page, int offset, int head) {
         return reinterpret_cast<const float*>(number(side.scales, page, offset, head));
@@ -28,20 +31,26 @@ struct Place {
         places.values[at] = value;
         if (rule.stored.scaled) places.key_scales[at] = key_scale;
         if (rule.values.scaled) places.value_scales[at] = value_scale;
+        if (!rule.more.dim) return;
+        places.more[at] = more;
+        if (rule.more.scaled) places.more_scales[at] = more_scale;
     }
     void next(const Rule& rule) {
         key += rule.stored.plane.token_stride * item_bytes(rule.stored.plane.dtype);
         value += rule.values.plane.token_stride * item_bytes(rule.values.plane.dtype);
         if (rule.stored.scaled) key_scale += rule.stored.scales.token_stride;
         if (rule.values.scaled) value_scale += rule.values.scales.token_stride;
+        if (!rule.more.dim) return;
+        more += rule.more.plane.token_stride * item_bytes(rule.more.plane.dtype);
+        if (rule.more.scaled) more_scale += rule.more.scales.token_stride;
     }
 };
 
 }  // namespace
 
 Block::Block(const pst_step& step, const Rule& rule, int sequence, int first, int count)
-    : sequence(sequence), first(first), count(count), split(false), picks(false), positions(step.positions + first),
-      mask(nullptr) {
+    : sequence(sequence), first(first), count(count), span(rule.span), split(false), picks(false),
+      positions(step.positions + first), mask(nullptr) {
     int begin = step.query_start_loc[sequence];
     position = positions[0];
     base = end = position + count;
@@ -82,7 +91,7 @@ void find(const Rule& rule, const Pages& pages, const Block& block, int head, in
     int end = std::min(start + CHUNK, block.mask ? block.base : block.position + places.t1);
     places.first = p - start;
     places.last = std::max(p, end) - start;
-    for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = nullptr;
+    for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = places.more[j] = nullptr;
     while (p < end) {
         int next_page = std::min(end, (p / pages.block_size + 1) * pages.block_size);
         for (Place place(rule, pages, p, head); p < next_page; p++, place.next(rule)) place.put(rule, places, p - start);
@@ -99,7 +108,7 @@ void find_path(const Rule& rule, const Pages& pages, const Block& block, int tok
     // The shared keys of the first tile are gathered again. There are none where all are too far back to be seen.
     places.first = shared < from ? std::max(shared, from / TILE * TILE) : from;
     places.last = at;
-    for (; at % TILE; at++) places.keys[at] = places.values[at] = nullptr;
+    for (; at % TILE; at++) places.keys[at] = places.values[at] = places.more[at] = nullptr;
 }
 
 }  // namespace pst

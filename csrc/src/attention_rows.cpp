@@ -22,6 +22,7 @@ struct Products {
     int steps;    // numbers, or pairs of them, of a query
     const float* factors;
     Ahead& ahead;
+    bool onto = false;  // what is in `scores`
 };
 
 #if defined(__AVX512BF16__)
@@ -40,6 +41,8 @@ inline F step(const uint8_t* query, int d, F keys, F sum) {
     return fma(all(reinterpret_cast<const float*>(query)[d]), keys, sum);
 }
 
+inline void put(const Products& p, F x, float* scores) { store(scores, p.onto ? load(scores) + x : x); }
+
 // q.k times the key's factor, of ROWS rows and TILES tiles of keys.
 template <bool PAIRS, int ROWS, int TILES>
 void score_block(const Products& p, int row, int tile, float* scores) {
@@ -56,8 +59,7 @@ void score_block(const Products& p, int row, int tile, float* scores) {
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < TILES; i++)
-            store(scores + int64_t(row + r) * CHUNK + (tile + i) * TILE,
-                  sums[r][i] * load(p.factors + (tile + i) * TILE));
+            put(p, sums[r][i] * load(p.factors + (tile + i) * TILE), scores + int64_t(row + r) * CHUNK + (tile + i) * TILE);
 }
 
 template <bool PAIRS, int ROWS>
@@ -336,10 +338,13 @@ void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t qu
             fetch(places->values, v.row_bytes(), value_at, from + STRIP);
         }
         if (places) gather_keys(k, strips.keys + from, a, b, ahead, strips.memory);
-        Products products{queries, query_bytes, places ? strips.memory : chunk.keys, k.padded / (k.pairs ? 2 : 1),
-                          chunk.factors + from, ahead};
-        if (k.pairs) score<HAS_PAIRS>(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
-        else score<false>(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
+        auto scored = [&](const Side& side, const Products& products) {
+            (side.pairs ? score<HAS_PAIRS> : score<false>)(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
+        };
+        scored(k, {queries, query_bytes, places ? strips.memory : chunk.keys, k.steps(), chunk.factors + from, ahead});
+        if (!rule.more.dim) continue;
+        const uint8_t* behind = queries + k.query_bytes();
+        scored(rule.more, {behind, query_bytes, chunk.more, rule.more.steps(), chunk.more_factors + from, ahead, true});
     }
     auto weighing = v.pairs ? (v.scaled ? weigh<HAS_PAIRS, true> : weigh<HAS_PAIRS, false>)
                             : (v.scaled ? weigh<false, true> : weigh<false, false>);

@@ -63,12 +63,13 @@ struct Op {
 using OpPtr = std::unique_ptr<Op>;
 
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
-// norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE, PST_ATTEND; route.cpp:
-// PST_ROUTE; experts.cpp: PST_EXPERTS.
+// norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
+// PST_ATTEND; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
 OpPtr make_norm(const pst_op& op, const Maker& maker);
 OpPtr make_linear(const pst_op& op, const Maker& maker);
+OpPtr make_latent(const pst_op& op, const Maker& maker);
 OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
 OpPtr make_route(const pst_op& op, const Maker& maker);

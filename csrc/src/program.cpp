@@ -18,6 +18,7 @@ OpPtr make(const pst_op& op, const Maker& maker) {
     switch (op.kind) {
         case PST_NORM: return make_norm(op, maker);
         case PST_LINEAR: return make_linear(op, maker);
+        case PST_LATENT: return make_latent(op, maker);
         case PST_ROPE: return make_rope(op, maker);
         case PST_WRITE:
         case PST_ATTEND: return make_cache(op, maker);

@@ -43,6 +43,15 @@ class Rule:
     slopes: F32 | None = None
     sinks: F32 | None = None
     scale: float = field(default=0.0)
+    behind: int = 0
+    """Numbers of a key that lie in a second plane; the others are the value then."""
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Planes, and numbers of a head in each."""
+        if self.behind:
+            return {"k": self.dim - self.behind, "more": self.behind}
+        return {"k": self.dim, "v": self.width}
 
     @property
     def factor(self) -> float:
@@ -63,6 +72,12 @@ class Text:
     start: int
     stop: int
 
+    def planes(self, rule: Rule) -> dict[str, F32]:
+        """What each plane holds of it, before it is rounded."""
+        if rule.behind:
+            return {"k": self.k[..., : -rule.behind], "more": self.k[..., -rule.behind :]}
+        return {"k": self.k, "v": self.v}
+
     def part(self, start: int, stop: int) -> Text:
         return replace(self, start=start, stop=stop)
 
@@ -70,6 +85,9 @@ class Text:
 def text(rng: np.random.Generator, rule: Rule, length: int, start: int = 0) -> Text:
     shapes = (rule.heads, rule.dim), (rule.kv_heads, rule.dim), (rule.kv_heads, rule.width)
     q, k, v = (rng.standard_normal((length, *s), dtype=np.float32) for s in shapes)
+    if rule.behind:
+        assert rule.width == rule.dim - rule.behind, "values are keys without what is behind"
+        v = k[..., : rule.width]
     return Text(q, k, v, start, length)
 
 
@@ -111,7 +129,7 @@ def paged(
     """
     counts = [-(-t.stop // block) for t in texts]
     num_pages = LAYERS * (sum(counts) + 2)
-    planes = empty_planes((num_pages, block, rule.kv_heads), {"k": rule.dim, "v": rule.width}, dtype)
+    planes = empty_planes((num_pages, block, rule.kv_heads), rule.dims, dtype)
     free = rng.permutation(num_pages // LAYERS).tolist()
     tables = []
     for t, count in zip(texts, counts, strict=True):
@@ -120,7 +138,7 @@ def paged(
         first = rule.first_key(t.start)
         for i, page in enumerate(pages):
             lo, hi = max(i * block, first), min((i + 1) * block, t.stop)
-            for name, x in (("k", t.k), ("v", t.v)):
+            for name, x in t.planes(rule).items():
                 for of, numbers in stored(x[lo : max(lo, hi)], dtype, name).items():
                     planes[of][page, lo - i * block : max(lo, hi) - i * block] = numbers
         gone = np.arange(count) < first // block
@@ -132,7 +150,8 @@ def paged(
 
 
 def attend_op(rule: Rule, registers: list[int], out: int) -> NativeOp:
-    n = (0, LAYER, rule.heads, rule.kv_heads, rule.dim, rule.width, 0, 1, rule.window, rule.chunk)
+    value = 0 if rule.behind else 1
+    n = (0, LAYER, rule.heads, rule.kv_heads, rule.dim, rule.width, 0, value, rule.window, rule.chunk, 1, rule.behind)
     f = (rule.factor, rule.soft_cap)
     return NativeOp(Kind.ATTEND, (registers[0],), out, n, f, (rule.slopes, rule.sinks))
 
@@ -163,7 +182,8 @@ def oracle(t: Text, rule: Rule, dtype: str) -> tuple[F64, F64]:
     sum |q k|, and that of weights by twice as much, relatively; rounding weights moves the mean by 2^-8 at most.
     """
     per = rule.heads // rule.kv_heads
-    k, v = (np.repeat(kept(x, dtype).astype(np.float64), per, axis=1) for x in (t.k[: t.stop], t.v[: t.stop]))
+    held = {n: np.repeat(kept(x[: t.stop], dtype).astype(np.float64), per, axis=1) for n, x in t.planes(rule).items()}
+    k, v = (held["k"], held["v"]) if "v" in held else (np.concatenate([held["k"], held["more"]], -1), held["k"])
     q = t.q[t.start : t.stop].astype(np.float64)
     i, j = np.arange(t.start, t.stop)[:, None], np.arange(t.stop)[None]
     first = np.array([rule.first_key(p) for p in range(t.start, t.stop)])[:, None]

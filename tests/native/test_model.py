@@ -58,8 +58,7 @@ def text(vocab: int, n: int = 70) -> tuple[int, ...]:
 def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
-            "sandwich", "windowed", "all_windowed", "experts"} <= set(NATIVE)  # fmt: skip
-    assert native_obstacle(specs.make("latent")[0]) == "layers of kind Latent"
+            "sandwich", "windowed", "all_windowed", "experts", "latent"} <= set(NATIVE)  # fmt: skip
 
 
 @each_isa

@@ -92,9 +92,9 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.rope("k_rope", m.rope)
     b.emit("write_kv", ("step", "latent", "k_rope"), "", bound=(*place, ("latent", "k_rope")))
     if m.split:
-        k_b, v_b = (b.array(p + name).reshape(m.num_heads, -1, m.kv_rank) for name in ("k_b", "v_b"))
+        k_b, v_b = (b.of_heads(p + name, m.num_heads) for name in ("k_b", "v_b"))
     else:
-        kv_b = b.array(p + "kv_b").reshape(m.num_heads, m.nope_dim + m.v_dim, m.kv_rank)
+        kv_b = b.of_heads(p + "kv_b", m.num_heads)
         k_b, v_b = kv_b[:, : m.nope_dim], kv_b[:, m.nope_dim :]
     b.emit("latent_query", ("q",), "q", bound=(k_b,))
     b.emit(

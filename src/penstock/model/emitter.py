@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import ModelSpec, Norm, Rope
@@ -96,6 +97,12 @@ class Emitter:
         w = self.weights[name]
         assert isinstance(w, np.ndarray), "only `core.matrix_format.row_matrices` are held as codes"
         return as_float32(w)
+
+    def of_heads(self, name: str, num_heads: int) -> npt.NDArray[Any]:
+        """A matrix [H * n, K] that no rows are multiplied with as a whole, as [H, n, K] in its own type."""
+        w = self.weights[name]
+        assert isinstance(w, np.ndarray), "only `core.matrix_format.row_matrices` are held as codes"
+        return w.reshape(num_heads, -1, w.shape[1])
 
     def vector(self, name: str) -> F32 | None:
         """A small weight as float32, of any shape; None if the model has none of this name."""

@@ -87,7 +87,7 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 BY_ROWS = {
     "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
-    "gate_rows", "attention", "route", "experts",
+    "gate_rows", "attention", "latent_output", "route", "experts",
 }  # fmt: skip
 """Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
 some rows; rotations and scales of queries look up where a token stands."""

@@ -172,12 +172,12 @@ def hadamard(x: Tensor) -> Tensor:
 
 def latent_query(q: Tensor, key: Tensor) -> Tensor:
     nope = key.shape[1]
-    absorbed = torch.matmul(q[:, :, None, :nope], key)[:, :, 0]
+    absorbed = torch.matmul(q[:, :, None, :nope], key.float())[:, :, 0]
     return torch.cat([absorbed, q[:, :, nope:]], dim=-1)
 
 
 def latent_output(x: Tensor, value: Tensor) -> Tensor:
-    return torch.matmul(x[:, :, None, :], value.transpose(1, 2))[:, :, 0]
+    return torch.matmul(x[:, :, None, :], value.float().transpose(1, 2))[:, :, 0]
 
 
 def interpolate(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,16 +47,35 @@ def matrix_name(run: list[Part]) -> str:
     return " ".join(part.name for part in run)
 
 
-def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, tuple[list[Part], bool]]:
-    """Every matrix of a fused program: the parts it is packed of, and whether they are a pair. `same`: see `fuse`."""
+class Run(NamedTuple):
+    """What one matrix is packed of, and whether its parts are a pair. `heads`: of how many heads the only part, [H, N,
+    K] floats, has a matrix each; 0: it is none of heads."""
+
+    parts: list[Part]
+    pair: bool = False
+    heads: int = 0
+
+
+def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, Run]:
+    """Every matrix of a fused program. `same`: see `fuse`."""
     found = {}
     for node in graph.nodes:
         runs = runs_of(node.more["parts"], same) if node.op == "linear" else []
-        found.update({matrix_name(run): (run, node.more["pair"]) for run in runs})
+        found.update({matrix_name(run): Run(run, node.more["pair"]) for run in runs})
+        if node.op in _LATENT:
+            weight = node.bound[0].swapaxes(1, 2) if node.op == "latent_query" else node.bound[0]
+            found[_latent_name(node)] = Run([Part(_latent_name(node), weight, None)], heads=len(weight))
     for node in graph.nodes:
         if node.op == "embed" and isinstance(node.bound[0], StoredMatrix):
-            found.setdefault(node.weights[0], ([Part(node.weights[0], node.bound[0], None)], False))
+            found.setdefault(node.weights[0], Run([Part(node.weights[0], node.bound[0], None)]))
     return found
+
+
+_LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
+
+
+def _latent_name(node: Node) -> str:
+    return f"layers.{node.layer}.{_LATENT[node.op]}"
 
 
 def emit(
@@ -262,16 +281,17 @@ class _Emitter:
         assert q.heads is not None
         planes = self._groups[group].spec.planes
         names = [p.name for p in planes]
-        if len(named["keys"]) != 1:
-            raise NotNativeError("attention over several planes of keys (latent attention)")
         keys, value = names.index(named["keys"][0]), names.index(named["value"])
+        more = 0
+        if len(named["keys"]) > 1:
+            more = names.index(named["keys"][1])
         n = (
             group, layer, q.heads, planes[keys].heads, q.width // q.heads, planes[value].dim, keys, value,
-            named["window"] or 0, named["chunk"] or 0,
+            named.get("window") or 0, named.get("chunk") or 0, more, planes[more].dim if more else 0,
         )  # fmt: skip
         pointers: list[Any] = [
             None if w is None else np.ascontiguousarray(w, np.float32).reshape(-1)
-            for w in (named["slopes"], named["sinks"])
+            for w in (named.get("slopes"), named.get("sinks"))
         ]
         if (rotation := named.get("rotation")) is not None:
             table, interleaved, first = rotation
@@ -282,7 +302,7 @@ class _Emitter:
             low, high = (self._planes(group).index(name) for name in BOUNDS)
             pointers += [None] * (3 - len(pointers)) + [ChosenPages(reads, low, high, self._max_tokens)]
         inputs = (self.register(q),)
-        f = (named["scale"], named["soft_cap"] or 0.0)
+        f = (named["scale"], named.get("soft_cap") or 0.0)
         self._add_op(
             Kind.ATTEND,
             f"group {group} layer {layer}",
@@ -292,6 +312,18 @@ class _Emitter:
             f=f,
             pointers=tuple(pointers),
         )
+
+    def _latent_query(self, i: int, node: Node) -> None:
+        num_heads, nope, rank = node.bound[0].shape
+        self._latent(node, num_heads, rank, node.inputs[0].width // num_heads - nope)
+
+    def _latent_output(self, i: int, node: Node) -> None:
+        self._latent(node, *node.bound[0].shape[:2], 0)
+
+    def _latent(self, node: Node, heads: int, width: int, rest: int) -> None:
+        name, inputs = _latent_name(node), (self.register(node.inputs[0]),)
+        pointers = (self._matrices[name],)
+        self._add_op(Kind.LATENT, name, inputs, self._new_home(node), n=(heads, width, 0, rest), pointers=pointers)
 
     def _add(self, i: int, node: Node) -> None:
         self._elementwise(i, node, Kind.ADD)

@@ -14,7 +14,7 @@ from penstock.backends.native.schemes import alike_under, packing
 from penstock.backends.native.stacks import StackRun, stack_runs
 from penstock.base.bf16 import F32
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.matrix_format import Scheme, is_kept
+from penstock.core.matrix_format import NONE, Scheme, is_kept
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph
 from penstock.ops.native.abi import Kind
@@ -53,7 +53,9 @@ class NativeForward:
         if matrices is None:
             isa = pool.library.pst_isa_name().decode()
             matrices, num_bytes = {}, 0
-            runs = {name: StackRun([tuple(parts)], pair) for name, (parts, pair) in matrix_runs(graph, same).items()}
+            runs = {
+                name: StackRun([tuple(run.parts)], run.pair, run.heads) for name, run in matrix_runs(graph, same).items()
+            }
             stacks = stack_runs(graph, same)
             for name, run in (runs | stacks).items():
                 matrices[name] = _packed(pool, scheme, run, row_bits, isa, stacked=name in stacks)
@@ -161,9 +163,12 @@ def _packed(pool: Pool, scheme: Scheme, run: StackRun, row_bits: int, isa: str, 
     # All matrices of a stack are packed as one that has to become values, if one has.
     uneven = (w[0] for w in weights if isinstance(w[0], StoredMatrix) and not has_even_groups(w[0]))
     model = next(uneven, weights[0][0])
-    how = packing(scheme, model, isa, row_bits, kept=any(is_kept(part.name) for part in run.parts))
+    kept = any(is_kept(part.name) for part in run.parts)
+    how = packing(NONE if run.heads else scheme, model, isa, row_bits, kept=kept)
     more: dict[str, Any] = {"pair": run.pair, "panels": how.panels, "as_stored": how.as_stored}
     more["num_threads"] = pool.num_threads
     if stacked:
         return pack_stack(pool.library, weights, how.format, how.act, biases=biases, **more)
+    if run.heads:
+        more["heads"], weights[0] = run.heads, [w.reshape(-1, w.shape[-1]) for w in weights[0]]
     return pack(pool.library, weights[0], how.format, how.act, biases=biases[0], **more)

@@ -12,10 +12,11 @@ from penstock.ops.ref.experts import ExpertWeights
 
 
 class StackRun(NamedTuple):
-    """Experts that follow each other: of each the parts of one matrix, two if `pair`."""
+    """Experts that follow each other: of each the parts of one matrix, two if `pair`. `heads`: see `matrix.pack`."""
 
     matrices: list[tuple[Part, ...]]
     pair: bool
+    heads: int = 0
 
     @property
     def name(self) -> str:

@@ -94,6 +94,7 @@ class Kind(IntEnum):
     ARGMAX = 17
     ROUTE = 18
     EXPERTS = 19
+    LATENT = 20
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

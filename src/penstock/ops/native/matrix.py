@@ -108,11 +108,17 @@ class Segments:
         return ctypes.addressof(self._structs)
 
 
-def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
+def order(num_rows: Sequence[int], pair: bool, heads: int = 0) -> npt.NDArray[np.int64]:
     """Which row of the stacked parts each output of the panels is, -1 for padding: [panels * 64].
 
     Parts lie one after the other; of a pair, each panel takes 32 rows of the first part, then the same of the second.
+    `heads`: equal runs of rows that begin with a panel each.
     """
+    if heads:
+        (total,) = num_rows
+        out = np.full((heads, -(-total // heads // PANEL) * PANEL), -1, np.int64)
+        out[:, : total // heads] = np.arange(total).reshape(heads, -1)
+        return out.reshape(-1)
     if not pair:
         total = sum(num_rows)
         out = np.full(-(-total // PANEL) * PANEL, -1, np.int64)
@@ -130,17 +136,18 @@ def order(num_rows: Sequence[int], pair: bool) -> npt.NDArray[np.int64]:
 def pack(
     library: Any, parts: Sequence[Weight], format: Format, act: Act, *, pair: bool = False,
     panels: Panels | None = None, as_stored: bool = False, biases: Sequence[Array | None] | None = None,
-    num_threads: int = 1,
+    heads: int = 0, num_threads: int = 1,
 ) -> Packed:  # fmt: skip
     """Pack matrices [N_i, K] of float32, float16 or bfloat16 bits, one below the other, or as a pair.
 
     `panels`: of Format.BLOCK. `as_stored`: all parts are codes that such panels hold as they are; else their values are
-    packed, rounded to what the format holds. `biases`: one float32 vector [N_i] or None per part. Panels are shared out
-    over `num_threads` threads.
+    packed, rounded to what the format holds. `biases`: one float32 vector [N_i] or None per part. `heads`: of the only
+    part, which then has a matrix for each, with panels of its own (PST_LATENT); N counts what fills them up. Panels are
+    shared out over `num_threads` threads.
     """
-    where = order([p.shape[0] for p in parts], pair)
+    where = order([p.shape[0] for p in parts], pair, heads)
     bias = _bias(where, parts, biases)
-    rows, cols = sum(p.shape[0] for p in parts), parts[0].shape[1]
+    rows, cols = len(where) if heads else sum(p.shape[0] for p in parts), parts[0].shape[1]
     inputs = None
     if as_stored:
         stored = [p for p in parts if isinstance(p, StoredMatrix)]
