@@ -34,17 +34,19 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, g
     return out
 
 
-def causal_conv(x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None) -> Tensor:
-    plane = step.tensor(group, "conv")
+def causal_conv(
+    x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None, plane: str = "conv"
+) -> Tensor:
+    kept = step.tensor(group, plane)
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else plane[page].t()
+        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else kept[page].t()
         window = torch.cat([past, x[lo:hi]])
         own = x.new_zeros((hi - lo, x.shape[1])) if bias is None else bias.repeat(hi - lo, 1)
         for k, tap in enumerate(taps):
             own = own + window[k : k + hi - lo] * tap
         out[lo:hi] = own
-        plane[page] = window[hi - lo :].t()
+        kept[page] = window[hi - lo :].t()
     return out
 
 
@@ -138,6 +140,33 @@ def wkv7(
     return out
 
 
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, step: TorchStep, group: int, layer: int, a: Tensor,
+    norm_eps: float, beta_scale: float,
+) -> Tensor:  # fmt: skip
+    plane = step.tensor(group, "state")
+    t, heads, width = v.shape
+    dim = q.shape[2]
+
+    def unit(x: Tensor) -> Tensor:
+        norm = _each(lambda row: torch.sqrt((row * row).sum(-1, keepdim=True) + norm_eps), x)
+        return (x / norm).repeat_interleave(heads // x.shape[1], dim=1)
+
+    q, k = unit(q) * dim**-0.5, unit(k)
+    keep = _each(torch.exp, _each(softplus, dt).reshape(t, heads, -1) * a[:, None])[..., None]
+    share = (_each(torch.sigmoid, beta) * beta_scale)[:, :, None, None]
+    out = torch.empty_like(v)
+    for page, lo, hi, fresh in step.states(group, layer):
+        state = v.new_zeros((heads, dim, width)) if fresh else plane[page].reshape(heads, dim, width)
+        for i in range(lo, hi):
+            state = state * keep[i]
+            wrong = v[i, :, None, :] - torch.matmul(k[i, :, None, :], state)
+            state = state + k[i, :, :, None] * (wrong * share[i])
+            out[i] = torch.matmul(q[i, :, None, :], state)[:, 0]
+        plane[page] = state.reshape(plane.shape[1:])
+    return out
+
+
 STATE_OPS: dict[str, Callable[..., Any]] = {
-    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7)
+    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7, gated_delta)
 }

@@ -12,21 +12,21 @@ from penstock.base.bf16 import F32
 from penstock.ops.step import Step
 
 
-def causal_conv(x: F32, step: Step, group: int, layer: int, taps: F32, bias: F32 | None) -> F32:
+def causal_conv(x: F32, step: Step, group: int, layer: int, taps: F32, bias: F32 | None, plane: str = "conv") -> F32:
     """x [T, C] -> [T, C]: bias + sum over k of taps[k] * x of K - 1 - k tokens ago; zeros before the first token.
 
-    taps [K, C], the oldest first; bias [C]. Mutates: plane `conv` [num_pages, C, K-1] of the group, the last inputs.
+    taps [K, C], the oldest first; bias [C]. Mutates: plane `plane` [num_pages, C, K-1] of the group, the last inputs.
     """
-    plane = step.planes[group]["conv"]
+    kept = step.planes[group][plane]
     out = np.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        past = np.zeros((len(taps) - 1, x.shape[1]), np.float32) if fresh else plane[page].T
+        past = np.zeros((len(taps) - 1, x.shape[1]), np.float32) if fresh else kept[page].T
         window = np.concatenate([past, x[lo:hi]])
         own = np.zeros((hi - lo, x.shape[1]), np.float32) if bias is None else np.tile(bias, (hi - lo, 1))
         for k, tap in enumerate(taps):
             own += window[k : k + hi - lo] * tap
         out[lo:hi] = own
-        plane[page] = window[hi - lo :].T
+        kept[page] = window[hi - lo :].T
     return out
 
 
