@@ -20,6 +20,11 @@ def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x) if x.device.type != "cpu" or not len(x) else torch.stack([function(row) for row in x])
 
 
+def _turned(state: Tensor) -> Tensor:
+    """See `ops.ref.mamba.turned`."""
+    return state.transpose(1, 2).contiguous()
+
+
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
     plane = step.tensor(group, "state")
     keep = _each(torch.sigmoid, decay)[:, :, None, None]
@@ -40,13 +45,13 @@ def causal_conv(
     kept = step.tensor(group, plane)
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else kept[page].t()
+        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else kept[page]
         window = torch.cat([past, x[lo:hi]])
         own = x.new_zeros((hi - lo, x.shape[1])) if bias is None else bias.repeat(hi - lo, 1)
         for k, tap in enumerate(taps):
             own = own + window[k : k + hi - lo] * tap
         out[lo:hi] = own
-        kept[page] = window[hi - lo :].t()
+        kept[page] = window[hi - lo :]
     return out
 
 
@@ -58,11 +63,11 @@ def mamba_scan(
     dx = dt * x
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        state = torch.zeros_like(a) if fresh else plane[page].clone()
+        state = torch.zeros_like(a) if fresh else plane[page].t().contiguous()
         for t in range(lo, hi):
             state = state * torch.exp(dt[t, :, None] * a) + dx[t, :, None] * b[t]
             out[t] = torch.mv(state, c[t].clone())
-        plane[page] = state
+        plane[page] = state.t()
     return out + x * d
 
 
@@ -79,11 +84,11 @@ def mamba2_scan(
     out = x.new_empty(keep.shape[:3])
     for page, lo, hi, fresh in step.states(group, layer):
         shape = (*keep.shape[1:3], n)
-        state = x.new_zeros(shape) if fresh else plane[page].reshape(shape)
+        state = x.new_zeros(shape) if fresh else _turned(plane[page].reshape(heads, n, width)).reshape(shape)
         for i in range(lo, hi):
             state = state * keep[i] + dx[i] * b[i, :, None, :]
             out[i] = torch.matmul(state, c[i, :, :, None])[..., 0]
-        plane[page] = state.reshape(plane.shape[1:])
+        plane[page] = _turned(state.reshape(heads, width, n)).reshape(plane.shape[1:])
     return out.reshape(x.shape) + x * d[:, None]
 
 
@@ -130,13 +135,13 @@ def wkv7(
     _, h, d = v.shape
     out = torch.empty_like(v)
     for page, start, stop, fresh in step.states(group, layer):
-        state = v.new_zeros((h, d, d)) if fresh else plane[page].reshape(h, d, d)
+        state = v.new_zeros((h, d, d)) if fresh else _turned(plane[page].reshape(h, d, d))
         for t in range(start, stop):
             removed = torch.matmul(state, removal[t, :, :, None])
             kept = state * decay[t, :, None, :] - removed * written[t, :, None, :]
             state = kept + v[t, :, :, None] * k[t, :, None, :]
             out[t] = torch.matmul(state, r[t, :, :, None])[:, :, 0]
-        plane[page] = state.reshape(h, d * d)
+        plane[page] = _turned(state).reshape(h, d * d)
     return out
 
 

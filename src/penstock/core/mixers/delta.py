@@ -64,7 +64,7 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
         """The last inputs of the convolutions, and the state. float32: rounding would add up over the whole text."""
         channels = {"q_conv": self.keys, "k_conv": self.keys, "v_conv": self.values}
         state = PlaneSpec("state", self.value_heads, self.key_dim * self.value_dim, "float32")
-        convs = (PlaneSpec(name, n, self.conv - 1, "float32") for name, n in channels.items())
+        convs = (PlaneSpec(name, self.conv - 1, n, "float32") for name, n in channels.items())
         return CacheSpec(kind="slot", planes=(*convs, state))
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 9
+ABI = 10
 PANEL = 64
 
 
@@ -92,6 +92,18 @@ class Kind(IntEnum):
     GATE_ROWS = 15
     SCALE_QUERIES = 16
     ARGMAX = 17
+    CONV = 21
+    SHIFT = 22
+    LERP = 23
+    SCAN = 24
+    SCAN2 = 25
+    RECURRENT = 26
+    WKV4 = 27
+    WKV7 = 28
+    DELTA = 29
+    REMOVAL_KEY = 30
+    REPLACEMENT_KEY = 31
+    VALUE_BONUS = 32
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -161,7 +173,7 @@ class Pages(c.Structure):
 class Op(c.Structure):
     _fields_ = (
         ("kind", c.c_int32),
-        ("inputs", c.c_int32 * 4),
+        ("inputs", c.c_int32 * 6),
         ("out", c.c_int32),
         ("n", c.c_int32 * 12),
         ("f", c.c_float * 4),
