@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,12 @@ import numpy as np
 import torch
 
 from penstock.backends.gpu.backend import TorchBackend
+from penstock.backends.native.backend import NativeBackend
+from penstock.backends.native.obstacle import native_obstacle
 from penstock.core.model_spec import Attention, Latent, ModelSpec
 from penstock.families.registry import open_model
+from penstock.ops.native.library import best_library
+from penstock.ops.native.program import Pool
 from penstock.weights.load import load_weights
 from tests.paged import Paged
 
@@ -104,6 +109,12 @@ def save(model: Any, folder: Path, edit: Callable[[dict[str, Any]], None] | None
     return folder
 
 
+def cut(ids: Sequence[int]) -> list[Sequence[int]]:
+    """A text in chunks of the sizes CHUNKS, and the rest."""
+    bounds = [0, *accumulate(CHUNKS)]
+    return [ids[a:b] for a, b in zip(bounds, [*bounds[1:], len(ids)], strict=True) if a < len(ids)]
+
+
 def check(
     folder: Path, model: Any, *, length: int = 60, greedy: int = 64, max_model_len: int = 192, seed: int = 1,
     attention: str = "ref", kv_dtype: str = "float32", count_params: bool = True,
@@ -133,12 +144,18 @@ def check(
     torched = [fresh().on(TORCH) for _ in range(2)]  # the second column: what runs on GPUs, on the CPU
     runs["torch, in one go"] = torched[0].one_go("a", prompts["a"])
     runs["torch, in chunks"] = torched[1].chunked("a", prompts["a"], (23, 1, 16))
+    if native_obstacle(spec) is None and best_library() is not None:
+        kernels = NativeBackend(Pool(best_library(), 2))
+        runs["native, in one go"] = fresh().on(kernels).one_go("a", prompts["a"]).copy()
+        natively = fresh().on(kernels)
+        runs["native, in chunks"] = np.concatenate([natively.one_go("a", part).copy() for part in cut(prompts["a"])])
+        assert np.array_equal(runs["native, in chunks"], runs["native, in one go"])
     company = fresh()
     runs["in a batch"] = company.run({name: (ids, range(len(ids))) for name, ids in prompts.items()})["a"]
     worst = 0.0
     for how, got in runs.items():
         difference = float(np.abs(got - want["a"]).max())
-        assert difference <= (3 * ATOL if how.startswith("torch") else ATOL), (
+        assert difference <= (3 * ATOL if how.startswith(("torch", "native")) else ATOL), (
             f"{how}: logits differ by {difference:.2e}"
         )
         worst = max(worst, difference)

@@ -16,7 +16,7 @@ from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.bf16 import F32, narrow
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import Attention, ModelSpec
-from penstock.model.fuse import fuse
+from penstock.model.fuse import fuse, inputs_of
 from penstock.ops.native.abi import SELECTED
 from penstock.ops.native.program import Layout, NativeProgram
 from tests import specs
@@ -237,10 +237,15 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
     fuse(traced)
     nodes = [node.op for node in traced.nodes]
     last = max(i for i, op in enumerate(nodes) if op in KEEPING)
+    # What keeping needs is made of all tokens; attention's own result is not kept.
+    needed = {id(node) for node in traced.nodes[: last + (nodes[last] != "attention")] if node.op in KEEPING}
+    for node in reversed(traced.nodes):
+        if node.op == "write_kv" or node.op in KEEPING or id(node) in needed:
+            needed |= {id(v.maker) for v in inputs_of(node)}
     for i, node in enumerate(traced.nodes):
         if node.out is not None:
-            selected = i > last or node.op == "select" or (i == last and node.op == "attention")
-            assert (node.out.rows == SELECTED) == selected, (i, node.op)
+            found = node.out.rows == SELECTED
+            assert found == (id(node) not in needed), (i, nodes[i])
     assert 1 <= nodes.count("select") <= 3, "the residual, what runs beside attention, a shifted row and its own"
 
 
