@@ -22,6 +22,7 @@ from penstock.core.model_spec import (
     Experts,
     FeedForward,
     FeedForwardKind,
+    GatedDelta,
     Latent,
     Layer,
     Mamba,
@@ -39,7 +40,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-from tests import naive_kv, naive_rwkv
+from tests import naive_delta, naive_kv, naive_rwkv
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -122,6 +123,8 @@ class NaiveModel:
                 return self._mamba(h, p, m)
             case Mamba2() as m:
                 return self._mamba2(h, p, m)
+            case GatedDelta() as m:
+                return naive_delta.gated_delta(self, h, p, m)
             case Rwkv4() as m:
                 return naive_rwkv.time_mix_4(self, h, p, m)
             case Rwkv7() as m:

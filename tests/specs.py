@@ -18,6 +18,7 @@ from penstock.core.model_spec import (
     ChannelMix,
     Experts,
     FeedForward,
+    GatedDelta,
     Latent,
     Layer,
     Mamba,
@@ -79,8 +80,22 @@ _STATE = Recurrent(num_heads=3, key_dim=5, value_dim=7)
 _MAMBA = Mamba(inner=44, state=5, conv=4, dt_rank=3)
 _MAMBA2 = Mamba2(num_heads=6, head_dim=7, state=5, groups=2, conv=3, dt_min=0.02, dt_max=1.5, proj_bias=True)
 _MAMBA2_PLAIN = Mamba2(num_heads=4, head_dim=9, state=6, groups=1, conv=4, conv_bias=False)
-_DELTA = Rwkv7(num_heads=4, head_dim=8, decay_rank=5, rate_rank=4, value_rank=3, gate_rank=7)
-_DELTA_FIRST = Rwkv7(num_heads=4, head_dim=8, decay_rank=6, rate_rank=3, gate_rank=9, first=True)
+_RWKV7 = Rwkv7(num_heads=4, head_dim=8, decay_rank=5, rate_rank=4, value_rank=3, gate_rank=7)
+_RWKV7_FIRST = Rwkv7(num_heads=4, head_dim=8, decay_rank=6, rate_rank=3, gate_rank=9, first=True)
+_DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=6, value_dim=7, conv=4)
+_DELTA_CHANNELS = GatedDelta(
+    key_heads=3,
+    value_heads=3,
+    key_dim=6,
+    value_dim=5,
+    conv=3,
+    channel_decay=True,
+    decay_rank=4,
+    gate="sigmoid",
+    gate_rank=5,
+    beta_scale=2.0,
+    decay_is_log=False,
+)
 _PLAIN = FeedForward(width=45, activation="gelu_tanh", gated=False, bias=True)
 _UNBIASED = Norm(kind="layer", bias=False)
 
@@ -125,7 +140,8 @@ _SPECS: dict[str, ModelSpec] = {
     "mamba2": _spec(_MAMBA2, _MAMBA2, width=None),
     "mamba2_hybrid": _spec(_MAMBA2_PLAIN, _attention(4, 2, rope=None), _MAMBA2_PLAIN),
     "rwkv4": _rwkv(4, Rwkv4(width=E), Rwkv4(width=E, decay_is_log=False)),
-    "rwkv7": _rwkv(7, _DELTA_FIRST, _DELTA, _DELTA),
+    "rwkv7": _rwkv(7, _RWKV7_FIRST, _RWKV7, _RWKV7),
+    "delta": _spec(_DELTA, _attention(4, 2), _DELTA_CHANNELS),
     "experts": ModelSpec(
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
         layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_SOFTMAX_EXPERTS, _GROUPED_EXPERTS, _OSS_EXPERTS)),
@@ -165,8 +181,9 @@ ALL = list(_SPECS)
 _SEEDS = {
     "llama_gqa": (0, 4), "llama_mha": (1, 9), "llama_mqa": (2, 34), "llama_rope3": (3, 29), "llama_biased": (4, 0),
     "layernorm": (5, 3), "slots": (6, 23), "latent": (7, 1), "mamba": (8, 47), "mamba2": (9, 48),
-    "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "experts": (13, 1), "scores": (14, 3),
-    "parallel": (15, 5), "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39),
+    "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0),
+    "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5), "sandwich": (16, 1), "windowed": (8, 21),
+    "all_windowed": (9, 39),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 
@@ -184,7 +201,7 @@ def _weights(name: str) -> Weights:
         if len(shape) == 1:
             norm = weight.endswith("norm")
             out[weight] = (1.0 + 0.1 * noise if norm else 0.2 * noise).astype(np.float32)
-            if weight.endswith("time_decay"):
+            if weight.endswith("time_decay") or weight == "layers.2.a_log":
                 out[weight] = -np.abs(noise)
         elif weight in ("embed", "lm_head"):
             out[weight] = noise

@@ -207,11 +207,40 @@ typedef struct pst_register {
  *                head of in0 [T, n0, K + n3] times its W [n1, K], then the n3 that follow as they are. p0 pst_matrix: the
  *                panels of each head after those of the one before; each begins with a panel, and the outputs that fill
  *                its last one up count among `rows`. No bias, pair or order. `out` must not overlap in0
+ *
+ * The following keep a state per sequence: float32, in the page of layer n1 of group n0, plane n2 and what is said. One
+ * that begins (position 0) starts from zeros, whatever its page holds. Tokens go by one after the other. A step with
+ * nodes of a tree is refused: a state follows one path. "in place" means on the input named.
+ *
+ * PST_CONV       out[t] = p1? + sum over k < n3 of p0[k] * in0 of n3 - 1 - k tokens ago, then silu if n4; p0 taps float
+ *                [n3, width], p1? [width]; plane [n3 - 1, width], the last inputs
+ * PST_SHIFT      out[t] = in0 of the token before; plane [width]
+ * PST_LERP       in0 + (in1 - in0) * w, w p0? [width] or in2: in place. It keeps nothing
+ * PST_SCAN       Mamba's: x in0, dt in1 [T, I], b in2, c in3 [T, N]; p0 a [I, N], p1 d [I]; plane [N, I]: with
+ *                dt' = softplus(dt), S = S e^(dt' a) + dt' x b; out = c S + d x: in place on in0
+ * The others have a matrix S [K, W] per head: n3 heads, n4 keys K, n5 width W; plane [n3, K, W]. In place on the input
+ * [T, n3, W].
+ * PST_SCAN2      Mamba-2's: x in0 [T, n3, W], dt in1 [T, n3], b in2, c in3 [T, n6, K], n6 groups of heads; p0 a, p1 d,
+ *                p2 bias of dt, all [n3]; dt' = softplus(dt + p2) cut to f0 ... f1; S = S e^(dt' a) + b (dt' x);
+ *                out = c S + d x
+ * PST_RECURRENT  q in0, k in1 [T, n3, K], v in2 [T, n3, W], decay in3 [T, n3]: S = S sigmoid(decay) + k v; out = q S
+ * PST_WKV4       RWKV-4's mean of values v in1 [T, width] by keys in0: p0 decay, p1 bonus of the newest, both [width];
+ *                planes n2, n3, n4 [width]: numerator, denominator, exponent: in place on in1
+ * PST_WKV7       r in0, w in1, k in2 [T, n3, K], v in3 [T, n3, W], removal in4, rate in5 [T, n3, K]:
+ *                S = e^(-e^-0.5 sigmoid(w)) S - (removal rate) (removal S) + k v; out = r S
+ * PST_DELTA      q in0, k in1 [T, n6, K], n6 heads of keys, v in2 [T, n3, W], dt in3 [T, n3] or [T, n3, K], beta in4
+ *                [T, n3]; p0 a [n3], f0 eps, f1 factor; q and k become unit vectors, x / sqrt(sum of x^2 + f0), and q is
+ *                multiplied by K^-0.5; S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ * RWKV-7's rows, which keep nothing; n0 heads:
+ * PST_REMOVAL_KEY      in0 * p0 [width], every head divided by its length, 1e-12 at least
+ * PST_REPLACEMENT_KEY  in0 * (1 + (in1 - 1) * p0 [width]): in place
+ * PST_VALUE_BONUS      (sum over a head of in0 * in1 * p0 [width]) * in2: in place
  */
 enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
-    PST_ROUTE, PST_EXPERTS, PST_LATENT = 20
+    PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
+    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
@@ -244,7 +273,7 @@ typedef struct pst_pages {
 
 typedef struct pst_op {
     int32_t kind;
-    int32_t in[4];
+    int32_t in[6];
     int32_t out;
     int32_t n[12];
     float f[4];
@@ -318,7 +347,7 @@ PST_API pst_program *pst_program_new(const pst_op *ops, int32_t num_ops, const p
                                      char *error, int32_t error_size);
 PST_API void pst_program_free(pst_program *program);
 /* Run operations first ... last-1. 0, or -1 if the step is larger than the program was made for, its mask names tokens or
- * positions that pst_step.mask rules out, or its lines have forgotten what pst_group.dropped rules out. */
+ * positions that pst_step.mask rules out (any, where operations keep states), or its lines have forgotten what pst_group.dropped rules out. */
 PST_API int32_t pst_program_run(pst_program *program, pst_pool *pool, const pst_step *step, int32_t first, int32_t last);
 /* Nanoseconds that each operation took in the runs so far, on thread 0, barrier included: [num_ops]. Counting begins
  * with the first call and costs two clock reads per operation. */

@@ -58,13 +58,14 @@ struct Op {
     virtual void warm(const Team&, const Context&) const {}
     int64_t shared_bytes = 0;
     int64_t own_bytes = 0;
+    bool keeps_state = false;  // which follows one path: it runs no trees
 };
 
 using OpPtr = std::unique_ptr<Op>;
 
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
-// PST_ATTEND; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS.
+// PST_ATTEND; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
 OpPtr make_norm(const pst_op& op, const Maker& maker);
@@ -74,6 +75,8 @@ OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
 OpPtr make_route(const pst_op& op, const Maker& maker);
 OpPtr make_experts(const pst_op& op, const Maker& maker);
+OpPtr make_state(const pst_op& op, const Maker& maker);
+OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

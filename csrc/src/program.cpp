@@ -24,7 +24,11 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_ATTEND: return make_cache(op, maker);
         case PST_ROUTE: return make_route(op, maker);
         case PST_EXPERTS: return make_experts(op, maker);
-        default: return make_pointwise(op, maker);
+        case PST_LERP:
+        case PST_REMOVAL_KEY:
+        case PST_REPLACEMENT_KEY:
+        case PST_VALUE_BONUS: return make_rwkv_rows(op, maker);
+        default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }
 
@@ -46,6 +50,7 @@ struct pst_program {
     int64_t shared_bytes = 0, own_bytes = 0;
     uint8_t* scratch = nullptr;
     size_t scratch_size = 0;
+    bool keeps_states = false;
     bool profiling = false;
     std::vector<int64_t> nanoseconds;
 
@@ -103,6 +108,7 @@ pst_program* pst_program_new(const pst_op* ops, int32_t num_ops, const pst_regis
         pst::Maker maker{program->registers, program->planes, max_tokens, max_rows, threads};
         for (at = 0; at < num_ops; at++) {
             program->ops.push_back(pst::make(ops[at], maker));
+            program->keeps_states = program->keeps_states || program->ops.back()->keeps_state;
             program->shared_bytes = std::max(program->shared_bytes, pst::aligned(program->ops.back()->shared_bytes));
             program->own_bytes = std::max(program->own_bytes, pst::aligned(program->ops.back()->own_bytes));
         }
@@ -129,6 +135,9 @@ int32_t pst_program_run(pst_program* program, pst_pool* pool, const pst_step* st
     if (step->num_tokens > program->max_tokens || step->num_rows > program->max_rows) return -1;
     if (size_t(step->num_groups) != program->planes.size()) return -1;
     if (step->mask && !pst::mask_fits(*step)) return -1;
+    if (step->mask && program->keeps_states)
+        for (int32_t t = 0; t < step->num_tokens; t++)
+            if (step->mask[t]) return -1;
     for (int32_t g = 0; g < step->num_groups; g++)
         if (!pst::dropped_fits(*step, step->groups[g])) return -1;
     if (pool->threads > program->threads || first < 0 || size_t(last) > program->ops.size()) return -1;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from penstock.base.errors import ModelError
@@ -11,6 +13,7 @@ from penstock.core.model_spec import (
     ChannelMix,
     Experts,
     FeedForward,
+    GatedDelta,
     Latent,
     Layer,
     Mamba,
@@ -22,6 +25,7 @@ from penstock.core.model_spec import (
     weight_shapes,
 )
 from penstock.model.attention import attention, latent
+from penstock.model.delta import gated_delta
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
@@ -30,6 +34,10 @@ from penstock.model.places import places_of
 from penstock.model.recurrent import recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
 
+_MIXERS: dict[type, Callable[..., None]] = {
+    Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
+    Mamba2: mamba2, GatedDelta: gated_delta,
+}  # fmt: skip
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 
@@ -136,23 +144,7 @@ def _parallel(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
 
 def _mixer(b: Emitter, p: str, layer: Layer, place: Place | None, x: str, y: str) -> None:
     assert place is not None, "every mixer keeps something"
-    match layer.mixer:
-        case Attention() as m:
-            attention(b, p, m, place, x, y)
-        case Latent() as m:
-            latent(b, p, m, place, x, y)
-        case Recurrent() as m:
-            recurrent(b, p, m, place, x, y)
-        case Rwkv4() as m:
-            rwkv4(b, p, m, place, x, y)
-        case Rwkv7() as m:
-            rwkv7(b, p, m, place, x, y)
-        case Mamba() as m:
-            mamba(b, p, m, place, x, y)
-        case Mamba2() as m:
-            mamba2(b, p, m, place, x, y)
-        case other:
-            raise AssertionError(f"no builder for {type(other).__name__}")
+    _MIXERS[type(layer.mixer)](b, p, layer.mixer, place, x, y)
 
 
 def _feed_forward(b: Emitter, p: str, layer: Layer, place: Place | None, x: str, y: str) -> None:

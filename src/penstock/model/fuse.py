@@ -87,7 +87,7 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 BY_ROWS = {
     "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
-    "gate_rows", "attention", "latent_output", "route", "experts",
+    "gate_rows", "interpolate", "value_bonus", "attention", "latent_output", "route", "experts",
 }  # fmt: skip
 """Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
 some rows; rotations and scales of queries look up where a token stands."""
@@ -193,6 +193,13 @@ def _activations(graph: Graph) -> None:
             linear.more["activation"] = node.bound[0]
             _rebind(graph, node, linear)
             linear.out = node.out
+            _remove(graph, [node])
+        elif node.op == "activate" and node.bound[0] == "silu" and _is_alone(node.inputs[0], counts, "causal_conv"):
+            conv = node.inputs[0].maker
+            assert conv is not None
+            conv.more["activation"] = "silu"
+            _rebind(graph, node, conv)
+            conv.out = node.out
             _remove(graph, [node])
 
 

@@ -19,7 +19,7 @@ def mamba(b: Emitter, p: str, m: Mamba, place: Place, x: str, y: str) -> None:
     _split(b, "a", {"dt": m.dt_rank, "b": m.state, "c": m.state})
     b.linear("dt", "dt", p + "dt")
     skip = b.array(p + "d")
-    b.emit("mamba_scan", ("u", "dt", "b", "c", "step"), "a", bound=(*place, _decay(b, p, m), skip))
+    b.emit("mamba_scan", ("u", "dt", "b", "c", "step"), "a", bound=(*place, decay(b, p, m.decay_is_log), skip))
     b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
     b.linear("a", y, p + "o")
 
@@ -34,7 +34,7 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     for name, heads in (("a", m.num_heads), ("b", m.groups), ("c", m.groups)):
         b.emit("heads", (name,), name, bound=(heads,))
     skip, dt_bias = (b.array(p + name) for name in ("d", "dt.bias"))
-    fixed = (_decay(b, p, m), skip, dt_bias, m.dt_min, m.dt_max)
+    fixed = (decay(b, p, m.decay_is_log), skip, dt_bias, m.dt_min, m.dt_max)
     b.emit("mamba2_scan", ("a", "dt", "b", "c", "step"), "a", bound=(*place, *fixed))
     b.emit("flat", ("a",), "a")
     b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
@@ -60,8 +60,8 @@ def _convolve(b: Emitter, p: str, place: Place, x: str) -> None:
     b.emit("activate", (x,), x, bound=("silu",))
 
 
-def _decay(b: Emitter, p: str, m: Mamba | Mamba2) -> F32:
+def decay(b: Emitter, p: str, is_log: bool) -> F32:
     """A, always negative: stored is the logarithm of its size, or itself."""
     stored = b.array(p + "a_log")
-    out: F32 = -np.exp(stored) if m.decay_is_log else stored
+    out: F32 = -np.exp(stored) if is_log else stored
     return out

@@ -103,8 +103,9 @@ CONTRACTS: tuple[OpContract, ...] = (
                "[T, H, D]", mutates="plane `state` of the group"),
     OpContract("value_bonus", "(sum of r * k * weight over D) * v", "r, k, v [T, H, D]", "weight [H, D]", "[T, H, D]"),
     OpContract("causal_conv", "convolution of every channel with its own last inputs, zeros before the first token",
-               "x [T, N]; step", "group; layer of the group; taps [K, N], the oldest first; bias [N] or None", "[T, N]",
-               mutates="plane `conv` of the group"),
+               "x [T, N]; step",
+               "group; layer of the group; taps [K, N], the oldest first; bias [N] or None; plane, else `conv`",
+               "[T, N]", mutates="that plane of the group"),
     OpContract("mamba_scan", "Mamba's state space, token by token from the sequence's state (ops.ref.mamba)",
                "x, dt [T, N] (dt before softplus); b, c [T, K]; step", "group; layer of the group; a [N, K]; d [N]",
                "[T, N]", mutates="plane `state` of the group"),
@@ -112,6 +113,11 @@ CONTRACTS: tuple[OpContract, ...] = (
                "x [T, H, D]; dt [T, H]; b, c [T, G, K]; step",
                "group; layer of the group; a [H]; d [H]; dt_bias [H]; smallest and largest dt after softplus",
                "[T, H, D]", mutates="plane `state` of the group"),
+    OpContract("gated_delta", "the gated delta rule, token by token from the sequence's state (ops.ref.delta)",
+               "q, k [T, G, K]; v [T, H, W]; dt [T, H] or [T, H*K] before softplus; beta [T, H] before the "
+               "sigmoid; step",
+               "group; layer of the group; a [H]; eps of unit vectors; what beta is multiplied by", "[T, H, W]",
+               mutates="plane `state` of the group"),
 )  # fmt: skip
 
 OP_NAMES = frozenset(c.name for c in CONTRACTS)

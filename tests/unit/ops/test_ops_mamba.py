@@ -39,12 +39,12 @@ def normal(seed: int, *shape: int) -> F32:
 A1, A2 = -np.exp(normal(1, C, N)), -np.exp(normal(2, H))
 D1, D2, DT_BIAS, TAPS, BIAS = normal(3, C), normal(4, H), normal(5, H), normal(6, K, C), normal(7, C)
 OPS: dict[str, tuple[dict[str, tuple[int, int]], list[tuple[int, ...]], Run]] = {
-    "conv": ({"conv": (C, K - 1)}, [(C,)], lambda x, s: causal_conv(*x, s, 0, 0, TAPS, BIAS)),
+    "conv": ({"conv": (K - 1, C)}, [(C,)], lambda x, s: causal_conv(*x, s, 0, 0, TAPS, BIAS)),
     "mamba": (
-        {"state": (C, N)}, [(C,), (C,), (N,), (N,)], lambda x, s: mamba_scan(*x, s, 0, 0, A1, D1),
+        {"state": (N, C)}, [(C,), (C,), (N,), (N,)], lambda x, s: mamba_scan(*x, s, 0, 0, A1, D1),
     ),
     "mamba2": (
-        {"state": (H, P * N)}, [(H, P), (H,), (G, N), (G, N)],
+        {"state": (H, N * P)}, [(H, P), (H,), (G, N), (G, N)],
         lambda x, s: mamba2_scan(*x, s, 0, 0, A2, D2, DT_BIAS, 0.1, 1.2),
     ),
 }  # fmt: skip

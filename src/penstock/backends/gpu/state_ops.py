@@ -20,6 +20,11 @@ def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x) if x.device.type != "cpu" or not len(x) else torch.stack([function(row) for row in x])
 
 
+def _turned(state: Tensor) -> Tensor:
+    """See `ops.ref.mamba.turned`."""
+    return state.transpose(1, 2).contiguous()
+
+
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
     plane = step.tensor(group, "state")
     keep = _each(torch.sigmoid, decay)[:, :, None, None]
@@ -34,17 +39,19 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, g
     return out
 
 
-def causal_conv(x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None) -> Tensor:
-    plane = step.tensor(group, "conv")
+def causal_conv(
+    x: Tensor, step: TorchStep, group: int, layer: int, taps: Tensor, bias: Tensor | None, plane: str = "conv"
+) -> Tensor:
+    kept = step.tensor(group, plane)
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else plane[page].t()
+        past = x.new_zeros((len(taps) - 1, x.shape[1])) if fresh else kept[page]
         window = torch.cat([past, x[lo:hi]])
         own = x.new_zeros((hi - lo, x.shape[1])) if bias is None else bias.repeat(hi - lo, 1)
         for k, tap in enumerate(taps):
             own = own + window[k : k + hi - lo] * tap
         out[lo:hi] = own
-        plane[page] = window[hi - lo :].t()
+        kept[page] = window[hi - lo :]
     return out
 
 
@@ -56,11 +63,11 @@ def mamba_scan(
     dx = dt * x
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
-        state = torch.zeros_like(a) if fresh else plane[page].clone()
+        state = torch.zeros_like(a) if fresh else plane[page].t().contiguous()
         for t in range(lo, hi):
             state = state * torch.exp(dt[t, :, None] * a) + dx[t, :, None] * b[t]
             out[t] = torch.mv(state, c[t].clone())
-        plane[page] = state
+        plane[page] = state.t()
     return out + x * d
 
 
@@ -77,11 +84,11 @@ def mamba2_scan(
     out = x.new_empty(keep.shape[:3])
     for page, lo, hi, fresh in step.states(group, layer):
         shape = (*keep.shape[1:3], n)
-        state = x.new_zeros(shape) if fresh else plane[page].reshape(shape)
+        state = x.new_zeros(shape) if fresh else _turned(plane[page].reshape(heads, n, width)).reshape(shape)
         for i in range(lo, hi):
             state = state * keep[i] + dx[i] * b[i, :, None, :]
             out[i] = torch.matmul(state, c[i, :, :, None])[..., 0]
-        plane[page] = state.reshape(plane.shape[1:])
+        plane[page] = _turned(state.reshape(heads, width, n)).reshape(plane.shape[1:])
     return out.reshape(x.shape) + x * d[:, None]
 
 
@@ -128,16 +135,43 @@ def wkv7(
     _, h, d = v.shape
     out = torch.empty_like(v)
     for page, start, stop, fresh in step.states(group, layer):
-        state = v.new_zeros((h, d, d)) if fresh else plane[page].reshape(h, d, d)
+        state = v.new_zeros((h, d, d)) if fresh else _turned(plane[page].reshape(h, d, d))
         for t in range(start, stop):
             removed = torch.matmul(state, removal[t, :, :, None])
             kept = state * decay[t, :, None, :] - removed * written[t, :, None, :]
             state = kept + v[t, :, :, None] * k[t, :, None, :]
             out[t] = torch.matmul(state, r[t, :, :, None])[:, :, 0]
-        plane[page] = state.reshape(h, d * d)
+        plane[page] = _turned(state).reshape(h, d * d)
+    return out
+
+
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, step: TorchStep, group: int, layer: int, a: Tensor,
+    norm_eps: float, beta_scale: float,
+) -> Tensor:  # fmt: skip
+    plane = step.tensor(group, "state")
+    t, heads, width = v.shape
+    dim = q.shape[2]
+
+    def unit(x: Tensor) -> Tensor:
+        norm = _each(lambda row: torch.sqrt((row * row).sum(-1, keepdim=True) + norm_eps), x)
+        return (x / norm).repeat_interleave(heads // x.shape[1], dim=1)
+
+    q, k = unit(q) * dim**-0.5, unit(k)
+    keep = _each(torch.exp, _each(softplus, dt).reshape(t, heads, -1) * a[:, None])[..., None]
+    share = (_each(torch.sigmoid, beta) * beta_scale)[:, :, None, None]
+    out = torch.empty_like(v)
+    for page, lo, hi, fresh in step.states(group, layer):
+        state = v.new_zeros((heads, dim, width)) if fresh else plane[page].reshape(heads, dim, width)
+        for i in range(lo, hi):
+            state = state * keep[i]
+            wrong = v[i, :, None, :] - torch.matmul(k[i, :, None, :], state)
+            state = state + k[i, :, :, None] * (wrong * share[i])
+            out[i] = torch.matmul(q[i, :, None, :], state)[:, 0]
+        plane[page] = state.reshape(plane.shape[1:])
     return out
 
 
 STATE_OPS: dict[str, Callable[..., Any]] = {
-    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7)
+    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7, gated_delta)
 }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.backends.native.stacks import expert_stacks
+from penstock.backends.native.state_forms import Form, plane_names, state_form
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.selection import BOUNDS
 from penstock.model.fuse import Part, Same, inputs_of, runs_of
@@ -156,9 +157,12 @@ class _Emitter:
         if node.op == "rope_angles":
             return  # the table itself is bound to the rotation
         method = getattr(self, "_" + node.op, None)
-        if method is None:
+        if method is not None:
+            method(i, node)
+        elif (form := state_form(node, self._planes)) is not None:
+            self._of_form(i, node, form)
+        else:
             raise NotNativeError(f"operation {node.op}")
-        method(i, node)
         self._release(i)
 
     def _add_op(self, kind: Kind, label: str, inputs: tuple[int, ...], out: int, **more: Any) -> None:
@@ -176,6 +180,12 @@ class _Emitter:
     def _elementwise(self, i: int, node: Node, kind: Kind, **more: Any) -> None:
         inputs = tuple(self.register(v) for v in node.inputs)
         self._add_op(kind, "", inputs, self._out(i, node, *node.inputs[:2]), **more)
+
+    def _of_form(self, i: int, node: Node, form: Form) -> None:
+        inputs = tuple(self.register(v) for v in node.inputs)
+        candidates = () if form.in_place is None else (node.inputs[form.in_place],)
+        out = self._out(i, node, *candidates)
+        self._add_op(form.kind, form.label, inputs, out, n=form.n, f=form.f, pointers=form.pointers)
 
     def _embed(self, i: int, node: Node) -> None:
         table, name = node.bound[0], node.weights[0]
@@ -263,9 +273,7 @@ class _Emitter:
         self._add_op(Kind.WRITE, f"group {group} layer {layer}", (self.register(a), self.register(b)), -1, n=n)
 
     def _planes(self, group: int) -> list[str]:
-        """Names, in the order of `runner.storage`."""
-        spec = self._groups[group].spec
-        return [p.name for p in (*spec.planes, *spec.page_planes)]
+        return plane_names(self._groups[group])
 
     def _observe(self, i: int, node: Node) -> None:
         q = node.inputs[0]
@@ -344,7 +352,7 @@ class _Emitter:
         self._elementwise(i, node, Kind.ACT, n=(ACTIVATIONS[node.bound[0]],))
 
     def _activate_gated(self, i: int, node: Node) -> None:
-        activation, limit = node.bound
+        activation, limit = (*node.bound, None)[:2]
         self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(limit or 0.0,))
 
     def _gate_rows(self, i: int, node: Node) -> None:

@@ -54,7 +54,8 @@ class NativeForward:
             isa = pool.library.pst_isa_name().decode()
             matrices, num_bytes = {}, 0
             runs = {
-                name: StackRun([tuple(run.parts)], run.pair, run.heads) for name, run in matrix_runs(graph, same).items()
+                name: StackRun([tuple(run.parts)], run.pair, run.heads)
+                for name, run in matrix_runs(graph, same).items()
             }
             stacks = stack_runs(graph, same)
             for name, run in (runs | stacks).items():

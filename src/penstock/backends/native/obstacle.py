@@ -7,7 +7,7 @@ import numpy as np
 from penstock.backends.native.emit import NotNativeError, emit, matrix_runs
 from penstock.backends.native.stacks import stack_runs
 from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import Attention, Latent, ModelSpec, cache_spec, weight_shapes
+from penstock.core.model_spec import ModelSpec, cache_spec, weight_shapes
 from penstock.model.builder import build
 from penstock.model.fuse import fuse
 from penstock.ops.native.abi import Act, Format
@@ -33,9 +33,6 @@ def native_obstacle(spec: ModelSpec) -> str | None:
 
 def native_matrices(spec: ModelSpec) -> list[str]:
     """What the packed matrices of the model's program are called. Raises: NotNativeError."""
-    for layer in spec.layers:
-        if layer.mixer is not None and not isinstance(layer.mixer, Attention | Latent):
-            raise NotNativeError(f"layers of kind {type(layer.mixer).__name__}")
     # Weights of the right shapes that take no memory: every element is the same one.
     element = np.zeros((), np.uint16)
     shapes = weight_shapes(spec)

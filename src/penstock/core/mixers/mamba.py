@@ -38,8 +38,8 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     def cache(self, kv_dtype: str) -> CacheSpec:
         """`conv`: the last inputs of the convolution; `state`. float32: rounding would add up over the whole text."""
         planes = (
-            PlaneSpec("conv", self.inner, self.conv - 1, "float32"),
-            PlaneSpec("state", self.inner, self.state, "float32"),
+            PlaneSpec("conv", self.conv - 1, self.inner, "float32"),
+            PlaneSpec("state", self.state, self.inner, "float32"),
         )
         return CacheSpec(kind="slot", planes=planes)
 
@@ -98,8 +98,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     def cache(self, kv_dtype: str) -> CacheSpec:
         """See `Mamba.cache`."""
         planes = (
-            PlaneSpec("conv", self.conv_dim, self.conv - 1, "float32"),
-            PlaneSpec("state", self.num_heads, self.head_dim * self.state, "float32"),
+            PlaneSpec("conv", self.conv - 1, self.conv_dim, "float32"),
+            PlaneSpec("state", self.num_heads, self.state * self.head_dim, "float32"),
         )
         return CacheSpec(kind="slot", planes=planes)
 

@@ -95,6 +95,18 @@ class Kind(IntEnum):
     ROUTE = 18
     EXPERTS = 19
     LATENT = 20
+    CONV = 21
+    SHIFT = 22
+    LERP = 23
+    SCAN = 24
+    SCAN2 = 25
+    RECURRENT = 26
+    WKV4 = 27
+    WKV7 = 28
+    DELTA = 29
+    REMOVAL_KEY = 30
+    REPLACEMENT_KEY = 31
+    VALUE_BONUS = 32
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -164,7 +176,7 @@ class Pages(c.Structure):
 class Op(c.Structure):
     _fields_ = (
         ("kind", c.c_int32),
-        ("inputs", c.c_int32 * 4),
+        ("inputs", c.c_int32 * 6),
         ("out", c.c_int32),
         ("n", c.c_int32 * 12),
         ("f", c.c_float * 4),

@@ -108,7 +108,7 @@ def _struct(op: NativeOp) -> OpStruct:
         return [*values, *[rest] * (size - len(values))]
 
     return OpStruct(
-        int(op.kind), (ctypes.c_int32 * 4)(*filled(op.inputs, 4, -1)), op.out,
+        int(op.kind), (ctypes.c_int32 * 6)(*filled(op.inputs, 6, -1)), op.out,
         (ctypes.c_int32 * 12)(*filled(op.n, 12, 0)), (ctypes.c_float * 4)(*filled(op.f, 4, 0.0)),
         (ctypes.c_void_p * 4)(*filled([_address(p) for p in op.pointers], 4, None)),
     )  # fmt: skip
@@ -210,8 +210,9 @@ def _on_lines(num_rows: int, width: int) -> F32:
 
 
 def _plane(name: str, group: Planes) -> Plane:
-    """Paged [num_pages, S, heads, dim]; bfloat16 as uint16; int8 with a plane of scales in the same group."""
-    array = group[name]
+    """Paged [num_pages, S, heads, dim]; bfloat16 as uint16; int8 with a plane of scales in the same group. Of a slot
+    group [num_pages, heads, dim]."""
+    array = group[name] if group[name].ndim == 4 else group[name][:, None]
     dtype, scales = DType.I8, -1
     if array.dtype == np.int8:
         scales = list(group).index(scales_name(name, "int8"))

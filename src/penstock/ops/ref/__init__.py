@@ -8,6 +8,7 @@ its position alone.
 from __future__ import annotations
 
 from penstock.ops.ref.attention.kept import write_kept
+from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.experts import experts, route
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
@@ -83,6 +84,7 @@ REF = OpTable(
         "causal_conv": causal_conv,
         "mamba_scan": mamba_scan,
         "mamba2_scan": mamba2_scan,
+        "gated_delta": gated_delta,
     },
 )
 """Every op but attention, which `ops.attention.ATTENTION_BACKENDS` names."""

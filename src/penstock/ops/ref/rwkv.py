@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.ops.ref.mamba import turned
 from penstock.ops.ref.pointwise import sigmoid
 from penstock.ops.step import Step
 
@@ -78,9 +79,9 @@ def replacement_key(k: F32, rate: F32, weight: F32) -> F32:
 
 
 def wkv7(r: F32, w: F32, k: F32, v: F32, removal: F32, rate: F32, step: Step, group: int, layer: int) -> F32:
-    """All [T, H, D] -> [T, H, D]; the state [H, D, D] has values along its first D and keys along its second.
+    """All [T, H, D] -> [T, H, D]; the state [H, D, D] has keys along its first D and values along its second.
 
-    state = state * exp(-e^-0.5 sigmoid(w)) - (state removal) (removal * rate)^T + v k^T; out = state r.
+    state = exp(-e^-0.5 sigmoid(w)) state - (removal * rate)^T (removal state) + k^T v; out = r state.
     Mutates: plane `state` [num_pages, H, D*D] of the group.
     Source: Peng et al., arXiv 2503.14456, equations 3, 16 and 17.
     """
@@ -90,13 +91,13 @@ def wkv7(r: F32, w: F32, k: F32, v: F32, removal: F32, rate: F32, step: Step, gr
     _, h, d = v.shape
     out = np.empty_like(v)
     for page, start, stop, fresh in step.states(group, layer):
-        state = np.zeros((h, d, d), np.float32) if fresh else plane[page].reshape(h, d, d)
+        state = np.zeros((h, d, d), np.float32) if fresh else turned(plane[page].reshape(h, d, d))
         for t in range(start, stop):
             removed = np.matmul(state, removal[t, :, :, None])
             kept = state * decay[t, :, None, :] - removed * written[t, :, None, :]
             state = kept + v[t, :, :, None] * k[t, :, None, :]
             out[t] = np.matmul(state, r[t, :, :, None])[:, :, 0]
-        plane[page] = state.reshape(h, d * d)
+        plane[page] = turned(state).reshape(h, d * d)
     return out
 
 

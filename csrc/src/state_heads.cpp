@@ -1,0 +1,179 @@
+// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA: the rules of state_heads.h.
+#include "activation.h"
+#include "norm_row.h"
+#include "state_heads.h"
+
+namespace pst {
+
+namespace {
+
+// What every rule is made of: heads, and the registers of a row.
+struct Shape {
+    View in, out;
+    int heads, keys, width;
+
+    Shape(const pst_op& op, const Maker& maker, int value)
+        : in(maker.reg(op.in[value])), out(maker.reg(op.out)), heads(op.n[3]), keys(op.n[4]), width(op.n[5]) {
+        check(heads > 0 && keys > 0 && width > 0, "a state has heads, keys and a width");
+        check_tokens(maker.reg(op.in[value]), int64_t(heads) * width);
+    }
+    View input(const pst_op& op, const Maker& maker, int number, int64_t numbers) const {
+        check_tokens(maker.reg(op.in[number]), numbers);
+        return View(maker.reg(op.in[number]));
+    }
+    const float* fixed(const pst_op& op, int number) const {
+        check(op.p[number] != nullptr, "a state's rule has weights");
+        return static_cast<const float*>(op.p[number]);
+    }
+    // Number `column` of rows t ... t+count-1.
+    static F gather(const View& x, int64_t t, int count, int64_t column) {
+        alignas(64) float lanes[LANES] = {};
+        for (int i = 0; i < count; i++) lanes[i] = x.row(t + i)[column];
+        return load(lanes);
+    }
+};
+
+int per_group(int heads, int groups) {
+    check(groups > 0 && heads % groups == 0, "heads fall into equal groups");
+    return heads / groups;
+}
+
+struct Scan2 : Shape {
+    static constexpr bool FINDS = false, ERASES = false;
+    int per;
+    View dt, b, c;
+    const float *a, *d, *bias;
+    float least, most;
+
+    Scan2(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 0), per(per_group(heads, op.n[6])), dt(input(op, maker, 1, heads)),
+          b(input(op, maker, 2, int64_t(op.n[6]) * keys)), c(input(op, maker, 3, int64_t(op.n[6]) * keys)),
+          a(fixed(op, 0)), d(fixed(op, 1)), bias(fixed(op, 2)), least(op.f[0]), most(op.f[1]) {}
+    void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
+        F step = cut(softplus(gather(dt, t, count, head) + all(bias[head])), least, most);
+        store(numbers[0], exp(step * all(a[head])));
+        store(numbers[1], step);
+    }
+    void row(int64_t t, int head, const float* numbers, Row& row) const {
+        row.fade = numbers, row.fade_step = 0;
+        row.scale = numbers[BATCH];
+        row.write = b.row(t) + int64_t(head / per) * keys;
+        row.read = c.row(t) + int64_t(head / per) * keys;
+    }
+    F value(const Row& row, F x, F) const { return x * all(row.scale); }
+    F result(const Row&, int head, F x, F y) const { return fma(x, all(d[head]), y); }
+};
+
+struct Gated : Shape {
+    static constexpr bool FINDS = false, ERASES = false;
+    View q, k, decay;
+
+    Gated(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2), q(input(op, maker, 0, int64_t(heads) * keys)),
+          k(input(op, maker, 1, int64_t(heads) * keys)), decay(input(op, maker, 3, heads)) {}
+    void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
+        store(numbers[0], sigmoid(gather(decay, t, count, head)));
+    }
+    void row(int64_t t, int head, const float* numbers, Row& row) const {
+        row.fade = numbers, row.fade_step = 0;
+        row.write = k.row(t) + int64_t(head) * keys;
+        row.read = q.row(t) + int64_t(head) * keys;
+    }
+    F value(const Row&, F x, F) const { return x; }
+    F result(const Row&, int, F, F y) const { return y; }
+};
+
+struct Wkv7 : Shape {
+    static constexpr bool FINDS = true, ERASES = true;
+    View r, w, k, removal, rate;
+
+    Wkv7(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 3), r(own(op, maker, 0)), w(own(op, maker, 1)), k(own(op, maker, 2)),
+          removal(own(op, maker, 4)), rate(own(op, maker, 5)) {}
+    View own(const pst_op& op, const Maker& maker, int number) const {
+        return input(op, maker, number, int64_t(heads) * keys);
+    }
+    void batch(int64_t, int, int, float (*)[BATCH]) const {}
+    void row(int64_t t, int head, const float*, Row& row) const {
+        int64_t at = int64_t(head) * keys;
+        float *fade = row.own, *erase = row.own + padded(keys);
+        each_vector(keys, [&](int i, int lanes) {
+            F slow = sigmoid(load_part(w.row(t) + at + i, lanes)) * all(-0.606530660f);  // -e^-0.5
+            store_part(fade + i, exp(slow), lanes);
+            F removed = load_part(removal.row(t) + at + i, lanes);
+            store_part(erase + i, all(0.0f) - removed * load_part(rate.row(t) + at + i, lanes), lanes);
+        });
+        row.fade = fade, row.fade_step = 1;
+        row.erase = erase;
+        row.find = removal.row(t) + at;
+        row.write = k.row(t) + at;
+        row.read = r.row(t) + at;
+    }
+    F value(const Row&, F x, F) const { return x; }
+    F result(const Row&, int, F, F y) const { return y; }
+    static int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
+};
+
+struct Delta : Shape {
+    static constexpr bool FINDS = true, ERASES = false;
+    int groups, per;
+    View q, k, dt, beta;
+    const float* a;
+    float eps, factor, scale;
+    bool by_key;
+
+    Delta(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2), groups(op.n[6]), per(per_group(heads, groups)),
+          q(input(op, maker, 0, int64_t(groups) * keys)), k(input(op, maker, 1, int64_t(groups) * keys)),
+          dt(maker.reg(op.in[3])), beta(input(op, maker, 4, heads)), a(fixed(op, 0)), eps(op.f[0]), factor(op.f[1]),
+          scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads) {
+        check_tokens(maker.reg(op.in[3]), by_key ? int64_t(heads) * keys : heads);
+    }
+    void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
+        if (!by_key) store(numbers[0], exp(softplus(gather(dt, t, count, head)) * all(a[head])));
+        store(numbers[1], sigmoid(gather(beta, t, count, head)) * all(factor));
+    }
+    void row(int64_t t, int head, const float* numbers, Row& row) const {
+        int size = Wkv7::padded(keys);
+        int64_t at = int64_t(head / per) * keys;
+        float *read = row.own, *write = read + size, *find = write + size, *fades = find + size;
+        const float by_q = of_unit(q.row(t) + at) * scale, by_k = of_unit(k.row(t) + at);
+        const float* decay = dt.row(t) + int64_t(head) * keys;
+        each_vector(keys, [&](int i, int lanes) {
+            F fade = all(*numbers), unit = load_part(k.row(t) + at + i, lanes) * all(by_k);
+            if (by_key) {
+                fade = exp(softplus(load_part(decay + i, lanes)) * all(a[head]));
+                store_part(fades + i, fade, lanes);
+            }
+            store_part(read + i, load_part(q.row(t) + at + i, lanes) * all(by_q), lanes);
+            store_part(write + i, unit, lanes);
+            store_part(find + i, unit * fade, lanes);
+        });
+        row.fade = by_key ? fades : numbers, row.fade_step = by_key;
+        row.scale = numbers[BATCH];
+        row.read = read, row.write = write, row.find = find;
+    }
+    float of_unit(const float* x) const {
+        F total = all(0.0f);
+        each_vector(keys, [&](int i, int lanes) {
+            F v = load_part(x + i, lanes);
+            total = fma(v, v, total);
+        });
+        return 1.0f / std::sqrt(sum(total) + eps);
+    }
+    F value(const Row& row, F x, F found) const { return (x - found) * all(row.scale); }
+    F result(const Row&, int, F, F y) const { return y; }
+};
+
+}  // namespace
+
+OpPtr make_heads(const pst_op& op, const Maker& maker) {
+    switch (op.kind) {
+        case PST_SCAN2: return std::make_unique<Heads<Scan2>>(op, maker);
+        case PST_RECURRENT: return std::make_unique<Heads<Gated>>(op, maker);
+        case PST_WKV7: return std::make_unique<Heads<Wkv7>>(op, maker);
+        default: return std::make_unique<Heads<Delta>>(op, maker);
+    }
+}
+
+}  // namespace pst

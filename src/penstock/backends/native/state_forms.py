@@ -1,0 +1,128 @@
+"""The native form of operations that keep a state per sequence, and of RWKV's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.core.cache_spec import CacheGroup
+from penstock.model.graph import Node
+from penstock.ops.native.abi import Kind
+
+
+class Form(NamedTuple):
+    """What a native operation is told besides its registers; see `csrc/include/penstock.h`.
+
+    `in_place`: the number of the input whose place the result may take, if any.
+    """
+
+    kind: Kind
+    label: str = ""
+    n: tuple[int, ...] = ()
+    f: tuple[float, ...] = ()
+    pointers: tuple[Any, ...] = ()
+    in_place: int | None = None
+
+
+Planes = Callable[[int], list[str]]
+"""Cache group -> the names of its planes, in their order."""
+
+
+def state_form(node: Node, planes: Planes) -> Form | None:
+    """None for an operation that is none of these."""
+    make = _FORMS.get(node.op)
+    return None if make is None else make(node, planes)
+
+
+def plane_names(group: CacheGroup) -> list[str]:
+    """Names of a group's planes, in the order of `runner.storage`."""
+    return [p.name for p in (*group.spec.planes, *group.spec.page_planes)]
+
+
+def _place(group: int, layer: int, planes: Planes, *names: str) -> tuple[tuple[int, ...], str]:
+    return (group, layer, *(planes(group).index(name) for name in names)), f"group {group} layer {layer}"
+
+
+def _numbers(x: Any) -> Any:
+    return None if x is None else np.ascontiguousarray(x, np.float32).reshape(-1)
+
+
+def _conv(node: Node, planes: Planes) -> Form:
+    group, layer, taps, bias, plane = (*node.bound, "conv")[:5]
+    place, label = _place(group, layer, planes, plane)
+    silu = int(node.more.get("activation") == "silu")
+    return Form(Kind.CONV, label, (*place, len(taps), silu), pointers=(_numbers(taps), _numbers(bias)))
+
+
+def _shift(node: Node, planes: Planes) -> Form:
+    place, label = _place(*node.bound[:2], planes, node.bound[2])
+    return Form(Kind.SHIFT, label, place)
+
+
+def _scan(node: Node, planes: Planes) -> Form:
+    group, layer, a, d = node.bound
+    place, label = _place(group, layer, planes, "state")
+    return Form(Kind.SCAN, label, place, pointers=(_numbers(a), _numbers(d)), in_place=0)
+
+
+def _matrix(kind: Kind, node: Node, planes: Planes, key: int, value: int, **more: Any) -> Form:
+    """Heads of the inputs numbered `key` and `value` say the shape of the state."""
+    keys, values = node.inputs[key], node.inputs[value]
+    assert keys.heads
+    assert values.heads
+    place, label = _place(*node.bound[:2], planes, "state")
+    n = (*place, values.heads, keys.width // keys.heads, values.width // values.heads, keys.heads)
+    return Form(kind, label, n, in_place=value, **more)
+
+
+def _scan2(node: Node, planes: Planes) -> Form:
+    a, d, bias, *limits = node.bound[2:]
+    pointers = (_numbers(a), _numbers(d), _numbers(bias))
+    return _matrix(Kind.SCAN2, node, planes, 2, 0, f=tuple(map(float, limits)), pointers=pointers)
+
+
+def _recurrent(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.RECURRENT, node, planes, 1, 2)
+
+
+def _wkv7(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.WKV7, node, planes, 2, 3)
+
+
+def _delta(node: Node, planes: Planes) -> Form:
+    a, eps, factor = node.bound[2:]
+    return _matrix(Kind.DELTA, node, planes, 1, 2, f=(float(eps), float(factor)), pointers=(_numbers(a),))
+
+
+def _wkv4(node: Node, planes: Planes) -> Form:
+    decay, first, group, layer = node.bound
+    place, label = _place(group, layer, planes, "num", "den", "exponent")
+    return Form(Kind.WKV4, label, place, pointers=(_numbers(decay), _numbers(first)), in_place=1)
+
+
+def _lerp(node: Node, planes: Planes) -> Form:
+    return Form(Kind.LERP, pointers=(_numbers(node.bound[0]) if node.bound else None,), in_place=0)
+
+
+def _removal_key(node: Node, planes: Planes) -> Form:
+    weight, heads = node.bound
+    return Form(Kind.REMOVAL_KEY, n=(heads,), pointers=(_numbers(weight),))
+
+
+def _replacement_key(node: Node, planes: Planes) -> Form:
+    return Form(Kind.REPLACEMENT_KEY, pointers=(_numbers(node.bound[0]),), in_place=0)
+
+
+def _value_bonus(node: Node, planes: Planes) -> Form:
+    heads = node.inputs[0].heads
+    assert heads
+    return Form(Kind.VALUE_BONUS, n=(heads,), pointers=(_numbers(node.bound[0]),), in_place=2)
+
+
+_FORMS: dict[str, Callable[[Node, Planes], Form]] = {
+    "causal_conv": _conv, "token_shift": _shift, "mamba_scan": _scan, "mamba2_scan": _scan2, "recurrent": _recurrent,
+    "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp, "removal_key": _removal_key,
+    "replacement_key": _replacement_key, "value_bonus": _value_bonus,
+}  # fmt: skip
