@@ -17,10 +17,10 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import Any, ClassVar
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from benchmarks.gpu.shapes import spec_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.backends.gpu.graphs import CudaGraph
 
 SHAPES = ("llama-3.1-8b", "qwen3-30b-a3b")
 PROMPT = 40
@@ -170,6 +172,43 @@ def kernels(made: MadeUp) -> AbstractContextManager[object]:
     return patch.object(JITFunction, "run", run)
 
 
+class CountedGraphs:
+    """In place of CUDA graphs: what a step would capture runs once and is counted; a replay counts as one operation."""
+
+    captured: ClassVar[dict[str, Any]] = {}
+    made: ClassVar[Any] = None
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: as `CudaGraphs` has it."""
+
+    def capture(self, fn: Any) -> Any:
+        seen, before = Seen(), self.made.seen
+        self.made.seen = seen
+        with Watch(seen):
+            result = fn()
+        self.made.seen = before
+        self.captured[f"captured step of {len(result)}"] = seen.told()
+
+        def replay() -> None:
+            self.made.seen.ops["graph"] += 1
+
+        return CudaGraph(result, replay)
+
+
+def graphs(made: MadeUp) -> AbstractContextManager[object]:
+    """Graphs are mocked, and so is what only a driver has: pinned memory, its events."""
+    stack, zeros = ExitStack(), torch.zeros
+    CountedGraphs.made = made
+    CountedGraphs.captured.clear()
+    stack.enter_context(patch("penstock.backends.gpu.warm.CudaGraphs", CountedGraphs))
+    stack.enter_context(patch.object(torch.cuda, "Event", Mock))
+    stack.enter_context(patch.object(torch.cuda, "memory_reserved", Mock(return_value=0)))
+    stack.enter_context(patch.object(torch.cuda, "current_stream", Mock()))
+    pageable = lambda *size, pin_memory=False, **named: zeros(*size, **named)  # noqa: E731
+    stack.enter_context(patch.object(torch, "zeros", pageable))
+    return stack
+
+
 def guard() -> None:
     """Let torch without GPU libraries name a device "cuda": the guard that changes nothing, which is there for "meta",
     stands in for the one that would change the current device. Fake tensors do the same where torch has the libraries
@@ -188,8 +227,9 @@ def steps(bench: Bench, name: str) -> dict[str, Any]:
     made = MadeUp(FakeTensorMode(allow_non_fake_inputs=True))
     # Their own `tolist` asks for number by number.
     lists = patch.object(FakeTensor, "tolist", lambda tensor: made.read("tolist", tensor))
-    with made.fakes, made, lists, kernels(made):
+    with made.fakes, made, lists, kernels(made), graphs(made):
         machine = engine_on(bench, spec_of(name, bench.tiny), num_seqs=4, num_tokens=256, budget=64)
+        found |= CountedGraphs.captured
         found["prefill"] = _step(made, machine, lambda: ask(machine.core, 0, PROMPT, 16, machine.spec.vocab_size))
         found["decode 1"] = _step(made, machine)
         for number in (1, 2):

@@ -44,6 +44,7 @@ class Knobs:
     eviction: str = "lru"
     attention: str = "ref"
     ops: str = "ref"
+    graphs: str = "auto"
     depth: int = 1
     wire: bool = False
     threshold: int = 0
@@ -104,6 +105,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         eviction=k.eviction,
         attention_backend=k.attention,
         ops=k.ops,
+        cudagraph_capture_sizes=k.graphs,
         depth=k.depth,
         enable_chunked_prefill=k.chunked,
         long_prefill_token_threshold=k.threshold,

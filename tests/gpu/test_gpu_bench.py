@@ -54,11 +54,17 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "dry-run.json").read_text("utf-8"))
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
         assert "error" not in found[name], found[name].get("trace")
-        assert found[name]["decode 1"]["operations"] > 20
+        assert found[name]["prefill"]["operations"] > 100
         assert found[name]["decode 1"]["waits"], "its token comes to the host"
     dense, sparse = (sum(found[name]["decode 1"]["waits"].values()) for name in ("llama-3.1-8b", "qwen3-30b-a3b"))
     assert dense <= 4, found["llama-3.1-8b"]["decode 1"]["waits"]
     assert sparse >= dense
+    captured, decode = (found["llama-3.1-8b"][step] for step in ("captured step of 4", "decode 3"))
+    assert captured["operations"] > 100
+    assert captured["waits"] == captured["copies_to_device"] == {}
+    assert decode["by_name"]["graph"] == 1
+    assert decode["operations"] < 20
+    assert sum(decode["copies_to_device"].values()) == 1
 
 
 MIXED = """

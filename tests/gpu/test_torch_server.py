@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from penstock.config import serve_from_kwargs
 from penstock.server.live import LiveServer
 from tests.api.conftest import bundled
@@ -16,11 +18,13 @@ from tests.api.test_process_server import link_of, pytestmark, stream, until_rea
 __all__ = ["pytestmark"]
 
 
-def test_streams_go_on_with_the_same_tokens() -> None:
-    """Weights, keys and values, and two steps in flight with promised tokens, are made anew in another process."""
+def test_streams_go_on_with_the_same_tokens(capfd: pytest.CaptureFixture[str]) -> None:
+    """Weights, keys and values, decode graphs (mocks) and two steps in flight with promised tokens are made anew in
+    another process."""
     config = serve_from_kwargs(
         model=bundled(), port=0, device="cpu-torch", max_model_len=256, num_gpu_blocks_override=256, request_log=False,
         max_restarts_per_minute=20, executor="multiproc", depth=2, threads=1,
+        cudagraph_capture_sizes="1,2",
     )  # fmt: skip
     with LiveServer(config) as live, ThreadPoolExecutor(2) as pool:
         link = link_of(live)
@@ -37,3 +41,4 @@ def test_streams_go_on_with_the_same_tokens() -> None:
         assert [future.result() for future in wild] == calm
         until_ready(live)
     assert all(len(text) > 20 for text in calm)
+    assert capfd.readouterr().err.count("2 decode graphs for 1, 2 rows") == 2, "each rank was warm before it was ready"

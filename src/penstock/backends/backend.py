@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.plan.devices import Device
 from penstock.plan.probe import Free
+from penstock.plan.resolve import Plan
 
 
 class WeightStore(Protocol):
@@ -72,8 +74,13 @@ class Backend(Protocol):
         ...
 
     @classmethod
-    def memory(cls, config: EngineConfig) -> Free | None:
+    def memory(cls, config: EngineConfig, spec: ModelSpec) -> Free | None:
         """Of the device that has weights, keys and values, before anything is loaded; None: this machine's."""
+        ...
+
+    @classmethod
+    def decisions(cls, config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
+        """What it decides by itself of how this plan is run."""
         ...
 
     def compile(

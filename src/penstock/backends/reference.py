@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from penstock.backends.program import Program
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import AttentionBackend
@@ -19,6 +20,7 @@ from penstock.ops.blas import BLAS
 from penstock.ops.ref import REF
 from penstock.ops.table import OpTable
 from penstock.plan.devices import Device, device_preset
+from penstock.plan.resolve import Plan
 
 
 class ReferenceBackend:
@@ -53,8 +55,12 @@ class ReferenceBackend:
         return device_preset("cpu-ref")
 
     @classmethod
-    def memory(cls, config: EngineConfig) -> None:
+    def memory(cls, config: EngineConfig, spec: ModelSpec) -> None:
         return None
+
+    @classmethod
+    def decisions(cls, config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
+        return ()
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",

@@ -33,6 +33,7 @@ def doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from penstock import __version__
+    from penstock.backends.gpu.graph_plan import graphs_state
     from penstock.backends.gpu.state import gpu_state
     from penstock.bench.bandwidth import ReadProbe
     from penstock.launch.inventory import inventory
@@ -50,6 +51,7 @@ def doctor(args: argparse.Namespace) -> int:
         f"read at {read / 1e9:.1f} GB/s; {_kernels(library)}"
     )
     console.print(f"GPU: {gpu_state()}", markup=False)
+    console.print(f"Decode graphs on a GPU: {graphs_state()}", markup=False)
     if args.model is None:
         _sizes(console, machine, read)
     else:

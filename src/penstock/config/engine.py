@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.base.errors import ConfigError
+from penstock.config.graphs import parse_sizes
 from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
@@ -219,6 +220,14 @@ class ExecutionConfig(Section):
         choices=("auto", "copied", "mapped"),
     )
     attention_backend: str = setting("ref", "Which implementation of attention.")
+    enforce_eager: bool = setting(
+        False, "On a GPU: start every operation of every step from the host; capture no decode graphs."
+    )
+    cudagraph_capture_sizes: str = setting(
+        "auto",
+        "For which numbers of rows a GPU has decode graphs, captured at the start: 1,2,4,8. A step takes the smallest "
+        "that holds it. auto: powers of two up to max_num_seqs on a GPU, else none. With cpu-torch numbers try a mock.",
+    )
     executor: str = setting(
         "inproc",
         "Where the model runs. inproc: in the engine's own thread. multiproc: in a process of its own, so that with "
@@ -264,6 +273,7 @@ class EngineConfig:
         if cache.kv_cache_dtype != "auto":
             parse_kv_format(cache.kv_cache_dtype)
         parse_selection(cache.kv_selector, cache.kv_budget, cache.kv_selector_config)
+        parse_sizes(self.execution.cudagraph_capture_sizes)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(
                 f"num_gpu_blocks_override: {cache.num_gpu_blocks_override} contradicts kv_cache_memory_bytes "

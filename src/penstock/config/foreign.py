@@ -51,6 +51,9 @@ ALIASES: dict[str, SameName] = {
     "page_size": SameName("block_size"),
     "schedule_policy": SameName("scheduling_policy"),
     "radix_eviction_policy": SameName("eviction"),
+    "disable_cuda_graph": SameName("enforce_eager"),
+    "cuda_graph_bs": SameName("cudagraph_capture_sizes"),
+    "cuda_graph_sizes": SameName("cudagraph_capture_sizes"),
     "disable_radix_cache": SameName("enable_prefix_caching", opposite=True),
     "random_seed": SameName("seed"),
     "served_model_names": SameName("served_model_name"),
@@ -173,7 +176,6 @@ _add("no bytes leave this machine unasked; there is nothing to switch off", "usa
 
 # --- happens anyway, or is chosen by looking
 _add("weights already live in main memory; leave it away", "cpu_offload_gb", 0, 0.0)
-_add("this version captures no graphs, so it can only be true", "enforce_eager disable_cuda_graph", True, switch=True)
 _add("cached tokens are always in usage; leave it away", "enable_prompt_tokens_details enable_cache_report", True,
      switch=True)  # fmt: skip
 _add("streams carry usage when stream_options asks for it; leave it away", "enable_force_include_usage", False,
@@ -214,9 +216,10 @@ _add(
 _add("a step is not cut any further than max_num_batched_tokens", "ubatch_size/-ub n_ubatch", unused=True)
 _add("threads is for prompts and for generated tokens alike", "threads_batch/-tb n_threads_batch", -1, unused=True)
 _add("packed_weights says how weights are held", "mlock mmap use_mlock use_mmap", switch=True, unused=True)
-_add("nothing is compiled at the start, so there is nothing to tune", "compilation_config/-cc optimization_level/-O "
-     "cuda_graph_max_bs cuda_graph_bs max_seq_len_to_capture cuda_graphs", unused=True)  # fmt: skip
-_add("nothing is compiled at the start, so there is nothing to tune", "enable_torch_compile disable_custom_all_reduce "
+_add("what is compiled at the start follows from the model", "compilation_config/-cc optimization_level/-O "
+     "max_seq_len_to_capture", unused=True)  # fmt: skip
+_add("use cudagraph_capture_sizes", "cuda_graph_max_bs max_cudagraph_capture_size cuda_graphs")
+_add("what is compiled at the start follows from the model", "enable_torch_compile disable_custom_all_reduce "
      "disable_custom_kernels", switch=True, unused=True)  # fmt: skip
 _add("depth and executor decide how far a step runs ahead", "async_scheduling disable_overlap_schedule", switch=True,
      unused=True)  # fmt: skip

@@ -186,7 +186,7 @@ class RowError(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step yielded. `duration_s` is recorded so that a simulator can replay the schedule."""
+    """What a step yielded. `duration_s`, of which drafts took `draft_s`, is recorded so that a simulator can replay."""
 
     step: int
     sampled: list[Sampled] = []
@@ -200,8 +200,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """Compile cache of a rank that has used it: hits, misses and bytes."""
     verified: list[Verified] = []
     draft_s: float = 0.0
-    """Seconds of `duration_s` that the drafter took."""
     selected: list[Selected] = []
     moves: dict[int, bool] = {}
     """Loads that have ended (the `move` of their LoadOps), each reported once: True, they have arrived; False, what was
     found is not what was stored, and what rows read of their pages is void. Nearly always none."""
+    num_late: int = 0  # kernels that were compiled in this step, after the rank was ready

@@ -52,6 +52,8 @@ class EngineStats:
     num_aborted: int = 0
     num_errors: int = 0
     peak_running: int = 0
+    num_late_compilations: int = 0
+    """Kernels compiled after the rank was ready, while streams waited."""
     num_grammar_hits: int = 0
     num_grammar_misses: int = 0
     grammar_bytes: int = 0

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from penstock.base.log import setup
+
 EXIT_BROKEN = 70
 """Exit status of a process whose step raised an exception: its traceback is on stderr."""
 _PR_SET_PDEATHSIG = 1
@@ -18,7 +20,7 @@ _LOG_BYTES = 4 << 20
 
 
 def begin(*, with_thread: bool = True) -> None:
-    """Leave signals to the parent, and stacks behind after a crash.
+    """Leave signals to the parent, and stacks behind after a crash; log lines go to stderr.
 
     `with_thread`: on Linux the kernel kills this process when the parent's thread that started it ends, whatever it is
     doing then. It is to end by itself, too, when the other end of its socket is closed.
@@ -29,6 +31,7 @@ def begin(*, with_thread: bool = True) -> None:
     if with_thread and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     faulthandler.enable()
+    setup(default="info")
 
 
 def open_log(path: str | None) -> TextIO:

@@ -64,12 +64,17 @@ def device_of(config: EngineConfig, num_cores: int) -> Device:
     return BACKENDS.get(_name(config)).device(config, num_cores)
 
 
-def machine_of(config: EngineConfig, machine: Machine) -> Machine:
+def machine_of(config: EngineConfig, machine: Machine, spec: ModelSpec) -> Machine:
     """The machine with the memory of the device that the model runs on. `ops` must have been decided."""
-    free = BACKENDS.get(_name(config)).memory(config)
+    free = BACKENDS.get(_name(config)).memory(config, spec)
     if free is None:
         return machine
     return msgspec.structs.replace(machine, memory_bytes=free.memory_bytes, available_bytes=free.available_bytes)
+
+
+def backend_decisions(config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
+    """What the chosen backend decides by itself. `ops` must have been decided."""
+    return BACKENDS.get(_name(config)).decisions(config, spec, plan)
 
 
 def measuring_backend(config: EngineConfig, threads: int = 0) -> Backend:

@@ -22,7 +22,7 @@ from penstock.executor.rank import Progress, RankSpec
 from penstock.families.registry import read_model
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
-from penstock.launch.backend import choose_ops, device_of, machine_of, traits_of
+from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, draft_specs, open_drafts
 from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
@@ -91,7 +91,7 @@ def start(
     hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
     config, chosen = choose_ops(config, checkpoint.spec)
-    machine = machine_of(config, machine or probe())
+    machine = machine_of(config, machine or probe(), checkpoint.spec)
     named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
     plan = resolve(
         config, checkpoint.spec, machine, named, keeping_of(config), checkpoint.stored, traits_of(config)
@@ -125,6 +125,7 @@ def start(
     )
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
     decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan))
     defaults = None
     if not serving:
         defaults, said = _sampling(checkpoint.generation_config, limits, config)
@@ -150,11 +151,11 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     own, stored, generation = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    machine = machine_of(config, machine or probe())
+    machine = machine_of(config, machine or probe(), spec)
     plan = resolve(config, spec, machine, draft_specs(config), keeping_of(config), stored, traits_of(config))
-    changed = stretch_decision(own, spec)
+    changed, decided = stretch_decision(own, spec), backend_decisions(config, spec, plan)
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
-    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, said))
+    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, *decided, said))
 
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:

@@ -11,9 +11,10 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
+from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
-from penstock.model.forward import Forward
+from penstock.model.forward import Forward, StepLimits, WarmedForward
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import make_sampler
 from penstock.runner.lazy import LazyStorage
@@ -63,6 +64,13 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     selections = None
     if parts.select is not None and keeping is not None:
         selections = make_selections(*parts.select, keeping, rows, storage)
+    if isinstance(parts.forward, WarmedForward):
+        limits = StepLimits(
+            plan.own_groups, plan.block_size, plan.max_num_seqs, plan.max_num_batched_tokens,
+            trees=config.speculation is not None or parts.drafter is not None,
+        )  # fmt: skip
+        with warming_up() as report:
+            parts.forward.warm(storage.planes, limits, report)
     return Runner(
         parts.forward,
         rows,

@@ -47,6 +47,33 @@ def loading(
             bar.stop()
 
 
+@contextmanager
+def warming_up() -> Iterator[Callable[[int, int], None]]:
+    """A bar for the steps that make a rank warm; silent where stderr is no terminal."""
+    bar: Any = None
+    task: Any = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar, task
+        if not sys.stderr.isatty():
+            return
+        if bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = TextColumn("warming up"), BarColumn(), MofNCompleteColumn()
+            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            bar.start()
+            task = bar.add_task("warming up", total=total)
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
 class StepProgress:
     """Requests done and tokens per second of a `generate` call."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import Planes, StepPlan
 
 
@@ -76,4 +77,31 @@ class ObservedForward(Forward, Protocol):
 
     def queries(self, num_tokens: int) -> Sequence[npt.NDArray[np.float32]]:
         """Of the step that ran last, which had T = `num_tokens`: [T, H, D] of each attention layer, rotated."""
+        ...
+
+
+class StepLimits(NamedTuple):
+    """What a rank may be asked to run: rows and tokens of a step, blocks of the first groups, and trees of drafts."""
+
+    groups: tuple[CacheGroup, ...]
+    block_size: int
+    max_num_seqs: int
+    max_tokens: int
+    trees: bool
+
+
+@runtime_checkable
+class WarmedForward(Forward, Protocol):
+    """A model that is slow the first time."""
+
+    def warm(self, planes: Sequence[Planes], limits: StepLimits, report: Callable[[int, int], None]) -> None:
+        """Everything once, before the first step; `report` hears of (done, in all). `planes` are those of every step.
+
+        Mutates: planes, which nobody has written to, so nobody may read them before they are zeroed.
+        """
+        ...
+
+    @property
+    def num_late(self) -> int:
+        """Kernels that were compiled since then."""
         ...

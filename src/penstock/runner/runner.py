@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace as replaced
 
 from penstock.base.bf16 import F32
 from penstock.base.clock import Clock
@@ -23,6 +24,7 @@ from penstock.model.forward import (
     ObservedForward,
     PoolingForward,
     ResidentForward,
+    WarmedForward,
     WatchedForward,
 )
 from penstock.ops.plan import I32, StepPlan
@@ -116,6 +118,8 @@ class Runner:
         self._batch = InputBatch(rows, keeping, num_own_groups)
         self._forward = forward
         self._greedy = forward if isinstance(forward, GreedyForward) else None
+        self._warmed = forward if isinstance(forward, WarmedForward) else None
+        self._num_late = 0
         # Other verifiers than ours look at logits as arrays.
         stays = isinstance(sampler, KernelSampler) and verifier is None
         self._resident = forward if stays and isinstance(forward, ResidentForward) else None
@@ -167,6 +171,9 @@ class Runner:
             result = self.settle(output, planned, found, hidden, start_s)
         if self._promises is not None:
             self._promises.settled(result)
+        if self._warmed is not None and self._warmed.num_late > self._num_late:
+            result = replaced(result, num_late=self._warmed.num_late - self._num_late)
+            self._num_late = self._warmed.num_late
         return result
 
     def plan(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Planned | None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.cache_ops import contexts, read_kv
+from penstock.backends.gpu.fixed_attention import attend_fixed
 from penstock.backends.gpu.ops import rope, rope_angles
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.selection import BOUNDS, PageReads
@@ -60,6 +61,11 @@ class TorchAttention:
     ) -> Tensor:  # fmt: skip
         if kept is not None:
             return self._attend_kept(q, step, group, layer, kept, _Rule(scale, soft_cap, slopes, sinks))
+        if step.static is not None:
+            return attend_fixed(
+                q, step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
+                soft_cap=soft_cap, slopes=slopes, sinks=sinks, rotation=rotation,
+            )  # fmt: skip
         width = step.tensor(group, value).shape[-1]
         if not step.bounds[-1]:
             return q.new_zeros((0, q.shape[1], width))

@@ -11,14 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.backends.gpu.graph_plan import graph_decision, planned_bytes, wanted_graphs
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
 from penstock.plan.devices import Device, device_preset
 from penstock.plan.probe import Free
+from penstock.plan.resolve import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -33,17 +36,22 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
-        """`kernels`: attention by Triton's; by default on a GPU, where Triton is installed."""
+    def __init__(
+        self, device: torch.device, *, kernels: bool | None = None, graphs: tuple[int, ...] | None = (), why: str = ""
+    ) -> None:
+        """`kernels`: attention by Triton's; by default on a GPU, where Triton is installed. `graphs`: rows for which
+        decode steps are captured, None: powers of two, (): there are none, and `why`."""
         from penstock.backends.gpu.device_array import new_plane
         from penstock.backends.gpu.placed import Placement
         from penstock.backends.gpu.sample import TorchKernel
+        from penstock.backends.gpu.warm import Warming
 
         self.device_used = device
         self.label = f"torch on {device}"
         self.new_plane = partial(new_plane, device)
         self.draws = partial(TorchKernel, device)
         self._placement = Placement(device)
+        self.warming = Warming(graphs, why, self.draws)
         self.kernels = device.type != "cpu" and find_spec("triton") is not None if kernels is None else kernels
 
     @classmethod
@@ -51,7 +59,8 @@ class TorchBackend:
         import torch
 
         place = config.execution.device
-        return cls(torch.device(place if place.startswith("cuda") else "cpu"))
+        sizes, why = wanted_graphs(config)
+        return cls(torch.device(place if place.startswith("cuda") else "cpu"), graphs=sizes, why=why)
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -75,14 +84,18 @@ class TorchBackend:
         return device_preset("cpu-ref")
 
     @classmethod
-    def memory(cls, config: EngineConfig) -> Free | None:
+    def memory(cls, config: EngineConfig, spec: ModelSpec) -> Free | None:
         place = config.execution.device
         if not place.startswith("cuda"):
             return None
         import torch
 
         available, whole = torch.cuda.mem_get_info(torch.device(place))
-        return Free(whole, available)
+        return Free(whole, max(0, available - planned_bytes(config, spec)))
+
+    @classmethod
+    def decisions(cls, config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
+        return (graph_decision(config, spec, plan),)
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
@@ -99,7 +112,7 @@ class TorchBackend:
             from penstock.backends.gpu.kernel_attention import KernelAttention
 
             attention = KernelAttention()
-        return TorchForward(graph, table, attention, self._placement)
+        return TorchForward(graph, table, attention, self._placement, self.warming)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}

@@ -26,11 +26,13 @@ _UFUNCS: dict[Any, Callable[..., torch.Tensor]] = {
 class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
     """`dtype` is numpy's; bfloat16 shows as its bits, as everywhere (`base.bf16`).
 
-    `x[i]` is another of its kind, on the device: a view or a copy, as with arrays.
+    `x[i]` is another of its kind, on the device: a view or a copy, as with arrays. `whole`: of a plane, with the spare
+    page behind its own, which nobody reads: there goes what rows of padding write.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, whole: torch.Tensor | None = None) -> None:
         self.tensor = tensor
+        self.whole = tensor if whole is None else whole
         self.shape, self.ndim = tuple(tensor.shape), tensor.ndim
         self.dtype = _DTYPES[tensor.dtype]
         self.nbytes = tensor.numel() * tensor.element_size()
@@ -129,8 +131,9 @@ class DeviceArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 def new_plane(device: torch.device, shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> DeviceArray:
     """A plane full of `content`, an integer that is a bit pattern where `dtype` is that of bfloat16."""
-    kind = _TYPES[dtype]
+    kind, spacious = _TYPES[dtype], (shape[0] + 1, *shape[1:])
     if kind == torch.bfloat16:
-        bits = torch.full(shape, content, dtype=torch.int16, device=device)
-        return DeviceArray(bits.view(torch.bfloat16))
-    return DeviceArray(torch.full(shape, content, dtype=kind, device=device))
+        whole = torch.full(spacious, content, dtype=torch.int16, device=device).view(torch.bfloat16)
+    else:
+        whole = torch.full(spacious, content, dtype=kind, device=device)
+    return DeviceArray(whole[: shape[0]], whole)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.backends.gpu.device_array import DeviceArray
+from penstock.backends.gpu.graphs import DecodeGraphs
 from penstock.backends.gpu.placed import Placement
 from penstock.backends.gpu.step import TorchStep
+from penstock.backends.gpu.warm import Warming, warm
 from penstock.backends.program import Program
 from penstock.base.bf16 import F32
+from penstock.model.forward import StepLimits
 from penstock.model.graph import STEP_INPUTS, Graph
 from penstock.ops.plan import StepPlan
 from penstock.ops.table import OpTable
@@ -25,7 +28,7 @@ class TorchForward(Program):
     brought here; whoever can draw there gets logits that stay there.
     """
 
-    def __init__(self, graph: Graph, ops: OpTable, attention: Any, placement: Placement) -> None:
+    def __init__(self, graph: Graph, ops: OpTable, attention: Any, placement: Placement, warming: Warming) -> None:
         placed = graph.copy()
         for node in placed.nodes:
             node.bound = placement.place(node.bound)
@@ -34,6 +37,19 @@ class TorchForward(Program):
         self.attention = attention
         self.placement = placement
         self._device = placement.device
+        self.warming = warming
+        self.graphs: DecodeGraphs | None = None
+
+    def warm(self, planes: Sequence[Any], limits: StepLimits, report: Callable[[int, int], None]) -> None:
+        """See `model.forward.WarmedForward`."""
+        self._enter()
+        made = warm(self, planes, limits, report)
+        self.graphs = made if isinstance(made, DecodeGraphs) else None
+
+    @property
+    def num_late(self) -> int:
+        """See `model.forward.WarmedForward`."""
+        return self.warming.watch.num_late
 
     def run_greedy(self, plan: StepPlan, planes: Sequence[Any]) -> list[int] | F32:
         """See `model.forward.GreedyForward`."""
@@ -68,6 +84,14 @@ class TorchForward(Program):
     def _run(self, plan: StepPlan, planes: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [R, V] and hidden states [P, E], on the device."""
         assert not plan.positions.size or plan.positions.max() < self.max_model_len, "position beyond max_model_len"
+        self._enter()
+        self.warming.watch.plan = plan
+        if self.graphs is not None:
+            captured = self.graphs.run(plan, planes)
+            if captured is not None:
+                self._queries = []
+                self._progress.value += len(self.code)
+                return captured, captured[:0]
         num_logits = len(plan.logits_indices)
         step = TorchStep(plan, planes, self._device)
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
@@ -79,6 +103,20 @@ class TorchForward(Program):
         self._execute(self._head, registers)
         self._queries = step.observed
         return registers[self._logits], hidden[num_logits:]
+
+    def _enter(self) -> None:
+        """Streams and launches are those of the thread's current device, which is the first one unless told."""
+        if self._device.index:
+            torch.cuda.set_device(self._device)
+
+    def compute(self, step: TorchStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> Any:
+        """Logits [R, V] of the tokens `rows` [R] of a step whose numbers are on the device: what a graph captures."""
+        registers = [*self._registers]
+        registers[: len(STEP_INPUTS)] = [step, token_ids, positions, rows]
+        counts = self.calls.copy(), self.rows.copy()
+        self._execute(self.code, registers)
+        self.calls, self.rows = counts
+        return registers[self._logits]
 
 
 def _array(tensor: torch.Tensor) -> F32:

@@ -62,12 +62,17 @@ class _Places:
 
     def __init__(self, step: TorchStep) -> None:
         plan, device = step.plan, step.device
+        self.mask: Tensor | None = None
+        if step.static is not None:
+            self.starts = torch.arange(len(plan.positions) + 1, dtype=torch.int32, device=device)
+            self.positions, self.sequences = step.static.positions, self.starts[:-1]
+            self.longest, self.last = 1, step.static.most - 1
+            return
         self.starts = torch.from_numpy(plan.query_start_loc.copy()).to(device)
         self.positions = torch.from_numpy(plan.positions.copy()).to(device)
         self.sequences = sequences_of(self.starts, len(plan.positions))
         self.longest = int(np.diff(plan.query_start_loc).max())
         self.last = int(plan.positions.max())
-        self.mask: Tensor | None = None
         if plan.mask is not None and plan.mask.any():
             self.mask = torch.from_numpy(plan.mask.view(np.int64).copy()).to(device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,14 +11,35 @@ from penstock.ops.plan import StepPlan
 from penstock.ops.step import Step
 
 
+class HostRead(RuntimeError):
+    """An operation wants a number from the device, or brings one there, where a captured step does neither.
+
+    Its text is the end of a sentence that begins with what cannot be captured.
+    """
+
+
+class StaticTables(NamedTuple):
+    """What the operations of a captured step read in place of its plan: buffers that are filled before every run.
+
+    Shapes: positions int32 [T]; tables[g] int32 [T, M], slabs of a group, negative where there is none. Every row is a
+    sequence of its own; none stands at `most` or later.
+    """
+
+    positions: torch.Tensor
+    tables: tuple[torch.Tensor, ...]
+    most: int
+
+
 class TorchStep(Step):
-    """See `ops.step.Step`. `planes[g][name]` are `device_array.DeviceArray`."""
+    """See `ops.step.Step`. `planes[g][name]` are `device_array.DeviceArray`. `static`: of a step to be captured."""
 
-    __slots__ = ("device",)
+    __slots__ = ("device", "static")
 
-    def __init__(self, plan: StepPlan, planes: Sequence[Any], device: torch.device) -> None:
+    def __init__(
+        self, plan: StepPlan, planes: Sequence[Any], device: torch.device, static: StaticTables | None = None
+    ) -> None:
         super().__init__(plan, planes)
-        self.device = device
+        self.device, self.static = device, static
 
     def tensor(self, group: int, name: str) -> torch.Tensor:
         """A plane of a group, whole."""
@@ -27,7 +48,12 @@ class TorchStep(Step):
         return tensor
 
     def on_device(self, array: Any) -> torch.Tensor:
-        """Whole numbers as a tensor of 64 bits, which is what indices are made of."""
+        """Whole numbers as a tensor of 64 bits, which is what indices are made of.
+
+        Raises: HostRead in a step that is captured: what would be copied now would be read at every later run.
+        """
+        if self.static is not None:
+            raise HostRead("numbers of the plan are copied to the device")
         return torch.from_numpy(array.astype("int64")).to(self.device, non_blocking=True)
 
     def slots_of(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:

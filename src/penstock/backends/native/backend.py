@@ -12,6 +12,7 @@ from penstock.backends.native.obstacle import native_obstacle
 from penstock.backends.native.packed import PackedWeights, weights_key
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
+from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.matrix_format import TABLES, parse_scheme
 from penstock.core.model_spec import ModelSpec
@@ -24,6 +25,7 @@ from penstock.ops.native.program import Pool
 from penstock.ops.native.sample import Kernel
 from penstock.plan.devices import Device
 from penstock.plan.native_device import native_device
+from penstock.plan.resolve import Plan
 
 SMALL_BYTES = 64 << 20
 KV_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
@@ -70,8 +72,12 @@ class NativeBackend:
         return native_device(_library().pst_isa_name().decode(), config.execution.threads or num_cores)
 
     @classmethod
-    def memory(cls, config: EngineConfig) -> None:
+    def memory(cls, config: EngineConfig, spec: ModelSpec) -> None:
         return None
+
+    @classmethod
+    def decisions(cls, config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
+        return ()
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",

@@ -69,6 +69,12 @@ _ENGINE_COUNTERS = (
     ("forks", "Sequences that share a parent's blocks.", "num_forks", OURS),
     ("grammar_cache_hits", "Grammars that were compiled already.", "num_grammar_hits", OURS),
     ("grammar_cache_misses", "Grammars that had to be compiled.", "num_grammar_misses", OURS),
+    (
+        "late_compilations",
+        "Kernels that were compiled after /ready, while streams waited.",
+        "num_late_compilations",
+        OURS,
+    ),
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )
 

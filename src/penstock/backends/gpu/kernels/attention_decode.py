@@ -100,7 +100,7 @@ def node_at(mask, depth):
     return node
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits", "pages_stride"))
 def _split(
     q, keys, key_scales, rope_keys, values, value_scales, pages, sequences, starts, positions, mask, slopes,
     out, out_m, out_l, scale, window, chunk, heads, group, num_splits,
@@ -185,7 +185,7 @@ def _split(
     store(out + line[:, None] * W + w[None, :], acc, mask=own[:, None] & (w < W)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits",))
 def _combine(
     parts, parts_m, parts_l, positions, sinks, out, window, chunk, heads, num_splits,
     W: tl.constexpr, BLOCK_W: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,

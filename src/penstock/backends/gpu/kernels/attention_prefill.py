@@ -26,7 +26,7 @@ from penstock.backends.gpu.kernels.attention_decode import (
 from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, dot, load, load_number, padded, store
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("pages_stride",))
 def _prefill(
     q, keys, key_scales, rope_keys, values, value_scales, pages, starts, positions, slopes, sinks, out,
     scale, window, chunk, heads, group,

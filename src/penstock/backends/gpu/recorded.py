@@ -1,0 +1,142 @@
+"""A mock of CUDA graphs for the CPU: it records a step's operations and runs them again on the same memory.
+
+As with a graph, Python runs once: an operation finds its arguments where they were, a number that Python read is the
+number it was, and every result lands where it landed first. Graphs that share a pool overwrite each other's results, so
+a run spoils those of the others. What a CUDA graph refuses (to read a tensor from the host, or sizes that follow from
+what is in one) is refused here, too; what is copied from the host is not, unless it comes by `torch.tensor`. Launches
+of Triton's interpreter are recorded whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.backends.gpu.step import HostRead
+
+_AT_HOST = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__")
+} | {torch.tensor}
+_SIZED_BY_DATA = ("aten::nonzero", "aten::_unique2", "aten::masked_select", "aten::_local_scalar_dense")
+
+
+class MockGraph:
+    """What was recorded: `result` is where the next run leaves what the function returned. `num_ops`: of a run."""
+
+    def __init__(self, pool: list[MockGraph]) -> None:
+        self.calls: list[Callable[[], object]] = []
+        self.result: Any = None
+        self._pool = pool
+        pool.append(self)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.calls)
+
+    def replay(self) -> None:
+        """Run it again."""
+        for other in self._pool:
+            if other.result is not None:
+                other.result.fill_(float("nan"))
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+
+class MockGraphs:
+    """See `graphs.Graphs`."""
+
+    def __init__(self) -> None:
+        self._pool: list[MockGraph] = []
+
+    def capture(self, fn: Callable[[], Tensor]) -> MockGraph:
+        """See `graphs.Graphs.capture`."""
+        fn()  # as on a GPU: what is made at the first call is no part of the graph
+        graph = MockGraph(self._pool)
+        ops, calls = _Ops(graph.calls), _Calls()
+        with _launches(ops, calls), calls, ops:
+            graph.result = fn()
+        return graph
+
+
+class _Calls(TorchFunctionMode):
+    """Refuses what reads tensors from the host."""
+
+    paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _AT_HOST and not self.paused:
+            raise HostRead(f"{func.__name__} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations."""
+
+    paused = False
+
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        out = func(*args, **named)
+        if self.paused:
+            return out
+        name = func._schema.name
+        masks = [x for x in args[1] if x is not None and x.dtype == torch.bool] if name == "aten::index" else []
+        if name in _SIZED_BY_DATA or masks:
+            raise HostRead(f"{name.removeprefix('aten::')} waits for the device")
+        if func.is_view:
+            return out
+        if func._schema.is_mutable:
+            self.calls.append(partial(func, *args, **named))
+        else:
+            self.calls.append(partial(_again, func, args, named, out))
+        return out
+
+
+def _again(func: Any, args: Any, named: Any, out: Any) -> None:
+    new = func(*args, **named)
+    for old, fresh in zip(_tensors(out), _tensors(new), strict=True):
+        if old.data_ptr() != fresh.data_ptr():
+            old.copy_(fresh)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
+
+
+@contextmanager
+def _launches(ops: _Ops, calls: _Calls) -> Iterator[None]:
+    """Meanwhile launches of the interpreter are recorded as they are, and what they do inside is not."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    executors: Any = interpreter.GridExecutor
+    launch = executors.__call__
+
+    def recorded(executor: Any, *args: Any, **named: Any) -> None:
+        ops.paused = calls.paused = True
+        try:
+            launch(executor, *args, **named)
+        finally:
+            ops.paused = calls.paused = False
+        ops.calls.append(partial(launch, executor, *args, **named))
+
+    executors.__call__ = recorded
+    try:
+        yield
+    finally:
+        executors.__call__ = launch
