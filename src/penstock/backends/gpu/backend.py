@@ -102,6 +102,7 @@ class TorchBackend:
         matrices: Mapping[str, Any] | None = None, like: Forward | None = None,
     ) -> TorchForward:  # fmt: skip
         from penstock.backends.gpu.attention import TorchAttention
+        from penstock.backends.gpu.expert_ops import experts_by_kernels
         from penstock.backends.gpu.forward import TorchForward
         from penstock.backends.gpu.tables import EXACT, PLAIN
 
@@ -112,6 +113,7 @@ class TorchBackend:
             from penstock.backends.gpu.kernel_attention import KernelAttention
 
             attention = KernelAttention()
+            table = table.replaced("torch", {"experts": experts_by_kernels}, batch_invariant=table.batch_invariant)
         return TorchForward(graph, table, attention, self._placement, self.warming)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:

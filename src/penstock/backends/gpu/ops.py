@@ -9,7 +9,7 @@ Shape letters are those of `ops.table`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.backends.gpu.placed import Matrix, StoredTensor, rows_of
 from penstock.core.model_spec import Router
-from penstock.ops.ref.experts import ExpertWeights, Routes
+from penstock.ops.ref.experts import Routes
 from penstock.ops.ref.pointwise import SWIGLU_ALPHA
 from penstock.ops.ref.rotation import hadamard_matrix
 
@@ -228,28 +228,6 @@ def _best_groups(choice: Tensor, router: Router) -> Tensor:
     return torch.where(keep[:, :, None], grouped, -math.inf).reshape(t, num_experts)
 
 
-def experts(
-    x: Tensor, routes: Any, weights: Sequence[ExpertWeights], activation: str, limit: float | None, scale_input: bool,
-    linear: Callable[..., Tensor],
-) -> Tensor:  # fmt: skip
-    """See `ops.ref.experts.experts`: each expert over the rows that chose it, weighed and added in id order."""
-    out = torch.zeros_like(x)
-    chosen = torch.unique(routes.ids).tolist()
-    for i in chosen:
-        w = weights[i]
-        rows, column = torch.nonzero(routes.ids == i, as_tuple=True)
-        share = routes.weights[rows, column][:, None]
-        h = x[rows] * share if scale_input else x[rows]
-        up = linear(h, w.up, w.up_bias)
-        if w.gate is None:
-            inner = activate(up, activation)
-        else:
-            inner = activate_gated(linear(h, w.gate, w.gate_bias), up, activation, limit)
-        y = linear(inner, w.down, w.down_bias)
-        out[rows] += y if scale_input else y * share
-    return out
-
-
 def route_by_row(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
     """`route` for one row at a time."""
     if not len(logits):
@@ -265,7 +243,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
         add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
-        interpolate, removal_key, replacement_key, value_bonus, route, experts,
+        interpolate, removal_key, replacement_key, value_bonus, route,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {

@@ -5,8 +5,10 @@ Shape letters: M outputs, N inputs of a matrix, K inputs of a stored one, G grou
 
 from __future__ import annotations
 
+import copy
 import warnings
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 
 from penstock.base.small_floats import E2M1, E4M3
 from penstock.core.matrix_format import MatrixFormat
-from penstock.ops.stored import StoredMatrix, product_of
+from penstock.ops.ref.experts import ExpertWeights
+from penstock.ops.stored import StoredMatrix, Weight, product_of, same_order
 
 _TABLES: dict[str, Any] = {"table": (), "e2m1": E2M1, "e4m3": E4M3}
 """Codes that are indices into a table: the format's own, or one of small floats."""
@@ -76,6 +79,15 @@ class StoredTensor:
         parts = [self.codes, self.scales, *([] if self.zeros is None else [self.zeros])]
         return sum(part.numel() * part.element_size() for part in parts)
 
+    def with_rows(self, change: Callable[..., torch.Tensor], *others: StoredTensor) -> StoredTensor:
+        """What `change` makes of each of its parts that have a line for every row, and of those of `others`."""
+        own = copy.copy(self)
+        for name in ("codes", "scales", "zeros"):
+            parts = [getattr(each, name) for each in (self, *others)]
+            setattr(own, name, None if parts[0] is None else change(*parts))
+        own.shape = len(own.codes), self.shape[1]
+        return own
+
     def values(self, rows: torch.Tensor | slice) -> torch.Tensor:
         """Some rows as float32 [n, K]."""
         codes = self.codes[rows]
@@ -97,6 +109,49 @@ def rows_of(weight: Matrix, rows: torch.Tensor | slice) -> torch.Tensor:
     return weight.values(rows) if isinstance(weight, StoredTensor) else weight[rows].float()
 
 
+def part_of(weight: Matrix, first: int, last: int) -> Matrix:
+    """Rows first ... last - 1, over the same memory."""
+    if isinstance(weight, StoredTensor):
+        return weight.with_rows(lambda x: x[first:last])
+    return weight[first:last]
+
+
+def _together(parts: Sequence[Matrix]) -> Matrix:
+    """Rows of matrices that are alike, one below the other."""
+    first = parts[0]
+    if isinstance(first, StoredTensor):
+        return first.with_rows(lambda *x: torch.cat(x), *parts[1:])  # type: ignore[arg-type]
+    return torch.cat(parts)  # type: ignore[arg-type]
+
+
+class ExpertStack(NamedTuple):
+    """The experts of a layer as one matrix for each of their parts, so that a device finds an expert by its number.
+
+    Shapes: `gate` (None if they have none) and `up` [num * F, E], `down` [num * E, F]; biases [num, F] and [num, E].
+    """
+
+    num: int
+    gate: Matrix | None
+    up: Matrix
+    down: Matrix
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def _can_stack(parts: Sequence[Any]) -> bool:
+    """Whether each expert has this part, in one shape and format, or none has."""
+    first = parts[0]
+    if any((part is None) != (first is None) or isinstance(part, StoredMatrix) != isinstance(first, StoredMatrix)
+           for part in parts):  # fmt: skip
+        return False
+    if first is None:
+        return True
+    if isinstance(first, StoredMatrix):
+        return all(p.format == first.format and p.shape == first.shape and same_order(p, first) for p in parts)
+    return all(p.dtype == first.dtype and p.shape == first.shape for p in parts)
+
+
 class Placement:
     """Puts what a graph has bound onto one device; what two nodes or models share is there once while one lives.
 
@@ -105,8 +160,8 @@ class Placement:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._placed: dict[int, tuple[ReferenceType[Any], ReferenceType[Any]]] = {}
-        """By id: what had it, for another may have it by now, and what was placed."""
+        self._placed: dict[Any, tuple[list[ReferenceType[Any]], ReferenceType[Any]]] = {}
+        """By ids: what had them, for others may have them by now, and what was placed."""
 
     @property
     def num_bytes(self) -> int:
@@ -125,19 +180,37 @@ class Placement:
         return [tensor for _, known in self._placed.values() if (tensor := known()) is not None]
 
     def place(self, bound: Any) -> Any:
-        """The same with arrays as tensors: of tuples and lists each part, anything else as it is."""
+        """The same with arrays as tensors: of tuples and lists each part, anything else as it is. Experts that are
+        alike become an `ExpertStack`."""
         if isinstance(bound, np.ndarray | StoredMatrix):
-            known, before = self._placed.get(id(bound), (None, None))
-            placed = before() if known is not None and before is not None and known() is bound else None
-            if placed is None:
-                placed = self._matrix(bound)
-                self._placed[id(bound)] = ref(bound), ref(placed)
-            return placed
+            return self._once([bound], lambda: self._matrix(bound))
         if isinstance(bound, tuple) and hasattr(bound, "_fields"):
             return type(bound)(*map(self.place, bound))
+        if isinstance(bound, list) and bound and isinstance(bound[0], ExpertWeights):
+            kinds = list(zip(*bound, strict=True))
+            if all(map(_can_stack, kinds)):
+                return ExpertStack(len(bound), *map(self._stack, kinds))
         if isinstance(bound, tuple | list):
             return type(bound)(map(self.place, bound))
         return bound
+
+    def _stack(self, parts: Sequence[Any]) -> Any:
+        """One part of every expert, as `ExpertStack` has it."""
+        if parts[0] is None:
+            return None
+        if parts[0].ndim == 1:
+            return self._once(parts, lambda: torch.stack([tensor_of(part, self.device) for part in parts]))
+        return self._once(parts, lambda: _together([self._matrix(part) for part in parts]))
+
+    def _once(self, sources: Sequence[Weight], make: Callable[[], Any]) -> Any:
+        """What `make` places for these arrays, or has placed and is still there."""
+        key = tuple(map(id, sources))
+        known, before = self._placed.get(key, ([], None))
+        placed = before() if before is not None and all(k() is s for k, s in zip(known, sources, strict=True)) else None
+        if placed is None:
+            placed = make()
+            self._placed[key] = [ref(source) for source in sources], ref(placed)
+        return placed
 
     def _matrix(self, weight: np.ndarray[Any, Any] | StoredMatrix) -> Matrix:
         if isinstance(weight, np.ndarray):

@@ -22,8 +22,8 @@ class KernelEntry(NamedTuple):
 
 
 _HERE, _TESTS = "penstock.backends.gpu.kernels", "tests/gpu/kernels"
-_ATTENTION, _POINTWISE, _PRODUCTS, _SAMPLE = (
-    f"{_TESTS}/test_{name}.py" for name in ("attention", "pointwise", "products", "sample")
+_ATTENTION, _POINTWISE, _PRODUCTS, _EXPERTS, _SAMPLE = (
+    f"{_TESTS}/test_{name}.py" for name in ("attention", "pointwise", "products", "experts", "sample")
 )
 
 KERNELS = (
@@ -39,6 +39,7 @@ KERNELS = (
     KernelEntry("product_int8", f"{_HERE}.products:product_int8", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_int4", f"{_HERE}.products:product_int4", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_fixed", f"{_HERE}.products:product_fixed", "penstock.ops.ref.product:linear", _PRODUCTS),
+    KernelEntry("experts", f"{_HERE}.experts:run_experts", "penstock.ops.ref.experts:experts", _EXPERTS),
     KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", _SAMPLE, True),
     KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", _SAMPLE, True),
 )  # fmt: skip

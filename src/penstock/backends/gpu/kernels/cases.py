@@ -2,7 +2,8 @@
 
 `CASES` names them; each makes its tensors on a device ("meta" holds no numbers: enough to compile) and returns a call.
 Shapes are those of Llama-3.1-8B (32 query heads on 8 kv heads of 128, hidden 4096, inner 14336, vocabulary 128256) and
-of DeepSeek-V3's attention (128 heads on one latent of 512 with 64 rotated components) where nothing else is said.
+of DeepSeek-V3's attention (128 heads on one latent of 512 with 64 rotated components) where nothing else is said;
+experts are those of Qwen3-30B-A3B (8 of 128, hidden 2048, inner 768).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from penstock.backends.gpu.kernels.activation import activate_gated
 from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
+from penstock.backends.gpu.kernels.experts import Stack, run_experts
 from penstock.backends.gpu.kernels.norm import layer_norm, rms_norm
 from penstock.backends.gpu.kernels.products import product_fixed, product_int4, product_int8
 from penstock.backends.gpu.kernels.rope import rope_write
@@ -124,6 +126,24 @@ def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = F
     return lambda: product_int4(x, packed, scales, scales if zeros else None)
 
 
+def expert_case(device: str, tokens: int, bits: int = 16) -> Call:
+    """Experts with gates; codes with zero points in groups of 128."""
+    num, choices, hidden, width = 128, 8, 2048, 768
+
+    def stack(rows: int, columns: int) -> Stack:
+        if bits == 16:
+            return Stack(_normal(device, num * rows, columns))
+        codes = torch.full((num * rows, columns * bits // 8), 0x77, dtype=torch.uint8, device=device)
+        scales = torch.ones((num * rows, columns // 128), dtype=F32, device=device)
+        return Stack(codes, bits, scales, scales, group=128)
+
+    x = _normal(device, tokens, hidden, dtype=F32)
+    ids = (torch.arange(tokens, device=device)[:, None] + 16 * torch.arange(choices, device=device)) % num
+    shares = torch.ones((tokens, choices), dtype=F32, device=device)
+    gate, up, down = stack(width, hidden), stack(width, hidden), stack(hidden, width)
+    return lambda: run_experts(x, ids.sort(-1).values, shares, gate, up, down, num, "silu")
+
+
 def sampling(device: str, rows: int, truncated: bool = False) -> Call:
     logits = _normal(device, rows, V, dtype=F32)
 
@@ -178,6 +198,11 @@ CASES: dict[str, Case] = {
     "int4 in groups of 32, zeros, 16 tokens": Case("products", lambda d: product(d, 16, 4, 32, True), E * F // 2),
     "int4 in groups of 128, 512 tokens": Case("products", lambda d: product(d, 512, 4, 128)),
     "bf16 in a fixed order": Case("products", lambda d: product(d, 64, 16), E * F * 2),
+    "experts, 1 token": Case("experts", lambda d: expert_case(d, 1), 8 * 3 * 2048 * 768 * 2),
+    "experts, 512 tokens": Case("experts", lambda d: expert_case(d, 512), 128 * 3 * 2048 * 768 * 2),
+    "experts int8 in groups of 128, 1 token": Case("experts", lambda d: expert_case(d, 1, 8), 8 * 3 * 2048 * 768),
+    "experts int4 in groups of 128, 1 token": Case("experts", lambda d: expert_case(d, 1, 4), 8 * 3 * 2048 * 384),
+    "experts int4 in groups of 128, 512 tokens": Case("experts", lambda d: expert_case(d, 512, 4)),
     "argmax": Case("sample", lambda d: greedy(d, 64), 64 * V * 4),
     "draw": Case("sample", lambda d: sampling(d, 64), 64 * V * 12),
     "draw, top-k and top-p": Case("sample", lambda d: sampling(d, 64, truncated=True)),
