@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,21 @@ from penstock.backends.gpu.codecs import TORCH_CODECS
 from penstock.backends.gpu.device_array import DeviceArray, new_plane
 from penstock.backends.gpu.placed import Placement, StoredTensor, rows_of
 from penstock.backends.gpu.sample import TorchKernel, weigh
+from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.batch import AddedRow, SchedulerOutput
 from penstock.core.kv_codec import KV_CODECS
+from penstock.core.matrix_format import parse_scheme, rounded_matrices
 from penstock.core.sampling import TokenRules
+from penstock.launch.backend import choose_ops
 from penstock.ops import draw_weights
+from penstock.ops.ref import REF
+from penstock.quant.reference import QuantisedLinear, quantised
 from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.sampler import DraftNode, Sampler
 from tests import specs
 from tests.native.test_sample import pick, shapes
+from tests.paged import Paged
 from tests.stored import FORMATS, random_stored
 
 CPU = torch.device("cpu")
@@ -142,3 +150,54 @@ def test_weights_are_there_once() -> None:
     assert placement.num_bytes == held == sum(w.nbytes for w in weights.values())
     del first, again
     assert placement.num_bytes == 0, "nobody has them any more"
+
+
+SCHEMES = ["int8-wo", "int8-wo:32", "int4-wo", "int4-wo:128"]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("columns", [96, 200])
+def test_a_scheme_rounds_to_the_codes_that_native_panels_have(name: str, columns: int) -> None:
+    """As `quant.reference.quantised`, which these are packed like; of floats, and of codes that are rounded again."""
+    scheme = parse_scheme(name)
+    rng = np.random.default_rng(len(name))
+    for weight in (rng.normal(0, 1, (40, columns)).astype(np.float32), random_stored("Q6_K", 24, 512)):
+        placed = Placement(CPU).place(weight, scheme)
+        assert isinstance(placed, StoredTensor)
+        want = quantised(weight, scheme)
+        np.testing.assert_array_equal(rows_of(placed, slice(0, weight.shape[0])).numpy(), want.values())
+        assert placed.codes.numel() == weight.size * scheme.weight_bits // 8, "two codes of 4 bits to a byte"
+        scales = placed.scales.numpy().reshape(want.scales.shape)
+        np.testing.assert_array_equal(scales, want.scales.astype(np.float32))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["llama_mha", "experts", "latent", "rwkv7"])
+def test_a_model_of_rounded_weights_is_the_reference_s(name: str, scheme: str) -> None:
+    """Also of experts, and where the table of embeddings is the output matrix: it is looked up in unrounded."""
+    spec, weights = specs.make(name)
+    rounded = rounded_matrices(spec)
+    linear = QuantisedLinear(parse_scheme(scheme), [w for n, w in weights.items() if n not in rounded])
+    backend = TorchBackend(CPU)
+    drivers = [Paged(spec, weights, ops=REF.replaced(scheme, {"linear": linear})), Paged(spec, weights)]
+    quantising: Any = SimpleNamespace(
+        compile=partial(backend.compile, quantization=scheme), new_plane=backend.new_plane
+    )
+    drivers[1].on(quantising)
+    want, got = (d.run({"a": ([3 + i * 7 % 50 for i in range(20)], [10, 19])})["a"] for d in drivers)
+    np.testing.assert_allclose(got, want, atol=1e-5 * float(np.abs(want).max()))
+    part = backend.compile(drivers[1].graph.copy([0]), drivers[1].groups, max_tokens=4, like=drivers[1].program)
+    assert part.scheme.name == scheme
+    held = [n.bound[0] for n in part.placed.nodes if n.op == "linear" and n.weights[0] in rounded]
+    whole = {id(n.bound[0]) for n in drivers[1].program.placed.nodes if n.op == "linear"}
+    assert held
+    assert all(isinstance(w, StoredTensor) and id(w) in whole for w in held), "a part holds no weights of its own"
+
+
+def test_schemes_that_round_activations_are_refused() -> None:
+    config = from_kwargs(model="m", device="cpu-torch", quantization="int8-w8a8")
+    spec, _ = specs.make("llama_gqa")
+    with pytest.raises(ConfigError, match="int8-w8a8 rounds activations, and torch only weights"):
+        choose_ops(config, spec)
+    decided, _ = choose_ops(from_kwargs(model="m", device="cpu-torch", quantization="int4-wo"), spec)
+    assert decided.execution.ops == "torch"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 BACKENDS: Registry[type[Backend], BackendTraits] = Registry("ops")
 BACKENDS.add("ref", "penstock.backends.reference:ReferenceBackend", REFERENCE)
 BACKENDS.add("blas", "penstock.backends.reference:BlasBackend", BackendTraits(batch_invariant=False))
-BACKENDS.add("torch", "penstock.backends.gpu.backend:TorchBackend", BackendTraits(widens=False))
+BACKENDS.add("torch", "penstock.backends.gpu.backend:TorchBackend", BackendTraits(widens=False, rounds=True))
 BACKENDS.add("native", "penstock.backends.native.backend:NativeBackend", BackendTraits(widens=False, quantizes=True))
 
 PREFERRED = ("native", "ref")

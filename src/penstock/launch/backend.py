@@ -44,7 +44,8 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, tup
     else:
         hint = "ops auto" if place in ON_CPU else "device cpu"
         raise ConfigError(f"ops: {given} kernels cannot run this: {problems[0]}; use {hint}", field="ops")
-    if scheme != "none" and not BACKENDS.traits(name).quantizes:
+    traits = BACKENDS.traits(name)
+    if scheme != "none" and not (traits.quantizes or traits.rounds):
         why = problems[0] if problems else f"ops is {given}"
         raise ConfigError(f"quantization: {scheme} needs the native kernels, and {why}", field="quantization")
     if config.execution.ops != "auto":

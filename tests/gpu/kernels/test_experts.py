@@ -63,7 +63,8 @@ def plainly(x: Any, at: Any, given: Any, activation: str, limit: float | None, s
             if w.gate is None:
                 inner = activate(up, activation)
             else:
-                inner = activate_gated(w.gate @ h + (0.0 if w.gate_bias is None else w.gate_bias), up, activation, limit)
+                gate = w.gate @ h + (0.0 if w.gate_bias is None else w.gate_bias)
+                inner = activate_gated(gate, up, activation, limit)
             y = w.down @ inner + (0.0 if w.down_bias is None else w.down_bias)
             out[t] += y * (1.0 if scale_input else share)
     return out
@@ -161,8 +162,10 @@ def test_codes_stay_codes(name: str) -> None:
 def test_gates_and_both_products_of_codes_with_wide_tiles(name: str) -> None:
     """More than 16 pairs of an expert; two products of a token are cut where it belongs to two experts."""
     for hidden, width, coded in ((512, 16, ("gate", "up")), (16, 512, ("down",))):
-        given = [one._replace(**{part: random_stored(name, *getattr(one, part).shape, 5 * i + len(part)) for part in coded})
-                 for i, one in enumerate(weights(2, hidden, width))]  # fmt: skip
+        given = []
+        for i, one in enumerate(weights(2, hidden, width)):
+            codes = {p: random_stored(name, *getattr(one, p).shape, 5 * i + len(p)) for p in coded}
+            given.append(one._replace(**codes))
         x, at = normal(4, 35, hidden), routes("random", 35, 2, 2)
         placed = Placement(CPU).place(given)
         parts = [expert_ops._as_kernel(s, None) for s in (placed.gate, placed.up, placed.down)]

@@ -16,6 +16,7 @@ from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
+from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
@@ -73,6 +74,9 @@ class TorchBackend:
             return f"attention_backend is {config.execution.attention_backend}, and torch has its own"
         if config.cache.kv_allocator == "virtual":
             return "kv_allocator is virtual, which is memory of the CPU; use paged"
+        scheme = parse_scheme(config.model.quantization)
+        if scheme.row_bits:
+            return f"quantization {scheme.name} rounds activations, and torch only weights (int8-wo, int4-wo)"
         return None
 
     @classmethod
@@ -106,7 +110,7 @@ class TorchBackend:
         from penstock.backends.gpu.forward import TorchForward
         from penstock.backends.gpu.tables import EXACT, PLAIN
 
-        assert quantization == "none", "torch takes weights as they are"
+        scheme = like.scheme if isinstance(like, TorchForward) else parse_scheme(quantization)
         table = EXACT if self.device_used.type == "cpu" else PLAIN
         attention = TorchAttention()
         if self.kernels:
@@ -114,7 +118,7 @@ class TorchBackend:
 
             attention = KernelAttention()
             table = table.replaced("torch", {"experts": experts_by_kernels}, batch_invariant=table.batch_invariant)
-        return TorchForward(graph, table, attention, self._placement, self.warming)
+        return TorchForward(graph, table, attention, self._placement, self.warming, scheme)
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}

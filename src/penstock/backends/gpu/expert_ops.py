@@ -1,8 +1,8 @@
 """Mixtures of experts on tensors: each token through its experts, weighed and added in id order.
 
-Which experts a token has is known on the device. Nothing here asks for it, and no shape follows from it: weights are
-looked up by number in an `ExpertStack`. See `ops.ref.experts`. Shape letters: T tokens, K experts of a token, X experts,
-E hidden, F width of an expert.
+Which experts a token has is known on the device. Nothing here asks for it, and no shape follows from it: weights
+are looked up by number in an `ExpertStack`. See `ops.ref.experts`. Shape letters: T tokens, K experts of a token, X
+experts, E hidden, F width of an expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.ops import activate, activate_gated
-from penstock.backends.gpu.placed import ExpertStack, Matrix, StoredTensor, part_of, rows_of
+from penstock.backends.gpu.placed import ExpertStack, Matrix, StoredTensor, part_of
 from penstock.ops.ref.experts import ExpertWeights, Routes
 
 Placed = ExpertStack | Sequence[ExpertWeights]

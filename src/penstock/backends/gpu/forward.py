@@ -15,6 +15,7 @@ from penstock.backends.gpu.step import TorchStep
 from penstock.backends.gpu.warm import Warming, warm
 from penstock.backends.program import Program
 from penstock.base.bf16 import F32
+from penstock.core.matrix_format import NONE, Scheme
 from penstock.model.forward import StepLimits
 from penstock.model.graph import STEP_INPUTS, Graph
 from penstock.ops.plan import StepPlan
@@ -28,10 +29,15 @@ class TorchForward(Program):
     brought here; whoever can draw there gets logits that stay there.
     """
 
-    def __init__(self, graph: Graph, ops: OpTable, attention: Any, placement: Placement, warming: Warming) -> None:
-        placed = graph.copy()
+    def __init__(
+        self, graph: Graph, ops: OpTable, attention: Any, placement: Placement, warming: Warming,
+        scheme: Scheme = NONE,
+    ) -> None:  # fmt: skip
+        """`scheme`: how the matrices of products are rounded."""
+        self.scheme = scheme
+        self.placed = placed = graph.copy()
         for node in placed.nodes:
-            node.bound = placement.place(node.bound)
+            node.bound = placement.place_bound(node, scheme)
             node.named = {name: placement.place(value) for name, value in node.named.items()}
         super().__init__(placed, ops, attention)
         self.attention = attention

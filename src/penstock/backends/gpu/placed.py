@@ -14,8 +14,10 @@ from weakref import ReferenceType, ref
 import numpy as np
 import torch
 
+from penstock.backends.gpu.rounded import under
 from penstock.base.small_floats import E2M1, E4M3
-from penstock.core.matrix_format import MatrixFormat
+from penstock.core.matrix_format import NONE, MatrixFormat, Scheme, is_kept
+from penstock.model.graph import Node
 from penstock.ops.ref.experts import ExpertWeights
 from penstock.ops.stored import StoredMatrix, Weight, product_of, same_order
 
@@ -179,32 +181,38 @@ class Placement:
         """What was placed and is still there."""
         return [tensor for _, known in self._placed.values() if (tensor := known()) is not None]
 
-    def place(self, bound: Any) -> Any:
+    def place_bound(self, node: Node, scheme: Scheme) -> Any:
+        """What a node has bound, its matrices rounded where the scheme says so."""
+        if node.op == "linear" and not is_kept(node.weights[0]):
+            return self.place(node.bound[:1], scheme) + self.place(node.bound[1:])
+        return self.place(node.bound, scheme if node.op == "experts" else NONE)
+
+    def place(self, bound: Any, scheme: Scheme = NONE) -> Any:
         """The same with arrays as tensors: of tuples and lists each part, anything else as it is. Experts that are
-        alike become an `ExpertStack`."""
+        alike become an `ExpertStack`. Matrices are rounded as `scheme` says."""
         if isinstance(bound, np.ndarray | StoredMatrix):
-            return self._once([bound], lambda: self._matrix(bound))
+            return self._once([bound], scheme, lambda: self._matrix(under(scheme, bound)))
         if isinstance(bound, tuple) and hasattr(bound, "_fields"):
-            return type(bound)(*map(self.place, bound))
+            return type(bound)(*(self.place(part, scheme) for part in bound))
         if isinstance(bound, list) and bound and isinstance(bound[0], ExpertWeights):
             kinds = list(zip(*bound, strict=True))
             if all(map(_can_stack, kinds)):
-                return ExpertStack(len(bound), *map(self._stack, kinds))
+                return ExpertStack(len(bound), *(self._stack(kind, scheme) for kind in kinds))
         if isinstance(bound, tuple | list):
-            return type(bound)(map(self.place, bound))
+            return type(bound)(self.place(part, scheme) for part in bound)
         return bound
 
-    def _stack(self, parts: Sequence[Any]) -> Any:
+    def _stack(self, parts: Sequence[Any], scheme: Scheme) -> Any:
         """One part of every expert, as `ExpertStack` has it."""
         if parts[0] is None:
             return None
         if parts[0].ndim == 1:
-            return self._once(parts, lambda: torch.stack([tensor_of(part, self.device) for part in parts]))
-        return self._once(parts, lambda: _together([self._matrix(part) for part in parts]))
+            return self._once(parts, NONE, lambda: torch.stack([tensor_of(part, self.device) for part in parts]))
+        return self._once(parts, scheme, lambda: _together([self._matrix(under(scheme, part)) for part in parts]))
 
-    def _once(self, sources: Sequence[Weight], make: Callable[[], Any]) -> Any:
+    def _once(self, sources: Sequence[Weight], scheme: Scheme, make: Callable[[], Any]) -> Any:
         """What `make` places for these arrays, or has placed and is still there."""
-        key = tuple(map(id, sources))
+        key = (scheme.name, *map(id, sources))
         known, before = self._placed.get(key, ([], None))
         placed = before() if before is not None and all(k() is s for k, s in zip(known, sources, strict=True)) else None
         if placed is None:

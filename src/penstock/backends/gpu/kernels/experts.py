@@ -1,8 +1,8 @@
 """Mixtures of experts: pairs of a token and one of its experts, put in order by expert, and products over a stack.
 
-Nothing leaves the device and no shape follows from what is chosen: there are as many tiles as there can be at most, and
-those that have no pairs end at once. A pair's inputs are walked in one order and a token's experts added in id order, so
-with one width of the tile (`columns`) a token's bits do not depend on the batch.
+Nothing leaves the device and no shape follows from what is chosen: there are as many tiles as there can be at most,
+and those that have no pairs end at once. A pair's inputs are walked in one order and a token's experts added in id
+order, so with one width of the tile (`columns`) a token's bits do not depend on the batch.
 
 Source: Gale et al., MegaBlocks, arXiv 2211.15841 (products over tokens in groups of their expert); the counting sort is
 the usual one. Shape letters: T tokens, C choices of a token, P = T C pairs, X experts, E hidden, F width of an expert,
@@ -102,7 +102,7 @@ def _add_tile(
     BLOCK_K: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_M, BLOCK_T] and the products of inputs base ... base + BLOCK_K; `b`: of 4 bits, those of odd number."""
+    """acc [BLOCK_M, BLOCK_T] and the products of inputs base ... base + BLOCK_K; `b`: of 4 bits, every other one."""
     if BITS == 16:
         k = base + tl.arange(0, BLOCK_K)
         w = load(codes + row[:, None] * codes_stride + k[None, :], mask=here[:, None] & (k < K)[None, :])
@@ -221,9 +221,9 @@ def run_experts(
 
     Shapes: x [T, E] float32, float16 or bfloat16, rows of which lie side by side; ids [T, C] whole numbers below X,
     ascending, none twice; shares float32 [T, C]. Without a gate it is down(f(up x)). `limit`: of "swiglu_clamped".
-    `scale_input`: x is weighed instead of the sum. `operands`: what products multiply; None: the weights' type, of codes
-    x's, bfloat16 if that is float32. `columns`: pairs of a tile, 16 or 64; None: 16 where an expert has 16 or less on
-    the mean. Raises: ValueError for another activation, formats of gate and up that differ, or `Stack.why_not`.
+    `scale_input`: x is weighed instead of the sum. `operands`: what products multiply; None: the weights' type, of
+    codes x's, bfloat16 if that is float32. `columns`: pairs of a tile, 16 or 64; None: 16 where an expert has 16 or
+    less on the mean. Raises: ValueError for another activation, gate and up in two formats, or `Stack.why_not`.
     """
     (t, e), choices = x.shape, ids.shape[1]
     f = up.codes.shape[0] // num_experts
@@ -287,7 +287,7 @@ def _alike(a: Stack, b: Stack) -> bool:
 
 
 def _tile(stack: Stack, width: int) -> int:
-    """Inputs at a time: they share a scale. Two codes to a byte, of gate and up, need the registers of twice as many."""
+    """Inputs at a time: they share a scale. Two codes to a byte take the registers of twice as many."""
     tile = 128 if width == 16 and stack.bits != 4 else 64
     while stack.group % tile:
         tile //= 2
