@@ -11,6 +11,7 @@ import torch
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.graphs import DecodeGraphs
 from penstock.backends.gpu.placed import Placement
+from penstock.backends.gpu.staging import bring, numbers_of
 from penstock.backends.gpu.step import TorchStep
 from penstock.backends.gpu.warm import Warming, warm
 from penstock.backends.program import Program
@@ -43,6 +44,7 @@ class TorchForward(Program):
         self.attention = attention
         self.placement = placement
         self._device = placement.device
+        self._written = sorted({call.bound[0] for call in self.code if call.op == "write_kv"})
         self.warming = warming
         self.graphs: DecodeGraphs | None = None
 
@@ -102,7 +104,9 @@ class TorchForward(Program):
         step = TorchStep(plan, planes, self._device)
         rows = np.concatenate([plan.logits_indices, plan.hidden_indices])
         registers = [*self._registers]
-        registers[: len(STEP_INPUTS)] = [step, *map(step.on_device, (plan.token_ids, plan.positions, rows))]
+        tables = getattr(self.attention, "reads_tables", False)
+        step.memo.update(bring(numbers_of(step, rows, self._written, tables), self._device))
+        registers[: len(STEP_INPUTS)] = [step, *map(step.memo.__getitem__, ("token_ids", "positions", "rows"))]
         self._execute(self._body, registers)
         hidden = registers[self._hidden]
         registers[self._hidden] = hidden[:num_logits]

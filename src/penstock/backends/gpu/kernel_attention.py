@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.backends.gpu.attention import TorchAttention
 from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens, sequences_of
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
+from penstock.backends.gpu.staging import ragged
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.cache_spec import run_name
 from penstock.core.kv_codec import scales_name
@@ -28,7 +29,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 class KernelAttention(TorchAttention):
     """See `TorchAttention`. `counts`: calls by the kernels and by torch, for tests and benchmarks."""
 
-    name = "triton"
+    name, reads_tables = "triton", True
 
     def __init__(self) -> None:
         self.counts = {"tokens": 0, "rows": 0, "torch": 0}
@@ -68,8 +69,7 @@ class _Places:
             self.positions, self.sequences = step.static.positions, self.starts[:-1]
             self.longest, self.last = 1, step.static.most - 1
             return
-        self.starts = torch.from_numpy(plan.query_start_loc.copy()).to(device)
-        self.positions = torch.from_numpy(plan.positions.copy()).to(device)
+        self.starts, self.positions = step.memo["starts32"], step.memo["positions32"]
         self.sequences = sequences_of(self.starts, len(plan.positions))
         self.longest = int(np.diff(plan.query_start_loc).max())
         self.last = int(plan.positions.max())
@@ -110,10 +110,6 @@ def _cache(step: TorchStep, group: int, layer: int, keys: tuple[str, ...], value
         return None
     key = ("pages", group) if shared else ("pages", group, layer)
     if key not in step.memo:
-        lines = [table[0] if shared else where.pages(b, layer) for b, table in enumerate(tables)]
-        ragged = np.full((len(lines), max(1, *(len(line) for line in lines))), -1, np.int32)
-        for row, line in zip(ragged, lines, strict=True):
-            row[: len(line)] = np.maximum(line, -1)
-        step.memo[key] = torch.from_numpy(ragged).to(step.device)
+        step.memo[key] = torch.from_numpy(ragged(where, None if shared else layer)).to(step.device)
     rope_keys = own(keys[1]) if len(keys) == 2 else None
     return Cache(own(keys[0]), own(value), step.memo[key], key_scales, value_scales, rope_keys)

@@ -48,19 +48,24 @@ class TorchStep(Step):
         return tensor
 
     def on_device(self, array: Any) -> torch.Tensor:
-        """Whole numbers as a tensor of 64 bits, which is what indices are made of.
+        """Whole numbers as a tensor of 64 bits, which is what indices are made of; equal ones are copied once.
 
         Raises: HostRead in a step that is captured: what would be copied now would be read at every later run.
         """
         if self.static is not None:
             raise HostRead("numbers of the plan are copied to the device")
-        return torch.from_numpy(array.astype("int64")).to(self.device, non_blocking=True)
+        key = ("on_device", array.shape, array.tobytes())
+        if key not in self.memo:
+            self.memo[key] = torch.from_numpy(array.astype("int64")).to(self.device, non_blocking=True)
+        found: torch.Tensor = self.memo[key]
+        return found
 
     def slots_of(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`token_pages` on the device."""
         key = ("slots_of", group)
         if key not in self.memo:
-            pages, offsets = self.token_pages(group)
-            self.memo[key] = self.on_device(pages), self.on_device(offsets)
+            if (*key, 0) not in self.memo:
+                self.memo.update({(*key, i): self.on_device(x) for i, x in enumerate(self.token_pages(group))})
+            self.memo[key] = self.memo[*key, 0], self.memo[*key, 1]
         found: tuple[torch.Tensor, torch.Tensor] = self.memo[key]
         return found
