@@ -176,6 +176,36 @@ def _product(bits: int) -> Callable[[Any, torch.device], Results]:
     return each
 
 
+def _experts(launcher: Any, device: torch.device) -> Results:
+    """Experts with gates, floats and int4, fewer and more pairs of an expert than its narrow tiles have."""
+    stack: Any = import_module(f"{KERNELS}.experts").Stack
+    num, hidden, width = 8, 256, 192
+    for tokens, choices, bits in ((1, 2, 16), (5, 3, 4), (80, 2, 16), (80, 2, 4)):
+        draw = torch.Generator().manual_seed(tokens)
+        ids = torch.rand((tokens, num), generator=draw).argsort(-1)[:, :choices].sort(-1).values
+        shares = torch.rand((tokens, choices), generator=draw)
+        x, parts, values = _normal(1, tokens, hidden), [], []
+        for rows, columns in ((width, hidden), (width, hidden), (hidden, width)):
+            if bits == 16:
+                weight = (_normal(2 + len(parts), num * rows, columns) / columns**0.5).to(torch.bfloat16)
+                parts.append(stack(weight.to(device)))
+            else:
+                codes = torch.randint(0, 16, (num * rows, columns), generator=draw)
+                scales = (_normal(5, num * rows, columns // 64).abs() + 0.1) / columns
+                packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+                parts.append(stack(packed.to(device), 4, scales.to(device), offset=8, group=64))
+                weight = (codes - 8) * scales.repeat_interleave(64, 1)
+            values.append(weight.double().view(num, rows, columns))
+        out = launcher(x.to(device), ids.to(device), shares.to(device), *parts, num, "silu")
+        want = torch.zeros((tokens, hidden), dtype=torch.float64)
+        for k in range(choices):
+            gate, up, down = (value[ids[:, k]] for value in values)
+            inner = torch.nn.functional.silu(torch.einsum("tfe,te->tf", gate, x.double()))
+            inner = inner * torch.einsum("tfe,te->tf", up, x.double())
+            want += torch.einsum("tef,tf->te", down, inner) * shares[:, k, None].double()
+        yield f"{tokens} tokens, {choices} of {num} experts, {bits} bits", _off(out, want), 2e-2
+
+
 # -- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +248,6 @@ def _draw(launcher: Any, device: torch.device) -> Results:
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
     "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
-    "product_int4": _product(4), "product_fixed": _product(16), "argmax": _argmax, "draw": _draw,
+    "product_int4": _product(4), "product_fixed": _product(16), "experts": _experts, "argmax": _argmax, "draw": _draw,
 }  # fmt: skip
 """By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backends.gpu import forward, staging
+from penstock.backends.gpu.attention import TorchAttention
 from penstock.backends.gpu.backend import TorchBackend
 from penstock.backends.gpu.codecs import TORCH_CODECS
 from penstock.backends.gpu.device_array import DeviceArray, new_plane
 from penstock.backends.gpu.placed import Placement, StoredTensor, rows_of
 from penstock.backends.gpu.sample import TorchKernel, weigh
+from penstock.backends.gpu.step import TorchStep
 from penstock.base.errors import ConfigError
 from penstock.config import from_kwargs
 from penstock.core.batch import AddedRow, SchedulerOutput
@@ -23,6 +26,7 @@ from penstock.core.matrix_format import parse_scheme, rounded_matrices
 from penstock.core.sampling import TokenRules
 from penstock.launch.backend import choose_ops
 from penstock.ops import draw_weights
+from penstock.ops.plan import StepPlan
 from penstock.ops.ref import REF
 from penstock.quant.reference import QuantisedLinear, quantised
 from penstock.runner.kernel_sampler import KernelSampler
@@ -191,6 +195,9 @@ def test_a_model_of_rounded_weights_is_the_reference_s(name: str, scheme: str) -
     held = [n.bound[0] for n in part.placed.nodes if n.op == "linear" and n.weights[0] in rounded]
     whole = {id(n.bound[0]) for n in drivers[1].program.placed.nodes if n.op == "linear"}
     assert held
+    routers = [n.bound[0] for n in drivers[1].program.placed.nodes if (n.weights or ("",))[0].endswith("router")]
+    assert len(routers) == 3 * (name == "experts")
+    assert all(isinstance(w, torch.Tensor) for w in routers), "a wrong choice of expert costs more than bits"
     assert all(isinstance(w, StoredTensor) and id(w) in whole for w in held), "a part holds no weights of its own"
 
 
@@ -201,3 +208,50 @@ def test_schemes_that_round_activations_are_refused() -> None:
         choose_ops(config, spec)
     decided, _ = choose_ops(from_kwargs(model="m", device="cpu-torch", quantization="int4-wo"), spec)
     assert decided.execution.ops == "torch"
+
+
+def test_a_step_s_numbers_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, positions, rows, and where keys and values of two groups lie, for operations but attention."""
+    monkeypatch.setattr(TorchAttention, "attend", lambda self, q, *_, **__: q)
+    spec, weights = specs.make("layernorm")
+    driver = Paged(spec, weights).on(TorchBackend(CPU))
+    seen: list[Any] = []
+    real, real_copy = staging.bring, TorchStep.on_device
+
+    def brought(arrays: Any, device: torch.device) -> Any:
+        tensors = real(arrays, device)
+        seen.append((arrays, tensors))
+        return tensors
+
+    monkeypatch.setattr(forward, "bring", brought)
+    monkeypatch.setattr(TorchStep, "on_device", lambda step, array: (seen.append(step), real_copy(step, array))[1])
+    driver.run({"a": ([3, 4, 5, 6, 7], [4]), "b": ([9], [0])})
+    ((arrays, tensors),) = seen
+    assert {"token_ids", "positions", "rows", ("slots_of", 0, 0), ("slots_of", 1, 1)} <= set(tensors)
+    assert tensors["token_ids"].tolist() == [3, 4, 5, 6, 7, 9]
+    assert tensors["rows"].tolist() == [4, 5]
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(tensors[key].numpy(), array)
+    starts = {tensor.data_ptr() % 16 for tensor in tensors.values()}
+    assert len(starts) == 1, "each is aligned as kernels want it"
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
+
+
+def test_numbers_of_both_types_and_none_are_brought_as_they_are() -> None:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a": rng.integers(-9, 1 << 40, (3, 5)), "b": rng.integers(-9, 9, 7).astype(np.int32),
+        "none": np.zeros((2, 0), np.int64), "c": rng.integers(0, 9, (4, 2)).astype(np.int32).T,
+    }  # fmt: skip
+    for key, tensor in staging.bring(arrays, CPU).items():
+        assert tensor.numpy().dtype == arrays[key].dtype
+        np.testing.assert_array_equal(tensor.numpy(), arrays[key])
+
+
+def test_equal_numbers_are_copied_once() -> None:
+    plan = StepPlan(*(np.zeros(1, np.int32) for _ in range(5)), ())
+    step = TorchStep(plan, (), CPU)
+    one = step.on_device(np.array([1, 2], np.int32))
+    assert step.on_device(np.array([1, 2], np.int32)) is one
+    assert step.on_device(np.array([[1, 2]], np.int32)).shape == (1, 2)
+    assert step.on_device(np.array([1, 3], np.int32)).tolist() == [1, 3]

@@ -38,8 +38,8 @@ class ModelConfig(Section):
     quantization: str = setting(
         "none",
         "What native kernels round weights to. none: nothing. int8-w8a8, int4-w4a8: integer products, rows have 8 "
-        "bits, too. int8-wo, int4-wo: weights only. A scale for how many inputs: int4-w4a8:128 (else 64), int8-wo:32 "
-        "(else all).",
+        "bits, too. int8-wo, int4-wo: weights only, on torch as well. A scale for how many inputs: int4-w4a8:128 (else "
+        "64), int8-wo:32 (else all).",
     )
     activation_quantization: str = setting(
         "int8",

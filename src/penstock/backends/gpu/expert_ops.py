@@ -168,3 +168,7 @@ def _apart(
         y = _expert(x[rows] * share if scale_input else x[rows], weights[i], activation, limit, linear)
         out[rows] += y if scale_input else y * share
     return out
+
+
+for _form in (experts, experts_by_row, experts_by_kernels):
+    _form.capture_safe = True  # type: ignore[attr-defined]  # of an `ExpertStack`: see `why_not_captured`

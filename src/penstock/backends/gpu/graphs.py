@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.device_array import DeviceArray
+from penstock.backends.gpu.expert_ops import why_not_captured
 from penstock.backends.gpu.graph_plan import contexts_up_to
 from penstock.backends.gpu.step import HostRead, StaticTables, TorchStep
 from penstock.backends.program import BoundCall
@@ -93,6 +94,8 @@ def why_not(code: Sequence[BoundCall], groups: Sequence[CacheGroup]) -> str | No
     for call in code:
         if call.op in _AT_HOST and not getattr(call.fn, "capture_safe", False):
             return _AT_HOST[call.op]
+        if call.op == "experts" and (reason := why_not_captured(call.bound[0])) is not None:
+            return reason
         if call.named.get("kept") is not None:
             return "blocks are encoded as they fill up"
         if call.named.get("pages") is not None or call.named.get("bounds"):

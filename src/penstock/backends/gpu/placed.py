@@ -195,7 +195,7 @@ class Placement:
         if isinstance(bound, tuple) and hasattr(bound, "_fields"):
             return type(bound)(*(self.place(part, scheme) for part in bound))
         if isinstance(bound, list) and bound and isinstance(bound[0], ExpertWeights):
-            kinds = list(zip(*bound, strict=True))
+            kinds = [[getattr(one, name) for one in bound] for name in ExpertStack._fields[1:]]
             if all(map(_can_stack, kinds)):
                 return ExpertStack(len(bound), *(self._stack(kind, scheme) for kind in kinds))
         if isinstance(bound, tuple | list):

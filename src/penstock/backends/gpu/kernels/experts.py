@@ -257,7 +257,7 @@ def run_experts(
     own = {"CHOICES": choices, "BLOCK_T": width, "CLAMPED": limit is not None}
     for first, given, into, stack, beside in ((True, x, inner, up, gate), (False, inner, parts, down, None)):
         k, m = given.shape[1], into.shape[1]
-        tile, rows = _tile(stack, width), 32 if width == 16 else 64
+        tile, rows = _tile(stack, width), 32 if width == 16 or stack.bits == 4 else 64
         kind = operands or stack.codes.dtype if stack.bits == 16 else narrow
         groups = 1 if stack.scales is None else stack.scales.shape[1]
         zeros = _NO_ZEROS if stack.zeros is None else _VALUES if stack.zeros_are == "values" else _CODES
