@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.backends.gpu.attention import TorchAttention
 from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens, sequences_of
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
-from penstock.backends.gpu.staging import ragged
+from penstock.backends.gpu.staging import bring, ragged
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.cache_spec import run_name
 from penstock.core.kv_codec import scales_name
@@ -69,6 +69,9 @@ class _Places:
             self.positions, self.sequences = step.static.positions, self.starts[:-1]
             self.longest, self.last = 1, step.static.most - 1
             return
+        given = {"starts32": plan.query_start_loc, "positions32": plan.positions}
+        if not given.keys() <= step.memo.keys():  # who only warms up makes a step by hand
+            step.memo.update(bring(given, device))
         self.starts, self.positions = step.memo["starts32"], step.memo["positions32"]
         self.sequences = sequences_of(self.starts, len(plan.positions))
         self.longest = int(np.diff(plan.query_start_loc).max())
