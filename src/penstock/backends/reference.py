@@ -84,3 +84,9 @@ class BlasBackend(ReferenceBackend):
 
     name = "blas"
     table = BLAS
+
+    @classmethod
+    def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
+        if config.execution.batch_invariant:
+            return "batch_invariant is set, and ops blas computes all rows at once"
+        return None

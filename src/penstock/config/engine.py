@@ -219,7 +219,16 @@ class ExecutionConfig(Section):
         "in the file, whose pages the system may give back and processes share. auto: copied, unless memory is short.",
         choices=("auto", "copied", "mapped"),
     )
-    attention_backend: str = setting("ref", "Which implementation of attention.")
+    attention_backend: str = setting(
+        "ref",
+        "Which implementation of attention. ref: the backend's own; ref-online: in one pass, by ops ref. Where torch "
+        "computes: flex (FlexAttention of torch), flashinfer (where that package is installed).",
+    )
+    batch_invariant: bool = setting(
+        False,
+        "On a GPU: a row has the same bits in every batch, by products in one fixed order, which is slower. On the CPU "
+        "it has them anyway, but with ops blas.",
+    )
     enforce_eager: bool = setting(
         False, "On a GPU: start every operation of every step from the host; capture no decode graphs."
     )

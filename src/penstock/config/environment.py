@@ -46,7 +46,7 @@ def from_environment(
     origins: dict[str, str] = {}
     for variable, name in ENVIRONMENT.items():
         if environment.get(variable) and not environment.get(PREFIX + name.upper()) and name in settings:
-            values[name], origins[name] = environment[variable], variable
+            values[name], origins[name] = converted(every[name], environment[variable]), variable
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or not text or variable in OTHERS or _SERVICE.fullmatch(variable):
             continue

@@ -246,8 +246,8 @@ VALUES: dict[str, dict[str, str]] = {
     )
     | dict.fromkeys(("fp8", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "torchao", "w8a8_int8"), _ROUNDS),
     "attention_backend": dict.fromkeys(
-        ("flash_attn", "flashinfer", "triton", "triton_attn", "xformers", "torch_sdpa", "torch_native", "fa3", "fa4",
-         "flex_attention", "flashmla", "cutlass_mla", "trtllm_mha", "trtllm_mla", "cpu_attn", "intel_amx"), _KERNELS
+        ("flash_attn", "triton", "triton_attn", "xformers", "torch_sdpa", "torch_native", "fa3", "fa4",
+         "flashmla", "cutlass_mla", "trtllm_mha", "trtllm_mla", "cpu_attn", "intel_amx"), _KERNELS
     ),
     "scheduling_policy": {"lpm": "use cache-aware", "dfs-weight": "use cache-aware"},
     "generation_config": {"model": "use auto", "openai": "use vllm"},
@@ -255,5 +255,5 @@ VALUES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """Setting -> what other engines' users give it, in small letters -> what to do instead."""
 
-ENVIRONMENT: dict[str, str] = {"VLLM_API_KEY": "api_key"}
+ENVIRONMENT: dict[str, str] = {"VLLM_API_KEY": "api_key", "VLLM_BATCH_INVARIANT": "batch_invariant"}
 """Other engines' environment variables that count as ours, where ours are not set."""

@@ -19,6 +19,8 @@ from penstock.config.server import ServeConfig, ServerConfig
 from penstock.config.setting import PREFIX, Setting, settings_of
 
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_ATTENTION_ALIASES = {"flex_attention": "flex", "flashinfer": "flashinfer"}
+"""vLLM's names, in small letters."""
 _POSITIONAL = "model_positional"
 _FOREIGN = "foreign:"
 """Before other engines' names in a namespace: commands have arguments of their own that are called so."""
@@ -191,6 +193,8 @@ def _translated(name: str, value: Any, label: Callable[[str], str], settings: Ma
 def _canonical(item: Setting, value: Any) -> Any:
     if item.name in VALUES and isinstance(value, str) and value.lower() in VALUES[item.name]:
         raise ValueError(f"{value} is another engine's: {VALUES[item.name][value.lower()]}")
+    if item.name == "attention_backend" and isinstance(value, str):
+        return _ATTENTION_ALIASES.get(value.lower(), value)
     # vLLM's users write "half" and torch.float16 too. `str` names a torch dtype without importing torch.
     if item.name not in ("dtype", "kv_cache_dtype") or value is None or isinstance(value, dict):
         return value

@@ -15,7 +15,7 @@ from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.launch.plugins import load_plugins
-from penstock.ops.attention import ATTENTION_BACKENDS
+from penstock.ops.attention import ATTENTION_BACKENDS, DEVICE_ATTENTION
 from penstock.sched.policy import make_policy
 from penstock.select import KV_SELECTORS
 
@@ -39,11 +39,21 @@ def check_names(config: EngineConfig) -> None:
     parse_scheme(config.model.quantization)
     if config.selection is not None:
         KV_SELECTORS.target(config.selection.method)
-    ATTENTION_BACKENDS.target(config.execution.attention_backend)
+    _check_attention(config.execution.attention_backend, place)
     EXECUTORS.target(config.execution.executor)
     if config.speculation is not None:
         DRAFTERS.target(config.speculation.method)
         check_method(config.speculation)
+
+
+def _check_attention(name: str, place: str) -> None:
+    if name not in DEVICE_ATTENTION.names():
+        ATTENTION_BACKENDS.target(name)
+    elif place in ("auto", "cpu"):
+        raise ConfigError(
+            f"attention_backend: {name} runs by torch, and device is {place}; set device to cuda or cpu-torch",
+            field="attention_backend",
+        )
 
 
 def check_method(config: SpeculativeConfig) -> None:

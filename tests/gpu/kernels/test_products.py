@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from penstock.backends.gpu.held import product_why_not  # noqa: E402
+from penstock.backends.gpu.placed import Placement  # noqa: E402
+from penstock.backends.gpu.tables import EXACT  # noqa: E402
 from tests.gpu.kernels import naive  # noqa: E402
+from tests.stored import random_stored  # noqa: E402
 
 products: Any = pytest.importorskip("penstock.backends.gpu.kernels.products", reason=naive.ABSENT)
+from penstock.backends.gpu.kernel_ops import KernelTable  # noqa: E402
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -83,3 +88,30 @@ def test_groups_that_no_tile_fits() -> None:
     with pytest.raises(ValueError, match="groups of 16 inputs: this product takes multiples of 32"):
         products.product_int4(normal(1, 1, 48), codes_of(2, 4, 24, 0, 3).to(torch.uint8), torch.ones(4, 3))
     assert products.product_fixed(normal(1, 0, 8), normal(2, 3, 8)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("name", [
+    "Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "TQ2_0", "MXFP4", "GPTQ", "GPTQ 8 bits", "GPTQ whole rows",
+    "compressed-tensors int8", "compressed-tensors int4", "FP8 row", "FP8 block", "HQQ", "GPTQ 3 bits",
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_stored_weights_are_multiplied_as_they_are_held(name: str, tokens: int) -> None:
+    """Of every format with groups that a tile fits; the table says what the others are decoded for."""
+    matrix = random_stored(name, 20, 512)
+    held: Any = Placement(torch.device("cpu")).place(matrix)
+    table = KernelTable(EXACT)
+    x = normal(1, tokens, 512)
+    wanted = x.double() @ torch.from_numpy(matrix.values()).double().t()
+    assert far(table.linear(x, held), wanted) < 1e-2
+    assert table.counts == {f"product_int{4 if held.paired else 8}": 1}
+
+
+def test_others_are_decoded_and_counted() -> None:
+    for name, why in (("IQ4_NL", "table"), ("Q2_K", "groups are of 16"), ("GPTQ act-order", "order of their own")):
+        matrix = random_stored(name, 20, 512)
+        assert why in (product_why_not(matrix.format, matrix.shape) or "")
+        held: Any = Placement(torch.device("cpu")).place(matrix)
+        table = KernelTable(EXACT)
+        x = normal(1, 2, 512)
+        assert far(table.linear(x, held), x.double() @ torch.from_numpy(matrix.values()).double().t()) < 1e-5
+        assert table.counts == {"torch linear": 1}

@@ -5,12 +5,14 @@ This module can be imported without torch, so that `why_not` can say that it is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.backends.gpu.explain import kernel_decisions
 from penstock.backends.gpu.graph_plan import graph_decision, planned_bytes, wanted_graphs
 from penstock.config import EngineConfig
 from penstock.core.cache_spec import CacheGroup
@@ -20,6 +22,7 @@ from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import ModelSpec
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.ops.attention import DEVICE_ATTENTION
 from penstock.plan.devices import Device, device_preset
 from penstock.plan.probe import Free
 from penstock.plan.resolve import Plan
@@ -38,10 +41,18 @@ class TorchBackend:
     name = "torch"
 
     def __init__(
-        self, device: torch.device, *, kernels: bool | None = None, graphs: tuple[int, ...] | None = (), why: str = ""
+        self,
+        device: torch.device,
+        *,
+        kernels: bool | None = None,
+        attention: str = "ref",
+        invariant: bool = False,
+        graphs: tuple[int, ...] | None = (),
+        why: str = "",
     ) -> None:
-        """`kernels`: attention by Triton's; by default on a GPU, where Triton is installed. `graphs`: rows for which
-        decode steps are captured, None: powers of two, (): there are none, and `why`."""
+        """`kernels`: operations by Triton's; by default on a GPU, where Triton is installed. `attention`: a name of
+        `ops.attention.DEVICE_ATTENTION`, or the backend's own. `invariant`: a row's bits do not depend on its company.
+        `graphs`: rows for which decode steps are captured, None: powers of two, (): there are none, and `why`."""
         from penstock.backends.gpu.device_array import new_plane
         from penstock.backends.gpu.placed import Placement
         from penstock.backends.gpu.sample import TorchKernel
@@ -53,6 +64,7 @@ class TorchBackend:
         self.draws = partial(TorchKernel, device)
         self._placement = Placement(device)
         self.warming = Warming(graphs, why, self.draws)
+        self.attention, self.invariant = attention, invariant
         self.kernels = device.type != "cpu" and find_spec("triton") is not None if kernels is None else kernels
 
     @classmethod
@@ -61,7 +73,11 @@ class TorchBackend:
 
         place = config.execution.device
         sizes, why = wanted_graphs(config)
-        return cls(torch.device(place if place.startswith("cuda") else "cpu"), graphs=sizes, why=why)
+        return cls(
+            torch.device(place if place.startswith("cuda") else "cpu"),
+            attention=config.execution.attention_backend, invariant=config.execution.batch_invariant,
+            graphs=sizes, why=why,
+        )  # fmt: skip
 
     @classmethod
     def why_not(cls, config: EngineConfig, spec: ModelSpec) -> str | None:
@@ -70,8 +86,17 @@ class TorchBackend:
         problem = _no_gpu(config.execution.device)
         if problem is not None:
             return problem
-        if config.execution.attention_backend != "ref":
-            return f"attention_backend is {config.execution.attention_backend}, and torch has its own"
+        name = config.execution.attention_backend
+        if name not in ("ref", *DEVICE_ATTENTION.names()):
+            return f"attention_backend is {name}, and torch has its own"
+        if name != "ref" and config.execution.batch_invariant:
+            return (
+                f"attention_backend {name} does not give a row the same bits in every batch; leave one of the two away"
+            )
+        if name != "ref" and (reason := DEVICE_ATTENTION.get(name).why_not(config, spec)) is not None:
+            return str(reason)
+        if config.execution.batch_invariant and config.execution.device.startswith("cuda") and not find_spec("triton"):
+            return "batch_invariant needs Triton on a GPU: pip install 'penstock[gpu]'"
         if config.cache.kv_allocator == "virtual":
             return "kv_allocator is virtual, which is memory of the CPU; use paged"
         scheme = parse_scheme(config.model.quantization)
@@ -99,7 +124,13 @@ class TorchBackend:
 
     @classmethod
     def decisions(cls, config: EngineConfig, spec: ModelSpec, plan: Plan) -> tuple[Decision, ...]:
-        return (graph_decision(config, spec, plan),)
+        kernels = config.execution.device.startswith("cuda") and find_spec("triton") is not None
+        why = "Triton is installed" if kernels else "Triton's kernels want a GPU and Triton"
+        named = config.execution.attention_backend
+        own = "Triton, by torch where its kernels cannot" if kernels else "torch"
+        by = own if named == "ref" else named
+        said = kernel_decisions(spec, plan.held, kernels=kernels, attention=by, why=why)
+        return (*said, graph_decision(config, spec, plan))
 
     def compile(
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
@@ -108,17 +139,26 @@ class TorchBackend:
         from penstock.backends.gpu.attention import TorchAttention
         from penstock.backends.gpu.expert_ops import experts_by_kernels
         from penstock.backends.gpu.forward import TorchForward
+        from penstock.backends.gpu.fused import fuse_for_kernels
         from penstock.backends.gpu.tables import EXACT, PLAIN
 
         scheme = like.scheme if isinstance(like, TorchForward) else parse_scheme(quantization)
-        table = EXACT if self.device_used.type == "cpu" else PLAIN
+        table = EXACT if self.device_used.type == "cpu" or self.invariant else PLAIN
         attention = TorchAttention()
         if self.kernels:
             from penstock.backends.gpu.kernel_attention import KernelAttention
+            from penstock.backends.gpu.kernel_ops import KernelTable
 
-            attention = KernelAttention()
-            table = table.replaced("torch", {"experts": experts_by_kernels}, batch_invariant=table.batch_invariant)
-        return TorchForward(graph, table, attention, self._placement, self.warming, scheme)
+            attention = KernelAttention(prompts=not self.invariant)
+            if not self.invariant:  # tiles of the experts' kernel follow from how many tokens there are
+                table = table.replaced("torch", {"experts": experts_by_kernels}, batch_invariant=table.batch_invariant)
+            table, graph = KernelTable(table, invariant=self.invariant), fuse_for_kernels(graph)
+        if self.attention in DEVICE_ATTENTION.names():
+            attention = DEVICE_ATTENTION.get(self.attention)(self.device_used)
+        forward = TorchForward(graph, table, attention, self._placement, self.warming, scheme)
+        if isinstance(counts := getattr(table, "counts", None), Counter):
+            forward.kernel_counts = counts
+        return forward
 
     def matrices(self, forward: Forward) -> Mapping[str, Any]:
         return {}

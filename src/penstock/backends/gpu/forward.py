@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class TorchForward(Program):
             node.named = {name: placement.place(value) for name, value in node.named.items()}
         super().__init__(placed, ops, attention)
         self.attention = attention
+        self.kernel_counts: Counter[str] = Counter()
+        """Calls of operations by kernels, and by torch as "torch NAME": see `kernel_ops.KernelTable`."""
         self.placement = placement
         self._device = placement.device
         self._written = sorted({call.bound[0] for call in self.code if call.op == "write_kv"})

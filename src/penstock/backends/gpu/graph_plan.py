@@ -11,6 +11,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec
+from penstock.ops.attention import DEVICE_ATTENTION
 from penstock.plan.memory import gib
 from penstock.plan.resolve import DEFAULT_NUM_SEQS, Plan
 
@@ -33,6 +34,8 @@ def wanted_graphs(config: EngineConfig) -> tuple[tuple[int, ...] | None, str]:
     given = parse_sizes(execution.cudagraph_capture_sizes)
     if execution.enforce_eager:
         return (), "enforce_eager is set"
+    if execution.attention_backend in DEVICE_ATTENTION.names():
+        return (), f"attention_backend {execution.attention_backend} plans every step on the host"
     if execution.device.startswith("cuda"):
         if find_spec("triton") is None:
             return (), "they need the attention kernels, and Triton is not installed"

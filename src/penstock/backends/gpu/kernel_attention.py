@@ -31,7 +31,9 @@ class KernelAttention(TorchAttention):
 
     name, reads_tables = "triton", True
 
-    def __init__(self) -> None:
+    def __init__(self, *, prompts: bool = True) -> None:
+        """`prompts`: many tokens of a sequence by the kernel for prompts, whose bits are not those of the other."""
+        self._prompts = prompts
         self.counts = {"tokens": 0, "rows": 0, "torch": 0}
 
     def attend(
@@ -51,7 +53,7 @@ class KernelAttention(TorchAttention):
             )  # fmt: skip
         rule = Rule(scale, window, chunk, soft_cap, slopes, sinks)
         at = _places(step)
-        if at.longest >= MANY and at.mask is None:
+        if self._prompts and at.longest >= MANY and at.mask is None:
             self.counts["rows"] += 1
             return attend_rows(q, cache, rule, at.starts, at.positions, at.longest)
         self.counts["tokens"] += 1

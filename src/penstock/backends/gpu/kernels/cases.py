@@ -111,7 +111,7 @@ def gate(device: str, tokens: int, name: str = "silu", limit: float | None = Non
     return lambda: activate_gated(both[:, :F], both[:, F:], name, limit)
 
 
-def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = False) -> Call:
+def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = False, **how: Any) -> Call:
     """The gate of a feed-forward layer: 4096 inputs, 14336 outputs."""
     x = _normal(device, tokens, E)
     groups = E // group if group else 1
@@ -120,10 +120,10 @@ def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = F
         weight = _normal(device, F, E)
         return lambda: product_fixed(x, weight)
     if bits == 8:
-        codes = torch.ones((F, E), dtype=torch.int8, device=device)
-        return lambda: product_int8(x, codes, scales)
+        codes = torch.ones((F, E), dtype=torch.uint8 if how else torch.int8, device=device)
+        return lambda: product_int8(x, codes, scales, zeros=scales if zeros else None, **how)
     packed = torch.full((F, E // 2), 0x97, dtype=torch.uint8, device=device)
-    return lambda: product_int4(x, packed, scales, scales if zeros else None)
+    return lambda: product_int4(x, packed, scales, scales if zeros else None, **how)
 
 
 def expert_case(device: str, tokens: int, bits: int = 16) -> Call:
@@ -196,6 +196,13 @@ CASES: dict[str, Case] = {
     "int8 in groups of 128, 1 token": Case("products", lambda d: product(d, 1, 8, 128), E * F),
     "int4 in groups of 128, 1 token": Case("products", lambda d: product(d, 1, 4, 128), E * F // 2),
     "int4 in groups of 32, zeros, 16 tokens": Case("products", lambda d: product(d, 16, 4, 32, True), E * F // 2),
+    "int4 in groups of 32, zeros as values, 1 token": Case(
+        "products", lambda d: product(d, 1, 4, 32, True, zeros_are="values"), E * F // 2),
+    "e2m1 in groups of 32, 1 token": Case("products", lambda d: product(d, 1, 4, 32, code="e2m1", offset=0),
+                                          E * F // 2),
+    "e4m3 in groups of 128, 1 token": Case("products", lambda d: product(d, 1, 8, 128, code="e4m3"), E * F),
+    "e4m3 in groups of 128, 512 tokens": Case("products", lambda d: product(d, 512, 8, 128, code="e4m3")),
+    "6 bits in groups of 16, 1 token": Case("products", lambda d: product(d, 1, 8, 16, offset=32), E * F),
     "int4 in groups of 128, 512 tokens": Case("products", lambda d: product(d, 512, 4, 128)),
     "bf16 in a fixed order": Case("products", lambda d: product(d, 64, 16), E * F * 2),
     "experts, 1 token": Case("experts", lambda d: expert_case(d, 1), 8 * 3 * 2048 * 768 * 2),

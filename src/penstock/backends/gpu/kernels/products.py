@@ -10,21 +10,41 @@ Shape letters: T tokens, K inputs, M outputs, G groups along a row.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.gpu.kernels.loads import LAUNCH, dot, load, load_number, operands_of, store
+from penstock.backends.gpu.kernels.loads import LAUNCH, dot, load, load_number, narrowed, operands_of, store
 
 _FILL = 256
 """Programs that a device should have at least."""
 
 
 @triton.jit
+def _value(code, CODE: tl.constexpr):
+    """What a code of 4 bits stands for: itself, or a number of e2m1 (1, 2 and 1 bits, bias 1)."""
+    if CODE == "e2m1":
+        exponent, half = (code >> 1) & 3, code & 1
+        normal = ((exponent.to(tl.int32) + 126) << 23) | (half.to(tl.int32) << 22)
+        size = tl.where(exponent == 0, half.to(tl.float32) * 0.5, normal.to(tl.float32, bitcast=True))
+        return tl.where(code > 7, -size, size)
+    return code.to(tl.float32)
+
+
+@triton.jit
+def _total(x, OPERANDS: tl.constexpr):
+    """The sum of a tile's inputs, for each token, as products see them."""
+    return tl.sum(narrowed(x, OPERANDS).to(tl.float32), 0)
+
+
+@triton.jit
 def _product(
     x, codes, scales, zeros, bias, out, t_count, m_count, num_cuts, per_cut, x_stride, codes_stride, scales_stride,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BITS: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, OPERANDS: tl.constexpr, CUT: tl.constexpr,
+    BITS: tl.constexpr, ZEROS: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, OPERANDS: tl.constexpr,
+    CODE: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -38,23 +58,35 @@ def _product(
             j = base // 2 + tl.arange(0, BLOCK_K // 2)
             near = 2 * j < K
             pair = load_number(codes + row[:, None] * codes_stride + j[None, :], mask=here[:, None] & near[None, :])
-            low, high = (pair & 15).to(tl.float32), (pair >> 4).to(tl.float32)
-            group = base // GROUP
-            zero = tl.full([BLOCK_M], 8.0, tl.float32)
-            if ZEROS:
-                zero = load(zeros + row * scales_stride + group, mask=here)
+            at_group = row * scales_stride + base // GROUP
             even = load(column + 2 * j[:, None], mask=there[None, :] & near[:, None])
             odd = load(column + 2 * j[:, None] + 1, mask=there[None, :] & (2 * j + 1 < K)[:, None])
-            part = dot(low - zero[:, None], even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
-            part = dot(high - zero[:, None], odd, part, OPERANDS)
-            acc += part * load(scales + row * scales_stride + group, mask=here)[:, None]
+            part = dot(_value(pair & 15, CODE) - OFFSET, even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
+            part = dot(_value(pair >> 4, CODE) - OFFSET, odd, part, OPERANDS)
+            if ZEROS != "none":
+                whole = _total(even, OPERANDS) + _total(odd, OPERANDS)
+            if ZEROS == "codes":
+                part -= load(zeros + at_group, mask=here)[:, None] * whole[None, :]
+            acc += part * load(scales + at_group, mask=here)[:, None]
+            if ZEROS == "values":
+                acc -= load(zeros + at_group, mask=here)[:, None] * whole[None, :]
         else:
             k = base + tl.arange(0, BLOCK_K)
-            w = load(codes + row[:, None] * codes_stride + k[None, :], mask=here[:, None] & (k < K)[None, :])
+            w = load(
+                codes + row[:, None] * codes_stride + k[None, :], mask=here[:, None] & (k < K)[None, :],
+                e4m3=CODE == "e4m3",
+            )  # fmt: skip
             a = load(column + k[:, None], mask=there[None, :] & (k < K)[:, None])
+            if BITS == 8:
+                w = w - OFFSET
             if GROUP > 0:
+                at_group = row * scales_stride + base // GROUP
                 part = dot(w, a, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
-                acc += part * load(scales + row * scales_stride + base // GROUP, mask=here)[:, None]
+                if ZEROS == "codes":
+                    part -= load(zeros + at_group, mask=here)[:, None] * _total(a, OPERANDS)[None, :]
+                acc += part * load(scales + at_group, mask=here)[:, None]
+                if ZEROS == "values":
+                    acc -= load(zeros + at_group, mask=here)[:, None] * _total(a, OPERANDS)[None, :]
             else:
                 acc = dot(w, a, acc, OPERANDS)
     if BITS == 8:
@@ -84,31 +116,35 @@ def _add_cuts(parts, bias, out, count, m_count, num_cuts, BLOCK: tl.constexpr, B
 
 def product_int8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None, *,
+    zeros: torch.Tensor | None = None, zeros_are: str = "codes", offset: int = 0, code: str = "int",
     operands: torch.dtype | None = None, columns: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x W^T + bias with W[m, k] = codes[m, k] * scales[m, k // group]: [T, M] of x's type.
+    """x W^T + bias with W[m, k] = (codes[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of x's type.
 
-    Shapes: x [T, K] float32, float16 or bfloat16; codes int8 [M, K]; scales float32 [M, G] (G divides K; 1: one for an
-    output); bias [M]. `operands`: what products multiply, in which codes are exact; None: x's type, bfloat16 if that is
-    float32. `columns`: tokens of a tile, 16 or 64; None: 16 for at most 16 tokens.
-    Raises: ValueError for groups that are no multiple of 16.
+    Shapes: x [T, K] float32, float16 or bfloat16; codes int8 or uint8 [M, K]; scales, zeros float32 [M, G] (G divides
+    K; 1: one for an output); bias [M]. Without zeros `offset` is taken; zeros that are "values" are subtracted behind
+    the scale. `code`: "e4m3" for bytes of that type. `operands`: what products multiply, in which codes are exact;
+    None: x's type, bfloat16 if that is float32. `columns`: tokens of a tile, 16 or 64; None: 16 for at most 16 tokens.
+    Raises: ValueError for groups that are no multiple of 16; whole rows are none where there are no zeros.
     """
     groups = scales.shape[1]
-    group = 0 if groups == 1 else x.shape[1] // groups
-    return _launch(x, codes, scales, None, bias, group, 8, operands or _narrow(x), columns)
+    group = 0 if groups == 1 and zeros is None else x.shape[1] // groups
+    how = _Codes(8, group, "none" if zeros is None else zeros_are, offset, code)
+    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns)
 
 
 def product_int4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, *, operands: torch.dtype | None = None, columns: int | None = None,
+    bias: torch.Tensor | None = None, *, zeros_are: str = "codes", offset: int = 8, code: str = "int",
+    operands: torch.dtype | None = None, columns: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x W^T + bias with W[m, k] = (code[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of x's type.
+    """`product_int8` with codes uint8 [M, K/2], input 2 j in the low half of byte j and 2 j + 1 in the high one.
 
-    Shapes: codes uint8 [M, K/2], input 2 j in the low half of byte j and 2 j + 1 in the high one; scales, zeros float32
-    [M, G], groups of 32 to K inputs; without zeros 8 is taken. Zeros that are whole numbers are exact in `operands`.
-    The rest: as in `product_int8`. Raises: ValueError for groups that are no multiple of 32.
+    Groups are of 32 to K inputs. `code`: "e2m1" for halves of bytes of that type, whose offset is 0.
+    Raises: ValueError for groups that are no multiple of 32.
     """
-    return _launch(x, codes, scales, zeros, bias, x.shape[1] // scales.shape[1], 4, operands or _narrow(x), columns)
+    how = _Codes(4, x.shape[1] // scales.shape[1], "none" if zeros is None else zeros_are, offset, code)
+    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns)
 
 
 def product_fixed(
@@ -118,7 +154,17 @@ def product_fixed(
 
     Shapes: x [T, K] float32, float16 or bfloat16; weight [M, K] likewise; bias [M]. `operands`: None: weight's type.
     """
-    return _launch(x, weight, None, None, bias, 0, 16, operands or weight.dtype, 64)
+    return _launch(x, weight, None, None, bias, _Codes(16), operands or weight.dtype, 64)
+
+
+class _Codes(NamedTuple):
+    """How a weight is held: `group` 0 for one scale behind all inputs; `zeros_are` "none" where there are none."""
+
+    bits: int
+    group: int = 0
+    zeros_are: str = "none"
+    offset: int = 0
+    code: str = "int"
 
 
 def _narrow(x: torch.Tensor) -> torch.dtype:
@@ -127,9 +173,10 @@ def _narrow(x: torch.Tensor) -> torch.dtype:
 
 def _launch(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None,
-    bias: torch.Tensor | None, group: int, bits: int, operands: torch.dtype, columns: int | None,
+    bias: torch.Tensor | None, how: _Codes, operands: torch.dtype, columns: int | None,
 ) -> torch.Tensor:  # fmt: skip
     (t, k), m = x.shape, codes.shape[0]
+    bits, group = how.bits, how.group
     least = 32 if bits == 4 else 16
     if group % least:
         raise ValueError(
@@ -139,7 +186,7 @@ def _launch(
     if not t or not m:
         return out
     width = columns or (16 if t <= 16 else 64)
-    tile = 128 if width == 16 else 64
+    tile = 128 if width == 16 and bits != 4 else 64
     while group % tile:
         tile //= 2
     rows = 64 if width == 16 else 128
@@ -152,8 +199,9 @@ def _launch(
     _product[triton.cdiv(m, rows), triton.cdiv(t, width), cuts](
         x, codes, scales, zeros, bias, into, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
         0 if scales is None else scales.stride(0),
-        K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=zeros is not None,
-        BIAS=bias is not None, OPERANDS=name, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
+        K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=how.zeros_are,
+        OFFSET=float(0 if how.zeros_are != "none" else how.offset), BIAS=bias is not None, OPERANDS=name,
+        CODE=how.code, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
     )  # fmt: skip
     if cuts > 1:
         _add_cuts[triton.cdiv(t * m, 1024),](into, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,

@@ -1,0 +1,153 @@
+"""Operations by Triton's kernels, and the fused ones that a graph has for them.
+
+An operation takes its kernel where the kernel can, and torch's form where it cannot: both say the same, and `counts`
+says which it was. Shape letters are those of `ops.table`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.backends.gpu.cache_ops import CACHE_OPS
+from penstock.backends.gpu.held import product_why_not
+from penstock.backends.gpu.kernels import activation, norm, products, rope
+from penstock.backends.gpu.placed import Matrix, StoredTensor
+from penstock.backends.gpu.step import TorchStep
+from penstock.core.cache_spec import run_name
+from penstock.core.kv_codec import scales_name
+from penstock.ops.table import Op, OpTable
+
+_PLANES = {torch.float32, torch.float16, torch.bfloat16, torch.int8}
+
+
+class Summed(NamedTuple):
+    """What `add_rms_norm` and `add_layer_norm` give: the sum x + y, and its norm."""
+
+    total: Tensor
+    normed: Tensor
+
+
+class KernelTable(OpTable):
+    """`base` with operations by kernels in place of its own, and those that `fused.fuse_for_kernels` makes.
+
+    `counts`: calls by the kernels, by launcher, and by torch as "torch NAME", for tests and benchmarks. `invariant`:
+    products have one order of their sums and one tile, so that a row's bits do not depend on its company.
+    """
+
+    def __init__(self, base: OpTable, *, invariant: bool = False) -> None:
+        own: dict[str, Op] = {name: getattr(self, name)
+                              for name in ("linear", "rms_norm", "layer_norm", "activate_gated")}  # fmt: skip
+        super().__init__("triton", {**base, **own}, batch_invariant=invariant or base.batch_invariant)
+        self._base, self._invariant = base, invariant
+        self._fused: dict[str, Op] = {name: getattr(self, name) for name in FUSED}
+        self.counts: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> Op:
+        return self._fused[name] if name in self._fused else super().__getitem__(name)
+
+    def _torch(self, name: str, *args: Any) -> Any:
+        self.counts[f"torch {name}"] += 1
+        return self._base[name](*args)
+
+    # -- products --------------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+        """Codes are decoded on the way where `held.product_why_not` has nothing against it."""
+        columns = 64 if self._invariant else None
+        if isinstance(weight, StoredTensor):
+            form = weight.format
+            if product_why_not(form, weight.shape) is not None:
+                return self._torch("linear", x, weight, bias)  # type: ignore[no-any-return]
+            bits = 4 if weight.paired else 8
+            self.counts[f"product_int{bits}"] += 1
+            product: Callable[..., Tensor] = products.product_int4 if weight.paired else products.product_int8
+            return product(_rows(x), weight.codes, weight.scales, zeros=weight.zeros, bias=bias,
+                           zeros_are=form.zeros_are, offset=form.offset, code=form.code, columns=columns)  # fmt: skip
+        if self._invariant:
+            self.counts["product_fixed"] += 1
+            return products.product_fixed(_rows(x), weight, bias)
+        return self._torch("linear", x, weight, bias)  # type: ignore[no-any-return]
+
+    # -- norms -----------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Over the last axis: of hidden states, and of every head."""
+        if weight is not None and weight.ndim > 1:
+            return self._torch("rms_norm", x, weight, eps)  # type: ignore[no-any-return]
+        self.counts["rms_norm"] += 1
+        return norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps)[1].reshape(x.shape)
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        if any(w is not None and w.ndim > 1 for w in (weight, bias)):
+            return self._torch("layer_norm", x, weight, bias, eps)  # type: ignore[no-any-return]
+        self.counts["layer_norm"] += 1
+        return norm.layer_norm(x.reshape(-1, x.shape[-1]), weight, bias, eps)[1].reshape(x.shape)
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> Summed:
+        self.counts["add_rms_norm"] += 1
+        return Summed(*norm.rms_norm(_rows(x), weight, eps, _rows(y)))
+
+    def add_layer_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Summed:  # fmt: skip
+        self.counts["add_layer_norm"] += 1
+        return Summed(*norm.layer_norm(_rows(x), weight, bias, eps, _rows(y)))
+
+    @staticmethod
+    def part(both: Summed, which: int) -> Tensor:
+        """0: the sum; 1: its norm."""
+        return both[which]
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def activate_gated(self, gate: Tensor, up: Tensor, name: str, limit: float | None = None) -> Tensor:
+        if name not in activation.ACTIVATIONS:
+            return self._torch("activate_gated", gate, up, name, limit)  # type: ignore[no-any-return]
+        self.counts["activate_gated"] += 1
+        return activation.activate_gated(_rows(gate), _rows(up), name, limit)
+
+    def rope_write(
+        self, step: TorchStep, q: Tensor, k: Tensor, v: Tensor, angles: Tensor, group: int, layer: int,
+        names: tuple[str, str], interleaved: bool, first: int,
+    ) -> Tensor:  # fmt: skip
+        """`rope` of q and of k, and `write_kv` of k and v. Mutates: the planes `names`."""
+        if angles.ndim != 3 or not _writes(step, group, names):
+            self.counts["torch rope_write"] += 1
+            turned: Tensor = self._base["rope"](q, angles, interleaved, first)
+            CACHE_OPS["write_kv"](step, self._base["rope"](k, angles, interleaved, first), v, group, layer, names)
+            return turned
+        self.counts["rope_write"] += 1
+        pages, offsets = step.slots_of(group)
+        if "rope_rows" not in step.memo:  # the angles' own rows: they were looked up by position
+            step.memo["rope_rows"] = torch.arange(len(q), dtype=torch.int32, device=q.device)
+        keys, values = (step.tensor(group, name) for name in names)
+        beside = {name: step.tensor(group, name) for name in (scales_name(n, "int8") for n in names)
+                  if name in step.planes[group]}  # fmt: skip
+        key_scales, value_scales = (beside.get(scales_name(name, "int8")) for name in names)
+        return rope.rope_write(
+            q, k, v, step.memo["rope_rows"], angles, keys, values, pages[layer], offsets, interleaved=interleaved,
+            first=first, key_scales=key_scales, value_scales=value_scales,
+        )  # fmt: skip
+
+
+FUSED = ("add_rms_norm", "add_layer_norm", "part", "rope_write")
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With the numbers of a row side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _writes(step: TorchStep, group: int, names: tuple[str, str]) -> bool:
+    """Whether the kernel writes the group's planes: those of one type, that all heads share, of lines without lanes."""
+    where, planes = step.plan.groups[group], step.planes[group]
+    if where.lanes > 1 or where.dropped is not None or any(run_name(name, 1) in planes for name in names):
+        return False
+    kinds = {step.tensor(group, name).dtype for name in names}
+    coded = all(scales_name(name, "int8") in planes for name in names)
+    return len(kinds) == 1 and kinds <= _PLANES and (kinds == {torch.int8}) == coded
