@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -474,6 +474,20 @@ class ModelFamily(Protocol):
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         """Whether the tensor `name` of a checkpoint can be left unread without changing a result."""
+        ...
+
+
+@runtime_checkable
+class SeveralParts(Protocol):
+    """A `ModelFamily` that runs one part of checkpoints which have others, too: what it computes and where its tensors
+    are depends on the file."""
+
+    def told(self, config: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+        """The config.json with what only the names of the tensors tell."""
+        ...
+
+    def layout(self, spec: ModelSpec, tensors: Collection[str]) -> WeightMap:
+        """`ModelFamily.weight_map` of a file with tensors of these names."""
         ...
 
 

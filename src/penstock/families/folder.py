@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import ModelSpec
-from penstock.core.protocols import ModelFamily
+from penstock.core.protocols import ModelFamily, SeveralParts
 from penstock.core.weight_map import Cut
 from penstock.families.chat_templates import chat_templates
 from penstock.families.checkpoint import (
@@ -28,6 +28,7 @@ from penstock.families.fields import Fields
 from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
 from penstock.families.quantization.method import Method
+from penstock.families.sparse import laid_out
 from penstock.formats.files import quoted
 from penstock.formats.json_file import read_json_object
 from penstock.formats.safetensors import INDEX_NAME, read_index, read_safetensors
@@ -44,18 +45,27 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     """
     config = dict(config)
     method = read_quantization(folder, names, config)
-    spec = family.spec(config)
+    told: Mapping[str, Any] = config
+    if isinstance(family, SeveralParts):
+        told = family.told(config, _tensors(folder, names))
+    spec = family.spec(told)
     check_count(spec)
     tensors = _tensors(folder, names)
     weights = _match(folder, tensors, spec, family, method)
     check_weights(weights, spec)
-    if config.get("dtype") is None and config.get("torch_dtype") is None:
+    if not _says_dtype(config):
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))
     generation = _optional_json(folder, names, "generation_config.json")
     eos = Fields(generation, "generation_config.json").token_ids("eos_token_id", spec.vocab_size, default=())
     # Instruction models list the ends of a turn only here.
     spec = msgspec.structs.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos))))
     return Checkpoint(folder, spec, weights, read_tokenizer_files(folder, names), generation)
+
+
+def _says_dtype(config: Mapping[str, Any]) -> bool:
+    inner = config.get("text_config")
+    sections = (config, inner if isinstance(inner, Mapping) else {})
+    return any(section.get(name) is not None for section in sections for name in ("dtype", "torch_dtype"))
 
 
 def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
@@ -70,12 +80,17 @@ def pickle_refusal(folder: Path, names: list[str]) -> UnsupportedError | None:
 
 
 def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) -> Method | None:
-    """How the weights are quantised as config.json (its `quantization_config` is taken out of it) or its companion
-    says; None if they are not.
+    """How the weights are quantised as config.json (its `quantization_config` is taken out of it, and out of its
+    `text_config`) or its companion says; None if they are not.
 
     Raises UnsupportedError for a method, or a kind of one, whose weights cannot be read, ModelError for two at once.
     """
-    given = [config.pop(name, None) for name in ("quantization_config", "compression_config")]
+    sections = [config]
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = dict(config["text_config"])
+        sections.append(config["text_config"])
+    found_at = {name: [s.pop(name, None) for s in sections] for name in ("quantization_config", "compression_config")}
+    given = [next(filter(None, values), None) for values in found_at.values()]
     if all(given) and given[0] != given[1]:
         raise ModelError(
             f"config.json of {quoted(folder)} has a quantization_config and another compression_config; leave out the "
@@ -114,7 +129,8 @@ def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
 def _match(
     folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, method: Method | None
 ) -> dict[str, WeightRef]:
-    places = family.weight_map(spec)
+    places = family.layout(spec, tensors) if isinstance(family, SeveralParts) else family.weight_map(spec)
+    places = laid_out(places, tensors)
     cuts = {name: place for name, place in places.items() if isinstance(place, Cut)}
     names = {name: place.name if isinstance(place, Cut) else place for name, place in places.items()}
     tensors = _with_outer_name(tensors, names, lambda name: family.ignores(name, spec))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.model_spec import FeedForward, Layer, ModelSpec, QkNorm, Router
+from penstock.core.model_spec import Experts, FeedForward, Layer, ModelSpec, QkNorm, Router
+from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama_like import (
     LlamaNames,
@@ -26,11 +27,12 @@ from penstock.families.positions import read_rope
 from penstock.families.reading import (
     MAX_LAYERS,
     MAX_POSITION,
+    WHERE,
     finish,
     read_activation,
     require,
 )
-from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_width
+from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_width, stacked
 
 _SHARED_ONE = {
     "shared.gate": "mlp.shared_expert.gate_proj", "shared.up": "mlp.shared_expert.up_proj",
@@ -96,6 +98,22 @@ class Qwen3Moe(LlamaNames):
             for sparse in _sparse_layers(fields, sizes.num_layers)
         ]
         return finish(fields, self.name, sizes, layers, final_norm=norm)
+
+
+class Qwen3VLMoeText(Qwen3Moe):
+    """The text of Qwen3VLMoeForConditionalGeneration: Qwen3-MoE, all experts of a layer in one tensor."""
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        require(Fields(config, WHERE), "norm_topk_prob", True)  # transformers reads it nowhere and always does it
+        return super().spec({**config, "norm_topk_prob": True})
+
+    def weight_map(self, spec: ModelSpec) -> WeightMap:
+        out = dict(super().weight_map(spec))
+        for i, layer in enumerate(spec.layers):
+            if isinstance(layer.ffn, Experts):
+                stored = f"model.layers.{i}.mlp.experts"
+                out |= stacked(f"layers.{i}.experts", stored, layer.ffn, spec.hidden_size, turns=False)
+        return out
 
 
 class Olmoe(LlamaNames):

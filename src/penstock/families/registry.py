@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.base.registry import Registry
+from penstock.core.events import Decision
 from penstock.core.matrix_format import MatrixFormat
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
@@ -101,6 +102,34 @@ _register("persimmon", "penstock.families.persimmon:Persimmon", "PersimmonForCau
 _register("phi", "penstock.families.phi:Phi", "PhiForCausalLM")
 _register("stablelm", "penstock.families.stablelm:StableLm", "StableLmForCausalLM")
 _register("starcoder2", "penstock.families.starcoder2:Starcoder2", "Starcoder2ForCausalLM")
+
+
+_TEXT_PARTS: set[str] = set()
+
+
+def _register_text_part(name: str, target: str, *architectures: str) -> None:
+    """A family that runs the decoder of a checkpoint that also has a vision tower."""
+    _register(name, f"penstock.families.vision:{target}", *architectures)
+    _TEXT_PARTS.add(name)
+
+
+_register_text_part("gemma3", "Gemma3Seeing", "Gemma3ForConditionalGeneration")
+_register_text_part("kimi_k25", "KimiK25", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+_register_text_part("llama4", "Llama4Seeing", "Llama4ForConditionalGeneration")
+_register_text_part("llava", "Llava", "LlavaForConditionalGeneration")
+_register_text_part("mistral3", "Mistral3", "Mistral3ForConditionalGeneration")
+_register_text_part("qwen2_5_vl", "Qwen25VL", "Qwen2_5_VLForConditionalGeneration")
+_register_text_part("qwen2_vl", "Qwen2VL", "Qwen2VLForConditionalGeneration")
+_register_text_part("qwen3_vl", "Qwen3VL", "Qwen3VLForConditionalGeneration")
+_register_text_part("qwen3_vl_moe", "Qwen3VLMoe", "Qwen3VLMoeForConditionalGeneration")
+
+
+def unread_decision(spec: ModelSpec) -> tuple[Decision, ...]:
+    """For `--explain`: what the model's checkpoint has that is not run; nothing if all is."""
+    if spec.family not in _TEXT_PARTS:
+        return ()
+    why = f"a {spec.family} checkpoint has a vision tower, which is left out: its text part runs, and requests that bring images are refused"
+    return (Decision("images", "not read", why),)
 
 
 def open_model(path: str | os.PathLike[str]) -> Checkpoint:

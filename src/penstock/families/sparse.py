@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import Experts, FeedForward, Router
-from penstock.core.weight_map import Cut, Take
+from penstock.core.weight_map import Cut, Take, WeightMap
 from penstock.families.fields import Fields
 from penstock.families.reading import MAX_EXPERTS, MAX_SIZE, WHERE
+from penstock.formats.tensor_ref import TensorRef
 
+_EXPERT = re.compile(r"layers\.\d+\.experts\.(?P<number>\d+)\.(?P<part>gate|up|down)(?P<bias>\.bias)?")
+_ENDS = (".weight", ".weight_packed", ".qweight")
 SPARSE_MLP = {
     "router": "mlp.gate", "router_correction": "mlp.gate.e_score_correction_bias!",
     "experts.*.gate": "mlp.experts.*.gate_proj", "experts.*.up": "mlp.experts.*.up_proj",
@@ -59,6 +65,42 @@ def grouped_router(fields: Fields, *, default_groups: int = 1) -> Router:
         top_groups=fields.integer("topk_group", high=groups, default=groups),
         group_score="top2",
     )
+
+
+def laid_out(places: WeightMap, tensors: Mapping[str, TensorRef]) -> WeightMap:
+    """`places`, with experts where the file has them: each in tensors of its own instead of the stack that its family
+    writes (tools that make codes of matrices take stacks apart first), or in a stack whose matrices lie the other way
+    round (transformers 5 writes some so, and reads both)."""
+    turned = {
+        _layer_of(name) for name, place in places.items()
+        if _EXPERT.fullmatch(name) and isinstance(place, Cut) and place.name in tensors
+        and tensors[place.name].shape != place.shape and tensors[place.name].shape == _swapped(place).shape
+    }  # fmt: skip
+    out = dict(places)
+    for logical, place in places.items():
+        if not isinstance(place, Cut) or (found := _EXPERT.fullmatch(logical)) is None:
+            continue
+        if place.name in tensors:
+            if len(place.shape) == 3 and _layer_of(logical) in turned:
+                out[logical] = _swapped(place)
+            continue
+        stack, inside, _ = place.name.rpartition(".experts.")
+        module = f"{stack}{inside}{found['number']}.{found['part']}_proj"
+        if inside and any(f"{module}{end}" in tensors for end in _ENDS):
+            out[logical] = f"{module}.{'bias' if found['bias'] else 'weight'}"
+    return out
+
+
+def _layer_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def _swapped(cut: Cut) -> Cut:
+    """The same matrices of a stack [X, a, b] in a stack [X, b, a]."""
+    if len(cut.shape) != 3 or cut.view:
+        return cut
+    index, rows, columns = (*cut.take, *((0, size) for size in cut.shape[len(cut.take) :]))
+    return Cut(cut.name, (cut.shape[0], cut.shape[2], cut.shape[1]), (index, columns, rows), (), () if cut.axes else (1, 0))
 
 
 def stacked(logical: str, stored: str, ffn: Experts, e: int, *, turns: bool) -> dict[str, Cut]:

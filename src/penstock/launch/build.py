@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from penstock.core.model_spec import ModelSpec
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.core import EngineCore
 from penstock.executor.rank import Progress, RankSpec
-from penstock.families.registry import read_model
+from penstock.families.registry import read_model, unread_decision
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
 from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
@@ -39,6 +40,8 @@ from penstock.text.limits import Limits
 if TYPE_CHECKING:
     from penstock.text.defaults import Defaults
     from penstock.text.tokenizer import Tokenizer
+
+log = logging.getLogger("penstock.launch")
 
 
 @dataclass
@@ -124,7 +127,10 @@ def start(
         seconds_budget=serving,
     )
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
-    decisions = (*chosen, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    unread = unread_decision(checkpoint.spec)
+    for decision in unread:
+        log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
+    decisions = (*chosen, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
     decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan))
     defaults = None
     if not serving:
@@ -153,7 +159,8 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     config, chosen = choose_ops(config, spec)
     machine = machine_of(config, machine or probe(), spec)
     plan = resolve(config, spec, machine, draft_specs(config), keeping_of(config), stored, traits_of(config))
-    changed, decided = stretch_decision(own, spec), backend_decisions(config, spec, plan)
+    changed = (*unread_decision(spec), *stretch_decision(own, spec))
+    decided = backend_decisions(config, spec, plan)
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
     return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, *decided, said))
 

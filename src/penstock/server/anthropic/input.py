@@ -12,7 +12,7 @@ from penstock.server.schema.forms import Form, only, string_in
 from penstock.server.schema.messages import CountRequest, MessagesRequest
 
 Message = dict[str, Any]
-_ONLY_TEXT = "this model reads only text"
+_ONLY_TEXT = "only text is read, no images"
 
 
 def chat_messages(body: CountRequest) -> tuple[list[Message], bool]:

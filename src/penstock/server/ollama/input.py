@@ -34,7 +34,7 @@ def chat_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         if message.get("images"):
-            raise InputError(f"{where}.images: this model reads only text", param=f"{where}.images")
+            raise InputError(f"{where}.images: only text is read, no images", param=f"{where}.images")
         kept = {name: message.get(name) for name in ("role", "content") if message.get(name) is not None}
         if message.get("thinking") is not None:
             kept["reasoning_content"] = string_in(message, "thinking", where, empty=True)

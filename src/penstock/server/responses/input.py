@@ -149,7 +149,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, str]]:
         at = f"{where}[{j}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in _TEXTS:
-            raise InputError(f"{at}.type is {str(kind)[:40]!r}; this model reads only text", param=f"{at}.type")
+            raise InputError(f"{at}.type is {str(kind)[:40]!r}; only text is read, no images", param=f"{at}.type")
         parts.append({"type": "text", "text": string_in(part, _TEXTS[kind], at, empty=True)})
     return parts[0]["text"] if len(parts) == 1 else parts
 

@@ -48,7 +48,7 @@ REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "is not supported here; /v1/completions has n"),
     "max_tokens": ((), "is OpenAI's name; write n_predict"),
     "messages": ((), "belongs to /v1/chat/completions; here it is prompt"),
-    "image_data": (([],), "is not supported: this model reads only text"),
+    "image_data": (([],), "is not supported: only text is read, no images"),
     **dict.fromkeys(("regex", "ebnf"), (("",), "is SGLang's; write grammar or json_schema here")),
     "grammar_lazy": ((False,), "is not supported: a grammar binds the answer from its beginning; leave it out"),
 }

@@ -44,7 +44,7 @@ from penstock.server.turns.infill import fill_prompt, marks_of
 from penstock.server.turns.times import rfc3339
 from penstock.server.turns.turn import begin, begin_text
 
-_TEXT_ONLY: tuple[tuple[Any, ...], str] = (([],), "is not supported: this model reads only text")
+_TEXT_ONLY: tuple[tuple[Any, ...], str] = (([],), "is not supported: only text is read, no images")
 _CONTEXT: tuple[tuple[Any, ...], str] = (
     ([],),
     "is not supported: send the conversation to /api/chat; its beginning is not computed again",
