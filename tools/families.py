@@ -92,7 +92,8 @@ def configs_table(folder: Path) -> list[str]:
     refused: dict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.glob("*.config.json")):
         config = json.loads(path.read_text("utf-8"))
-        config.pop("quantization_config", None)
+        for section in (config, config.get("text_config") or {}):
+            section.pop("quantization_config", None)
         name = path.name.removesuffix(".config.json").replace("--", "/")
         try:
             spec = find_family(config).spec(config)

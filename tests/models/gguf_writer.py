@@ -381,6 +381,9 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
         "interleave_moe_layer_step": 2, "feed_forward_length": _dense_width(s),
         "expert_feed_forward_length": next(x.ffn.expert.width for x in s.layers if isinstance(x.ffn, Experts)),
     },
+    "qwen2vl": lambda s: {"rope.dimension_sections": [1, 1, 2, 0]},
+    "qwen3vl": lambda s: {"rope.dimension_sections": [2, 2, 1, 0], "n_deepstack_layers": 1},
+    "qwen3vlmoe": lambda s: {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 1},
     "mistral3": lambda s: {
         "attention.temperature_scale": _first(s).query_scale.beta, "rope.scaling.yarn_log_multiplier": 1.0,  # type: ignore[union-attr]
     },

@@ -30,6 +30,8 @@ from tests.ggml import write_gguf
 from tests.models.gguf_writer import TURNED, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
 from tests.models.parity import VOCAB, random_model
+from tests.models.vision_cases import CASES as SEEING
+from tests.models.vision_cases import make_seeing
 from tests.oracle import NaiveModel
 from tests.paged import Paged
 
@@ -121,8 +123,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                                                   "partial_rotary_factor": 0.75}}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
+    "qwen2vl": ("Qwen2VL", {}),
     "qwen3": ("Qwen3", {"head_dim": 10}),
     "qwen3moe": ("Qwen3Moe", MOE | {"head_dim": 10}),
+    "qwen3vl": ("Qwen3VL", {"head_dim": 10}),
+    "qwen3vlmoe": ("Qwen3VLMoe", MOE | {"head_dim": 8, "mlp_only_layers": []}),
     "seed_oss": ("SeedOss", {"head_dim": 8}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
@@ -158,6 +163,9 @@ def architecture(case: str) -> str:
 
 def model_of(case: str) -> Any:
     name, changes = CASES[case]
+    if "VL" in name:
+        seeing = next(own for own in SEEING.values() if own.kind == name)
+        return make_seeing(seeing._replace(text=BASE | seeing.text | changes), len(case))
     ids = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
     fields = {**(ids if name in NO_BASE else PLAIN if name in OTHER_FIELDS else BASE), **changes}
     if name == "NemotronH":

@@ -7,6 +7,7 @@ number that its makers published.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -34,10 +35,15 @@ SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know -> one it knows whose layers have the same weights."""
 
 
+SEES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|projector)\.")
+"""Parameters of transformers' models that see, which Penstock leaves out."""
+
+
 def config_of(name: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(shared("data", "configs", "model", name + SUFFIX).read_text())
     # How the weights are stored is another question than what they are; `open_model` asks it.
-    config.pop("quantization_config", None)
+    for section in (config, config.get("text_config") or {}):
+        section.pop("quantization_config", None)
     return config
 
 
@@ -53,9 +59,10 @@ def meta_size(config: dict[str, Any]) -> int:
     """Parameters and router corrections (which transformers keeps as buffers) of the model without its memory."""
     model_type = SAME_SHAPE.get(config["model_type"], config["model_type"])
     made = type(transformers.AutoConfig.for_model(model_type)).from_dict(config | {"model_type": model_type})
+    kind = transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
-    tied = {id(p): p.numel() for p in model.parameters()}
+        model = kind.from_config(made)
+    tied = {id(p): p.numel() for n, p in model.named_parameters() if not SEES.match(n)}
     corrections = [b.numel() for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     return sum(tied.values()) + sum(corrections)
 

@@ -28,13 +28,16 @@ _LATENT = {
 }  # fmt: skip
 
 
+NOTHING: dict[str, Any] = {}
+
+
 class Seeing(NamedTuple):
-    """`kind`: transformers' class without its ending; `text`, `vision`: what their configs have besides."""
+    """`kind`: transformers' class without its ending; `text`, `vision`, `outer`: what their configs have."""
 
     kind: str
-    text: dict[str, Any] = {}
-    vision: dict[str, Any] = {}
-    outer: dict[str, Any] = {}
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    outer: dict[str, Any] = NOTHING
 
 
 CASES = {
@@ -80,11 +83,6 @@ CASES = {
 }  # fmt: skip
 
 
-def config_of(case: str) -> Any:
-    kind, text, vision, outer = CASES[case]
-    return getattr(transformers, f"{kind}Config")(text_config={**TEXT, **text}, vision_config=vision, **outer)
-
-
 def restored(folder: Path) -> None:
     """transformers 5.23 writes the decoder's layers of Kimi K2.5 under the name that the vision tower's have in the
     published files; those of the decoder are `layers` there."""
@@ -93,9 +91,14 @@ def restored(folder: Path) -> None:
 
 
 def make(case: str) -> Any:
-    model = random_model(
-        getattr(transformers, f"{CASES[case].kind}ForConditionalGeneration"), config_of(case), len(case)
+    return make_seeing(CASES[case], len(case))
+
+
+def make_seeing(case: Seeing, seed: int) -> Any:
+    config = getattr(transformers, f"{case.kind}Config")(
+        text_config={**TEXT, **case.text}, vision_config=case.vision, **case.outer
     )
+    model = random_model(getattr(transformers, f"{case.kind}ForConditionalGeneration"), config, seed)
     if model.config.tie_word_embeddings:
         with torch.no_grad():  # or the model repeats what it reads: layers must outweigh the embedding
             model.get_input_embeddings().weight.mul_(0.05)

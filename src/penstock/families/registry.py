@@ -128,7 +128,10 @@ def unread_decision(spec: ModelSpec) -> tuple[Decision, ...]:
     """For `--explain`: what the model's checkpoint has that is not run; nothing if all is."""
     if spec.family not in _TEXT_PARTS:
         return ()
-    why = f"a {spec.family} checkpoint has a vision tower, which is left out: its text part runs, and requests that bring images are refused"
+    why = (
+        f"a {spec.family} checkpoint has a vision tower, which is left out: its text part runs, and requests with "
+        "images are refused"
+    )
     return (Decision("images", "not read", why),)
 
 

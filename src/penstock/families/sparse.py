@@ -99,8 +99,10 @@ def _swapped(cut: Cut) -> Cut:
     """The same matrices of a stack [X, a, b] in a stack [X, b, a]."""
     if len(cut.shape) != 3 or cut.view:
         return cut
-    index, rows, columns = (*cut.take, *((0, size) for size in cut.shape[len(cut.take) :]))
-    return Cut(cut.name, (cut.shape[0], cut.shape[2], cut.shape[1]), (index, columns, rows), (), () if cut.axes else (1, 0))
+    experts, a, b = cut.shape
+    whole: tuple[Take, ...] = (0, (0, a), (0, b))
+    index, rows, columns = cut.take + whole[len(cut.take) :]
+    return Cut(cut.name, (experts, b, a), (index, columns, rows), axes=() if cut.axes else (1, 0))
 
 
 def stacked(logical: str, stored: str, ffn: Experts, e: int, *, turns: bool) -> dict[str, Cut]:

@@ -47,7 +47,7 @@ _ROPES = ("rope_scaling", "rope_parameters")
 _AXES = ("mrope_section", "mrope_interleaved")
 
 
-class Layout(NamedTuple):
+class TextPlace(NamedTuple):
     """What stands before the names of the decoder's modules, and of the output matrix."""
 
     decoder: str
@@ -55,16 +55,18 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout("model.language_model."), Layout("language_model.model.", "language_model.lm_head"), Layout("model."),
-)  # fmt: skip
+    TextPlace("model.language_model."),
+    TextPlace("language_model.model.", "language_model.lm_head"),
+    TextPlace("model."),
+)
 
 
 class TextPart:
     """What text parts share: a `ModelFamily` and a `SeveralParts`.
 
     Attributes:
-        texts: `model_type` of `text_config` -> the family of the text; without one, the first. All have one set of
-            names.
+        texts: `model_type` of `text_config` and the family of such a text; without one, the first. All of them have
+            one set of names.
         published: where the published files have the text.
         tied: whether the output matrix is the embedding where nothing says so.
         defaults: fields of `text_config` that files leave out.
@@ -72,8 +74,8 @@ class TextPart:
 
     name: ClassVar[str]
     architectures: ClassVar[tuple[str, ...]]
-    texts: ClassVar[Mapping[str, type[Any]]]
-    published: ClassVar[Layout] = LAYOUTS[0]
+    texts: ClassVar[tuple[tuple[str, type[Any]], ...]]
+    published: ClassVar[TextPlace] = LAYOUTS[0]
     tied: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -113,7 +115,7 @@ class TextPart:
                     return True
         return self._family(None).ignores(name, spec)
 
-    def _named(self, spec: ModelSpec, layout: Layout) -> WeightMap:
+    def _named(self, spec: ModelSpec, layout: TextPlace) -> WeightMap:
         def moved(name: str) -> str:
             inner = name.removeprefix("model.")
             return layout.decoder + inner if inner != name else layout.head + name.removeprefix("lm_head")
@@ -124,12 +126,15 @@ class TextPart:
         }
 
     def _family(self, model_type: object) -> ModelFamily:
-        if model_type is not None and model_type not in self.texts:
-            known = ", ".join(self.texts)
+        known = dict(self.texts)
+        if model_type is None:
+            model_type = self.texts[0][0]
+        if not isinstance(model_type, str) or model_type not in known:
             raise UnsupportedError(
-                f"{WHERE} has a text_config of the model_type {quoted(model_type, 60)}; this family has {known}"
+                f"{WHERE} has a text_config of the model_type {quoted(model_type, 60)}; this family has "
+                f"{', '.join(known)}"
             )
-        family: ModelFamily = self.texts[next(iter(self.texts)) if model_type is None else str(model_type)]()
+        family: ModelFamily = known[model_type]()
         return family
 
     def _text(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,12 +169,24 @@ def _said(config: Mapping[str, Any]) -> list[Any]:
 def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Positions of three axes as those of a text."""
     out = {key: value for key, value in rope.items() if key not in _AXES}
-    return {key: "default" if value == "mrope" and key in ("type", "rope_type") else value for key, value in out.items()}
+    return out | {key: "default" for key in ("type", "rope_type") if out.get(key) == "mrope"}
 
 
-def _layout(tensors: Collection[str]) -> Layout | None:
+def _layout(tensors: Collection[str]) -> TextPlace | None:
     """Where these tensors have the text."""
     return next((found for found in LAYOUTS if found.decoder + "embed_tokens.weight" in tensors), None)
+
+
+_QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
+_QWEN3: dict[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {
+    "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+}  # fmt: skip
+_LLAMA4: dict[str, Any] = {"vocab_size": 202048}
+_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}  # fmt: skip
 
 
 class Qwen2VL(TextPart):
@@ -177,9 +194,9 @@ class Qwen2VL(TextPart):
 
     name = "qwen2_vl"
     architectures = ("Qwen2VLForConditionalGeneration",)
-    texts = {"qwen2_vl_text": Qwen2}
+    texts = (("qwen2_vl_text", Qwen2),)
     published = LAYOUTS[2]
-    defaults = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
+    defaults = _QWEN2
 
 
 class Qwen25VL(TextPart):
@@ -187,9 +204,9 @@ class Qwen25VL(TextPart):
 
     name = "qwen2_5_vl"
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
-    texts = {"qwen2_5_vl_text": Qwen2}
+    texts = (("qwen2_5_vl_text", Qwen2),)
     published = LAYOUTS[2]
-    defaults = Qwen2VL.defaults
+    defaults = _QWEN2
 
 
 class Qwen3VL(TextPart):
@@ -197,8 +214,8 @@ class Qwen3VL(TextPart):
 
     name = "qwen3_vl"
     architectures = ("Qwen3VLForConditionalGeneration",)
-    texts = {"qwen3_vl_text": Qwen3}
-    defaults = {"max_position_embeddings": 128000, "rope_theta": 500000.0}
+    texts = (("qwen3_vl_text", Qwen3),)
+    defaults = _QWEN3
 
 
 class Qwen3VLMoe(TextPart):
@@ -206,11 +223,8 @@ class Qwen3VLMoe(TextPart):
 
     name = "qwen3_vl_moe"
     architectures = ("Qwen3VLMoeForConditionalGeneration",)
-    texts = {"qwen3_vl_moe_text": Qwen3VLMoeText}
-    defaults = {
-        "max_position_embeddings": 128000, "rope_theta": 500000.0, "num_key_value_heads": 16, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": True,
-    }  # fmt: skip
+    texts = (("qwen3_vl_moe_text", Qwen3VLMoeText),)
+    defaults = _QWEN3_MOE
 
 
 class Llama4Seeing(TextPart):
@@ -218,9 +232,9 @@ class Llama4Seeing(TextPart):
 
     name = "llama4"
     architectures = ("Llama4ForConditionalGeneration",)
-    texts = {"llama4_text": Llama4}
+    texts = (("llama4_text", Llama4),)
     published = LAYOUTS[1]
-    defaults = {"vocab_size": 202048}
+    defaults = _LLAMA4
 
 
 class Gemma3Seeing(TextPart):
@@ -228,13 +242,10 @@ class Gemma3Seeing(TextPart):
 
     name = "gemma3"
     architectures = ("Gemma3ForConditionalGeneration",)
-    texts = {"gemma3_text": Gemma3}
+    texts = (("gemma3_text", Gemma3),)
     published = LAYOUTS[1]
     tied = True
-    defaults = {
-        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-    }  # fmt: skip
+    defaults = _GEMMA3
 
 
 class Mistral3(TextPart):
@@ -242,7 +253,10 @@ class Mistral3(TextPart):
 
     name = "mistral3"
     architectures = ("Mistral3ForConditionalGeneration",)
-    texts = {"mistral": Mistral, "ministral3": Ministral3}
+    texts = (
+        ("mistral", Mistral),
+        ("ministral3", Ministral3),
+    )
     published = LAYOUTS[1]
 
 
@@ -251,14 +265,21 @@ class KimiK25(TextPart):
 
     name = "kimi_k25"
     architectures = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
-    texts = {"deepseek_v3": DeepseekV3, "kimi_k2": DeepseekV3}
+    texts = (
+        ("deepseek_v3", DeepseekV3),
+        ("kimi_k2", DeepseekV3),
+    )
     published = LAYOUTS[1]
 
 
 class Llava(TextPart):
-    """The `ModelFamily` of LlavaForConditionalGeneration: LLaVA 1.5, Pixtral; absent sizes are those of Llama 7B."""
+    """The `ModelFamily` of LlavaForConditionalGeneration: LLaVA 1.5, Pixtral."""
 
     name = "llava"
     architectures = ("LlavaForConditionalGeneration",)
-    texts = {"llama": Llama, "mistral": Mistral, "qwen2": Qwen2}
+    texts = (
+        ("llama", Llama),
+        ("mistral", Mistral),
+        ("qwen2", Qwen2),
+    )
     published = LAYOUTS[1]

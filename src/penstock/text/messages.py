@@ -82,7 +82,9 @@ def _texts(content: Any, where: str) -> list[str]:
             raise InputError(f"{at} must be an object with a type", param=at)
         kind = part.get("type")
         if kind != "text":
-            raise InputError(f"{at} has type {str(kind)[:40]!r}; only text parts are read, no images or sound", param=at)
+            raise InputError(
+                f"{at} has type {str(kind)[:40]!r}; only text parts are read, no images or sound", param=at
+            )
         if not isinstance(part.get("text"), str):
             raise InputError(f"{at}.text must be a string", param=f"{at}.text")
         texts.append(str.__str__(part["text"]))

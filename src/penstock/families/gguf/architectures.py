@@ -243,9 +243,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_QWEN_MOE, "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
         "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
     }),
+    "qwen2vl": Architecture(("qwen2_vl",), _LLAMA | {"rope_parameters": s.one_axis}),
     "qwen3": Architecture(("qwen3",), _LLAMA),
     "qwen3moe": Architecture(("qwen3_moe",), {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
+    }),
+    "qwen3vl": Architecture(("qwen3_vl",), _LLAMA | {"rope_parameters": s.one_axis}),
+    "qwen3vlmoe": Architecture(("qwen3_vl_moe",), {
+        **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
+        "rope_parameters": s.one_axis,
     }),
     "seed_oss": Architecture(("seed_oss",), _LLAMA, names=_POST_NORM),
     "smollm3": Architecture(("smollm3",), _LLAMA, neighbours=True),

@@ -13,7 +13,7 @@ NEEDS: dict[str, str] = {
     **dict.fromkeys(("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
                      "eurobert", "t5", "t5encoder", "gemma-embedding", "llama-embed"), _ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe"), "attention to tokens that come after, for diffusion"),
-    **dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan_vl", "paddleocr"), _VISION),
+    **dict.fromkeys(("hunyuan_vl", "paddleocr"), _VISION),
     **dict.fromkeys(("deepseek32", "deepseek4", "glm-dsa"), _INDEXER),
     "clip": "a language model, for it is a vision tower alone",
     "gemma3n": "an embedding for every layer and alternating updates (altup)",

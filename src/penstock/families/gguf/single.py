@@ -134,6 +134,14 @@ def expansion(h: Header) -> int:
     return inner // h.hidden_size
 
 
+def one_axis(h: Header) -> dict[str, Any]:
+    """Qwen-VL: a text stands at the same position on all axes (`rope.dimension_sections`); what its vision tower adds
+    to the first layers (`n_deepstack_layers`), it has not."""
+    for name in ("rope.dimension_sections", "n_deepstack_layers"):
+        h.fields.raw(name)
+    return rope(h)
+
+
 def parallel_halves(h: Header) -> bool:
     """StableLM: as the tensors have it, whatever the file says."""
     h.fields.raw("use_parallel_residual")
