@@ -6,7 +6,6 @@ A name alone helps nobody to decide what to do; the missing part does. An entry 
 from __future__ import annotations
 
 _VISION = "a vision tower"
-_DELTA = f"{_VISION} and layers of gated delta-rule linear attention"
 _INDEXER = "sparse attention whose keys a learned indexer selects (index_topk)"
 
 MISSING: dict[str, str] = {
@@ -22,9 +21,6 @@ MISSING: dict[str, str] = {
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
     "PhiMoEForCausalLM": "experts chosen by SparseMixer (router_jitter_noise), whose weights are not a softmax",
-    "Qwen3NextForCausalLM": "layers of gated delta-rule linear attention",
-    "Qwen3_5ForConditionalGeneration": _DELTA,
-    "Qwen3_5MoeForConditionalGeneration": _DELTA,
     "Step3p7FlashForCausalLM": "its own mixture of experts (share_expert_dim, moe_router_scaling_factor)",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",

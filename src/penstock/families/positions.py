@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import Rope
@@ -76,6 +77,17 @@ def read_ropes(
         section.refuse_unread()
     if new is not None:
         new.refuse_unread()
+    return out
+
+
+def one_axis(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json whose positions have three axes, for images, as that of a text: there a token stands at the same
+    position on each, so that heads turn as with plain rotary positions (Wang et al., arXiv 2409.12191, section 2.1)."""
+    out = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(given := out.get(key), Mapping):
+            rope = {name: value for name, value in given.items() if name not in ("mrope_section", "mrope_interleaved")}
+            out[key] = rope | {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
     return out
 
 

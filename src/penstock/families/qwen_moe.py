@@ -32,12 +32,7 @@ from penstock.families.reading import (
     read_activation,
     require,
 )
-from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_width, stacked
-
-_SHARED_ONE = {
-    "shared.gate": "mlp.shared_expert.gate_proj", "shared.up": "mlp.shared_expert.up_proj",
-    "shared.down": "mlp.shared_expert.down_proj", "shared_gate": "mlp.shared_expert_gate",
-}  # fmt: skip
+from penstock.families.sparse import SHARED_ONE, SPARSE_MLP, grouped_router, read_experts, read_width, stacked
 
 
 class Qwen2Moe(LlamaNames):
@@ -45,7 +40,7 @@ class Qwen2Moe(LlamaNames):
 
     name = "qwen2_moe"
     architectures = ("Qwen2MoeForCausalLM",)
-    names = SPARSE_MLP | _SHARED_ONE
+    names = SPARSE_MLP | SHARED_ONE
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields, sizes, heads = start(config, max_position_embeddings=32768, num_key_value_heads=16)
@@ -64,7 +59,7 @@ class Qwen2Moe(LlamaNames):
         mixers = by_kind(mixer, *_alternating(fields, sizes.num_layers))
         layers = [
             Layer(mixer=mixer, ffn=ffn if sparse else dense, norm=norm)
-            for mixer, sparse in zip(mixers, _sparse_layers(fields, sizes.num_layers), strict=True)
+            for mixer, sparse in zip(mixers, sparse_layers(fields, sizes.num_layers), strict=True)
         ]
         return finish(fields, self.name, sizes, layers, final_norm=norm)
 
@@ -95,7 +90,7 @@ class Qwen3Moe(LlamaNames):
         ffn = read_experts(fields, expert, router, number=("num_experts", "num_local_experts"), default_top_k=8)
         layers = [
             Layer(mixer=mixer, ffn=ffn if sparse else dense, norm=norm)
-            for sparse in _sparse_layers(fields, sizes.num_layers)
+            for sparse in sparse_layers(fields, sizes.num_layers)
         ]
         return finish(fields, self.name, sizes, layers, final_norm=norm)
 
@@ -172,7 +167,7 @@ class Glm4Moe(LlamaNames):
         return super().ignores(name, spec) or beyond(name, spec)
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
+def sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     """Which layers have experts: every `decoder_sparse_step`-th, but none of `mlp_only_layers`."""
     step = fields.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
     dense = fields.integers("mlp_only_layers", low=0, high=MAX_LAYERS) or []

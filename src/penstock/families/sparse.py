@@ -22,6 +22,11 @@ SPARSE_MLP = {
     "shared.down": "mlp.shared_experts.down_proj",
 }  # fmt: skip
 """As Qwen, OLMoE, GLM and DeepSeek name them."""
+SHARED_ONE = {
+    "shared.gate": "mlp.shared_expert.gate_proj", "shared.up": "mlp.shared_expert.up_proj",
+    "shared.down": "mlp.shared_expert.down_proj", "shared_gate": "mlp.shared_expert_gate",
+}  # fmt: skip
+"""One shared expert with a gate, as Qwen names it."""
 SPARSE_BLOCK = {
     "router": "block_sparse_moe.gate", "router_correction": "block_sparse_moe.e_score_correction_bias!",
     "experts.*.gate": "block_sparse_moe.experts.*.w1", "experts.*.up": "block_sparse_moe.experts.*.w3",
@@ -121,4 +126,15 @@ def stacked(logical: str, stored: str, ffn: Experts, e: int, *, turns: bool) -> 
         out[f"{logical}.{i}.down"] = Cut(f"{stored}.down_proj", (x, f, e), (i,), (), (1, 0))
         if ffn.expert.bias:
             out[f"{logical}.{i}.down.bias"] = Cut(f"{stored}.down_proj_bias", (x, e), (i,))
+    return out
+
+
+def stacked_rows(logical: str, stored: str, ffn: Experts, e: int) -> dict[str, Cut]:
+    """The same, each expert [out, in]: gate has the first half of the rows, up the others."""
+    x, f = ffn.num_experts, ffn.expert.width
+    out: dict[str, Cut] = {}
+    for i in range(x):
+        for part, rows in (("gate", (0, f)), ("up", (f, 2 * f))):
+            out[f"{logical}.{i}.{part}"] = Cut(f"{stored}.gate_up_proj", (x, 2 * f, e), (i, rows))
+        out[f"{logical}.{i}.down"] = Cut(f"{stored}.down_proj", (x, e, f), (i,))
     return out

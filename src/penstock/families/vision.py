@@ -1,9 +1,7 @@
 """The text part of checkpoints that also see: Qwen-VL, Llama 4, Gemma 3, Mistral Small 3, Kimi K2.5, LLaVA.
 
 Their config.json has the decoder's own in `text_config`, and its tensors a name of their own in front. What makes
-vectors of images is left out, and images are refused. Positions of three axes (Qwen-VL's `mrope_section`) have the same
-value on every axis in a text, so they turn heads as plain rotary positions do (Wang et al., arXiv 2409.12191, section
-2.1). Layouts and defaults as in transformers' classes of the same names, and in the files that were published.
+vectors of images is left out, and images are refused. Layouts and defaults as in transformers' classes of the same names, and in the files that were published.
 """
 
 from __future__ import annotations
@@ -24,8 +22,10 @@ from penstock.families.gemma import Gemma3
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
 from penstock.families.mistral import Ministral3, Mistral
+from penstock.families.positions import one_axis
 from penstock.families.qwen import Qwen2, Qwen3
 from penstock.families.qwen_moe import Qwen3VLMoeText
+from penstock.families.qwen_next import Qwen35, Qwen35Moe
 from penstock.families.reading import HARMLESS, WHERE
 from penstock.formats.files import quoted
 
@@ -44,7 +44,6 @@ _OUTSIDE = frozenset({
 _SEEING = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\..*")
 """Names of tensors that see, or lead from there to the decoder."""
 _ROPES = ("rope_scaling", "rope_parameters")
-_AXES = ("mrope_section", "mrope_interleaved")
 
 
 class TextPlace(NamedTuple):
@@ -154,22 +153,13 @@ class TextPart:
             raise ModelError(f"{WHERE} gives text_config as {quoted(inner, 60)}; it must be an object")
         given_ties = [value for value in _said(config) if value is not None]
         text[_TIED] = next((value for value in given_ties if value is not True), True) if given_ties else self.tied
-        for key in _ROPES:
-            if isinstance(text.get(key), Mapping):
-                text[key] = _one_axis(text[key])
-        return text
+        return one_axis(text)
 
 
 def _said(config: Mapping[str, Any]) -> list[Any]:
     """`tie_word_embeddings`, outside and inside of `text_config`."""
     inner = config.get("text_config")
     return [config.get(_TIED), inner.get(_TIED) if isinstance(inner, Mapping) else None]
-
-
-def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions of three axes as those of a text."""
-    out = {key: value for key, value in rope.items() if key not in _AXES}
-    return out | {key: "default" for key in ("type", "rope_type") if out.get(key) == "mrope"}
 
 
 def _layout(tensors: Collection[str]) -> TextPlace | None:
@@ -225,6 +215,22 @@ class Qwen3VLMoe(TextPart):
     architectures = ("Qwen3VLMoeForConditionalGeneration",)
     texts = (("qwen3_vl_moe_text", Qwen3VLMoeText),)
     defaults = _QWEN3_MOE
+
+
+class Qwen35Seeing(TextPart):
+    """The `ModelFamily` of Qwen3_5ForConditionalGeneration."""
+
+    name = "qwen3_5"
+    architectures = ("Qwen3_5ForConditionalGeneration",)
+    texts = (("qwen3_5_text", Qwen35),)
+
+
+class Qwen35MoeSeeing(TextPart):
+    """The `ModelFamily` of Qwen3_5MoeForConditionalGeneration: Qwen3.5 and 3.6."""
+
+    name = "qwen3_5_moe"
+    architectures = ("Qwen3_5MoeForConditionalGeneration",)
+    texts = (("qwen3_5_moe_text", Qwen35Moe),)
 
 
 class Llama4Seeing(TextPart):

@@ -57,6 +57,9 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     if turned:
         b.emit("hadamard", ("a",), "a")
     b.emit("flat", ("a",), "a")
+    if m.output_gate:
+        b.linear(x, "gate", p + "o_gate")
+        b.emit("gate_rows", ("a", "gate"), "a")
     b.linear("a", y, p + "o")
 
 

@@ -44,7 +44,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     the last multiple of chunk on. `soft_cap`: scores become cap * tanh(score / cap). `sinks`: a learned score per head
     (weight `sinks` [H]) takes part in the softmax and carries no value. Biases: on q, k, v together (`qkv_bias`) and on
     the output (`o_bias`). `clip`: q, k and v are cut to [-clip, clip] after their projection (and after a
-    norm over all heads).
+    norm over all heads). `output_gate`: what the heads give is multiplied by the sigmoid of a product of its own with
+    the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708).
     """
 
     num_heads: int
@@ -62,12 +63,15 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     o_bias: bool = False
     qk_norm: QkNorm | None = None
     clip: float | None = None
+    output_gate: bool = False
 
     def weight_shapes(self, e: int) -> Shapes:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         out: Shapes = {"q": (q, e), "k": (kv, e), "v": (kv, e), "o": (e, q)}
         if self.qkv_bias:
             out |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
+        if self.output_gate:
+            out |= {"o_gate": (q, e), "o_gate.bias": (q,)} if self.qkv_bias else {"o_gate": (q, e)}
         if self.o_bias:
             out["o.bias"] = (e,)
         if self.qk_norm is not None:
