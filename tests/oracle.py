@@ -196,7 +196,10 @@ class NaiveModel:
             out = attend(q, keys(t - 1), values(t - 1))
         if turned:
             out = hadamard(out)
-        return self._linear(out.reshape(t, -1), p + "o")
+        out = out.reshape(t, -1)
+        if m.output_gate:
+            out = out * sigmoid(self._linear(h, p + "o_gate"))
+        return self._linear(out, p + "o")
 
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
         if norm.kind == "unit":

@@ -16,6 +16,7 @@ from penstock.core.model_spec import (
     Attention,
     Experts,
     FeedForward,
+    GatedDelta,
     Latent,
     Layer,
     Mamba,
@@ -51,7 +52,8 @@ LAYER = {
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
 RENAMED: dict[str, dict[str, str]] = {
-    "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "olmo2": POST, "exaone4": POST,
+    "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
+    "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
 
@@ -166,6 +168,14 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
         both = out.pop("kv_b").reshape(mixer.num_heads, mixer.nope_dim + mixer.v_dim, mixer.kv_rank)
         out["attn_k_b.weight"] = both[:, : mixer.nope_dim].swapaxes(1, 2)
         out["attn_v_b.weight"] = both[:, mixer.nope_dim :]
+    if isinstance(mixer, GatedDelta) and "a_log" in own:
+        out = {n: a for n, a in out.items() if n not in DELTA} | delta(mixer, own, arch)
+    if isinstance(mixer, Attention) and mixer.output_gate and "q" in own:
+        for end in ("", ".bias"):
+            if f"q{end}" in own:
+                both = [out.pop(f"{n}{end}").reshape(mixer.num_heads, mixer.head_dim, -1) for n in ("q", "o_gate")]
+                columns = own[f"q{end}"].shape[1:]
+                out[f"q{end}"] = np.concatenate(both, axis=1).reshape(-1, *columns)
     if isinstance(mixer, Mamba | Mamba2) and "a_log" in own:
         column = (lambda a: a.reshape(-1, 1)) if isinstance(mixer, Mamba2) else (lambda a: a)
         out["ssm_a"], out["ssm_d"] = column(-np.exp(out.pop("a_log"))), column(out.pop("d"))
@@ -176,6 +186,32 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
         if split:
             out = {n: a for n, a in out.items() if not n.startswith(name + ".")} | {name: np.stack(split)}
     return out
+
+
+DELTA = {"q", "k", "v", "z", "beta", "dt", "dt.bias", "a_log", "head_norm", "o", "q.conv", "k.conv", "v.conv"}
+
+
+def delta(m: GatedDelta, own: Weights, arch: str) -> Weights:
+    """The gated delta rule: Qwen3.5 has value heads so that each next one has the next key head."""
+    share = m.value_heads // m.key_heads
+
+    def turn(a: F32, axis: int = 0, size: int = m.value_dim) -> F32:
+        if arch == "qwen3next":
+            return a
+        shape = a.shape
+        parts = a.reshape(*shape[:axis], m.key_heads, share, size, *shape[axis + 1 :])
+        return parts.swapaxes(axis, axis + 1).reshape(shape)
+
+    out = {
+        "attn_qkv.weight": np.concatenate([own["q"], own["k"], turn(own["v"])]), "attn_gate.weight": turn(own["z"]),
+        "ssm_conv1d.weight": np.concatenate([own["q.conv"], own["k.conv"], turn(own["v.conv"])]),
+        "ssm_dt.bias": turn(own["dt.bias"], size=1), "ssm_a": turn(-np.exp(own["a_log"]), size=1),
+        "ssm_norm.weight": own["head_norm"], "ssm_out.weight": turn(own["o"], axis=1),
+    }  # fmt: skip
+    if arch != "qwen3next":
+        return out | {"ssm_beta.weight": turn(own["beta"], size=1), "ssm_alpha.weight": turn(own["dt"], size=1)}
+    parts = [own[n].reshape(m.key_heads, share, -1) for n in ("beta", "dt")]
+    return out | {"ssm_ba.weight": np.concatenate(parts, axis=1).reshape(2 * m.value_heads, -1)}
 
 
 # --- positions and metadata
@@ -239,6 +275,11 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
             "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
             "ssm.state_size": m.state, "ssm.time_step_rank": m.dt_rank, "ssm.dt_b_c_rms": False,
         }  # fmt: skip
+    if isinstance(m, GatedDelta):
+        return {
+            "ssm.conv_kernel": m.conv, "ssm.inner_size": m.values, "ssm.state_size": m.key_dim,
+            "ssm.time_step_rank": m.value_heads, "ssm.group_count": m.key_heads,
+        }  # fmt: skip
     if isinstance(m, Mamba2):
         return {
             "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
@@ -266,7 +307,7 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         own["expert_weights_scale"] = r.scale
     if r.score == "sigmoid":
         own["expert_gating_func"] = 2
-    if ffn.shared is not None and arch in ("qwen2moe", "nemotron_h_moe"):
+    if ffn.shared is not None and arch in ("qwen2moe", "qwen3next", "qwen35moe", "nemotron_h_moe"):
         own |= {"expert_shared_feed_forward_length": ffn.shared.width}
     if ffn.shared is not None and arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
         own |= {"expert_shared_count": ffn.shared.width // ffn.expert.width}
@@ -333,6 +374,11 @@ def _blocks(spec: ModelSpec) -> Metadata:
     }  # fmt: skip
 
 
+def _recurrent(spec: ModelSpec) -> Metadata:
+    flags = [isinstance(layer.mixer, GatedDelta) for layer in spec.layers]
+    return {"attention.recurrent_layers": flags, "full_attention_interval": 4}
+
+
 def _granite(spec: ModelSpec) -> Metadata:
     return {
         "attention.scale": _first(spec).scale, "embedding_scale": spec.embed_scale,
@@ -381,6 +427,9 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
         "interleave_moe_layer_step": 2, "feed_forward_length": _dense_width(s),
         "expert_feed_forward_length": next(x.ffn.expert.width for x in s.layers if isinstance(x.ffn, Experts)),
     },
+    "qwen3next": _recurrent,
+    "qwen35": lambda s: _recurrent(s) | {"rope.dimension_sections": [1, 1, 0, 0]},
+    "qwen35moe": lambda s: _recurrent(s) | {"rope.dimension_sections": [1, 1, 0, 0]},
     "qwen2vl": lambda s: {"rope.dimension_sections": [1, 1, 2, 0]},
     "qwen3vl": lambda s: {"rope.dimension_sections": [2, 2, 1, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda s: {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 1},

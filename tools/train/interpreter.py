@@ -214,7 +214,10 @@ class SpecModule(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         else:
             out = self._scored(q, k, v, p, m, scale)
-        return self._linear(out.transpose(1, 2).reshape(b, t, -1), p + "o")
+        out = out.transpose(1, 2).reshape(b, t, -1)
+        if m.output_gate:
+            out = out * torch.sigmoid(self._linear(h, p + "o_gate"))
+        return self._linear(out, p + "o")
 
     def _scored(self, q: Tensor, k: Tensor, v: Tensor, p: str, m: Attention, scale: float) -> Tensor:
         """Attention with everything that the fused form cannot do. q [B, H, T, D], k and v [B, G, T, D]."""

@@ -1,7 +1,8 @@
 """The text part of checkpoints that also see: Qwen-VL, Llama 4, Gemma 3, Mistral Small 3, Kimi K2.5, LLaVA.
 
 Their config.json has the decoder's own in `text_config`, and its tensors a name of their own in front. What makes
-vectors of images is left out, and images are refused. Layouts and defaults as in transformers' classes of the same names, and in the files that were published.
+vectors of images is left out, and images are refused. Layouts and defaults as in transformers' classes of the same
+names, and in the files that were published.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class Architecture:
     `neighbours`: rotary pairs are rows that lie side by side (llama.cpp's LLAMA_ROPE_TYPE_NORM), because the family has
     them so or because the converter has put them so. `names`: logical name -> tensor, for those unlike
     `places.NAMES`; "a|b" is the first of them that there is. `halves_apart`: every half of a layer is a block of its
-    own. `choose`: which of several families it is.
+    own. `value_heads_in_turn`: value heads of the delta rule lie in an order in which each next one has the next key
+    head. `choose`: which of several families it is.
     """
 
     families: tuple[str, ...]
@@ -34,6 +35,7 @@ class Architecture:
     neighbours: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     halves_apart: bool = False
+    value_heads_in_turn: bool = False
     choose: r.Read | None = None
 
     def family(self, h: Header) -> str:
@@ -68,6 +70,18 @@ _MIXTRAL: dict[str, Source] = {
 _QWEN_MOE: dict[str, Source] = {
     **_LLAMA, "intermediate_size": "feed_forward_length?", "moe_intermediate_size": "expert_feed_forward_length",
     "num_experts": "expert_count", "num_experts_per_tok": r.experts(r.SOFTMAX),
+}  # fmt: skip
+_DELTA: dict[str, Source] = {
+    **_LLAMA, "rope_parameters": s.partial_rope, "layer_types": s.delta_types,
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size", "linear_value_head_dim": s.state_heads,
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+}  # fmt: skip
+_DELTA_MOE: dict[str, Source] = {
+    **_DELTA, "intermediate_size": r.unused("feed_forward_length"),
+    "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "num_experts_per_tok": r.experts(r.SOFTMAX, normed=True),
 }  # fmt: skip
 _STATE: dict[str, Source] = {
     **_SIZES, "state_size": "ssm.state_size", "conv_kernel": "ssm.conv_kernel", "expand": s.expansion,
@@ -248,6 +262,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture(("qwen3_moe",), {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
     }),
+    "qwen3next": Architecture(("qwen3_next",), _DELTA_MOE, names=_POST_NORM),
+    "qwen35": Architecture(("qwen3_5",), _DELTA, names=_POST_NORM, value_heads_in_turn=True),
+    "qwen35moe": Architecture(("qwen3_5_moe",), _DELTA_MOE, names=_POST_NORM, value_heads_in_turn=True),
     "qwen3vl": Architecture(("qwen3_vl",), _LLAMA | {"rope_parameters": s.one_axis}),
     "qwen3vlmoe": Architecture(("qwen3_vl_moe",), {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),

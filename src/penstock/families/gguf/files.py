@@ -76,7 +76,13 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     spec = _spec(first, header, architecture, find_family)
     check_count(spec)
     spec = as_stored(spec, header, neighbours=architecture.neighbours)
-    places = find_places(spec, tensors, architecture.names, halves_apart=architecture.halves_apart)
+    places = find_places(
+        spec,
+        tensors,
+        architecture.names,
+        halves_apart=architecture.halves_apart,
+        in_turn=architecture.value_heads_in_turn,
+    )
     weights = _match(path, header, spec, places, name)
     check_weights(weights, spec)
     return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first))

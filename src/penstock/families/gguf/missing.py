@@ -9,7 +9,7 @@ _VISION = "positions of three axes, for images"
 _INDEXER = "sparse attention whose keys a learned indexer selects"
 
 NEEDS: dict[str, str] = {
-    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe", "kimi-linear"), _DELTA),
+    "kimi-linear": _DELTA,
     **dict.fromkeys(("bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert",
                      "eurobert", "t5", "t5encoder", "gemma-embedding", "llama-embed"), _ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe"), "attention to tokens that come after, for diffusion"),

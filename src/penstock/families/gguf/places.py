@@ -14,6 +14,7 @@ from penstock.core.model_spec import (
     Attention,
     Experts,
     FeedForward,
+    GatedDelta,
     Latent,
     Layer,
     Mamba,
@@ -23,6 +24,7 @@ from penstock.core.model_spec import (
     weight_shapes,
 )
 from penstock.core.weight_map import Cut
+from penstock.families.gguf.delta import delta_places
 from penstock.formats.tensor_ref import TensorRef
 
 TOP = {
@@ -58,11 +60,17 @@ class _Half:
 
 
 def find_places(
-    spec: ModelSpec, tensors: Mapping[str, TensorRef], names: Mapping[str, str], *, halves_apart: bool
+    spec: ModelSpec,
+    tensors: Mapping[str, TensorRef],
+    names: Mapping[str, str],
+    *,
+    halves_apart: bool,
+    in_turn: bool = False,
 ) -> dict[str, str | Cut]:
     """Logical name -> tensor, or a part of one, for every weight of `spec`; the tensor may be missing.
 
-    `names`: see `architectures.Architecture`. `halves_apart`: every half of a layer is a block of its own.
+    `names`, `in_turn` (`value_heads_in_turn`): see `architectures.Architecture`. `halves_apart`: every half of a layer
+    is a block of its own.
     """
     out: dict[str, str | Cut] = {}
     for name, shape in weight_shapes(spec).items():
@@ -73,6 +81,9 @@ def find_places(
     for i, layer in enumerate(spec.layers):
         for half in _halves(i, layer, spec.hidden_size, block, names, halves_apart):
             out |= _half_places(half, layer, spec.hidden_size, tensors)
+        if isinstance(layer.mixer, GatedDelta):
+            found = delta_places(f"blk.{block}.", layer.mixer, spec.hidden_size, in_turn=in_turn)
+            out |= {f"layers.{i}.{name}": place for name, place in found.items()}
         block += (layer.mixer is not None) + (layer.ffn is not None) if halves_apart else 1
     return out
 
@@ -102,6 +113,8 @@ def _half_places(half: _Half, layer: Layer, e: int, tensors: Mapping[str, Tensor
             assert isinstance(layer.mixer, Attention)
             heads = layer.mixer.num_heads if parts[0][0] == "q" else layer.mixer.num_kv_heads
             place = Cut(f"{blk}{NAMES[parts[0]]}.weight", (heads, *shape), (int(parts[1]),))
+        elif base in ("q", "o_gate") and isinstance(layer.mixer, Attention) and layer.mixer.output_gate:
+            place = _gated_query(blk, base, ending, layer.mixer, e)
         elif base == "k_b":
             assert isinstance(layer.mixer, Latent)
             stored = (layer.mixer.num_heads, layer.mixer.kv_rank, layer.mixer.nope_dim)
@@ -150,6 +163,13 @@ def _fused(blk: str, base: str, ending: str, layer: Layer, e: int, tensors: Mapp
         return None
     start = sum(list(sizes.values())[: list(sizes).index(base)])
     return Cut(stored, (total, *columns), ((start, start + sizes[base]),))
+
+
+def _gated_query(blk: str, base: str, ending: str, m: Attention, e: int) -> Cut:
+    """A head's query or its gate, which lies below it."""
+    inner = (e,) if ending == "weight" else ()
+    shape, view = (2 * m.num_heads * m.head_dim, *inner), (m.num_heads, 2, m.head_dim, *inner)
+    return Cut(f"{blk}attn_q.{ending}", shape, ((0, m.num_heads), int(base == "o_gate")), view)
 
 
 def _expert(

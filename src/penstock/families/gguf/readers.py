@@ -28,6 +28,15 @@ def just(value: object) -> Read:
     return lambda h: value
 
 
+def unused(name: str) -> Read:
+    """A null: the file may say `name`, of which no layer has use."""
+
+    def read(h: Header) -> None:
+        h.fields.raw(name)
+
+    return read
+
+
 def holds(name: str) -> Read:
     """Whether the first block has a tensor."""
     return lambda h: h.has(f"blk.0.{name}")

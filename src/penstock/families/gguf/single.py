@@ -7,8 +7,9 @@ from typing import Any
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.families.gguf.header import Header
 from penstock.families.gguf.readers import SIGMOID, SOFTMAX, Read, kv_heads, window
-from penstock.families.gguf.rope import rope, rotated, scaled
-from penstock.families.reading import MAX_EXPERTS, MAX_POSITION, MAX_SIZE
+from penstock.families.gguf.rope import head_dim, rope, rotated, scaled
+from penstock.families.llama_like import FULL
+from penstock.families.reading import MAX_EXPERTS, MAX_LAYERS, MAX_POSITION, MAX_SIZE
 from penstock.formats.files import quoted
 
 
@@ -140,6 +141,28 @@ def one_axis(h: Header) -> dict[str, Any]:
     for name in ("rope.dimension_sections", "n_deepstack_layers"):
         h.fields.raw(name)
     return rope(h)
+
+
+def delta_types(h: Header) -> list[str]:
+    """The kind of every layer: a flag each, or all are recurrent but every n-th; n is 4 where the file does not say."""
+    name, n = "attention.recurrent_layers", h.num_layers
+    every = h.fields.integer("full_attention_interval", high=MAX_LAYERS, default=4)
+    found = h.fields.raw(name)
+    if found is None:
+        flags = [(i + 1) % every != 0 for i in range(n)]
+    elif isinstance(found, bool):
+        flags = [found] * n
+    elif isinstance(found, list) and len(found) >= n and all(type(flag) is bool for flag in found):
+        flags = found[:n]
+    else:
+        raise ModelError(f"{quoted(h.path)} gives {name} as no list of {n} truth values")
+    return ["linear_attention" if flag else FULL for flag in flags]
+
+
+def partial_rope(h: Header) -> dict[str, Any]:
+    """Positions of a family that rotates a quarter of a head where its config.json does not say."""
+    size = head_dim(h)
+    return one_axis(h) | {"partial_rotary_factor": min(1.0, (rotated(h) + 0.5) / size)}
 
 
 def parallel_halves(h: Header) -> bool:

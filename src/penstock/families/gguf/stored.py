@@ -11,7 +11,18 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.core.model_spec import Attention, FeedForward, Latent, Layer, Mamba, Mamba2, ModelSpec, Norm, QkNorm
+from penstock.core.model_spec import (
+    Attention,
+    FeedForward,
+    GatedDelta,
+    Latent,
+    Layer,
+    Mamba,
+    Mamba2,
+    ModelSpec,
+    Norm,
+    QkNorm,
+)
 from penstock.families.checkpoint import LOADABLE_DTYPES
 from penstock.families.gguf.header import Header
 
@@ -59,6 +70,8 @@ def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool) -> 
         mixer = _change(mixer, rope=rope, qk_norm=norm, qkv_bias=has[_QKV], o_bias=has[_O])
     elif isinstance(mixer, Latent):
         mixer = _change(mixer, rope=_change(mixer.rope, interleaved=neighbours), split=has[_KEY])
+    elif isinstance(mixer, GatedDelta):
+        mixer = _change(mixer, decay_is_log=False)
     elif isinstance(mixer, Mamba | Mamba2):
         mixer = _change(mixer, decay_is_log=False, conv_bias=has[_CONV], proj_bias=has[_PROJ])
     if isinstance(ffn, FeedForward):
