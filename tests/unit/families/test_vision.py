@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from penstock.families.registry import FAMILIES, find_family, open_model, read_m
 from penstock.families.vision import LAYOUTS, TextPart
 from tests.quantised import golden
 from tests.quantised import write as write_quantised
+from tests.shared import shared
 from tests.unit.families.test_families import TINY, tiny_tensors, write_folder
 
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -142,6 +144,18 @@ def test_codes_keep_their_names_and_their_format(inside: bool, tmp_path: Path) -
     assert read_model(folder).stored == found.stored, "as planned without the file"
 
 
+@pytest.mark.parametrize(("name", "expected"), [
+    # Of 40 layers, 30 are of the delta rule with 5 matrices (q, k, v, z, o), 10 of attention with 5 (with the gate);
+    # 256 experts and a shared one of 3 matrices; the head.
+    ("nvidia--Qwen3.6-35B-A3B-NVFP4", {("e4m3", 8): 40 * 5, ("e2m1", 4): 40 * 257 * 3 + 1}),
+    ("nvidia--Qwen3.5-122B-A10B-NVFP4", {("e2m1", 4): 48 * 256 * 3}),
+    ("nvidia--Kimi-K2.5-NVFP4", {("e2m1", 4): 60 * 385 * 3 + 3}),
+])  # fmt: skip
+def test_real_configs_tell_which_matrices_of_the_text_are_codes(name: str, expected: dict[Any, int]) -> None:
+    found = read_model(shared("data", "configs", "model", f"{name}.config.json")).stored
+    assert Counter((format.code, format.bits) for format in found.values()) == expected
+
+
 def test_experts_may_lie_apart_or_the_other_way_round(tmp_path: Path) -> None:
     config = {
         "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
@@ -193,21 +207,22 @@ def test_every_weight_of_a_text_part_has_a_place_in_every_layout(name: str) -> N
 SIZES: dict[str, dict[str, Any]] = {
     "kimi_k25": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 4,
                  "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "llama4": {"num_local_experts": 4}, "gemma3": {"hidden_act": None},
+    "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2}, "llama4": {"num_local_experts": 4}, "gemma3": {"hidden_act": None},
 }  # fmt: skip
 
 
 def test_images_are_said_not_to_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = LLAVA | {"text_config": TEXT}
     folder = write_folder(tmp_path, config, seeing(*LAYOUTS[1]))
-    with caplog.at_level(logging.WARNING, "penstock"):
+    with caplog.at_level(logging.WARNING, "penstock.launch"):
         llm = LLM(folder, skip_tokenizer_init=True, max_model_len=32)
-    assert ["images are not read: a llava checkpoint has a vision tower" in r.message for r in caplog.records] == [True]
-    assert [(d.name, d.value) for d in llm.engine.decisions if d.name == "images"] == [("images", "not read")]
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "penstock"):
+        said = [r.getMessage() for r in caplog.records if r.name == "penstock.launch"]
+        caplog.clear()
         LLM(write_folder(tmp_path / "plain"), skip_tokenizer_init=True, max_model_len=32)
-    assert not caplog.records
+    assert len(said) == 1
+    assert said[0].startswith("images are not read: a llava checkpoint has a vision tower")
+    assert [(d.name, d.value) for d in llm.engine.decisions if d.name == "images"] == [("images", "not read")]
+    assert not [r for r in caplog.records if r.name == "penstock.launch"]
 
 
 def test_plain_families_have_nothing_unread() -> None:

@@ -58,7 +58,12 @@ class ModelOpt:
 
     def expected(self, stored: str, shape: tuple[int, int]) -> MatrixFormat | None:
         """See `Method.expected`."""
-        return self.own.get(stored) or (None if is_spared(stored, self.spared) else self.usual)
+        name = stored
+        while name:  # what is said of a module holds for those inside of it
+            if name in self.own:
+                return self.own[name]
+            name = name.rpartition(".")[0]
+        return None if is_spared(stored, self.spared) else self.usual
 
 
 def read(settings: Settings) -> ModelOpt:
