@@ -219,10 +219,12 @@ class NaiveModel:
             q = self._linear(h, p + "q")
         else:
             q = self._linear(rms_norm(self._linear(h, p + "q_a"), self._vector(p + "q_a_norm"), m.eps), p + "q_b")
-        q = self._rope(q.reshape(t, m.num_heads, -1), m.rope, m.nope_dim)
+        q = q.reshape(t, m.num_heads, -1)
+        q = q if m.rope is None else self._rope(q, m.rope, m.nope_dim)
         kv = self._linear(h, p + "kv_a")
         latent = self._rounded(rms_norm(kv[:, : m.kv_rank], self._vector(p + "kv_a_norm"), m.eps))
-        k_rope = self._rounded(self._rope(kv[:, None, m.kv_rank :], m.rope))[:, 0]
+        k_rope = kv[:, None, m.kv_rank :]
+        k_rope = self._rounded(k_rope if m.rope is None else self._rope(k_rope, m.rope))[:, 0]
         halves = [self.weights[p + name] for name in (("k_b", "v_b") if m.split else ("kv_b",))]
         kv_b = np.concatenate([as_float32(w).reshape(m.num_heads, -1, m.kv_rank) for w in halves], axis=1)
         absorbed = np.stack(

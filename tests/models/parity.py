@@ -178,7 +178,7 @@ def _record(spec: ModelSpec, worst: float, spread: float) -> None:
     mixers = [layer.mixer for layer in spec.layers]
     ropes = {rope.kind + ("" if rope.dim == m.head_dim else " partial") for m in mixers
              if isinstance(m, Attention) and (rope := m.rope) is not None}  # fmt: skip
-    ropes |= {m.rope.kind for m in mixers if isinstance(m, Latent)}
+    ropes |= {m.rope.kind for m in mixers if isinstance(m, Latent) and m.rope is not None}
     ropes |= {"ALiBi" for m in mixers if isinstance(m, Attention) and m.alibi is not None}
     line = {
         "test": os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0], "family": spec.family, "dtype": spec.dtype,

@@ -1,25 +1,38 @@
-"""Qwen3-Next and Qwen3.5, whose layers are mostly of the gated delta rule, against transformers."""
+"""Qwen3-Next, Qwen3.5 and Kimi Linear, whose layers are mostly of the gated delta rule, against transformers."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from penstock.core.model_spec import Attention, GatedDelta
+from penstock.base.errors import ModelError
+from penstock.core.model_spec import Attention, GatedDelta, Latent
+from penstock.families.registry import find_family
 from tests.models.parity import VOCAB, check, save, vary
 
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5
+}  # fmt: skip
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 43, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 192, "bos_token_id": 1, "eos_token_id": 2,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    **DELTA,
 }  # fmt: skip
 MOE = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "shared_expert_intermediate_size": 23
+}  # fmt: skip
+KIMI = {
+    "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 21, "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "linear_num_heads": 3, "linear_head_dim": 6, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,19 +49,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": YARN | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
     }),
     "qwen3_5_moe_text": ("Qwen3_5Moe", MOE),
+    "kimi_linear": ("KimiLinear", KIMI),
+    "kimi_linear-low": ("KimiLinear", KIMI | {
+        "q_lora_rank": 9, "n_group": 2, "topk_group": 1, "moe_renormalize": False, "linear_conv_kernel_dim": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    }),
 }  # fmt: skip
 
-SEEDS = {"qwen3_next": 17, "qwen3_next-mixed": 38, "qwen3_5_text": 15, "qwen3_5_text-tied": 30, "qwen3_5_moe_text": 7}
+SEEDS = {
+    "qwen3_next": 17, "qwen3_next-mixed": 38, "qwen3_5_text": 15, "qwen3_5_text-tied": 30, "qwen3_5_moe_text": 7,
+    "kimi_linear": 34, "kimi_linear-low": 29,
+}  # fmt: skip
 """Chosen so that rounding stays small: where a query is nearly at right angles to all keys so far, the norm of what the
 state gives for it makes any rounding large, in transformers' float32 as here."""
 
 
 def config_of(case: str) -> Any:
     name, changes = CASES[case]
-    kind = name if name == "Qwen3Next" else f"{name}Text"
+    kind = f"{name}Text" if name.startswith("Qwen3_5") else name
     fields = {**BASE, **changes}
     if name == "Qwen3_5Moe":
         del fields["intermediate_size"]
+    if name == "KimiLinear":
+        fields = {key: value for key, value in fields.items() if key != "head_dim" and key not in DELTA}
     return getattr(transformers, f"{kind}Config")(**fields)
 
 
@@ -56,12 +79,21 @@ def make(case: str) -> Any:
     model = vary(getattr(transformers, f"{CASES[case][0]}ForCausalLM")(config_of(case)), seed=SEEDS[case], gain=1.0)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "norm" in name and "linear_attn" not in name:
+            if "norm" in name and "linear_attn" not in name and not case.startswith("kimi"):
                 p.sub_(1.0)  # these norms keep their weights minus one
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     widen(model)
     return model
+
+
+def restore(path: Path) -> None:
+    """transformers 5.23 writes dense layers of Kimi Linear under the name of sparse ones; published files do not."""
+    dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+    save_file({dense.sub(r"mlp.\1_proj", name): tensor for name, tensor in load_file(path).items()}, path)
 
 
 class _Wide:
@@ -79,7 +111,7 @@ def widen(model: Any) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear"):
                 module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
                 patch.setattr(module, "torch", _Wide())
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -92,7 +124,66 @@ def widen(model: Any) -> None:
 def test_layers_of_the_delta_rule_equal_transformers(case: str, tmp_path: Path) -> None:
     model = make(case)
     save(model, tmp_path)
-    found = check(tmp_path, model)
+    if case.startswith("kimi"):
+        restore(tmp_path / "model.safetensors")
+    found = check(tmp_path, model, count_params=not case.startswith("kimi"))
     assert found.spec.family == case.split("-")[0]
-    kinds = [type(layer.mixer) for layer in found.spec.layers]
-    assert {Attention, GatedDelta} == set(kinds)
+    kinds = {type(layer.mixer) for layer in found.spec.layers}
+    assert kinds == {GatedDelta, Latent if case.startswith("kimi") else Attention}
+
+
+def fields_of(case: str, **changes: Any) -> dict[str, Any]:
+    """Its config.json; `changes`: None takes a field out."""
+    fields = config_of(case).to_dict() | {"architectures": [f"{CASES[case][0]}ForCausalLM"]} | changes
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def test_published_fields_of_kimi_linear_say_the_same() -> None:
+    """As in the config.json of moonshotai/Kimi-Linear-48B-A3B-Instruct, whose layers are counted from 1."""
+    saved = fields_of("kimi_linear")
+    moved = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    published = {key: value for key, value in saved.items() if key not in moved} | {
+        "linear_attn_config": {
+            "full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 6, "num_heads": 3, "short_conv_kernel_size": 4
+        },
+        "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"}, "first_k_dense_replace": 1,
+        "mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "rope_theta": 10000.0,
+        "rope_scaling": None, "num_nextn_predict_layers": 0, "use_grouped_topk": True,
+    }  # fmt: skip
+    family = find_family(published)
+    assert family.spec(published) == family.spec(saved)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "KimiLinear"])
+def test_absent_fields_mean_what_transformers_takes_for_them(name: str) -> None:
+    """A config.json of bare sizes gives the same spec as transformers' config of these sizes, written out in full."""
+    kind = f"{name}Text" if name.startswith("Qwen3_5") else name
+    sizes: dict[str, Any] = {"vocab_size": 200_000, "hidden_size": 512, "num_hidden_layers": 9,
+                             "num_attention_heads": 32}  # fmt: skip
+    sizes |= {"num_experts": 16} if name == "KimiLinear" else {}
+    sizes |= {"intermediate_size": 128} if name == "Qwen3_5" else {}
+    sizes |= {"num_experts": 512} if name == "Qwen3Next" else {"num_experts": 256} if name == "Qwen3_5Moe" else {}
+    full = getattr(transformers, f"{kind}Config")(**sizes).to_dict()
+    bare = sizes | {"architectures": [f"{name}ForCausalLM"]}
+    family = find_family(bare)
+    assert family.spec(full).layers == family.spec(bare).layers
+
+
+@pytest.mark.parametrize(("case", "changes", "words"), [
+    ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate to 'False'"),
+    ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act to 'gelu'"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_key_heads 2 does not divide linear_num_value_heads 3"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+    ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim as '1'"),
+    ("qwen3_5_text", {"linear_dt_rank": 3}, "'linear_dt_rank'"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob to 'False'"),
+    ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope to 'False'"),
+    ("kimi_linear", {"num_key_value_heads": 2}, "as many key-value heads"),
+    ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}}, "do not name each of 4"),
+    ("kimi_linear", {"mlp_layer_types": ["dense", "moe", "moe", "moe"]}, "mlp_layer_types"),
+])  # fmt: skip
+def test_what_they_do_not_compute_is_refused(case: str, changes: dict[str, Any], words: str) -> None:
+    config = fields_of(case)
+    find_family(config).spec(config)
+    with pytest.raises(ModelError, match=words):
+        find_family(config).spec(config | changes)

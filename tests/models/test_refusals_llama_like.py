@@ -14,6 +14,7 @@ from penstock.core.model_spec import Attention, ModelSpec, weight_shapes
 from penstock.families.llama_like import LlamaNames
 from penstock.families.registry import FAMILIES, find_family
 from tests.models.llama_like_cases import CASES, HERE, KINDS, LINEAR, MISTRAL3, YARN, Config, config_of
+from tests.models.test_parity_delta import CASES as DELTA_CASES
 from tests.models.test_parity_sparse import CASES as SPARSE_CASES
 from tests.shared import shared
 
@@ -52,7 +53,7 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family: str) -> Non
 def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
-    sparse = {case.split("-")[0] for case in SPARSE_CASES}
+    sparse = {case.split("-")[0] for case in (*SPARSE_CASES, *DELTA_CASES)}
     assert users <= set(HERE) | sparse <= set(modules) | {"llama4"}
 
 

@@ -251,10 +251,12 @@ class SpecModule(nn.Module):
             inner = F.rms_norm(self._linear(h, p + "q_a"), (m.q_rank,), self._w(p + "q_a_norm"), m.eps)
             q = self._linear(inner, p + "q_b")
         q = q.view(b, t, m.num_heads, m.nope_dim + m.rope_dim)
-        q = torch.cat([q[..., : m.nope_dim], self._rope(q[..., m.nope_dim :], m.rope)], -1)
+        if m.rope is not None:
+            q = torch.cat([q[..., : m.nope_dim], self._rope(q[..., m.nope_dim :], m.rope)], -1)
         kv = self._linear(h, p + "kv_a")
         c = F.rms_norm(kv[..., : m.kv_rank], (m.kv_rank,), self._w(p + "kv_a_norm"), m.eps)
-        k_rope = self._rope(kv[..., None, m.kv_rank :], m.rope).expand(b, t, m.num_heads, m.rope_dim)
+        k_rope = kv[..., None, m.kv_rank :]
+        k_rope = (k_rope if m.rope is None else self._rope(k_rope, m.rope)).expand(b, t, m.num_heads, m.rope_dim)
         kv = self._linear(c, p + "kv_b").view(b, t, m.num_heads, m.nope_dim + m.v_dim)
         k = torch.cat([kv[..., : m.nope_dim], k_rope], -1)
         v = kv[..., m.nope_dim :]

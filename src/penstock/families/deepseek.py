@@ -31,7 +31,7 @@ from penstock.families.reading import (
 from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_width
 from penstock.formats.files import quoted
 
-_LATENT = {
+LATENT = {
     "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
     "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm", "kv_b": "self_attn.kv_b_proj",
 }  # fmt: skip
@@ -66,7 +66,7 @@ class DeepseekV2:
         )
 
     def weight_map(self, spec: ModelSpec) -> WeightMap:
-        return named(spec, LLAMA_TOP, LLAMA_LAYER | SPARSE_MLP | _LATENT)
+        return named(spec, LLAMA_TOP, LLAMA_LAYER | SPARSE_MLP | LATENT)
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         return ignored(name, spec) or beyond(name, spec)

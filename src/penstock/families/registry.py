@@ -46,6 +46,7 @@ _register("deepseek_v2", "penstock.families.deepseek:DeepseekV2", "DeepseekV2For
 _register("deepseek_v3", "penstock.families.deepseek:DeepseekV3", "DeepseekV3ForCausalLM")
 _register("glm4_moe", "penstock.families.qwen_moe:Glm4Moe", "Glm4MoeForCausalLM")
 _register("gpt_oss", "penstock.families.gpt_oss:GptOss", "GptOssForCausalLM")
+_register("kimi_linear", "penstock.families.kimi_linear:KimiLinear", "KimiLinearForCausalLM")
 _register("llama4_text", "penstock.families.llama4:Llama4", "Llama4ForCausalLM")
 _register("minimax_m2", "penstock.families.mixtral:MiniMaxM2", "MiniMaxM2ForCausalLM")
 _register("mixtral", "penstock.families.mixtral:Mixtral", "MixtralForCausalLM")

@@ -85,14 +85,16 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
         b.raw_norm("q", "q", p + "q_a_norm", "rms", m.eps)
         b.linear("q", "q", p + "q_b")
     b.emit("heads", ("q",), "q", bound=(m.num_heads,))
-    b.rope("q", m.rope, first=m.nope_dim)
+    if m.rope is not None:
+        b.rope("q", m.rope, first=m.nope_dim)
     b.linear(x, "kv", p + "kv_a")
     b.emit("columns", ("kv",), "latent", bound=(0, m.kv_rank))
     b.raw_norm("latent", "latent", p + "kv_a_norm", "rms", m.eps)
     b.emit("heads", ("latent",), "latent", bound=(1,))
     b.emit("columns", ("kv",), "k_rope", bound=(m.kv_rank, m.kv_rank + m.rope_dim))
     b.emit("heads", ("k_rope",), "k_rope", bound=(1,))
-    b.rope("k_rope", m.rope)
+    if m.rope is not None:
+        b.rope("k_rope", m.rope)
     b.emit("write_kv", ("step", "latent", "k_rope"), "", bound=(*place, ("latent", "k_rope")))
     if m.split:
         k_b, v_b = (b.of_heads(p + name, m.num_heads) for name in ("k_b", "v_b"))

@@ -69,7 +69,8 @@ def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool) -> 
         norm = None if mixer.qk_norm is None else _plain(mixer.qk_norm)
         mixer = _change(mixer, rope=rope, qk_norm=norm, qkv_bias=has[_QKV], o_bias=has[_O])
     elif isinstance(mixer, Latent):
-        mixer = _change(mixer, rope=_change(mixer.rope, interleaved=neighbours), split=has[_KEY])
+        rope = None if mixer.rope is None else _change(mixer.rope, interleaved=neighbours)
+        mixer = _change(mixer, rope=rope, split=has[_KEY])
     elif isinstance(mixer, GatedDelta):
         mixer = _change(mixer, decay_is_log=False)
     elif isinstance(mixer, Mamba | Mamba2):
