@@ -72,7 +72,9 @@ def tensors(c: dict[str, Any], num_layers: int) -> Iterator[tuple[str, tuple[int
             }  # fmt: skip
         else:
             own |= {
-                "ffn_norm.weight": (e,), "attn_q_norm.weight": (c["head_dim"],), "attn_k_norm.weight": (c["head_dim"],)
+                "ffn_norm.weight": (e,),
+                "attn_q_norm.weight": (c["head_dim"],),
+                "attn_k_norm.weight": (c["head_dim"],),
             }
         shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
     shapes |= {"output_norm.weight": (e,), "output.weight": (c["vocab_size"], e)}
@@ -120,7 +122,9 @@ def pieces(name: str, shape: tuple[int, ...], kind: int, rng: np.random.Generato
 def header(c: dict[str, Any], num_layers: int) -> dict[str, Any]:
     arch = c["model_type"]
     own: dict[str, Any] = {
-        "expert_count": c["experts"], "expert_used_count": c["chosen"], "expert_feed_forward_length": c["expert_width"]
+        "expert_count": c["experts"],
+        "expert_used_count": c["chosen"],
+        "expert_feed_forward_length": c["expert_width"],
     }
     if arch == "gpt-oss":
         own |= {

@@ -26,7 +26,8 @@ MIXES: dict[str, dict[str, Any]] = {
     "as IQ2_M": {"kinds": {"": "IQ2_S", "attn_v": "Q4_0", "ffn_down": "IQ3_S", "output": "Q5_K"}},
     "experts of MXFP4": {"kinds": {"": "Q8_0", "_exps": "MXFP4"}, "experts": 3},
     "experts of three formats": {
-        "kinds": {"": "Q4_K", "ffn_up": "Q5_K", "ffn_down": "Q6_K", "output": "Q6_K"}, "experts": 4,
+        "kinds": {"": "Q4_K", "ffn_up": "Q5_K", "ffn_down": "Q6_K", "output": "Q6_K"},
+        "experts": 4,
     },
     "experts of NVFP4 with scales": {"kinds": {"": "NVFP4", "token_embd": "Q8_0"}, "factor": 0.2, "experts": 3},
     "NVFP4 with scales": {"kinds": {"": "NVFP4", "token_embd": "Q8_0"}, "factor": 0.2},

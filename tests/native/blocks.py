@@ -55,6 +55,10 @@ class Blocks:
     def address(self) -> int:
         return c.addressof(self.struct)
 
+    @property
+    def structs(self) -> list[Matrix]:
+        return [self.struct]
+
     def outputs(self) -> list[int]:
         """Rows in the order of the panels, -1 for padding."""
         n = self.num_rows

@@ -4,6 +4,7 @@ company, whatever the format, the sizes of groups and the number of threads."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,11 @@ class Layer:
             first, beside = self.stack(("gate",)), self.stack(("up",))
         else:
             first, beside = self.stack(("gate", "up")), None
-        pointers = (Segments([first]), None if beside is None else Segments([beside]), Segments([self.stack(("down",))]))
+        pointers = (
+            Segments([first]),
+            None if beside is None else Segments([beside]),
+            Segments([self.stack(("down",))]),
+        )
         n = (len(self.weights), top_k, int(self.scale_input), ACTIVATIONS[self.activation])
         return NativeOp(Kind.EXPERTS, inputs, out, n=n, f=(self.limit,), pointers=pointers)
 
@@ -287,7 +292,7 @@ def test_nothing_but_the_token_decides_its_bits(packing: str, scale_input: bool,
     for threads in (2, 3, 5):
         np.testing.assert_array_equal(layer.run(isa, threads, x, routes), whole)
     cuts = [0, 1, 3, 10, 60, 61, 64, 199, 424, 430, 500]
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         part = Routes(routes.ids[first:last], routes.weights[first:last])
         np.testing.assert_array_equal(layer.run(isa, 2, x[first:last], part), whole[first:last])
     order = rng.permutation(500)

@@ -38,5 +38,5 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
 
 def _expert(b: Emitter, p: str, f: FeedForward) -> ExpertWeights:
     gate = b.weights[p + "gate"] if f.gated else None
-    biases = (b.vector(p + name + ".bias") for name in ("gate", "up", "down"))
-    return ExpertWeights(gate, b.weights[p + "up"], b.weights[p + "down"], *biases, name=p)
+    gate_bias, up_bias, down_bias = (b.vector(p + name + ".bias") for name in ("gate", "up", "down"))
+    return ExpertWeights(gate, b.weights[p + "up"], b.weights[p + "down"], gate_bias, up_bias, down_bias, p)

@@ -84,8 +84,9 @@ class Packed:
         return self.data.nbytes
 
     def values(self, library: Any) -> F32:
-        """What the panels of one matrix stand for, [padded N, K], in the order of the panels; inputs in that of rows."""
-        num_panels = self.data.nbytes // library.pst_panel_bytes(self.struct)
+        """What the panels of a matrix (of a stack: the first) stand for, [padded N, K], in the order of the panels;
+        inputs in that of rows."""
+        num_panels = self.data.nbytes // self.count // library.pst_panel_bytes(self.struct)
         out = np.empty((num_panels, PANEL, self.num_cols), np.float32)
         for p in range(num_panels):
             assert library.pst_unpack(self.struct, p, out[p].ctypes.data) == 0

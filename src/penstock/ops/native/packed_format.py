@@ -192,11 +192,11 @@ def _laid_out(
         for array in arrays[name]:
             spans.append(None if array is None else (at, array.nbytes))
             at += 0 if array is None else _page_up(array.nbytes)
-        data, *others = spans
+        data, bias, order = spans
         assert data is not None
         s = m.struct
         shape = (s.format, s.act, s.rows, s.cols, bool(s.pair), m.panels)
-        entries.append(PackedEntry(name, *shape, data, *others, count=m.count, factors=m.factors))
+        entries.append(PackedEntry(name, *shape, data, bias, order, m.count, m.factors))
     return msgspec.json.encode(Index(key, at, digest, entries)), at
 
 
