@@ -33,6 +33,7 @@ void test_blocks();
 void test_rows();
 void test_model();
 void test_lines();
+void test_latent();
 
 using Numbers = std::vector<float>;
 
