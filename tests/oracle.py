@@ -165,7 +165,7 @@ class NaiveModel:
         if m.clip is not None:
             q, k, v = (np.clip(x, -np.float32(m.clip), np.float32(m.clip)) for x in (q, k, v))
         q = q.reshape(t, m.num_heads, m.head_dim)
-        k, v = (x.reshape(t, m.num_kv_heads, m.head_dim) for x in (k, v))
+        k, v = k.reshape(t, m.num_kv_heads, -1), v.reshape(t, m.num_kv_heads, -1)
         per_head = norm is not None and norm.over != "all"
         if norm is not None and per_head and not norm.after_rope:
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)

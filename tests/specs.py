@@ -136,6 +136,8 @@ _SPECS: dict[str, ModelSpec] = {
     ),
     "slots": _spec(_STATE, _attention(4, 2), _STATE, _attention(4, 2)),
     "latent": _spec(_LATENT, _LATENT_LOW_RANK),
+    # Values of another size than keys, with a window too.
+    "narrow_values": _spec(_attention(4, 2, v_dim=4, o_bias=True), _attention(6, 1, v_dim=12, window=9, qkv_bias=True)),
     "mamba": _spec(_MAMBA, _MAMBA, width=None),
     "mamba2": _spec(_MAMBA2, _MAMBA2, width=None),
     "mamba2_hybrid": _spec(_MAMBA2_PLAIN, _attention(4, 2, rope=None), _MAMBA2_PLAIN),
@@ -184,7 +186,7 @@ _SEEDS = {
     "layernorm": (5, 3), "slots": (6, 23), "latent": (7, 1), "mamba": (8, 47), "mamba2": (9, 48),
     "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0), "gated": (17, 0),
     "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5), "sandwich": (16, 1), "windowed": (8, 21),
-    "all_windowed": (9, 39),
+    "all_windowed": (9, 39), "narrow_values": (17, 0),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

@@ -47,6 +47,9 @@ struct Attend final : Op {
         uint8_t* choice;
     };
 
+    // Rows whose scores of a chunk exist at once.
+    int most_rows() const { return rule.more.dim ? STRIP_ROWS : ROW_GROUP; }
+
     void lay_out(const Maker& maker) {
         block_tokens = std::max(1, BLOCK_ROWS / per);
         block_rows = block_tokens * per;
@@ -57,7 +60,7 @@ struct Attend final : Op {
         max_blocks = maker.capacity(out);
         plan_bytes = aligned(int64_t(max_blocks) * int64_t(sizeof(Block))) + aligned(pairs_max * 4);
         own_bytes = plan_bytes + rule.keys.chunk_bytes() + rule.more.chunk_bytes() + rule.values.chunk_bytes() +
-                    aligned(query_bytes * block_rows) + 2 * state_bytes + 3 * CHUNK * 4 + group_bytes();
+                    aligned(query_bytes * block_rows) + 2 * state_bytes + 3 * CHUNK * 4 + scores_bytes(most_rows());
         if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
         choice_at = own_bytes = aligned(own_bytes);
         if (choice.wanted) own_bytes += choice.bytes();
@@ -79,7 +82,7 @@ struct Attend final : Op {
         own.more_factors = own.factors + CHUNK;
         own.value_scales = own.more_factors + CHUNK;
         own.scratch = own.value_scales + CHUNK;
-        own.turned = own.scratch + group_bytes() / 4;
+        own.turned = own.scratch + scores_bytes(most_rows()) / 4;
         own.rows = reinterpret_cast<const uint8_t**>(own.turned + rule.keys.chunk_bytes() / 4);
         own.choice = at + choice_at;
         return own;
@@ -202,8 +205,9 @@ struct Attend final : Op {
         return out;
     }
 
-    // The states of the block's rows after the keys of one span alone.
-    void attend_span(const Pages& pages, const Block& block, Heads some, int span, const Own& own,
+    // The states of the block's rows after the keys of one span alone. `fresh`: nobody has fetched its first ones.
+    // `on`: the next span is the next that this thread attends.
+    void attend_span(const Pages& pages, const Block& block, Heads some, int span, bool fresh, bool on, const Own& own,
                      const State& state) const {
         int t0, t1 = block.active(rule, span * rule.span, (span + 1) * rule.span, t0), rows = block.count * per;
         for (int i = 0; i < some.count; i++) state.clear(i * rows + t0 * per, i * rows + t1 * per);
@@ -212,10 +216,15 @@ struct Attend final : Op {
         Places head_places, both[2], *now = &both[0], *next = &both[1];
         find(rule, pages, block, in_page(some.first), begin, *now);
         for (int start = begin; start < end; start += CHUNK, std::swap(now, next)) {
-            Ahead ahead = ahead_of(*next, some);
-            if (start + CHUNK < end) {
+            Ahead ahead = ahead_of(*next, block, some);
+            if (start + CHUNK < (on ? block.end : end)) {
                 find(rule, pages, block, in_page(some.first), start + CHUNK, *next);
                 ahead.begin(next->first, next->last);
+            }
+            if (rule.more.dim && all_in_strips(*now, block, some)) {
+                Strips strips = gather(start, *now, true, start == begin && fresh, own, ahead);
+                attend_strips(block, some, start, strips, own, state, ahead);
+                continue;
             }
             Strips strips;
             for (int i = 0; i < some.count; i++) {
@@ -225,7 +234,7 @@ struct Attend final : Op {
                 Places& places = i && (anew || some.first / parts != (some.first + i) / parts) ? head_places : *now;
                 Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};
                 bool few = !block.mask && (places.t1 - places.t0) * per <= ROW_GROUP && !rule.more.dim;
-                if (!i || anew) strips = gather(start, places, few, start == begin, own, ahead);
+                if (!i || anew) strips = gather(start, places, few, start == begin && fresh, own, ahead);
                 if (block.mask) attend_tree(pages, block, part, places, own, ahead);
                 else attend_tokens(block, part, places.t0, places.t1, strips, own, ahead);
             }
@@ -233,14 +242,20 @@ struct Attend final : Op {
     }
 
     // Rows that some heads read of the next chunk. Values of a second plane's keys are those of the first.
-    Ahead ahead_of(const Places& next, Heads some) const {
+    Ahead ahead_of(const Places& next, const Block& block, Heads some) const {
         auto list = [&](const Side& side, const uint8_t* const* rows, const float* const* scales) {
             return Ahead::List{rows, side.scaled ? scales : nullptr, divided(some.count, parts) * side.row_bytes()};
         };
-        return {{list(rule.stored, next.keys, next.key_scales),
-                 rule.more.dim ? list(rule.more, next.more, next.more_scales)
-                               : list(rule.values, next.values, next.value_scales)},
-                some.count};
+        Ahead ahead{{list(rule.stored, next.keys, next.key_scales),
+                     rule.more.dim ? list(rule.more, next.more, next.more_scales)
+                                   : list(rule.values, next.values, next.value_scales)},
+                    some.count};
+        if (rule.more.dim) {
+            const int rows = some.count * block.count * per, lines = (ahead.lists[0].bytes + ahead.lists[1].bytes) / 64 + 2;
+            const int work = rows * ((rule.keys.steps() + rule.more.steps()) / Ahead::STEPS + rule.values.padded / 64);
+            ahead.lines = divided(lines * CHUNK, std::max(1, work));
+        }
+        return ahead;
     }
 
     // Of a chunk for few rows only what strips need: those run from own.keys into own.values.
@@ -249,14 +264,29 @@ struct Attend final : Op {
         if (rule.rotation.table) turn_keys(rule, places, start, own.turned, own.rows);
         gather_scales(rule.keys, places, places.key_scales, rule.scale, own.factors);
         if (rule.values.scaled) gather_scales(rule.values, places, places.value_scales, 1.0f, own.value_scales);
-        if (few) return {&places, keys, own.keys, fresh};
+        if (rule.more.dim) gather_scales(rule.more, places, places.more_scales, rule.scale, own.more_factors);
+        if (few) return {&places, keys, own.keys, own.more, fresh};
         gather_keys(rule.keys, keys, places.first, places.last, ahead, own.keys);
-        if (rule.more.dim) {
-            gather_scales(rule.more, places, places.more_scales, rule.scale, own.more_factors);
-            gather_keys(rule.more, places.more, places.first, places.last, ahead, own.more);
-        }
+        if (rule.more.dim) gather_keys(rule.more, places.more, places.first, places.last, ahead, own.more);
         gather_values(rule.values, places.values, places.first, places.last, ahead, own.values);
         return {};
+    }
+
+    // Whether all rows of a task are so few that none of its chunks is made ready as a whole, and see of this one something.
+    bool all_in_strips(const Places& places, const Block& block, Heads some) const {
+        const bool one_head = some.first / parts == (some.first + some.count - 1) / parts;
+        return one_head && !block.mask && places.t1 - places.t0 == block.count &&
+               some.count * block.count * per <= STRIP_ROWS;
+    }
+
+    void attend_strips(const Block& block, Heads some, int start, const Strips& strips, const Own& own, const State& state,
+                       Ahead& ahead) const {
+        Chunk chunk{nullptr, nullptr, nullptr, own.factors, own.more_factors, own.value_scales};
+        Reach reaches[STRIP_ROWS];
+        int count = 0;
+        for (int i = 0; i < some.count; i++)
+            for (int r = 0; r < block.count * per; r++) reaches[count++] = reach(block, r, some.first + i, start);
+        attend_rows(rule, count, own.queries, query_bytes, reaches, strips, chunk, state, 0, own.scratch, ahead);
     }
 
     // A kv head and the chunk at `start`, with the block's queries of this head and their states.
@@ -320,7 +350,7 @@ struct Attend final : Op {
         take_queries(block, some, own);
         int first = block.first_span(), last = first + block.spans();
         for (int span = first; span < last; span++) {
-            attend_span(pages, block, some, span, own, part);
+            attend_span(pages, block, some, span, span == first, span + 1 < last, own, part);
             if (last - first > 1) fold(block, some, span, whole, part);
         }
         put_out(block, some, last - first > 1 ? whole : part);
@@ -351,6 +381,7 @@ struct Attend final : Op {
             return kept(context, own.blocks[own.splits[pair / parts_of_block]], heads_of(pair));
         };
         for (int64_t span = 0; span < plan.spans; span += wave) {
+            int64_t before = -1;
             for (int64_t i, end; team.next(1, pairs * wave, i, end);)
                 for (; i < end; i++) {
                     Block block = block_of(i % pairs);
@@ -358,8 +389,11 @@ struct Attend final : Op {
                     if (nth >= block.spans()) continue;
                     Heads some = heads_of(i % pairs);
                     take_queries(block, some, own);
-                    attend_span(pages_of(context, block, some), block, some, int(block.first_span() + nth), own,
+                    // Its share is in order: where there is one task a span, the next one is the next span's.
+                    attend_span(pages_of(context, block, some), block, some, int(block.first_span() + nth),
+                                pairs > 1 || i != before + 1, pairs == 1 && i + 1 < wave, own,
                                 state_at(parts + i * state_bytes));
+                    before = i;
                 }
             team.barrier();
             for (int64_t pair, end; team.next(1, pairs, pair, end);)

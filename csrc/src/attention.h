@@ -27,6 +27,7 @@ constexpr int NARROW_SPAN = 2 * CHUNK;  // where all query heads share one kv he
 constexpr int TILE = LANES;         // keys side by side in a vector
 constexpr int STRIP = 64;           // keys that few rows take at a time
 constexpr int ROW_GROUP = 8;        // rows whose scores of a chunk exist at once
+constexpr int STRIP_ROWS = 32;      // the same, of keys of two planes, where a chunk is not made ready as a whole
 constexpr int BLOCK_ROWS = 128;     // rows that share a chunk made ready
 constexpr float NOTHING = -HUGE_VALF;  // the largest of no scores
 
@@ -87,10 +88,28 @@ struct Ahead {
     int slowness;             // a pull in so many counts
     int first = 0, last = 0;  // rows of each list that are wanted
     int list = 0, at = 0, pulls = 0;
+    int lines = 0, offset = 0;  // where rows are long, a step in so many of work fetches these, and `pull` nothing
 
     void begin(int from, int to) { first = at = from, last = to; }
 
+    // STEPS of the inner kernels: memory that is asked for line by line keeps nobody waiting.
+    void work() {
+        for (int n = lines; n > 0; n--) {
+            if (at >= last) {
+                if (list || first >= last) return;
+                list = 1, at = first;
+            }
+            const List& of = lists[list];
+            __builtin_prefetch(of.rows[at] + offset, 0, FETCH);
+            if ((offset += 64) < of.bytes) continue;
+            if (of.scales) __builtin_prefetch(of.scales[at], 0, FETCH);
+            offset = 0, at++;
+        }
+    }
+    static constexpr int STEPS = 32;
+
     void pull(int rows) {
+        if (lines) return;
         for (pulls += rows; pulls >= slowness; pulls -= slowness, at++) {
             if (at >= last) {
                 if (list || first >= last) return;
@@ -222,19 +241,21 @@ struct Reach {
 };
 
 // A chunk that only one call of attend_rows looks at: of `Chunk` no more than scales is ready, keys and values are made
-// ready a strip at a time, in memory that stays in the nearest cache. Not of keys of two planes.
+// ready a strip at a time, in memory that stays in the nearest caches: a chunk of long keys, its values and what comes
+// next would not even stay in the second one.
 struct Strips {
     const Places* places = nullptr;  // null: all is ready
     const uint8_t* const* keys;      // as for gather_keys
     uint8_t* memory;                 // STRIP keys, then as many values
+    uint8_t* more;                   // as many keys of a second plane
     bool fresh;                      // nobody has fetched it
 };
 
-// `count` rows (1 ... 8), whose queries lie `query_bytes` apart, against a chunk; their states are rows `row` ... of
-// `state`. `scratch` is of group_bytes().
+// `count` rows (at most ROW_GROUP; in strips of keys of two planes STRIP_ROWS), whose queries lie `query_bytes` apart,
+// against a chunk; their states are rows `row` ... of `state`. `scratch` is of scores_bytes(count).
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
                  const Strips& strips, const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead);
-constexpr int64_t group_bytes() { return int64_t(ROW_GROUP) * (CHUNK + LANES) * 4; }
+constexpr int64_t scores_bytes(int rows) { return int64_t(rows) * (CHUNK + LANES) * 4; }
 
 // The output of a row [width] of its state. `sink`: null, or the score of a key without a value.
 void finish(const Rule& rule, const State& state, int row, const float* sink, float* out);

@@ -51,11 +51,14 @@ void score_block(const Products& p, int row, int tile, float* scores) {
         for (F& sum : of_row) sum = all(0.0f);
     const float* keys = reinterpret_cast<const float*>(p.keys) + int64_t(tile) * p.steps * TILE;
     const uint8_t* query = p.queries + row * p.query_bytes;
-    for (int d = 0; d < p.steps; d++, keys += TILE) {
-        F k[TILES];
-        for (int i = 0; i < TILES; i++) k[i] = load(keys + int64_t(i) * p.steps * TILE);
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < TILES; i++) sums[r][i] = step<PAIRS>(query + r * p.query_bytes, d, k[i], sums[r][i]);
+    for (int from = 0; from < p.steps; from += Ahead::STEPS) {
+        p.ahead.work();
+        for (int d = from, end = std::min(p.steps, from + Ahead::STEPS); d < end; d++, keys += TILE) {
+            F k[TILES];
+            for (int i = 0; i < TILES; i++) k[i] = load(keys + int64_t(i) * p.steps * TILE);
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < TILES; i++) sums[r][i] = step<PAIRS>(query + r * p.query_bytes, d, k[i], sums[r][i]);
+        }
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < TILES; i++)
@@ -193,6 +196,7 @@ struct Weighing {
     float* out;
     int stride;  // of out
     Part part;
+    Ahead& ahead;
 };
 
 template <bool PAIRS>
@@ -223,14 +227,18 @@ void value_block(const Weighing& w, int row, int column, int first, int last) {
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < VECTORS; i++) sums[r][i] = load(out + int64_t(r) * w.stride + i * LANES);
     const float* weights = w.weights + int64_t(row) * CHUNK;
-    for (int j = first; j < last; j++) {
-        const float* values = w.values + int64_t(j) * w.padded + column;
-        F v[VECTORS];
-        for (int i = 0; i < VECTORS; i++) v[i] = load(values + i * LANES);
-        if constexpr (PAIRS && ROWS == 1)
-            for (F& x : v) x = keep(x, w.part);
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < VECTORS; i++) sums[r][i] = value_step<PAIRS>(weights + r * CHUNK + j, v[i], sums[r][i]);
+    for (int from = first; from < last; from += Ahead::STEPS) {
+        w.ahead.work();
+        for (int j = from, end = std::min(last, from + Ahead::STEPS); j < end; j++) {
+            const float* values = w.values + int64_t(j) * w.padded + column;
+            F v[VECTORS];
+            for (int i = 0; i < VECTORS; i++) v[i] = load(values + i * LANES);
+            if constexpr (PAIRS && ROWS == 1)
+                for (F& x : v) x = keep(x, w.part);
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < VECTORS; i++)
+                    sums[r][i] = value_step<PAIRS>(weights + r * CHUNK + j, v[i], sums[r][i]);
+        }
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < VECTORS; i++) store(out + int64_t(r) * w.stride + i * LANES, sums[r][i]);
@@ -335,16 +343,19 @@ void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t qu
         int a = std::max(first - from, 0), b = std::min(last - from, length);
         if (places && strips.fresh) {
             fetch(places->keys, rule.stored.row_bytes(), key_at, from + 2 * STRIP);
-            fetch(places->values, v.row_bytes(), value_at, from + STRIP);
+            if (rule.more.dim) fetch(places->more, rule.more.row_bytes(), value_at, from + 2 * STRIP);
+            else fetch(places->values, v.row_bytes(), value_at, from + STRIP);
         }
         if (places) gather_keys(k, strips.keys + from, a, b, ahead, strips.memory);
+        if (places && rule.more.dim) gather_keys(rule.more, places->more + from, a, b, ahead, strips.more);
         auto scored = [&](const Side& side, const Products& products) {
             (side.pairs ? score<HAS_PAIRS> : score<false>)(products, count, a / TILE, (b + TILE - 1) / TILE, scratch + from);
         };
         scored(k, {queries, query_bytes, places ? strips.memory : chunk.keys, k.steps(), chunk.factors + from, ahead});
         if (!rule.more.dim) continue;
         const uint8_t* behind = queries + k.query_bytes();
-        scored(rule.more, {behind, query_bytes, chunk.more, rule.more.steps(), chunk.more_factors + from, ahead, true});
+        scored(rule.more, {behind, query_bytes, places ? strips.more : chunk.more, rule.more.steps(),
+                           chunk.more_factors + from, ahead, true});
     }
     auto weighing = v.pairs ? (v.scaled ? weigh<HAS_PAIRS, true> : weigh<HAS_PAIRS, false>)
                             : (v.scaled ? weigh<false, true> : weigh<false, false>);
@@ -355,7 +366,7 @@ void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t qu
     for (int from = begin; from < last; from += length) {
         int a = std::max(first - from, 0), b = std::min(last - from, length);
         if (places) gather_values(v, places->values + from, a, b, ahead, strips.memory);
-        Reach seen[ROW_GROUP];  // of the strip
+        Reach seen[STRIP_ROWS];  // of the strip
         for (int r = 0; r < count; r++) {
             seen[r].first = std::min(std::max(reaches[r].first - from, 0), length);
             seen[r].last = std::max(std::min(reaches[r].last - from, length), seen[r].first);
@@ -365,7 +376,8 @@ void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t qu
                    v.padded,
                    state.row(row) + LANES,
                    state.stride,
-                   BOTH};
+                   BOTH,
+                   ahead};
         if (v.pairs) add_values<HAS_PAIRS>(w, count, seen);
         else add_values<false>(w, count, seen);
     }

@@ -252,19 +252,54 @@ std::string norm_fault() {
     return fault;
 }
 
-// 20 tokens of one sequence, written to two pages of 16 and attended to, causally: 2 query heads share one of keys.
+// Three heads of two rows, each times its matrix; two numbers behind each pass.
+std::string heads_fault() {
+    constexpr int ROWS = 2, HEADS = 3, K = 33, N = 70, REST = 2, FILLED = 2 * PANEL;
+    Dice dice{31};
+    Numbers w = dice.reals(size_t(HEADS * N * K)), x = dice.reals(size_t(ROWS * HEADS * (K + REST)));
+    pst_matrix m{};
+    m.rows = HEADS * FILLED, m.cols = K;
+    Bytes data(HEADS * FILLED / PANEL * pst_panel_bytes(&m));
+    const void* row_of[HEADS * FILLED];
+    for (int i = 0; i < HEADS * FILLED; i++)
+        row_of[i] = i % FILLED < N ? w.data() + (i / FILLED * N + i % FILLED) * K : nullptr;
+    if (pst_pack(&m, PST_F32, row_of, 0, HEADS * FILLED / PANEL, data.data)) return "products of heads: packing";
+    m.data = data.data;
+    Tiny tiny(ROWS);
+    int32_t in = tiny.add(x), out = tiny.add(Numbers(ROWS * HEADS * (N + REST)));
+    pst_op& op = tiny.op(PST_LATENT, in, -1, out);
+    op.n[0] = HEADS, op.n[1] = N, op.n[3] = REST, op.p[0] = &m;
+    std::string fault = tiny.run("products of heads");
+    for (int i = 0; i < ROWS * HEADS * (N + REST) && fault.empty(); i++) {
+        const int n = i % (N + REST), at = i / (N + REST) * (K + REST);
+        double expected = n < N ? 0 : double(x[size_t(at + K + n - N)]);
+        for (int k = 0; n < N && k < K; k++)
+            expected += double(x[size_t(at + k)]) * double(w[size_t((i / (N + REST) % HEADS * N + n) * K + k)]);
+        fault = off("products of heads", tiny.buffers[size_t(out)][size_t(i)], expected, 1e-5);
+    }
+    return fault;
+}
+
+// 20 tokens of one sequence, written to two pages of 16 and attended to, causally: 2 query heads share one of keys. Or
+// the last numbers of keys have a plane of their own, and the first ones are the values.
 struct AttentionTest {
     static constexpr int T = 20, S = 16, HEADS = 2, D = 32;
     Dice dice{99};
     Numbers q = dice.reals(T * HEADS * D), k = dice.reals(T * D), v = dice.reals(T * D);
 
-    std::string fault(int32_t dtype, const std::string& name, double bound) {
+    int width = D;  // of a value
+
+    std::string fault(int32_t dtype, const std::string& name, double bound, int behind = 0) {
         Tiny tiny(T);
+        width = D - behind;
         Bytes keys(2 * S * D * 4), values(2 * S * D * 4);
-        for (Bytes* plane : {&keys, &values})
-            tiny.planes.push_back({plane->data, dtype, 1, D, 0, S * D, D, D});
-        int32_t rq = tiny.add(q), rk = tiny.add(k), rv = tiny.add(v), out = tiny.add(Numbers(T * HEADS * D));
-        const int32_t write[] = {0, 0, 1, D, 1, D, 0, 1}, attend[] = {0, 0, HEADS, 1, D, D, 0, 1};
+        const int second = behind ? behind : D;
+        tiny.planes.push_back({keys.data, dtype, 1, width, 0, S * width, width, width});
+        tiny.planes.push_back({values.data, dtype, 1, second, 0, S * second, second, second});
+        int32_t rq = tiny.add(q), rk = tiny.add(behind ? columns(k, 0, width) : k);
+        int32_t rv = tiny.add(behind ? columns(k, width, D) : v), out = tiny.add(Numbers(size_t(T * HEADS * width)));
+        const int32_t write[] = {0, 0, 1, width, 1, second, 0, 1};
+        const int32_t attend[] = {0, 0, HEADS, 1, D, width, 0, !behind, 0, 0, 1, behind};
         std::copy(std::begin(write), std::end(write), tiny.op(PST_WRITE, rk, rv, -1).n);
         pst_op& op = tiny.op(PST_ATTEND, rq, -1, out);
         std::copy(std::begin(attend), std::end(attend), op.n);
@@ -273,12 +308,18 @@ struct AttentionTest {
         const int32_t* tables[] = {table};
         pst_group group{1, S, tables, &shared, &blocks, nullptr};
         std::string fault = tiny.run(name, &group);
-        for (int i = 0; i < T * HEADS * D && fault.empty(); i++)
-            fault = off(name, tiny.buffers[size_t(out)][size_t(i)], expected(i / (HEADS * D), i / D % HEADS, i % D),
-                        bound);
+        for (int i = 0; i < T * HEADS * width && fault.empty(); i++)
+            fault = off(name, tiny.buffers[size_t(out)][size_t(i)],
+                        expected(i / (HEADS * width), i / width % HEADS, i % width, behind ? k : v), bound);
         return fault;
     }
-    double expected(int t, int head, int component) const {
+    // Numbers first ... last-1 of every token's.
+    static Numbers columns(const Numbers& x, int first, int last) {
+        Numbers out;
+        for (int t = 0; t < T; t++) out.insert(out.end(), x.begin() + t * D + first, x.begin() + t * D + last);
+        return out;
+    }
+    double expected(int t, int head, int component, const Numbers& value) const {
         double total = 0, out = 0;
         for (int s = 0; s <= t; s++) {
             double dot = 0;
@@ -286,7 +327,7 @@ struct AttentionTest {
                 dot += double(q[size_t((t * HEADS + head) * D + d)]) * double(k[size_t(s * D + d)]);
             double weight = std::exp(dot * SCALE);
             total += weight;
-            out += weight * double(v[size_t(s * D + component)]);
+            out += weight * double(value[size_t(s * D + component)]);
         }
         return out / total;
     }
@@ -297,7 +338,9 @@ std::string attention_fault() {
     AttentionTest test;
     std::string fault = test.fault(PST_F32, "attention over a float32 cache", 1e-5);
     if (fault.empty()) fault = test.fault(PST_F16, "attention over a float16 cache", 3e-3);
-    return fault.empty() ? test.fault(PST_BF16, "attention over a bfloat16 cache", 2e-2) : fault;
+    if (fault.empty()) fault = test.fault(PST_BF16, "attention over a bfloat16 cache", 2e-2);
+    if (fault.empty()) fault = test.fault(PST_F32, "latent attention over a float32 cache", 1e-5, 7);
+    return fault.empty() ? test.fault(PST_BF16, "latent attention over a bfloat16 cache", 2e-2, 7) : fault;
 }
 
 std::string exp_fault() {
@@ -322,7 +365,7 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
     std::string fault;
     try {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
-                          pst::attention_fault, pst::experts_fault})
+                          pst::heads_fault, pst::attention_fault, pst::experts_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

@@ -34,6 +34,7 @@ void test_rows();
 void test_model();
 void test_lines();
 void test_experts();
+void test_latent();
 
 using Numbers = std::vector<float>;
 

@@ -52,7 +52,7 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     b.emit(
         "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v",
         scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
-        slopes=slopes, sinks=b.vector(p + "sinks"), width=m.num_heads * m.head_dim, **more,
+        slopes=slopes, sinks=b.vector(p + "sinks"), width=m.num_heads * m.value_dim, **more,
     )  # fmt: skip
     if turned:
         b.emit("hadamard", ("a",), "a")

@@ -57,7 +57,8 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
     for n, layer in enumerate(spec.layers):
         how, m = kv.of(n), layer.mixer
         if isinstance(m, Attention):
-            _check_dims(how, n, m.head_dim)
+            for dim in {m.head_dim, m.value_dim}:
+                _check_dims(how, n, dim)
             _check_heads(how, n, m.num_kv_heads)
             reaching = reaching or m.reach is None
         elif isinstance(m, Latent):
@@ -95,7 +96,7 @@ def _check_heads(how: LayerFormat, layer: int, heads: int) -> None:
 
 def _check_rotation(spec: ModelSpec) -> None:
     mixers = [layer.mixer for layer in spec.layers]
-    dims = [m.head_dim for m in mixers if isinstance(m, Attention)]
+    dims = [dim for m in mixers if isinstance(m, Attention) for dim in (m.head_dim, m.value_dim)]
     if not dims or any(isinstance(m, Latent) for m in mixers) or any(dim % 2 for dim in dims):
         why = "an odd number of components" if any(dim % 2 for dim in dims) else "no heads of keys and values"
         raise ConfigError(

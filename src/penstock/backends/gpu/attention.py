@@ -151,10 +151,10 @@ class TorchAttention:
         return torch.cat(out)
 
     def _attend_kept(self, q: Tensor, step: TorchStep, group: int, layer: int, kept: Kept, rule: _Rule) -> Tensor:
-        out = torch.zeros_like(q)
+        out = q.new_zeros((*q.shape[:2], step.tensor(kept.group, "v").shape[-1]))
         for t, (k, v) in enumerate(contexts(step, group, layer, kept)):
             shape = (k.shape[1], q.shape[1] // k.shape[1])
             bent = (None if x is None else x.reshape(*shape, 1) for x in (rule.slopes, rule.sinks))
             row = _attend_row(q[t].reshape(*shape, -1), k, v, _Rule(rule.scale, rule.soft_cap, *bent))
-            out[t] = row.reshape(q.shape[1:])
+            out[t] = row.reshape(out.shape[1:])
         return out

@@ -326,7 +326,8 @@ class _Emitter:
         self._latent(node, num_heads, rank, node.inputs[0].width // num_heads - nope)
 
     def _latent_output(self, i: int, node: Node) -> None:
-        self._latent(node, *node.bound[0].shape[:2], 0)
+        num_heads, width, _ = node.bound[0].shape
+        self._latent(node, num_heads, width, 0)
 
     def _latent(self, node: Node, heads: int, width: int, rest: int) -> None:
         name, inputs = _latent_name(node), (self.register(node.inputs[0]),)

@@ -45,7 +45,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     (weight `sinks` [H]) takes part in the softmax and carries no value. Biases: on q, k, v together (`qkv_bias`) and on
     the output (`o_bias`). `clip`: q, k and v are cut to [-clip, clip] after their projection (and after a
     norm over all heads). `output_gate`: what the heads give is multiplied by the sigmoid of a product of its own with
-    the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708).
+    the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708). `v_dim`:
+    numbers of a head's value, where they are not as many as a key's.
     """
 
     num_heads: int
@@ -64,14 +65,21 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     qk_norm: QkNorm | None = None
     clip: float | None = None
     output_gate: bool = False
+    v_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's value."""
+        return self.head_dim if self.v_dim is None else self.v_dim
 
     def weight_shapes(self, e: int) -> Shapes:
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        out: Shapes = {"q": (q, e), "k": (kv, e), "v": (kv, e), "o": (e, q)}
+        q, k, v = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.value_dim
+        out: Shapes = {"q": (q, e), "k": (k, e), "v": (v, e), "o": (e, self.num_heads * self.value_dim)}
         if self.qkv_bias:
-            out |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
+            out |= {"q.bias": (q,), "k.bias": (k,), "v.bias": (v,)}
         if self.output_gate:
-            out |= {"o_gate": (q, e), "o_gate.bias": (q,)} if self.qkv_bias else {"o_gate": (q, e)}
+            gate = self.num_heads * self.value_dim
+            out |= {"o_gate": (gate, e), "o_gate.bias": (gate,)} if self.qkv_bias else {"o_gate": (gate, e)}
         if self.o_bias:
             out["o.bias"] = (e,)
         if self.qk_norm is not None:
@@ -83,29 +91,31 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         """A chunk is never looked at from further away than its own size, so its blocks go like a window's."""
-        shape = (self.num_kv_heads, self.head_dim)
         kind: Literal["paged", "window"] = "paged" if self.reach is None else "window"
-        return CacheSpec(kind, vector_planes({"k": shape, "v": shape}, kv_dtype), self.reach)
+        return CacheSpec(kind, vector_planes(self._shapes, kv_dtype), self.reach)
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {"k": (self.num_kv_heads, self.head_dim), "v": (self.num_kv_heads, self.value_dim)}
 
     def caches(self, how: LayerFormat) -> tuple[CacheSpec, ...]:
         """What the layer keeps by a format that is not plain: its codes; the newest tokens, float16, in a window; and
         the first ones, as a state of the sequence. What a window bounds anyway stays float16 if there are newest ones.
         """
-        shape = (self.num_kv_heads, self.head_dim)
         if how.recent and self.reach is not None:
             return (self.cache("float16"),)
-        (k, k_pages), (v, v_pages) = head_planes("k", *shape, how.keys), head_planes("v", *shape, how.values)
+        codecs = {"k": how.keys, "v": how.values}
+        (k, k_pages), (v, v_pages) = (head_planes(n, *shape, codecs[n]) for n, shape in self._shapes.items())
         if not how.recent:
             return (CacheSpec("paged" if self.reach is None else "window", (*k, *v), self.reach),)
         out = [CacheSpec("paged", (*k, *v), page_planes=(*k_pages, *v_pages)), self._recent(how.recent)]
         if how.sinks:
-            state = (how.sinks * self.num_kv_heads, self.head_dim, "float16")
-            out.append(CacheSpec("slot", (PlaneSpec("k", *state), PlaneSpec("v", *state))))
+            state = (PlaneSpec(n, how.sinks * heads, dim, "float16") for n, (heads, dim) in self._shapes.items())
+            out.append(CacheSpec("slot", tuple(state)))
         return tuple(out)
 
     def _recent(self, tokens: int) -> CacheSpec:
-        shape = (self.num_kv_heads, self.head_dim)
-        return CacheSpec("window", vector_planes({"k": shape, "v": shape}, "float16"), tokens)
+        return CacheSpec("window", vector_planes(self._shapes, "float16"), tokens)
 
     @property
     def reach(self) -> int | None:
@@ -114,8 +124,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     @property
     def pair_flops(self) -> int:
-        """QK^T and PV, 2HD each."""
-        return 4 * self.num_heads * self.head_dim
+        """QK^T and PV, 2HD each (PV with the numbers of a value)."""
+        return 2 * self.num_heads * (self.head_dim + self.value_dim)
 
     @property
     def token_flops(self) -> int:
@@ -127,8 +137,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
 
     Computed in absorbed form for prefill and decode alike, so that no switch can change a token. `bias`: on the two
     projections down (`q_a`, `kv_a`) and on the output. `split`: weights `k_b` [H * nope_dim, kv_rank] and `v_b`
-    [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both. Without `rope` (Kimi
-    Linear) what would be rotated is left as it is.
+    [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -137,7 +146,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     nope_dim: int
     rope_dim: int
     v_dim: int
-    rope: Rope | None
+    rope: Rope
     q_rank: int | None = None
     scale: float | None = None
     eps: float = 1e-6

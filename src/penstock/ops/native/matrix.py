@@ -117,9 +117,10 @@ def order(num_rows: Sequence[int], pair: bool, heads: int = 0) -> npt.NDArray[np
     """
     if heads:
         (total,) = num_rows
-        out = np.full((heads, -(-total // heads // PANEL) * PANEL), -1, np.int64)
-        out[:, : total // heads] = np.arange(total).reshape(heads, -1)
-        return out.reshape(-1)
+        each = total // heads
+        padded: npt.NDArray[np.int64] = np.full((heads, -(-each // PANEL) * PANEL), -1, np.int64)
+        padded[:, :each] = np.arange(total).reshape(heads, each)
+        return padded.reshape(-1)
     if not pair:
         total = sum(num_rows)
         out = np.full(-(-total // PANEL) * PANEL, -1, np.int64)

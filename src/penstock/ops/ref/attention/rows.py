@@ -160,10 +160,10 @@ class RowBackend:
 
     def _attend_kept(self, q: F32, step: Step, group: int, layer: int, kept: Kept, rule: Rule) -> F32:
         """`attend` where the newest tokens, and perhaps the first ones, are read from caches of their own."""
-        out = np.zeros_like(q)
+        out = np.zeros((*q.shape[:2], step.planes[kept.group]["v"].shape[-1]), np.float32)
         for t, (k, v) in enumerate(contexts(step, group, layer, kept)):
             shape = (k.shape[1], q.shape[1] // k.shape[1])
             own = (None if x is None else x.reshape(*shape, 1) for x in (rule.slopes, rule.sinks))
             row = self._attend_row(q[t].reshape(*shape, -1), k, v, 0, Rule(rule.scale, rule.soft_cap, *own))
-            out[t] = row.reshape(q.shape[1:])
+            out[t] = row.reshape(out.shape[1:])
         return out
