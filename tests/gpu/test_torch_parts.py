@@ -29,7 +29,7 @@ from penstock.ops import draw_weights
 from penstock.ops.plan import StepPlan
 from penstock.ops.ref import REF
 from penstock.quant.reference import QuantisedLinear, quantised
-from penstock.runner.kernel_sampler import KernelSampler
+from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.sampler import DraftNode, Sampler
 from tests import specs
 from tests.native.test_sample import pick, shapes
@@ -61,7 +61,7 @@ def test_tokens_and_logprobs_are_those_of_the_numpy_sampler(kind: str) -> None:
     found = []
     for sampler, given in (
         (Sampler(vocab), logits),
-        (KernelSampler(TorchKernel(CPU, vocab), vocab), DeviceArray(torch.from_numpy(logits.copy()))),
+        (DeviceSampler(TorchKernel(CPU, vocab), vocab), DeviceArray(torch.from_numpy(logits.copy()))),
     ):
         added = [AddedRow(p.seq_id, 0, [1, 2, 3, 3], 2, p.rules) for p in picks]
         sampler.chain.track(SchedulerOutput(0, added=added))

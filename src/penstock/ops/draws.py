@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class Ranked(NamedTuple):
@@ -50,4 +50,64 @@ class DrawKernel(Protocol):
 
     def logprobs(self, jobs: Sequence[tuple[Any, Sequence[int], int]]) -> list[Ranked]:
         """One row each: (healthy logits [V], tokens whose ranks are wanted, how many of the likeliest)."""
+        ...
+
+
+class Draw(NamedTuple):
+    """What `DrawRows.ask` takes."""
+
+    row: int
+    scale: float
+    min_p: float
+    top_k: int
+    top_p: float
+    seed: int
+    sample_index: int
+    position: int
+    num_tokens: int
+
+
+class Likely(NamedTuple):
+    """Of the token that row `row` chooses the rank is wanted, and so many of the likeliest tokens."""
+
+    row: int
+    num_top: int
+
+
+class Drawn(NamedTuple):
+    """What a step's draws came to.
+
+    Attributes:
+        best, peaks: the first largest of each row of the final logits [R], and its logit.
+        healthy: which rows of the raw logits hold neither a NaN nor an infinity that is no exclusion [R].
+        tokens: what was drawn, in the order of the draws.
+        ranked: of each `Likely`, in raw logits: `Ranked` of the chosen token, its logit, and those of `top_ids`.
+    """
+
+    best: list[int]
+    healthy: list[bool]
+    peaks: list[float]
+    tokens: list[list[int]]
+    ranked: list[tuple[Ranked, float, list[float]]]
+
+
+class StartedDraws(Protocol):
+    """Draws that a device was told to make. `tokens` [R]: of each row the token it chooses, the first if it draws
+    several, on the device; of sick rows it is some token of the vocabulary."""
+
+    tokens: Any
+
+    def ready(self) -> bool:
+        """Whether `read` need not wait."""
+        ...
+
+    def read(self) -> Drawn: ...
+
+
+@runtime_checkable
+class StartingKernel(DrawKernel, Protocol):
+    """A kernel on a device that works while the host goes on."""
+
+    def start(self, raw: Any, final: Any, asked: Sequence[Draw], likely: Sequence[Likely]) -> StartedDraws:
+        """Chooses from `final` [R, V]: the logits `raw` [R, V] themselves, or what the processors made of them."""
         ...

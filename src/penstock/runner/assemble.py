@@ -14,7 +14,9 @@ from penstock.model.builder import build
 from penstock.model.emitter import PLAIN, Reading
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.ops.draws import StartingKernel
 from penstock.ops.stored import Weight
+from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.sampler import Sampler
 
@@ -68,4 +70,7 @@ def make_sampler(backend: Backend | None, vocab_size: int, grammars: GrammarCach
     """The sampler that goes with a backend; the reference where there is none."""
     if backend is None or backend.draws is None:
         return Sampler(vocab_size, grammars)
-    return KernelSampler(backend.draws(vocab_size), vocab_size, grammars)
+    kernel = backend.draws(vocab_size)
+    if isinstance(kernel, StartingKernel):
+        return DeviceSampler(kernel, vocab_size, grammars)
+    return KernelSampler(kernel, vocab_size, grammars)

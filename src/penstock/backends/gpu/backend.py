@@ -61,11 +61,11 @@ class TorchBackend:
         self.device_used = device
         self.label = f"torch on {device}"
         self.new_plane = partial(new_plane, device)
-        self.draws = partial(TorchKernel, device)
         self._placement = Placement(device)
-        self.warming = Warming(graphs, why, self.draws)
         self.attention, self.invariant = attention, invariant
         self.kernels = device.type != "cpu" and find_spec("triton") is not None if kernels is None else kernels
+        self.draws = partial(TorchKernel, device, kernels=self.kernels)
+        self.warming = Warming(graphs, why, self.draws)
 
     @classmethod
     def of(cls, config: EngineConfig, num_cores: int) -> TorchBackend:

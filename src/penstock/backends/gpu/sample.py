@@ -1,26 +1,34 @@
 """Tokens drawn on the device: `runner.sampler`'s and `runner.truncate`'s, bit for bit.
 
 Weights are whole numbers (`ops.draw_weights`), by steps that are each rounded once in float64, so that the order of
-sums cannot show. Shape letters: R rows, V tokens of the vocabulary, K tokens that may be drawn.
+sums cannot show. All rows of a step are drawn together and nothing is looked at on the way: what a step yields is packed
+into one tensor, which is copied to the host once. By the kernels of `kernels.sample` where they are used and can.
+Shape letters: R rows, V tokens of the vocabulary, A rows that draw, N tokens that a row draws at most, L rows with
+logprobs, K of their likeliest tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.base.rng import uniform
 from penstock.ops.draw_weights import EVEN, LOG2_E, LOWEST, ODD, UNIT, UNIT_BITS
-from penstock.ops.draws import Ranked
+from penstock.ops.draws import Draw, Drawn, Likely, Ranked
+
+_MOST = 1 << 24
+"""Weights that are worked out at once: 128 MiB of them, several times."""
+_LOW = 27
+"""Bits of the low part of a draw's 53."""
 
 
-def weigh(logits: Tensor, scale: float) -> Tensor:
-    """`ops.draw_weights.weigh` of [..., V]: int64."""
+def weigh(logits: Tensor, scale: float | Tensor) -> Tensor:
+    """`ops.draw_weights.weigh` of [..., V]: int64. `scale`: one for all, or [..., 1]."""
     y = (logits.double() - logits.double().amax(dim=-1, keepdim=True)) * scale
     y = y.clamp(min=LOWEST)
     n = torch.round(y)
@@ -38,105 +46,142 @@ def weigh(logits: Tensor, scale: float) -> Tensor:
     return torch.round(scaled).long()
 
 
-class _Ask(NamedTuple):
-    row: int
-    scale: float
-    min_p: float
-    top_k: int
-    top_p: float
-    seed: int
-    sample_index: int
-    position: int
-    num_tokens: int
+def truncate(logits: Tensor, weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`runner.truncate.truncate` of rows [A, V]: the weights, 0 for what may not be drawn. Rules are [A, 1]."""
+    fit = weights >= min_p.clamp(max=1.0) * UNIT
+    # From 0, so that both zeros are one.
+    order = torch.sort(0.0 - logits.masked_fill(~fit, -torch.inf), dim=-1, stable=True).indices
+    place = torch.arange(logits.shape[-1], device=logits.device)
+    ranked = (weights * fit).gather(-1, order)
+    ranked = ranked * (place < top_k)
+    mass = ranked.cumsum(-1)
+    target = torch.ceil(top_p * mass[:, -1:].double()).long()
+    last = (mass < torch.where(top_p < 1.0, target, torch.iinfo(torch.int64).max)).sum(-1, keepdim=True)
+    return torch.zeros_like(weights).scatter(-1, order, ranked * (place <= last))
+
+
+def pick(weights: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The first token whose running sum exceeds u times the whole: [A, N]. `low`, `high` [A, N]: parts of u's bits."""
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    total_low, total_high = total & 0xFFFFFFFF, total >> 32
+    # floor(u * total / 2^53), a product of 116 bits: what is shifted out is below the whole units of what is added.
+    target = ((low * total_low) >> _LOW) + high * total_low
+    target = (((target >> 5) + low * total_high) >> 21) + ((high * total_high) << 6)
+    return torch.searchsorted(sums, target.contiguous(), right=True).clamp(max=weights.shape[-1] - 1)
+
+
+class TorchDraws:
+    """See `ops.draws.StartedDraws`. The copy to the host is on its way."""
+
+    def __init__(self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[Draw], likely: Sequence[Likely]) -> None:
+        """`parts`: whole numbers, and floats in float64."""
+        self.tokens = tokens
+        self._asked, self._likely = asked, likely
+        self._shapes = [tuple(part.shape) for part in parts]
+        bits = [part.reshape(-1) if part.dtype == torch.int64 else part.reshape(-1).view(torch.int64) for part in parts]
+        self._packed = torch.cat(bits).to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if tokens.device.type == "cuda" and torch.cuda.is_available():
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> Drawn:
+        """Waits until it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        flat = self._packed.numpy()
+        ends = np.cumsum([int(np.prod(shape)) for shape in self._shapes])
+        best, drawn, peaks, raw, *more = (
+            part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), self._shapes, strict=True)
+        )
+        peaks, raw = peaks.view(np.float64), raw.view(np.float64)
+        tokens = [row[: ask.num_tokens] for row, ask in zip(drawn.tolist(), self._asked, strict=True)]
+        return Drawn(best.tolist(), np.isfinite(raw if raw.size else peaks).tolist(), peaks.tolist(), tokens,
+                     self._ranked(more))  # fmt: skip
+
+    def _ranked(self, parts: list[Any]) -> list[tuple[Ranked, float, list[float]]]:
+        if not self._likely:
+            return []
+        ranks, totals, ids, values, own_peaks, tops = parts
+        values, own_peaks, tops = (part.view(np.float64) for part in (values, own_peaks, tops))
+        return [
+            (Ranked(peak, total, [rank], own_ids[: wanted.num_top]), value, own_tops[: wanted.num_top])
+            for wanted, rank, total, own_ids, value, peak, own_tops in zip(
+                self._likely, *(part.tolist() for part in (ranks, totals, ids, values, own_peaks, tops)), strict=True
+            )
+        ]
 
 
 class TorchRows:
     """See `ops.draws.DrawRows`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._asked: list[_Ask] = []
-        self._drawn: list[list[int]] = []
-        self._logits = torch.empty((0, 0), device=device)
-        self._peaks: list[float] = []
+    def __init__(self, kernel: TorchKernel) -> None:
+        self._kernel = kernel
+        self._asked: list[Draw] = []
+        self._logits: Any = None
+        self._drawn = Drawn([], [], [], [], [])
 
     def point(self, logits: Any) -> None:
         """Rows of the next run: a `DeviceArray` or an array [R, V]."""
-        self._logits = logits.tensor if isinstance(logits, DeviceArray) else torch.from_numpy(logits).to(self._device)
-        self._asked.clear()
+        self._logits = logits
+        self._asked = []
 
     def ask(self, *asked: Any) -> None:
         """As `DrawRows.ask`."""
-        self._asked.append(_Ask(*asked))
+        self._asked.append(Draw(*asked))
 
-    @torch.no_grad()
     def run(self, num_rows: int) -> tuple[list[int], list[int]]:
         """(the first largest of each row, 1 for each healthy row)."""
-        peaks, best = self._logits[:num_rows].max(dim=-1)
-        # `max` need not name the first of equals.
-        best = torch.where(torch.isnan(peaks), best, (self._logits[:num_rows] == peaks[:, None]).int().argmax(dim=-1))
-        self._drawn = [self._draw(ask) if math.isfinite(peaks[ask.row].item()) else [0] * ask.num_tokens
-                       for ask in self._asked]  # fmt: skip
-        self._peaks = peaks.tolist()
-        return best.tolist(), torch.isfinite(peaks).int().tolist()
+        self._drawn = self._kernel.start(self._logits, self._logits, self._asked, ()).read()
+        return self._drawn.best, [int(fit) for fit in self._drawn.healthy]
 
     def tokens(self) -> list[list[int]]:
         """What was drawn, in the order of `ask`."""
-        return self._drawn
+        return self._drawn.tokens
 
     def peak(self, r: int) -> float:
         """The largest logit of row `r`."""
-        return self._peaks[r]
-
-    def _draw(self, ask: _Ask) -> list[int]:
-        ids, weights = truncate(self._logits[ask.row], ask)
-        sums = torch.cumsum(weights, dim=0)
-        total = int(sums[-1])
-        targets = [
-            int(uniform(ask.seed, ask.sample_index + j, ask.position) * 2**53) * total >> 53
-            for j in range(ask.num_tokens)
-        ]
-        at = torch.searchsorted(sums, torch.tensor(targets, device=self._device), right=True)
-        tokens: list[int] = (at if ids is None else ids[at]).tolist()
-        return tokens
-
-
-def truncate(logits: Tensor, ask: _Ask) -> tuple[Tensor | None, Tensor]:
-    """`runner.truncate.truncate` of [V]: ids [K], ascending (None: all), and weights."""
-    weights = weigh(logits, ask.scale)
-    ids: Tensor | None = None
-    if ask.min_p > 0.0:
-        ids = torch.nonzero(weights >= min(ask.min_p, 1.0) * UNIT)[:, 0]
-        logits, weights = logits[ids], weights[ids]
-    top_k = ask.top_k if 0 < ask.top_k < len(logits) else 0
-    if not top_k and ask.top_p >= 1.0:
-        return ids, weights
-    ranked = torch.sort(-logits, stable=True).indices
-    if top_k:
-        ranked = ranked[:top_k]
-    if ask.top_p < 1.0:
-        mass = torch.cumsum(weights[ranked], dim=0)
-        target = math.ceil(ask.top_p * float(int(mass[-1])))
-        ranked = ranked[: int((mass < target).sum()) + 1]
-    kept = torch.sort(ranked).values
-    return (kept if ids is None else ids[kept]), weights[kept]
+        return self._drawn.peaks[r]
 
 
 class TorchKernel:
-    """See `ops.draws.DrawKernel`."""
+    """See `ops.draws.StartingKernel`."""
 
-    def __init__(self, device: torch.device, vocab_size: int) -> None:
-        self._device, self.vocab_size = device, vocab_size
+    def __init__(self, device: torch.device, vocab_size: int, *, kernels: bool = False) -> None:
+        """`kernels`: Triton's, where there is one for what is asked."""
+        self._device, self.vocab_size, self._kernels = device, vocab_size, kernels
 
     def rows(self) -> TorchRows:
-        return TorchRows(self._device)
+        return TorchRows(self)
+
+    @torch.no_grad()
+    def start(self, raw: Any, final: Any, asked: Sequence[Draw], likely: Sequence[Likely]) -> TorchDraws:
+        """See `ops.draws.StartingKernel`."""
+        changed = final is not raw
+        own, raw = self._tensor(final), self._tensor(raw)
+        best, peaks = self._best(own, exact=changed)
+        tokens, drawn = best, best.new_zeros((len(asked), max((ask.num_tokens for ask in asked), default=0)))
+        if asked:
+            tokens = best.clone()
+            for group in _in_groups(asked, self.vocab_size):
+                where, found = self._draw(own, [asked[i] for i in group])
+                tokens[where] = found[:, 0]
+                drawn[self._whole(np.array(group)), : found.shape[1]] = found
+        parts = [best, drawn, peaks.double(), raw.amax(dim=-1).double() if changed else peaks.new_zeros(0).double()]
+        if likely:
+            parts += self._rank(raw, tokens, likely)
+        return TorchDraws(tokens, parts, asked, likely)
 
     @torch.no_grad()
     def logprobs(self, jobs: Sequence[tuple[Any, Sequence[int], int]]) -> list[Ranked]:
         """One row each: (healthy logits [V], tokens whose ranks are wanted, how many of the likeliest)."""
         out = []
         for row, tokens, num_top in jobs:
-            logits = row.tensor if isinstance(row, DeviceArray) else torch.from_numpy(row).to(self._device)
+            logits = self._tensor(row)
             total = int(weigh(logits, LOG2_E).sum())
             order = torch.sort(-logits, stable=True).indices
             place = torch.empty_like(order)
@@ -145,3 +190,89 @@ class TorchKernel:
             top = order[: max(0, min(num_top, self.vocab_size))].tolist()
             out.append(Ranked(float(logits.max()), total, ranks, top))
         return out
+
+    # -- on the device ---------------------------------------------------------------------------------------------
+
+    def _tensor(self, logits: Any) -> Tensor:
+        return logits.tensor if isinstance(logits, DeviceArray) else torch.from_numpy(logits).to(self._device)
+
+    def _whole(self, numbers: Any) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
+
+    def _best(self, logits: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """The first largest of each row, and its logit. `exact`: also of rows that are -inf altogether; else they may
+        have a NaN for it, as sick ones do."""
+        if self._kernels and not exact and logits.stride(1) == 1:
+            from penstock.backends.gpu.kernels.sample import argmax
+
+            found = argmax(logits).long()
+            best = found.clamp(min=0)
+            return best, logits.gather(1, best[:, None])[:, 0].masked_fill(found < 0, torch.nan)
+        best = logits.argmax(dim=-1)  # the first of equals, and of NaNs
+        return best, logits.gather(1, best[:, None])[:, 0]
+
+    def _draw(self, logits: Tensor, asked: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """Rows [A], and what they draw [A, N]. What sick rows draw is some token."""
+        most = max(ask.num_tokens for ask in asked)
+        bits = np.zeros((most, len(asked)), np.int64)
+        for i, ask in enumerate(asked):
+            for j in range(ask.num_tokens):
+                bits[j, i] = int(uniform(ask.seed, ask.sample_index + j, ask.position) * 2**53)
+        v = logits.shape[1]
+        floats = np.array([[ask.scale, ask.min_p, ask.top_p] for ask in asked], np.float64).T
+        whole = np.array(
+            [[ask.row, ask.top_k if 0 < ask.top_k < v else v, (ask.seed + 2**63) % 2**64 - 2**63, ask.sample_index,
+              ask.position] for ask in asked], np.int64,
+        ).T  # fmt: skip
+        packed = self._whole(np.concatenate([whole, np.ascontiguousarray(floats).view(np.int64), bits]))
+        where, top_k, seeds, indices, positions = packed[:5]
+        scales, min_p, top_p = packed[5:8].view(torch.float64)
+        rows = logits if whole[0].tolist() == list(range(len(logits))) else logits[where]
+        cut = any(map(_ranks, asked))
+        if self._kernels and most == 1 and rows.stride(1) == 1:
+            from penstock.backends.gpu.kernels.sample import draw
+
+            found = draw(rows, scales, seeds, indices.int(), positions, min_p=min_p, top_k=top_k.int(), top_p=top_p,
+                         truncated=cut)  # fmt: skip
+            return where, found.long().clamp(min=0)[:, None]
+        weights = weigh(rows, scales[:, None])
+        if cut:
+            weights = truncate(rows, weights, min_p[:, None], top_k[:, None], top_p[:, None])
+        elif any(ask.min_p > 0.0 for ask in asked):
+            weights = weights * (weights >= min_p[:, None].clamp(max=1.0) * UNIT)
+        high = packed[8:] >> _LOW
+        return where, pick(weights, (packed[8:] - (high << _LOW)).t(), high.t())
+
+    def _rank(self, logits: Tensor, tokens: Tensor, likely: Sequence[Likely]) -> list[Tensor]:
+        """Ranks, totals [L], ids [L, K] and, as float64, values, peaks [L] and the values [L, K] of these ids."""
+        most = max(0, min(max(wanted.num_top for wanted in likely), self.vocab_size))
+        size = max(1, _MOST // self.vocab_size)
+        parts: list[list[Tensor]] = []
+        for first in range(0, len(likely), size):
+            where = self._whole(np.array([wanted.row for wanted in likely[first : first + size]]))
+            rows, own = logits[where], tokens[where][:, None]
+            values = rows.gather(1, own)
+            ids = torch.arange(rows.shape[1], device=rows.device)
+            ranks = ((rows > values) | ((rows == values) & (ids < own))).sum(-1) + 1
+            # By logit, then by id: floats as whole numbers that compare as they do, both zeros as one.
+            bits = (rows + 0.0).view(torch.int32)
+            order = (torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() << 32) + (0xFFFFFFFF - ids)
+            top = torch.topk(order, most, dim=-1).indices
+            parts.append([ranks, weigh(rows, LOG2_E).sum(-1), top, values[:, 0].double(),
+                          rows.amax(-1).double(), rows.gather(1, top).double()])  # fmt: skip
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _ranks(ask: Draw) -> bool:
+    """Whether it draws from the likeliest tokens only, which have to be found."""
+    return ask.top_k > 0 or ask.top_p < 1.0
+
+
+def _in_groups(asked: Sequence[Draw], vocab_size: int) -> list[list[int]]:
+    """Who draws together: those that have to be ranked, and the others, as many as fit."""
+    size = max(1, _MOST // vocab_size)
+    groups = []
+    for ranked in (False, True):
+        own = [i for i, ask in enumerate(asked) if _ranks(ask) == ranked]
+        groups += [own[first : first + size] for first in range(0, len(own), size)]
+    return groups
