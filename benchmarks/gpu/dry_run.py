@@ -38,6 +38,11 @@ PROMPT = 40
 """Tokens: more than a block, so that a table has two."""
 _READS = ("item", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__")
 """Ways of Python to look into a tensor."""
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 1},
+    "logprobs": {"num_logprobs": 5}, "penalised": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+}  # fmt: skip
+"""Rules of rows that decode with two steps in flight."""
 _SIZED = ("nonzero", "unique")
 """Whose result's size is a number that lies on the device."""
 
@@ -222,7 +227,8 @@ def guard() -> None:
 
 
 def steps(bench: Bench, name: str) -> dict[str, Any]:
-    """What a prompt of one sequence, decode steps of one and of three, and a sampled one would do."""
+    """What a prompt of one sequence, decode steps of one and of three, and a sampled one would do; and, with two steps
+    in flight, what happens between one step's result and the next: a step is given to the device, and one is read."""
     found: dict[str, Any] = {}
     made = MadeUp(FakeTensorMode(allow_non_fake_inputs=True))
     # Their own `tolist` asks for number by number.
@@ -238,6 +244,14 @@ def steps(bench: Bench, name: str) -> dict[str, Any]:
         more = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1}
         _step(made, machine, lambda: ask(machine.core, 3, PROMPT, 16, machine.spec.vocab_size, **more))
         found["decode 4, one of them sampled"] = _step(made, machine)
+        machine = engine_on(bench, spec_of(name, bench.tiny), num_seqs=4, num_tokens=256, budget=64, depth=2)
+        for number, (kind, rules) in enumerate(_KINDS.items()):
+            _step(
+                made, machine, lambda n=number, r=rules: ask(machine.core, n, PROMPT, 5, machine.spec.vocab_size, **r)
+            )
+            found[f"two in flight, {kind}"] = _step(made, machine)
+            while machine.core.has_work:
+                _step(made, machine)
     return found
 
 

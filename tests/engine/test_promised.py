@@ -56,6 +56,22 @@ def test_with_one_step_in_flight_nothing_is_promised() -> None:
     assert promised_steps(core, Collector()) == 0
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("depth", [3, 4])
+def test_a_token_may_come_from_a_step_further_back(ops: str, depth: int) -> None:
+    """Prompts that end in different steps: a row that decodes is not in each of them."""
+    spec, weights = tiny("llama_gqa")
+    asked = [request([5, 6, 7, 8, 9, i], max_tokens=10, temperature=i / 4, seed=i) for i in range(5)]
+    core = real_engine(spec, weights, Knobs(depth=depth, ops=ops))
+    collector = Collector()
+    for r in asked:
+        core.add(r)
+    drain(core, collector, limit=100)
+    for r in asked:
+        assert collector.requests[r.request_id].tokens[0] == generate(oracle("llama_gqa"), r)[0]
+    assert_idle(core)
+
+
 def test_who_ends_leaves_a_row_that_nobody_hears_of() -> None:
     """An end token, an abort: the row in flight yields nothing, and its memory is free."""
     for eos in range(29):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.protocols import Executor
 from penstock.engine.blackbox import BlackBox
-from penstock.executor.rank import Progress, Rank, RankFactory, RankSpec
+from penstock.executor.rank import AheadRank, Progress, Rank, RankFactory, RankSpec
 
 
 class InprocExecutor(Executor):
     """Queues steps and runs the oldest one when its result is asked for.
 
     With `depth` 2 a step therefore runs after the next one was scheduled, as on a real device, and tests see whatever
-    the engine does wrong about that. `spec.wire` sends steps and results through msgpack, as other executors must.
+    the engine does wrong about that. A rank on a device is given each step at once. `spec.wire` sends steps and results through msgpack, as other executors must.
     """
 
     def __init__(
@@ -27,10 +28,11 @@ class InprocExecutor(Executor):
         assert depth >= 1, f"depth {depth}"
         self.depth = depth
         self._runner = build(spec, loading)
+        self._ahead = self._runner if isinstance(self._runner, AheadRank) else None
         self.packed_file = self._runner.packed_file
         if box is not None:
             self._runner.watch(box.progress_address)
-        self._queue: deque[SchedulerOutput | bytes] = deque()
+        self._queue: deque[Any] = deque()
         self._closed = False
         self._spoils = False
         self._wire = spec.wire
@@ -43,22 +45,30 @@ class InprocExecutor(Executor):
         return self._runner
 
     def submit(self, output: SchedulerOutput) -> None:
-        """Queue a step. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
+        """Queue a step, or start it. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
         assert not self._closed, "submit after close"
         assert len(self._queue) < self.depth, f"more than {self.depth} steps in flight"
         if self._spoils:
             self._runner.spoil(output.step)
             self._spoils = False
+        if self._ahead is not None:
+            step = self._decode_step(self._encode(output)) if self._wire else output
+            self._queue.append(self._ahead.launch(step))
+            return
         # Encoded now, not at collect: the receiver must see the step as it was when it was sent.
         self._queue.append(self._encode(output) if self._wire else output)
 
     def collect(self) -> StepOutput:
-        """Run the oldest step and return what it yielded. Nothing in flight is our own bug (AssertionError)."""
+        """Run the oldest step, or wait for it, and return what it yielded. Nothing in flight is our own bug (AssertionError)."""
         assert self._queue, "collect without a step in flight"
         step = self._queue.popleft()
+        if self._ahead is not None:
+            result = self._ahead.finish(step)
+            return self._decode_result(self._encode(result)) if self._wire else result
         if isinstance(step, bytes):
             return self._decode_result(self._encode(self._runner.execute(self._decode_step(step))))
-        return self._runner.execute(step)
+        found: StepOutput = self._runner.execute(step)
+        return found
 
     def close(self) -> None:
         """Forget what is in flight. May be called twice."""

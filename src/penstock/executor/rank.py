@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -57,6 +57,22 @@ class Rank(Protocol):
     def spoil(self, step: int) -> None: ...
 
     def watch(self, progress: int) -> None: ...
+
+
+@runtime_checkable
+class AheadRank(Rank, Protocol):
+    """A rank on a device that works while the host goes on; `runner.ahead.AheadRunner` is one. `execute` is `launch`
+    and `finish`; up to the executor's depth of steps may be launched before the oldest is finished."""
+
+    def launch(self, output: SchedulerOutput) -> Any: ...
+
+    def ready(self, launched: Any) -> bool:
+        """Whether `finish` need not wait for the device."""
+        ...
+
+    def finish(self, launched: Any) -> StepOutput:
+        """Of the oldest."""
+        ...
 
 
 RankFactory = Callable[[RankSpec, Progress | None], Rank]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import select
 import signal
 import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,16 +21,19 @@ import msgspec
 
 from penstock.base.errors import EngineError, InputError
 from penstock.base.memory import trim
+from penstock.core.batch import StepOutput
 from penstock.core.messages import Failed, Loading
 from penstock.engine import child, wire
 from penstock.engine.blackbox import BlackBox
 from penstock.engine.child import EXIT_BROKEN
 from penstock.engine.prepare import NUM_THREADS
 from penstock.executor.messages import Back, Build, Built, FromRank, Prepare, Prepared, Result, RunStep, ToRank
-from penstock.executor.rank import Rank, RankFactory
+from penstock.executor.rank import AheadRank, Rank, RankFactory
 
 EXIT_NOT_BUILT = 72
 _SIGN_S = 0.25
+_LOOK_S = 50e-6
+"""So often a device is asked whether it is ready, while the next step may come as well."""
 
 
 def main(argv: list[str], build: RankFactory) -> int:
@@ -74,18 +79,39 @@ def main(argv: list[str], build: RankFactory) -> int:
 def run(sock: socket.socket, rank: Rank) -> None:
     """Steps until nobody asks for more. Raises what breaks the rank."""
     decode = msgspec.msgpack.Decoder(ToRank).decode
-    while (frame := wire.read_frame(sock)) is not None:
-        message = decode(frame)
-        if isinstance(message, RunStep):
+    ahead = rank if isinstance(rank, AheadRank) else None
+    launched: deque[Any] = deque()
+    while True:
+        result: StepOutput | None = None
+        if ahead is not None and launched and (len(launched) > 1 or not _comes_first(sock, ahead, launched[0])):
+            result = ahead.finish(launched.popleft())
+        elif (frame := wire.read_frame(sock)) is None:
+            return
+        elif isinstance(message := decode(frame), RunStep):
             if message.spoil:
                 rank.spoil(message.output.step)
-            result = wire.frame(Result(rank.execute(message.output)))
-            try:
-                sock.sendall(result)
-            except OSError:
-                return
+            if ahead is None:
+                result = rank.execute(message.output)
+            else:
+                launched.append(ahead.launch(message.output))
         elif isinstance(message, Back):
             rank.back(message.num_slabs)
+        if result is not None:
+            try:
+                sock.sendall(wire.frame(Result(result)))
+            except OSError:
+                return
+
+
+def _comes_first(sock: socket.socket, rank: AheadRank, launched: Any) -> bool:
+    """Whether another step comes before this one is ready: then the device can have it at once."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    while not rank.ready(launched):
+        if poll.poll(0):
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 def _greeting(sock: socket.socket) -> Build:

@@ -16,6 +16,7 @@ from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
 from penstock.model.forward import Forward, StepLimits, WarmedForward
 from penstock.plan.resolve import Plan
+from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.rows import RowStore
@@ -71,18 +72,23 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
         )  # fmt: skip
         with warming_up() as report:
             parts.forward.warm(storage.planes, limits, report)
-    return Runner(
+    drafter = parts.drafter or make_drafter(config, rows, storage, sampler, parts.means)
+    verifier, depth = make_verifier(config, sampler), config.execution.depth
+    ahead = can_run_ahead(
+        depth, parts.forward, sampler, drafter=drafter, verifier=verifier, selections=selections
+    )  # fmt: skip
+    return (AheadRunner if ahead else Runner)(
         parts.forward,
         rows,
         storage,
         sampler,
         clock=clock,
         grammars=parts.grammars,
-        drafter=parts.drafter or make_drafter(config, rows, storage, sampler, parts.means),
-        verifier=make_verifier(config, sampler),
+        drafter=drafter,
+        verifier=verifier,
         selections=selections,
         keeping=keeping,
         num_own_groups=num_own,
-        depth=config.execution.depth,
+        depth=depth,
         strict=poison,
     )

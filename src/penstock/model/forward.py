@@ -43,6 +43,14 @@ class ResidentForward(Forward, Protocol):
 
 
 @runtime_checkable
+class TakingForward(ResidentForward, Protocol):
+    """A model on a device that goes on by itself: `run_resident` waits for nothing, and token ids that the host does not
+    know are taken from there (`StepPlan.taken`)."""
+
+    takes_tokens: bool
+
+
+@runtime_checkable
 class PoolingForward(Forward, Protocol):
     """A model that also gives hidden states."""
 

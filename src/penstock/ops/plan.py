@@ -53,6 +53,16 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Token ids that the host has not read: those of the step's tokens `targets` [n] are `tokens[sources]`, where
+    `tokens` is a device's own array of whole numbers, as `ops.draws.StartedDraws.tokens` is."""
+
+    tokens: Any
+    sources: I32
+    targets: I32
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One step's batch: token-major, unpadded.
 
@@ -62,6 +72,7 @@ class StepPlan:
     mask [T] or None (trees of drafts, whose nodes may share positions but no slots: see `ops.tree`);
     choose_from [B] or None: the position from which on a sequence's tokens read chosen pages only, where a model's
     attention does so (`core.selection.PageReads`). None: those do that are their sequence's only one in the step.
+    taken: for models that take token ids from a device; `token_ids` has stand-ins in their places.
 
     Raises: ValueError for a mask that is none.
     """
@@ -75,6 +86,7 @@ class StepPlan:
     hidden_indices: I32 = field(default_factory=lambda: _NONE)
     mask: U64 | None = None
     choose_from: I32 | None = None
+    taken: Taken | None = None
 
     def __post_init__(self) -> None:
         if self.mask is not None:

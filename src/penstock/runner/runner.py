@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.runner.logits.grammar_cache import GrammarCache
 
 _LOG = logging.getLogger("penstock")
-_NO_STATES = np.zeros((0, 0), np.float32)
+NO_STATES = np.zeros((0, 0), np.float32)
 
 
 class Planned(msgspec.Struct, gc=False):
@@ -154,6 +154,11 @@ class Runner:
         """A fault for tests: the first row of logits of step number `step`, or the next that has any, becomes NaN."""
         self._spoil_from = step
 
+    def spoil_first(self, output: SchedulerOutput, logits: F32) -> None:
+        """What `spoil` ordered, if it is this step's turn. Mutates: `logits`."""
+        if self._spoil_from is not None and self._spoil_from <= output.step and len(logits):
+            logits[0], self._spoil_from = float("nan"), None
+
     # -- the step ------------------------------------------------------------------------------------------------
 
     def execute(self, output: SchedulerOutput) -> StepOutput:
@@ -176,9 +181,11 @@ class Runner:
             self._num_late = self._warmed.num_late
         return result
 
-    def plan(self, output: SchedulerOutput) -> tuple[SchedulerOutput, Planned | None]:
+    def plan(
+        self, output: SchedulerOutput, lying: Mapping[int, int] | None = None
+    ) -> tuple[SchedulerOutput, Planned | None]:
         """Change the rows, move pages, and plan what runs with which drafts; None if nothing does. Also the step as it
-        runs: without rows that were promised a token which has not come.
+        runs: without rows that were promised a token which has not come. `lying`: see `Promises.keep`.
 
         Mutates: rows, processors, storage, drafter.
         """
@@ -196,7 +203,7 @@ class Runner:
             self.selections.track(output)
             self._moves = self.storage.apply(output.page_ops, self.selections.pack)
         if self._promises is not None:
-            output = self._promises.keep(output)
+            output = self._promises.keep(output, lying)
         if not output.scheduled:
             return output, None
         if self._strict:
@@ -222,10 +229,10 @@ class Runner:
             assert hidden.dtype == np.float32, f"hidden states are {hidden.dtype}"
             return logits, hidden
         if self._greedy is not None and self._wants_largest(planned.picks):  # nearly every step of greedy rows
-            return self._greedy.run_greedy(planned.step, self.storage.planes), _NO_STATES
+            return self._greedy.run_greedy(planned.step, self.storage.planes), NO_STATES
         if self._resident is not None:
-            return self._resident.run_resident(planned.step, self.storage.planes), _NO_STATES
-        return self._forward.run(planned.step, self.storage.planes), _NO_STATES
+            return self._resident.run_resident(planned.step, self.storage.planes), NO_STATES
+        return self._forward.run(planned.step, self.storage.planes), NO_STATES
 
     def settle(
         self, output: SchedulerOutput, planned: Planned, found: list[int] | F32, hidden: F32, start_s: float
@@ -256,8 +263,7 @@ class Runner:
                 moves=self._moves,
             )  # fmt: skip
         logits = found
-        if self._spoil_from is not None and self._spoil_from <= output.step and len(logits):
-            logits[0], self._spoil_from = float("nan"), None
+        self.spoil_first(output, logits)
         assert logits.dtype == np.float32, f"logits are {logits.dtype}"
         assert logits.shape == (len(planned.step.logits_indices), self.vocab_size), f"logits are {logits.shape}"
         nodes = self.verifier.nodes(drafted_rows) if drafted_rows else ()

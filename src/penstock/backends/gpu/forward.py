@@ -13,7 +13,7 @@ from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.graphs import DecodeGraphs
 from penstock.backends.gpu.placed import Placement
 from penstock.backends.gpu.staging import bring, numbers_of
-from penstock.backends.gpu.step import TorchStep
+from penstock.backends.gpu.step import TorchStep, put_taken
 from penstock.backends.gpu.warm import Warming, warm
 from penstock.backends.program import Program
 from penstock.base.bf16 import F32
@@ -30,6 +30,8 @@ class TorchForward(Program):
     Planes are `device_array.DeviceArray`. Greedy tokens are found on the device, so that of a greedy step only they are
     brought here; whoever can draw there gets logits that stay there.
     """
+
+    takes_tokens = True  # `model.forward.TakingForward`
 
     def __init__(
         self, graph: Graph, ops: OpTable, attention: Any, placement: Placement, warming: Warming,
@@ -109,6 +111,8 @@ class TorchForward(Program):
         registers = [*self._registers]
         tables = getattr(self.attention, "reads_tables", False)
         step.memo.update(bring(numbers_of(step, rows, self._written, tables), self._device))
+        if plan.taken is not None:
+            put_taken(plan.taken, step.memo["token_ids"])
         registers[: len(STEP_INPUTS)] = [step, *map(step.memo.__getitem__, ("token_ids", "positions", "rows"))]
         self._execute(self._body, registers)
         hidden = registers[self._hidden]

@@ -74,7 +74,9 @@ def pick(weights: Tensor, low: Tensor, high: Tensor) -> Tensor:
 class TorchDraws:
     """See `ops.draws.StartedDraws`. The copy to the host is on its way."""
 
-    def __init__(self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[Draw], likely: Sequence[Likely]) -> None:
+    def __init__(
+        self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[Draw], likely: Sequence[Likely]
+    ) -> None:
         """`parts`: whole numbers, and floats in float64."""
         self.tokens = tokens
         self._asked, self._likely = asked, likely

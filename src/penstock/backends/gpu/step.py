@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from penstock.ops.plan import StepPlan
+from penstock.ops.plan import StepPlan, Taken
 from penstock.ops.step import Step
 
 
@@ -60,6 +61,13 @@ class TorchStep(Step):
         found: torch.Tensor = self.memo[key]
         return found
 
+    def token_ids(self) -> torch.Tensor:
+        """Those of the plan, and in their places those that an earlier step left on the device."""
+        ids = self.on_device(self.plan.token_ids)
+        if self.plan.taken is not None:
+            put_taken(self.plan.taken, ids)
+        return ids
+
     def slots_of(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`token_pages` on the device."""
         key = ("slots_of", group)
@@ -69,3 +77,14 @@ class TorchStep(Step):
             self.memo[key] = self.memo[*key, 0], self.memo[*key, 1]
         found: tuple[torch.Tensor, torch.Tensor] = self.memo[key]
         return found
+
+
+def put_taken(taken: Taken, ids: torch.Tensor) -> None:
+    """Mutates: `ids` [T or more], a step's token ids on the device, at `taken.targets`."""
+    count = len(taken.targets)
+    if (taken.sources == np.arange(count)).all() and (taken.targets == taken.sources).all():
+        ids[:count] = taken.tokens[:count]  # the same rows decode once more
+        return
+    at = torch.from_numpy(np.stack([taken.sources, taken.targets]).astype("int64"))
+    sources, targets = at.to(ids.device, non_blocking=True)
+    ids[targets] = taken.tokens[sources].to(ids.dtype)
