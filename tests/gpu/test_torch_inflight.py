@@ -216,8 +216,15 @@ def test_what_is_chosen_at_once_is_what_is_chosen_row_by_row(kind: str) -> None:
         rules = [drawn_rules(rng, vocab) for _ in range(24)]
         logits = np.stack([shapes(kind, vocab, np.random.default_rng(i)) for i in range(len(rules))])
         logits[3, vocab // 2], logits[4, 0], logits[5] = np.nan, np.inf, -np.inf
-        picks = [pick(i, r, i, position=rng.randrange(1 << 34), num_samples=1 if r.num_logprobs >= 0 else 1 + i % 3)
-                 for i, r in enumerate(rules)]  # fmt: skip
+        picks = [
+            pick(i, r, i, position=rng.randrange(1 << 34), num_samples=1 if r.num_logprobs >= 0 else 1 + i % 3)
+            for i, r in enumerate(rules)
+        ]
+        for i, first in ((10, 0), (12, 7), (14, 2), (16, 16)):  # of prompts; the third has a sick row
+            ids = np.array([rng.randrange(vocab) for _ in range(3)], np.int32)
+            rule = msgspec.structs.replace(rules[i], num_prompt_logprobs=i - 10)
+            picks[i] = picks[i]._replace(prompt_row=first, prompt_start=5, prompt_ids=ids, rules=rule)
+        picks[16] = picks[16]._replace(row=-1, num_samples=0)
         rng.shuffle(picks)
         found = []
         for sampler, given in (
@@ -238,6 +245,7 @@ def test_what_is_chosen_at_once_is_what_is_chosen_row_by_row(kind: str) -> None:
                 found.append(sampler.sample(logits, picks))
         assert found[1] == found[0]._replace(choices=())
         assert len(found[0].errors) >= 3
+        assert found[0].prompt_logprobs or not len(found[0].sampled)
 
 
 def drawn_rules(rng: random.Random, vocab: int) -> TokenRules:

@@ -18,7 +18,9 @@ class InprocExecutor(Executor):
     """Queues steps and runs the oldest one when its result is asked for.
 
     With `depth` 2 a step therefore runs after the next one was scheduled, as on a real device, and tests see whatever
-    the engine does wrong about that. A rank on a device is given each step at once. `spec.wire` sends steps and results through msgpack, as other executors must.
+    the engine does wrong about that. A rank on a device is given each step at once.
+
+    `spec.wire` sends steps and results through msgpack, as other executors must.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class InprocExecutor(Executor):
         return self._runner
 
     def submit(self, output: SchedulerOutput) -> None:
-        """Queue a step, or start it. More than `depth` in flight, or a step after `close`, is our own bug (AssertionError)."""
+        """Queue a step, or start it. More than `depth` in flight, or a step after `close`, is our own bug
+        (AssertionError)."""
         assert not self._closed, "submit after close"
         assert len(self._queue) < self.depth, f"more than {self.depth} steps in flight"
         if self._spoils:
@@ -59,7 +62,8 @@ class InprocExecutor(Executor):
         self._queue.append(self._encode(output) if self._wire else output)
 
     def collect(self) -> StepOutput:
-        """Run the oldest step, or wait for it, and return what it yielded. Nothing in flight is our own bug (AssertionError)."""
+        """Run the oldest step, or wait for it; returns what it yielded. Nothing in flight is our own bug
+        (AssertionError)."""
         assert self._queue, "collect without a step in flight"
         step = self._queue.popleft()
         if self._ahead is not None:

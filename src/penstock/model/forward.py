@@ -44,8 +44,8 @@ class ResidentForward(Forward, Protocol):
 
 @runtime_checkable
 class TakingForward(ResidentForward, Protocol):
-    """A model on a device that goes on by itself: `run_resident` waits for nothing, and token ids that the host does not
-    know are taken from there (`StepPlan.taken`)."""
+    """A model on a device that goes on by itself: `run_resident` waits for nothing, and takes token ids that the host
+    does not know from where they are (`StepPlan.taken`)."""
 
     takes_tokens: bool
 

@@ -68,10 +68,11 @@ class Draw(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """Of the token that row `row` chooses the rank is wanted, and so many of the likeliest tokens."""
+    """The rank of `token` in row `row` is wanted, or of the token that it chooses; and so many of the likeliest tokens."""
 
     row: int
     num_top: int
+    token: int = -1
 
 
 class Drawn(NamedTuple):
@@ -81,7 +82,7 @@ class Drawn(NamedTuple):
         best, peaks: the first largest of each row of the final logits [R], and its logit.
         healthy: which rows of the raw logits hold neither a NaN nor an infinity that is no exclusion [R].
         tokens: what was drawn, in the order of the draws.
-        ranked: of each `Likely`, in raw logits: `Ranked` of the chosen token, its logit, and those of `top_ids`.
+        ranked: of each `Likely`, in raw logits: `Ranked` of the token, its logit, and those of `top_ids`.
     """
 
     best: list[int]

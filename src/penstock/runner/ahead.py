@@ -8,8 +8,8 @@ states, in order: queued; planned; running (the model was started); choosing (it
     logits have been made use of. So at most two run.
   - chooses with that, unless processors or a grammar follow one of its rows: they must be told the tokens of the step
     before, so it chooses once that is read. The device runs the model meanwhile.
-  - waits for its turn and is settled as without a device (`Runner.settle`) if somebody wants a prompt's logprobs, hidden
-    states, candidates for beams, or logprobs of several samples at once.
+  - waits for its turn and is settled as without a device (`Runner.settle`) if somebody wants hidden states, candidates
+    for beams, or logprobs of several samples at once.
 
 A row whose promised token does not come (it failed, or it is complete) has run on some token by then, into memory that
 is its own until the step retires. Its result is dropped.
@@ -163,8 +163,8 @@ class AheadRunner(Runner):
         chosen = self._starting.read(pending.started)
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
-            output.step, chosen.sampled, [], chosen.errors, ended=list(chosen.ended), grammars=counts,
-            moves=pending.moves,
+            output.step, chosen.sampled, chosen.prompt_logprobs, chosen.errors, ended=list(chosen.ended),
+            grammars=counts, moves=pending.moves,
         )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """Tokens drawn on the device: `runner.sampler`'s and `runner.truncate`'s, bit for bit.
 
 Weights are whole numbers (`ops.draw_weights`), by steps that are each rounded once in float64, so that the order of
-sums cannot show. All rows of a step are drawn together and nothing is looked at on the way: what a step yields is packed
-into one tensor, which is copied to the host once. By the kernels of `kernels.sample` where they are used and can.
-Shape letters: R rows, V tokens of the vocabulary, A rows that draw, N tokens that a row draws at most, L rows with
-logprobs, K of their likeliest tokens.
+sums cannot show. All rows of a step are drawn together, by the kernels of `kernels.sample` where they are used and can,
+and nothing is looked at on the way: what a step yields is packed into one tensor, which is copied to the host once.
+Shape letters: R rows, V tokens of the vocabulary, A rows that draw, N tokens that a row draws at most, L logprobs, K of
+the likeliest tokens beside each.
 """
 
 from __future__ import annotations
@@ -83,13 +83,14 @@ class TorchDraws:
         self._shapes = [tuple(part.shape) for part in parts]
         bits = [part.reshape(-1) if part.dtype == torch.int64 else part.reshape(-1).view(torch.int64) for part in parts]
         self._packed = torch.cat(bits).to("cpu", non_blocking=True)
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None
         if tokens.device.type == "cuda" and torch.cuda.is_available():
-            self._event = torch.cuda.Event()
+            new: Any = torch.cuda.Event
+            self._event = new()
             self._event.record()
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())
 
     def read(self) -> Drawn:
         """Waits until it is there."""
@@ -251,8 +252,9 @@ class TorchKernel:
         size = max(1, _MOST // self.vocab_size)
         parts: list[list[Tensor]] = []
         for first in range(0, len(likely), size):
-            where = self._whole(np.array([wanted.row for wanted in likely[first : first + size]]))
-            rows, own = logits[where], tokens[where][:, None]
+            some = likely[first : first + size]
+            where, given = self._whole(np.array([[one.row for one in some], [one.token for one in some]]))
+            rows, own = logits[where], torch.where(given < 0, tokens[where], given)[:, None]
             values = rows.gather(1, own)
             ids = torch.arange(rows.shape[1], device=rows.device)
             ranks = ((rows > values) | ((rows == values) & (ids < own))).sum(-1) + 1
