@@ -56,11 +56,12 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         assert "error" not in found[name], found[name].get("trace")
         assert found[name]["prefill"]["operations"] > 100
         assert found[name]["decode 1"]["waits"], "its token comes to the host"
-    dense, sparse = (sum(found[name]["decode 1"]["waits"].values()) for name in ("llama-3.1-8b", "qwen3-30b-a3b"))
-    assert dense <= 4, found["llama-3.1-8b"]["decode 1"]["waits"]
-    assert sparse == dense, "nobody waits for the choice of experts"
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
         assert sum(found[name]["decode 3"]["copies_to_device"].values()) == 1, "all numbers of a step at once"
+        kinds = [kind for kind in found[name] if kind.startswith("two in flight")]
+        assert len(kinds) == 4
+        for kind in ("decode 1", "decode 3", "decode 4, one of them sampled", *kinds):
+            assert list(found[name][kind]["waits"].values()) == [1], (kind, found[name][kind]["waits"])
     captured, decode = (found["llama-3.1-8b"][step] for step in ("captured step of 4", "decode 3"))
     assert captured["operations"] > 100
     assert captured["waits"] == captured["copies_to_device"] == {}

@@ -68,7 +68,7 @@ class Draw(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """The rank of `token` in row `row` is wanted, or of the token that it chooses; and so many of the likeliest tokens."""
+    """The rank of `token` in row `row` is wanted (-1: of what it chooses), and so many of the likeliest tokens."""
 
     row: int
     num_top: int

@@ -30,7 +30,8 @@ class Promises:
 
     def settled(self, result: StepOutput) -> None:
         """The step that ran last yielded this."""
-        self._chosen.update([(s.seq_id, s.token_ids) for s in result.sampled])
+        for sampled in result.sampled:
+            self._chosen[sampled.seq_id] = sampled.token_ids
 
     def heard(self, output: SchedulerOutput) -> SchedulerOutput:
         """The step without what is known here already. Before its rows change."""

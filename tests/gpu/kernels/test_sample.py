@@ -137,3 +137,35 @@ def test_the_largest_logit() -> None:
 def test_nothing_to_do() -> None:
     assert sample.argmax(torch.empty(0, 8)).tolist() == []
     assert run(np.empty((0, 8), np.float32), [], [], []) == []
+
+
+def test_the_device_s_sampler_uses_them() -> None:
+    """A batch of all kinds, sick rows among it: tokens, errors and logprobs of the numpy sampler."""
+    from penstock.backends.gpu.device_array import DeviceArray
+    from penstock.backends.gpu.sample import TorchKernel
+    from penstock.core.batch import AddedRow, SchedulerOutput
+    from penstock.runner.device_sampler import DeviceSampler
+    from penstock.runner.sampler import Sampler
+    from tests.native.test_sample import pick
+
+    rng = np.random.default_rng(1)
+    vocab = 70
+    rules = [
+        TokenRules(), TokenRules(temperature=0.8, seed=3), TokenRules(temperature=1.2, seed=-4, top_k=5),
+        TokenRules(temperature=1.0, seed=2**63 + 5, top_p=0.8), TokenRules(temperature=2.0, seed=6, min_p=0.05),
+        TokenRules(temperature=0.9, seed=7, top_k=vocab + 9, top_p=0.5, num_logprobs=2), TokenRules(num_logprobs=1),
+        TokenRules(temperature=1.0, seed=8), TokenRules(), TokenRules(repetition_penalty=1.4, temperature=0.5, seed=1),
+        TokenRules(allowed_ids=[4, 5]),
+    ]  # fmt: skip
+    logits = (rng.standard_normal((len(rules), vocab)) * 3).astype(np.float32)
+    logits[7, 3], logits[8] = np.nan, -np.inf
+    for rows in (range(len(rules)), (1, 7), (2, 3, 5), (0, 6, 8), (9, 10)):
+        picks = [pick(i, rules[i], r, position=2**33 + i) for r, i in enumerate(rows)]
+        found = []
+        for sampler in (Sampler(vocab), DeviceSampler(TorchKernel(torch.device("cpu"), vocab, kernels=True), vocab)):
+            added = [AddedRow(p.seq_id, 0, [1, 2, 3], 2, p.rules) for p in picks]
+            sampler.chain.track(SchedulerOutput(0, added=added))
+            own: Any = logits[list(rows)]
+            given = DeviceArray(torch.from_numpy(own)) if isinstance(sampler, DeviceSampler) else own
+            found.append(sampler.sample(given, picks))
+        assert found[1] == found[0]._replace(choices=())
