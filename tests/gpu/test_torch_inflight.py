@@ -10,6 +10,7 @@ import random
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,6 +152,35 @@ def test_the_laws_with_two_in_flight(name: str, monkeypatch: pytest.MonkeyPatch)
     laws.in_turmoil(name, 1)
 
 
+def test_who_cannot_be_started_early_waits_and_so_do_those_beside() -> None:
+    """Beams, and logprobs of several samples: the step after theirs has promises of theirs."""
+    stays = request(PROMPT, max_tokens=24)
+    beam = request([9, 8, 7], beam_width=3, max_tokens=8)
+    several = request([3, 4, 5], n=2, max_tokens=6, temperature=0.8, seed=3, num_logprobs=1)
+    core, late, collector = engine(budget=64), Counter[bool](), Collector()
+    starts = DeviceSampler.starts
+
+    def counted(sampler: DeviceSampler, picks: Any) -> bool:
+        found = starts(sampler, picks)
+        late[found] += 1
+        return found
+
+    core.add(stays)
+    for _ in range(3):
+        collector.take(core.step())
+    core.add(beam)
+    core.add(several)
+    with patch.object(DeviceSampler, "starts", counted):
+        drain(core, collector, limit=100)
+    assert_idle(core)
+    assert late[False] >= 8
+    assert late[True] >= 8
+    assert collector.requests[stays.request_id].tokens[0] == expected(stays)
+    for index in range(2):
+        want = generate(laws.oracle("llama_gqa"), several, index)[0]
+        assert collector.requests[several.request_id].tokens[index] == want
+
+
 def test_three_in_flight_are_two_on_the_device() -> None:
     asked = [request([*PROMPT, i], max_tokens=10, **rules) for i, rules in enumerate(RULES.values())]
     got = run(engine(depth=3), asked)
@@ -290,8 +320,11 @@ def test_a_rank_s_process_takes_the_next_step_while_the_device_works() -> None:
     try:
         for step in range(2):
             ours.sendall(wire.frame(RunStep(SchedulerOutput(step))))
+        deadline = time.monotonic() + 10
         while len(rank.noted) < 2:
             assert thread.is_alive()
+            assert time.monotonic() < deadline, rank.noted
+            time.sleep(0.001)
         assert rank.noted == [("launch", 0), ("launch", 1)]
         rank.done.set()
         decode = msgspec.msgpack.Decoder(FromRank).decode

@@ -53,7 +53,7 @@ class DrawKernel(Protocol):
         ...
 
 
-class Draw(NamedTuple):
+class AskedDraw(NamedTuple):
     """What `DrawRows.ask` takes."""
 
     row: int
@@ -75,7 +75,7 @@ class Likely(NamedTuple):
     token: int = -1
 
 
-class Drawn(NamedTuple):
+class DrawnRows(NamedTuple):
     """What a step's draws came to.
 
     Attributes:
@@ -102,13 +102,13 @@ class StartedDraws(Protocol):
         """Whether `read` need not wait."""
         ...
 
-    def read(self) -> Drawn: ...
+    def read(self) -> DrawnRows: ...
 
 
 @runtime_checkable
 class StartingKernel(DrawKernel, Protocol):
     """A kernel on a device that works while the host goes on."""
 
-    def start(self, raw: Any, final: Any, asked: Sequence[Draw], likely: Sequence[Likely]) -> StartedDraws:
+    def start(self, raw: Any, final: Any, asked: Sequence[AskedDraw], likely: Sequence[Likely]) -> StartedDraws:
         """Chooses from `final` [R, V]: the logits `raw` [R, V] themselves, or what the processors made of them."""
         ...

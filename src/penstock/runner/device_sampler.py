@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.core.batch import PromptLogprobs, RowError, Sampled, TokenLogprobs
 from penstock.ops.draw_weights import scale_of
-from penstock.ops.draws import Draw, Likely, Ranked, StartedDraws, StartingKernel
+from penstock.ops.draws import AskedDraw, Likely, Ranked, StartedDraws, StartingKernel
 from penstock.runner.input_batch import Pick
 from penstock.runner.kernel_sampler import KernelSampler
 from penstock.runner.logprobs import log_sum
@@ -62,13 +62,13 @@ class DeviceSampler(KernelSampler):
             self.chain.apply(changed, [pick.seq_id for pick in followed])
             final = logits.copy()
             final[rows] = changed
-        asked: list[Draw] = []
+        asked: list[AskedDraw] = []
         likely: list[Likely] = []
         for pick in picks:
             rules = pick.rules
             if pick.row >= 0 and not rules.greedy:
                 asked.append(
-                    Draw(pick.row, scale_of(rules.temperature), rules.min_p, rules.top_k, rules.top_p, rules.seed,
+                    AskedDraw(pick.row, scale_of(rules.temperature), rules.min_p, rules.top_k, rules.top_p, rules.seed,
                          pick.sample_index, pick.position, pick.num_samples)
                 )  # fmt: skip
             if pick.row >= 0 and rules.num_logprobs >= 0:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.base.rng import uniform
 from penstock.ops.draw_weights import EVEN, LOG2_E, LOWEST, ODD, UNIT, UNIT_BITS
-from penstock.ops.draws import Draw, Drawn, Likely, Ranked
+from penstock.ops.draws import AskedDraw, DrawnRows, Likely, Ranked
 
 _MOST = 1 << 24
 """Weights that are worked out at once: 128 MiB of them, several times."""
@@ -75,7 +75,7 @@ class TorchDraws:
     """See `ops.draws.StartedDraws`. The copy to the host is on its way."""
 
     def __init__(
-        self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[Draw], likely: Sequence[Likely]
+        self, tokens: Tensor, parts: Sequence[Tensor], asked: Sequence[AskedDraw], likely: Sequence[Likely]
     ) -> None:
         """`parts`: whole numbers, and floats in float64."""
         self.tokens = tokens
@@ -92,7 +92,7 @@ class TorchDraws:
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def read(self) -> Drawn:
+    def read(self) -> DrawnRows:
         """Waits until it is there."""
         if self._event is not None:
             self._event.synchronize()
@@ -103,7 +103,7 @@ class TorchDraws:
         )
         peaks, raw = peaks.view(np.float64), raw.view(np.float64)
         tokens = [row[: ask.num_tokens] for row, ask in zip(drawn.tolist(), self._asked, strict=True)]
-        return Drawn(best.tolist(), np.isfinite(raw if raw.size else peaks).tolist(), peaks.tolist(), tokens,
+        return DrawnRows(best.tolist(), np.isfinite(raw if raw.size else peaks).tolist(), peaks.tolist(), tokens,
                      self._ranked(more))  # fmt: skip
 
     def _ranked(self, parts: list[Any]) -> list[tuple[Ranked, float, list[float]]]:
@@ -124,9 +124,9 @@ class TorchRows:
 
     def __init__(self, kernel: TorchKernel) -> None:
         self._kernel = kernel
-        self._asked: list[Draw] = []
+        self._asked: list[AskedDraw] = []
         self._logits: Any = None
-        self._drawn = Drawn([], [], [], [], [])
+        self._drawn = DrawnRows([], [], [], [], [])
 
     def point(self, logits: Any) -> None:
         """Rows of the next run: a `DeviceArray` or an array [R, V]."""
@@ -135,7 +135,7 @@ class TorchRows:
 
     def ask(self, *asked: Any) -> None:
         """As `DrawRows.ask`."""
-        self._asked.append(Draw(*asked))
+        self._asked.append(AskedDraw(*asked))
 
     def run(self, num_rows: int) -> tuple[list[int], list[int]]:
         """(the first largest of each row, 1 for each healthy row)."""
@@ -162,7 +162,7 @@ class TorchKernel:
         return TorchRows(self)
 
     @torch.no_grad()
-    def start(self, raw: Any, final: Any, asked: Sequence[Draw], likely: Sequence[Likely]) -> TorchDraws:
+    def start(self, raw: Any, final: Any, asked: Sequence[AskedDraw], likely: Sequence[Likely]) -> TorchDraws:
         """See `ops.draws.StartingKernel`."""
         changed = final is not raw
         own, raw = self._tensor(final), self._tensor(raw)
@@ -214,7 +214,7 @@ class TorchKernel:
         best = logits.argmax(dim=-1)  # the first of equals, and of NaNs
         return best, logits.gather(1, best[:, None])[:, 0]
 
-    def _draw(self, logits: Tensor, asked: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, asked: Sequence[AskedDraw]) -> tuple[Tensor, Tensor]:
         """Rows [A], and what they draw [A, N]. What sick rows draw is some token."""
         most = max(ask.num_tokens for ask in asked)
         bits = np.zeros((most, len(asked)), np.int64)
@@ -267,12 +267,12 @@ class TorchKernel:
         return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def _ranks(ask: Draw) -> bool:
+def _ranks(ask: AskedDraw) -> bool:
     """Whether it draws from the likeliest tokens only, which have to be found."""
     return ask.top_k > 0 or ask.top_p < 1.0
 
 
-def _in_groups(asked: Sequence[Draw], vocab_size: int) -> list[list[int]]:
+def _in_groups(asked: Sequence[AskedDraw], vocab_size: int) -> list[list[int]]:
     """Who draws together: those that have to be ranked, and the others, as many as fit."""
     size = max(1, _MOST // vocab_size)
     groups = []
