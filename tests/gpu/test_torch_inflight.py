@@ -27,6 +27,7 @@ from penstock import LLM, SamplingParams
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.forward import TorchForward
 from penstock.backends.gpu.sample import TorchDraws, TorchKernel
+from penstock.backends.gpu.sample import pick as choose
 from penstock.core.batch import AddedRow, SchedulerOutput, StepOutput
 from penstock.core.request import Abort, Request
 from penstock.core.sampling import StructuredOutputs, TokenRules
@@ -276,6 +277,18 @@ def test_what_is_chosen_at_once_is_what_is_chosen_row_by_row(kind: str) -> None:
         assert found[1] == found[0]._replace(choices=())
         assert len(found[0].errors) >= 3
         assert found[0].prompt_logprobs or not len(found[0].sampled)
+
+
+def test_a_draw_falls_where_whole_numbers_say() -> None:
+    """A product of 116 bits, rounded down: one unit more or less before it is another token."""
+    rng = random.Random(1)
+    edges = [0, 1, (1 << 27) - 1, 1 << 27, (1 << 53) - 1]
+    for bits in edges + [rng.randrange(1 << 53) for _ in range(20)]:
+        for total in [1, 1 << 32, (1 << 32) - 1, (1 << 63) - 1, *(rng.randrange(1 << 63) for _ in range(5))]:
+            target = bits * total >> 53
+            low, high = (torch.tensor([[part]]) for part in (bits & ((1 << 27) - 1), bits >> 27))
+            for first, token in ((target, 1), (target + 1, 0)):
+                assert choose(torch.tensor([[first, total - first]]), low, high).tolist() == [[token]]
 
 
 def drawn_rules(rng: random.Random, vocab: int) -> TokenRules:
