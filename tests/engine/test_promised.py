@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from penstock.core.batch import AddedRow, Appended, Sampled, ScheduledRow, SchedulerOutput, StepOutput
 from penstock.core.request import Abort
+from penstock.core.sampling import TokenRules
+from penstock.runner.promised import Promises
 from tests.engine.harness import Collector, Knobs, assert_idle, drain, fake_engine, real_engine, request, run, tiny
 from tests.engine.naive import fake_logits, generate
 from tests.engine.test_laws_models import oracle
@@ -70,6 +73,21 @@ def test_a_token_may_come_from_a_step_further_back(ops: str, depth: int) -> None
     for r in asked:
         assert collector.requests[r.request_id].tokens[0] == generate(oracle("llama_gqa"), r)[0]
     assert_idle(core)
+
+
+def test_a_token_that_was_told_is_promised_to_nobody() -> None:
+    """It is the row's already: if the next step has none for it, there is none."""
+    spec, weights = tiny("llama_gqa")
+    runner: Any = real_engine(spec, weights, Knobs(depth=2)).executor.runner  # type: ignore[attr-defined]
+    runner.rows.add(AddedRow(1, 0, [5, 6], 2, TokenRules()))
+    promises = Promises(runner.rows, runner.sampler.chain)
+    promises.settled(StepOutput(0, [Sampled(1, [7])]))
+    told = SchedulerOutput(1, appended=[Appended(1, [7])], scheduled=[ScheduledRow(1, 2, 1, 1)])
+    runner.rows.apply(promises.heard(told))
+    assert promises.keep(told).scheduled == told.scheduled
+    promises.settled(StepOutput(1))
+    promised = SchedulerOutput(2, scheduled=[ScheduledRow(1, 3, 1, 1)])
+    assert promises.keep(promises.heard(promised)).scheduled == []
 
 
 def test_who_ends_leaves_a_row_that_nobody_hears_of() -> None:
