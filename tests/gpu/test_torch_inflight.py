@@ -153,6 +153,18 @@ def test_the_laws_with_two_in_flight(name: str, monkeypatch: pytest.MonkeyPatch)
     laws.in_turmoil(name, 1)
 
 
+@pytest.mark.parametrize("sizes", ["1,2,4,8", "8"])
+def test_a_captured_step_takes_tokens_too(sizes: str) -> None:
+    """Decode graphs, on their mock: rows come and go, so a token lies in another row than the one that takes it."""
+    core = engine(graphs=sizes)
+    asked = [request([*PROMPT, i], max_tokens=8 + 3 * i, **rules) for i, rules in enumerate(RULES.values())]
+    got = run(core, asked)
+    for r in asked:
+        assert got[r.request_id].tokens[0] == expected(r)
+    counts = core.executor.runner._forward.graphs.counts
+    assert sum(counts.values()) - counts["eager"] >= 14
+
+
 def test_who_cannot_be_started_early_waits_and_so_do_those_beside() -> None:
     """Beams, and logprobs of several samples: the step after theirs has promises of theirs."""
     stays = request(PROMPT, max_tokens=24)

@@ -109,7 +109,7 @@ class AheadRunner(Runner):
         if self._flight and self._flight[0].late:
             self._flight[0].void = self._known.read(self._flight[0].late)
         self._go_on()
-        return result
+        return self.with_late(result)
 
     # -- one step after the other ----------------------------------------------------------------------------------
 

@@ -176,6 +176,10 @@ class Runner:
             result = self.settle(output, planned, found, hidden, start_s)
         if self._promises is not None:
             self._promises.settled(result)
+        return self.with_late(result)
+
+    def with_late(self, result: StepOutput) -> StepOutput:
+        """The result with what was compiled since the last one."""
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late

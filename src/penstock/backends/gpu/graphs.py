@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.backends.gpu.device_array import DeviceArray
 from penstock.backends.gpu.expert_ops import why_not_captured
 from penstock.backends.gpu.graph_plan import contexts_up_to
-from penstock.backends.gpu.step import HostRead, StaticTables, TorchStep
+from penstock.backends.gpu.step import HostRead, StaticTables, TorchStep, put_taken
 from penstock.backends.program import BoundCall
 from penstock.core.cache_spec import CacheGroup
 from penstock.ops.plan import GroupPlan, StepPlan
@@ -172,6 +172,8 @@ class _DecodeGraph:
                 m = min(table.shape[1], len(line))
                 line[:m] = table[0, :m]
         self._inputs.copy(turn, self.size)
+        if plan.taken is not None:
+            put_taken(plan.taken, self.views(self._inputs.device)[0])
 
 
 class DecodeGraphs:
