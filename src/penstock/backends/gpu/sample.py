@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.device_array import DeviceArray
+from penstock.backends.gpu.staging import bring
 from penstock.base.rng import uniform
 from penstock.ops.draw_weights import EVEN, LOG2_E, LOWEST, ODD, UNIT, UNIT_BITS
 from penstock.ops.draws import AskedDraw, DrawnRows, Likely, Ranked
@@ -200,7 +201,7 @@ class TorchKernel:
         return logits.tensor if isinstance(logits, DeviceArray) else torch.from_numpy(logits).to(self._device)
 
     def _whole(self, numbers: Any) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
+        return bring({0: numbers.astype(np.int64)}, self._device)[0]
 
     def _best(self, logits: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
         """The first largest of each row, and its logit. `exact`: also of rows that are -inf altogether; else they may

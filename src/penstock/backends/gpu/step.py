@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from penstock.backends.gpu.staging import bring
 from penstock.ops.plan import StepPlan, Taken
 from penstock.ops.step import Step
 
@@ -61,13 +62,6 @@ class TorchStep(Step):
         found: torch.Tensor = self.memo[key]
         return found
 
-    def token_ids(self) -> torch.Tensor:
-        """Those of the plan, and in their places those that an earlier step left on the device."""
-        ids = self.on_device(self.plan.token_ids)
-        if self.plan.taken is not None:
-            put_taken(self.plan.taken, ids)
-        return ids
-
     def slots_of(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`token_pages` on the device."""
         key = ("slots_of", group)
@@ -85,6 +79,5 @@ def put_taken(taken: Taken, ids: torch.Tensor) -> None:
     if (taken.sources == np.arange(count)).all() and (taken.targets == taken.sources).all():
         ids[:count] = taken.tokens[:count]  # the same rows decode once more
         return
-    at = torch.from_numpy(np.stack([taken.sources, taken.targets]).astype("int64"))
-    sources, targets = at.to(ids.device, non_blocking=True)
+    sources, targets = bring({0: np.stack([taken.sources, taken.targets]).astype(np.int64)}, ids.device)[0]
     ids[targets] = taken.tokens[sources].to(ids.dtype)
