@@ -54,7 +54,7 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "dry-run.json").read_text("utf-8"))
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
         assert "error" not in found[name], found[name].get("trace")
-        assert found[name]["prefill"]["operations"] > 100
+        assert found[name]["prefill"]["operations"] > 50
         assert found[name]["decode 1"]["waits"], "its token comes to the host"
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
         assert sum(found[name]["decode 3"]["copies_to_device"].values()) == 1, "all numbers of a step at once"
