@@ -27,8 +27,8 @@ def load(gating: Gating) -> list[int]:
 
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_C70_dynamic_gating_drops_and_pads_nobody_where_a_capacity_does_both(top_k: int) -> None:
-    """The waste of a capacity: the smaller it is, the more is dropped, the larger, the more is padded; what drops nobody
-    is padded by the most that an expert is liked more than the mean."""
+    """The waste of a capacity: the smaller it is, the more is dropped, the larger, the more is padded; what drops
+    nobody is padded by the most that an expert is liked more than the mean."""
     _, routes = skewed(top_k)
     free = dynamic(routes, X)
     assert (free.rows, free.dropped, free.padded, free.waste) == (T * top_k, 0, 0, 0.0)

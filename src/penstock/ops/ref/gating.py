@@ -53,8 +53,8 @@ def capacity(num_tokens: int, num_experts: int, top_k: int, factor: float) -> in
 
 
 def capped(routes: Routes, num_experts: int, factor: float) -> Gating:
-    """Every expert takes the first `capacity` tokens that chose it, and is padded up to that; others are dropped from it,
-    and keep the weights of their other experts as they are. With one choice Switch's, with two GShard's."""
+    """Every expert takes the first `capacity` tokens that chose it, and is padded up to that; others are dropped from
+    it, and keep the weights of their other experts as they are. With one choice Switch's, with two GShard's."""
     num_tokens, top_k = routes.ids.shape
     most = capacity(num_tokens, num_experts, top_k, factor)
     taken = np.zeros(routes.ids.shape, bool)
@@ -68,8 +68,8 @@ def capped(routes: Routes, num_experts: int, factor: float) -> Gating:
 
 
 def expert_choice(logits: F32, top_k: int, factor: float = 1.0) -> Gating:
-    """logits [T, X] of a router: every expert takes the `capacity` tokens that score it highest, lower tokens first among
-    equals, so all have equally many; a token may pass through none, or through all."""
+    """logits [T, X] of a router: every expert takes the `capacity` tokens that score it highest, lower tokens first
+    among equals, so all have equally many; a token may pass through none, or through all."""
     num_tokens, num_experts = logits.shape
     most = min(num_tokens, capacity(num_tokens, num_experts, top_k, factor))
     scores = softmax(logits)
