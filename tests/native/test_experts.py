@@ -302,6 +302,21 @@ def test_nothing_but_the_token_decides_its_bits(packing: str, scale_input: bool,
 
 
 @each_isa
+@pytest.mark.parametrize("packing", ["bfloat16", "int4"])
+def test_many_tokens_of_few_experts_are_shared_out_in_blocks(packing: str, isa: str) -> None:
+    """Threads that have too few panels of `down` take blocks of tokens, too."""
+    rng = np.random.default_rng(9)
+    layer = make(isa, rng, 5, 40, 64, packing)
+    x = rng.standard_normal((601, 40)).astype(np.float32)
+    routes = choose(rng, 601, 5, 2, [1, 4])
+    whole = layer.run(isa, 1, x, routes)
+    for threads in (2, 3):
+        np.testing.assert_array_equal(layer.run(isa, threads, x, routes), whole)
+    part = Routes(routes.ids[300:], routes.weights[300:])
+    np.testing.assert_array_equal(layer.run(isa, 2, x[300:], part), whole[300:])
+
+
+@each_isa
 def test_a_step_that_is_too_long_for_its_memory_is_done_in_parts(isa: str) -> None:
     """64 MiB lie between the products at most: here some 300 tokens' worth."""
     rng = np.random.default_rng(5)
