@@ -3,6 +3,7 @@ company, whatever the format, the sizes of groups and the number of threads."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,12 +19,12 @@ from penstock.core.panels import Panels
 from penstock.ops.native.abi import ACTIVATIONS, Act, Format, Kind
 from penstock.ops.native.library import libraries, open_library
 from penstock.ops.native.matrix import Packed, Segments, pack
-from penstock.ops.native.program import NativeOp
+from penstock.ops.native.program import Layout, NativeOp, NativeProgram, StepMemory
 from penstock.ops.native.stack import pack_stack
 from penstock.ops.ref.experts import ExpertWeights, Routes, experts, route
 from penstock.ops.ref.pointwise import activate_gated
 from penstock.ops.ref.product import linear
-from tests.native.running import ISAS, each_isa, each_threads, execute, pytestmark_native
+from tests.native.running import ISAS, each_isa, each_threads, execute, plan_of, pool, pytestmark_native
 
 pytestmark = pytestmark_native
 
@@ -230,8 +231,8 @@ def make(
 
 
 def choose(rng: np.random.Generator, tokens: int, num: int, top_k: int, only: list[int] | None = None) -> Routes:
-    pool = np.arange(num) if only is None else np.array(only)
-    ids = np.sort([rng.choice(pool, top_k, replace=False) for _ in range(tokens)], axis=1).astype(np.int32)
+    among = np.arange(num) if only is None else np.array(only)
+    ids = np.sort([rng.choice(among, top_k, replace=False) for _ in range(tokens)], axis=1).astype(np.int32)
     return Routes(ids, rng.uniform(0.1, 1.0, ids.shape).astype(np.float32))
 
 
@@ -301,6 +302,21 @@ def test_nothing_but_the_token_decides_its_bits(packing: str, scale_input: bool,
 
 
 @each_isa
+@pytest.mark.parametrize("packing", ["bfloat16", "int4"])
+def test_many_tokens_of_few_experts_are_shared_out_in_blocks(packing: str, isa: str) -> None:
+    """Threads that have too few panels of `down` take blocks of tokens, too."""
+    rng = np.random.default_rng(9)
+    layer = make(isa, rng, 5, 40, 64, packing)
+    x = rng.standard_normal((601, 40)).astype(np.float32)
+    routes = choose(rng, 601, 5, 2, [1, 4])
+    whole = layer.run(isa, 1, x, routes)
+    for threads in (2, 3):
+        np.testing.assert_array_equal(layer.run(isa, threads, x, routes), whole)
+    part = Routes(routes.ids[300:], routes.weights[300:])
+    np.testing.assert_array_equal(layer.run(isa, 2, x[300:], part), whole[300:])
+
+
+@each_isa
 def test_a_step_that_is_too_long_for_its_memory_is_done_in_parts(isa: str) -> None:
     """64 MiB lie between the products at most: here some 300 tokens' worth."""
     rng = np.random.default_rng(5)
@@ -344,6 +360,37 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], words: str, isa: 
     top_k, width = changes.get("top_k", 2), changes.get("width", 40)
     with pytest.raises(EngineError, match=words):
         execute(isa, 1, [x, both], width, lambda i, o: layer.op(min(top_k, 3), tuple(i), o))
+
+
+def test_C80_a_grouped_product_is_faster_than_one_token_after_the_other() -> None:
+    """The same tokens through the same program in one step and in steps of one: in turns, the best of each."""
+    rng = np.random.default_rng(12)
+    tokens, num, top_k, e, f = 64, 8, 2, 256, 512
+    layer = make(ISAS[-1], rng, num, e, f)
+    layout = Layout()
+    x, both, out = (layout.register(width) for width in (e, 2 * top_k, e))
+    program = NativeProgram(
+        pool(ISAS[-1], 1), [layer.op(top_k, (x, both), out)], layout, [], max_tokens=tokens, max_rows=1
+    )
+    routes = choose(rng, tokens, num, top_k)
+    given = (rng.standard_normal((tokens, e)).astype(np.float32), np.concatenate([routes.ids, routes.weights], axis=1))
+    memory, none = StepMemory(0), np.zeros(0, np.int32)
+    plans = {n: plan_of([0, n], [0]) for n in (1, tokens)}
+    best, results = {1: np.inf, tokens: np.inf}, {}
+    for _ in range(5):
+        for n in best:
+            found, seconds = [], 0.0
+            for t in range(0, tokens, n):
+                for register, rows in zip((x, both), given, strict=True):
+                    program.values(register, n)[:] = rows[t : t + n]
+                args = memory.args(plans[n], none)
+                start = time.perf_counter()
+                program.run(args)
+                seconds += time.perf_counter() - start
+                found.append(program.values(out, n).copy())
+            best[n], results[n] = min(best[n], seconds), np.concatenate(found)
+    np.testing.assert_array_equal(results[1], results[tokens])
+    assert best[tokens] < 0.7 * best[1]
 
 
 def test_some_instruction_set_is_tested() -> None:
