@@ -228,8 +228,8 @@ struct Attend final : Op {
             }
             Strips strips;
             for (int i = 0; i < some.count; i++) {
-                // Parts of a kv head find what the one before them has made ready, unless its tree wrote over that.
-                const bool anew = (some.first + i) % parts == 0 || block.mask;
+                // Parts of a kv head find what the one before them has made ready; a tree's paths are made ready anew.
+                const bool anew = (some.first + i) % parts == 0;
                 if (i && anew) find(rule, pages, block, in_page(some.first + i), start, head_places);
                 Places& places = i && (anew || some.first / parts != (some.first + i) / parts) ? head_places : *now;
                 Part part{some.first + i, start, own.queries + i * rows * query_bytes, state.from(i * rows)};

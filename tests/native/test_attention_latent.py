@@ -101,7 +101,7 @@ def test_long_contexts_are_split_without_a_trace(isa: str, dtype: str, heads: in
 @pytest.mark.parametrize("heads", [4, 32])
 @each_dtype
 def test_nodes_of_a_tree_have_the_bits_of_their_paths(isa: str, dtype: str, heads: int) -> None:
-    """C38: parts of a kv head do not see what the part before them has gathered for its nodes."""
+    """C38: parts of a kv head share what lies before the step, and gather the paths each for itself."""
     rule = latent(heads, 1, 24, 8)
     rng = np.random.default_rng([5, heads])
     for start, count, kind in ((0, 9, "bushy"), (250, 14, "deep"), (505, 20, "wide"), (700, 3, "chain")):
