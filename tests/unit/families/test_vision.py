@@ -207,7 +207,8 @@ def test_every_weight_of_a_text_part_has_a_place_in_every_layout(name: str) -> N
 SIZES: dict[str, dict[str, Any]] = {
     "kimi_k25": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 4,
                  "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2}, "llama4": {"num_local_experts": 4},
+    "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": None},
+    "llama4": {"num_local_experts": 4},
     "gemma3": {"hidden_act": None},
 }  # fmt: skip
 
