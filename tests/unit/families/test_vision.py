@@ -100,12 +100,16 @@ def test_a_missing_head_is_said(tmp_path: Path) -> None:
     ({"use_cross_attention": True}, {}, "'use_cross_attention' to 'True'"),
     ({}, {"shrink_factor": 2}, "'shrink_factor' to '2'"),
     ({}, {"vocab_size": 0}, "vocab_size as '0'"),
+    ({}, {"rope_scaling": 3}, "rope_scaling as '3'"),
     ({}, {"rope_scaling": {"type": "default", "axes": 3}}, "'axes'"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(changes: dict[str, Any], text: dict[str, Any], words: str) -> None:
     config = LLAVA | {"text_config": TEXT | text} | changes
     with pytest.raises(ModelError, match=words):
         find_family(config).spec(config)
+    seeing = config | {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    with pytest.raises(ModelError):
+        find_family(seeing).spec(seeing)
 
 
 def test_tensors_that_nobody_knows_are_refused(tmp_path: Path) -> None:
