@@ -26,8 +26,8 @@ from penstock.families.gguf.missing import NEEDS
 from penstock.families.registry import FAMILIES, find_family, open_model
 from penstock.formats.gguf import read_gguf
 from penstock.weights.load import load_weights
-from tests.ggml import write_gguf
-from tests.models.gguf_writer import TURNED, write_model
+from tests.ggml import stored_values, write_gguf
+from tests.models.gguf_writer import TURNED, file_metadata, file_tensors, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
 from tests.models.parity import VOCAB, random_model
 from tests.models.vision_cases import CASES as SEEING
@@ -277,6 +277,30 @@ def test_a_written_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     expected = logits(own, ids)
     assert expected.std() > 0.05, "a flat model proves nothing"
     np.testing.assert_allclose(logits(gguf, ids), expected, atol=1e-4)
+
+
+def test_value_heads_in_another_order_stay_blocks_but_for_columns(tmp_path: Path) -> None:
+    """Qwen3.5: rows of v, z, beta and dt in another order are blocks still; columns of o in another order are not."""
+    CASES["qwen35-wide"] = ("Qwen3_5", GATED | {"linear_key_head_dim": 16, "linear_value_head_dim": 16})
+    try:
+        own = folder_of("qwen35-wide", tmp_path / "folder")
+    finally:
+        del CASES["qwen35-wide"]
+    weights = {name: np.array(a) for name, a in load_weights(own, own.spec, "float32").items()}
+    tensors = file_tensors(own.spec, weights, "qwen35")
+    coded = {name: "Q8_0" if name.startswith("blk.") and a.ndim == 2 and "conv" not in name else "F32"
+             for name, a in tensors.items() if a.shape[-1] % 32 == 0}  # fmt: skip
+    kinds = {name: (coded.get(name, "F32"), a) for name, a in tensors.items()}
+    values = {name: ("F32", stored_values(kind, a)) for name, (kind, a) in kinds.items()}
+    metadata = file_metadata(own.spec, "qwen35")
+    blocks = open_model(write_gguf(tmp_path / "blocks.gguf", metadata, kinds))
+    plain = open_model(write_gguf(tmp_path / "plain.gguf", metadata, values))
+    want = load_weights(plain, plain.spec, "float32")
+    got = load_weights(blocks, blocks.spec, "float32")
+    assert all(np.array_equal(got[name], array) for name, array in want.items())
+    kept = {name.removeprefix("layers.0.") for name in blocks.stored if name.startswith("layers.0.")}
+    assert kept >= {"q", "k", "v", "z", "beta", "dt"}
+    assert "o" not in kept
 
 
 @pytest.mark.parametrize("case", ["deepseek2-v3", "mamba", "mamba2"])

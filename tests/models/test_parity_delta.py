@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import Attention, GatedDelta, Latent
+from penstock.core.model_spec import Attention, GatedDelta, Latent, ModelSpec
 from penstock.families.registry import find_family
 from tests.models.parity import VOCAB, check, save, vary
 
@@ -143,6 +144,7 @@ def test_layers_of_the_delta_rule_equal_transformers(case: str, tmp_path: Path) 
         restore(tmp_path / "model.safetensors")
     found = check(tmp_path, model, count_params="kimi" not in case and case not in SEEING)
     assert found.spec.family == case.split("-")[0]
+    assert msgspec.json.decode(msgspec.json.encode(found.spec), type=ModelSpec) == found.spec, "as ranks are sent it"
     kinds = {type(layer.mixer) for layer in found.spec.layers}
     assert kinds == {GatedDelta, Latent if case.startswith("kimi") else Attention}
 

@@ -83,7 +83,7 @@ class TextPart:
         text = self._text(config)
         family = self._family(text.get("model_type"))
         usual = dict(self.defaults)
-        if any("rope_theta" in (text.get(key) or {}) for key in _ROPES):
+        if any(isinstance(rope := text.get(key), Mapping) and "rope_theta" in rope for key in _ROPES):
             usual.pop("rope_theta", None)
         if text.get("num_local_experts") is not None:
             usual.pop("num_experts", None)

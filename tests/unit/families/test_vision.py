@@ -100,12 +100,16 @@ def test_a_missing_head_is_said(tmp_path: Path) -> None:
     ({"use_cross_attention": True}, {}, "'use_cross_attention' to 'True'"),
     ({}, {"shrink_factor": 2}, "'shrink_factor' to '2'"),
     ({}, {"vocab_size": 0}, "vocab_size as '0'"),
+    ({}, {"rope_scaling": 3}, "rope_scaling as '3'"),
     ({}, {"rope_scaling": {"type": "default", "axes": 3}}, "'axes'"),
 ])  # fmt: skip
 def test_what_is_not_understood_is_refused(changes: dict[str, Any], text: dict[str, Any], words: str) -> None:
     config = LLAVA | {"text_config": TEXT | text} | changes
     with pytest.raises(ModelError, match=words):
         find_family(config).spec(config)
+    seeing = config | {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    with pytest.raises(ModelError):
+        find_family(seeing).spec(seeing)
 
 
 def test_tensors_that_nobody_knows_are_refused(tmp_path: Path) -> None:
@@ -207,7 +211,8 @@ def test_every_weight_of_a_text_part_has_a_place_in_every_layout(name: str) -> N
 SIZES: dict[str, dict[str, Any]] = {
     "kimi_k25": {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 4,
                  "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2}, "llama4": {"num_local_experts": 4},
+    "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": None},
+    "llama4": {"num_local_experts": 4},
     "gemma3": {"hidden_act": None},
 }  # fmt: skip
 

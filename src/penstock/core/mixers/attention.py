@@ -137,7 +137,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
 
     Computed in absorbed form for prefill and decode alike, so that no switch can change a token. `bias`: on the two
     projections down (`q_a`, `kv_a`) and on the output. `split`: weights `k_b` [H * nope_dim, kv_rank] and `v_b`
-    [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both.
+    [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both. Without `rope` (Kimi
+    Linear) what would be rotated is left as it is.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -146,7 +147,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     nope_dim: int
     rope_dim: int
     v_dim: int
-    rope: Rope
+    rope: Rope | None
     q_rank: int | None = None
     scale: float | None = None
     eps: float = 1e-6
