@@ -21,16 +21,17 @@ from penstock.core.mixers.mamba import Mamba, Mamba2
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.selection import BOUNDS
 
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
     "Latent", "Layer", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale", "Recurrent", "Rope",
-    "Router", "Rwkv4", "Rwkv7", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
+    "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
-Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta
+Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv
 
 
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):

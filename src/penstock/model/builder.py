@@ -22,6 +22,7 @@ from penstock.core.model_spec import (
     Recurrent,
     Rwkv4,
     Rwkv7,
+    ShortConv,
     weight_shapes,
 )
 from penstock.model.attention import attention, latent
@@ -33,10 +34,11 @@ from penstock.model.mamba import mamba, mamba2
 from penstock.model.places import places_of
 from penstock.model.recurrent import recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
+from penstock.model.short_conv import short_conv
 
 _MIXERS: dict[type, Callable[..., None]] = {
     Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
-    Mamba2: mamba2, GatedDelta: gated_delta,
+    Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv,
 }  # fmt: skip
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
