@@ -25,6 +25,7 @@ from penstock.core.model_spec import (
     GatedDelta,
     Latent,
     Layer,
+    Lightning,
     Mamba,
     Mamba2,
     ModelSpec,
@@ -124,6 +125,8 @@ class NaiveModel:
                 return self._mamba(h, p, m)
             case Mamba2() as m:
                 return self._mamba2(h, p, m)
+            case Lightning() as m:
+                return naive_delta.lightning(self, h, p, m)
             case ShortConv() as m:
                 return self._short_conv(h, p, m)
             case GatedDelta() as m:

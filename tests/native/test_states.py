@@ -121,6 +121,19 @@ def recurrent(heads: int, keys: int, width: int) -> Case:
     )  # fmt: skip
 
 
+def retention(heads: int, keys: int, width: int) -> Case:
+    decay = np.linspace(0.3, 1.0, heads, dtype=np.float32)
+
+    def ref(x: list[F32], step: Step) -> F32:
+        q, k, v = (split(part, heads) for part in x)
+        return recurrence.retention(q, k, v, step, 0, 0, decay).reshape(len(v), -1)
+
+    return Case(
+        Kind.RECURRENT, [heads * keys, heads * keys, heads * width], 2, {"state": (heads, keys * width)},
+        (0, heads, keys, width), ref, pointers=(decay,),
+    )  # fmt: skip
+
+
 def wkv7(heads: int, dim: int) -> Case:
     def ref(x: list[F32], step: Step) -> F32:
         return rwkv.wkv7(*(split(part, heads) for part in x), step, 0, 0).reshape(len(x[0]), -1)
@@ -150,7 +163,7 @@ CASES = {
     "shift": shift(37), "shift, wide": shift(515), "scan": scan(44, 5), "scan of 16": scan(160, 16),
     "wkv4": wkv4(40), "wkv4, wide": wkv4(130),
     "scan2": scan2(6, 5, 7, 2), "scan2, whole": scan2(4, 32, 64, 1), "scan2, strips": scan2(2, 9, 144, 2),
-    "recurrent": recurrent(3, 5, 7), "recurrent, strips": recurrent(2, 16, 80),
+    "recurrent": recurrent(3, 5, 7), "recurrent, strips": recurrent(2, 16, 80), "retention": retention(3, 5, 7),
     "wkv7": wkv7(3, 8), "wkv7, whole": wkv7(2, 64),
     "delta": gated_delta(6, 2, 5, 7, False), "delta, strips": gated_delta(2, 1, 32, 128, False, 2.0),
     "delta by key": gated_delta(3, 3, 6, 48, True), "delta by key, whole": gated_delta(2, 2, 40, 33, True),

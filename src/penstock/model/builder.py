@@ -16,6 +16,7 @@ from penstock.core.model_spec import (
     GatedDelta,
     Latent,
     Layer,
+    Lightning,
     Mamba,
     Mamba2,
     ModelSpec,
@@ -32,13 +33,13 @@ from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mamba import mamba, mamba2
 from penstock.model.places import places_of
-from penstock.model.recurrent import recurrent
+from penstock.model.recurrent import lightning, recurrent
 from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
 from penstock.model.short_conv import short_conv
 
 _MIXERS: dict[type, Callable[..., None]] = {
     Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
-    Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv,
+    Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv, Lightning: lightning,
 }  # fmt: skip
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 

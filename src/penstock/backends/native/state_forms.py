@@ -87,6 +87,10 @@ def _recurrent(node: Node, planes: Planes) -> Form:
     return _matrix(Kind.RECURRENT, node, planes, 1, 2)
 
 
+def _retention(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.RECURRENT, node, planes, 1, 2, pointers=(_numbers(node.bound[2]),))
+
+
 def _wkv7(node: Node, planes: Planes) -> Form:
     return _matrix(Kind.WKV7, node, planes, 2, 3)
 
@@ -123,6 +127,6 @@ def _value_bonus(node: Node, planes: Planes) -> Form:
 
 _FORMS: dict[str, Callable[[Node, Planes], Form]] = {
     "causal_conv": _conv, "token_shift": _shift, "mamba_scan": _scan, "mamba2_scan": _scan2, "recurrent": _recurrent,
-    "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp, "removal_key": _removal_key,
+    "retention": _retention,    "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp, "removal_key": _removal_key,
     "replacement_key": _replacement_key, "value_bonus": _value_bonus,
 }  # fmt: skip
