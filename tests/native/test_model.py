@@ -25,8 +25,8 @@ from tests.paged import Paged, nan_of
 
 pytestmark = pytestmark_native
 
-KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention", "wkv4", "wkv7",
-           "gated_delta"}  # fmt: skip
+KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention",
+           "wkv4", "wkv7", "gated_delta"}  # fmt: skip
 """Operations that all tokens pass through, or (attention) that see what others keep."""
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
 SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")

@@ -89,7 +89,7 @@ def wkv4(width: int) -> Case:
     decay, first = -np.exp(normal(5, width)), normal(6, width)
     decay[0] = -np.inf  # the past is gone at once
     return Case(
-        Kind.WKV4, [width, width], 1, {name: (1, width) for name in ("num", "den", "exponent")}, (0, 1, 2),
+        Kind.WKV4, [width, width], 1, dict.fromkeys(("num", "den", "exponent"), (1, width)), (0, 1, 2),
         lambda x, s: rwkv.wkv4(*x, s, decay, first, 0, 0), pointers=(decay, first),
     )  # fmt: skip
 
@@ -271,7 +271,8 @@ def test_nodes_of_a_tree_are_refused(name: str) -> None:
 
 
 MISFITS: list[tuple[str, dict[str, Any], str]] = [
-    ("conv", {"n": (0, 0, 0, 5, 1)}, "plane does not hold"), ("conv", {"n": (0, 0, 0, 1, 1)}, "plane does not hold|taps"),
+    ("conv", {"n": (0, 0, 0, 5, 1)}, "plane does not hold"),
+    ("conv", {"n": (0, 0, 0, 1, 1)}, "plane does not hold"),
     ("conv", {"pointers": ()}, "has taps"), ("conv", {"n": (0, 0, 3, 4, 1)}, "no such plane"),
     ("conv", {"n": (2, 0, 0, 4, 1)}, "no such cache group"), ("scan", {"pointers": ()}, "has a and d"),
     ("wkv4", {"pointers": ()}, "decay and a bonus"), ("scan2", {"pointers": ()}, "has weights"),
@@ -319,7 +320,10 @@ def test_rows_of_rwkv(width: int, isa: str) -> None:
         ([x, y, w], by(Kind.LERP, pointers=()), rwkv.interpolate(x, y, w)),
         ([x], by(Kind.REMOVAL_KEY, n=(heads,)), rwkv.removal_key(x, w1, heads).reshape(7, width)),
         ([x, y], by(Kind.REPLACEMENT_KEY), rwkv.replacement_key(x, y, w1)),
-        ([x, y, z], by(Kind.VALUE_BONUS, n=(heads,)), rwkv.value_bonus(r, k, v, split(w1[None], heads)[0]).reshape(7, width)),
+        (
+            [x, y, z], by(Kind.VALUE_BONUS, n=(heads,)),
+            rwkv.value_bonus(r, k, v, split(w1[None], heads)[0]).reshape(7, width),
+        ),
     ]  # fmt: skip
     for inputs, make, want in wants:
         got = execute(isa, 1, inputs, width, make)
