@@ -1,5 +1,5 @@
-"""The gated delta rule's part of the naive loop (`tests.oracle`): every token from the beginning of the text, head by
-head. Float32 sums are made in the order of the ops, so that bits can be compared.
+"""The gated delta rule's and lightning attention's part of the naive loop (`tests.oracle`): every token from the
+beginning of the text, head by head. Float32 sums are made in the order of the ops, so that bits can be compared.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.model_spec import GatedDelta
+from penstock.core.model_spec import GatedDelta, Lightning
 from penstock.ops.ref.norm import rms_norm
 from penstock.ops.ref.pointwise import sigmoid, silu
 
@@ -43,6 +43,19 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
             out[n, j] = q[n, i] @ state
     read = rms_norm(out, model._vector(p + "head_norm"), m.eps).reshape(t, -1)
     return model._linear(read * (silu(z) if m.gate == "silu" else sigmoid(z)), p + "o")
+
+
+def lightning(model: NaiveModel, h: F32, p: str, m: Lightning) -> F32:
+    t = len(h)
+    q, k, v = (silu(model._linear(h, p + name)).reshape(t, m.num_heads, m.head_dim) for name in "qkv")
+    out = np.empty_like(v)
+    for j, keep in enumerate(np.array(m.decay, np.float32)):
+        state = np.zeros((m.head_dim, m.head_dim), np.float32)
+        for n in range(t):
+            state = keep * state + np.outer(k[n, j], v[n, j])
+            out[n, j] = q[n, j] @ state
+    read = rms_norm(out.reshape(t, -1), model._vector(p + "state_norm"), m.eps)
+    return model._linear(read * sigmoid(model._linear(h, p + "z")), p + "o")
 
 
 def convolved(x: F32, weight: F32) -> F32:

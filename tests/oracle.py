@@ -25,6 +25,7 @@ from penstock.core.model_spec import (
     GatedDelta,
     Latent,
     Layer,
+    Lightning,
     Mamba,
     Mamba2,
     ModelSpec,
@@ -34,6 +35,7 @@ from penstock.core.model_spec import (
     Rope,
     Rwkv4,
     Rwkv7,
+    ShortConv,
 )
 from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
@@ -123,6 +125,10 @@ class NaiveModel:
                 return self._mamba(h, p, m)
             case Mamba2() as m:
                 return self._mamba2(h, p, m)
+            case Lightning() as m:
+                return naive_delta.lightning(self, h, p, m)
+            case ShortConv() as m:
+                return self._short_conv(h, p, m)
             case GatedDelta() as m:
                 return naive_delta.gated_delta(self, h, p, m)
             case Rwkv4() as m:
@@ -258,7 +264,7 @@ class NaiveModel:
     def _mamba(self, h: F32, p: str, m: Mamba) -> F32:
         a, d = self._decay(p, m), self._vector(p + "d")
         xz = self._linear(h, p + "in")
-        x = self._convolved(xz[:, : m.inner], p)
+        x = ACTIVATIONS["silu"](self._convolved(xz[:, : m.inner], p))
         dt, b, c = np.split(self._linear(x, p + "x"), [m.dt_rank, m.dt_rank + m.state], axis=1)
         dt = _softplus(self._linear(np.ascontiguousarray(dt), p + "dt"))
         out = np.empty_like(x)
@@ -272,7 +278,7 @@ class NaiveModel:
         a, d, dt_bias = self._decay(p, m), self._vector(p + "d"), self._vector(p + "dt.bias")
         t, inner, per = len(h), m.inner, m.num_heads // m.groups
         gate, xbc, dt = np.split(self._linear(h, p + "in"), [inner, inner + m.conv_dim], axis=1)
-        x, b, c = np.split(self._convolved(xbc, p), [inner, inner + m.groups * m.state], axis=1)
+        x, b, c = np.split(ACTIVATIONS["silu"](self._convolved(xbc, p)), [inner, inner + m.groups * m.state], axis=1)
         x = x.reshape(t, m.num_heads, m.head_dim)
         b, c = (v.reshape(t, m.groups, m.state) for v in (b, c))
         dt = np.clip(_softplus(dt + dt_bias), np.float32(m.dt_min), np.float32(m.dt_max))
@@ -290,7 +296,7 @@ class NaiveModel:
         return self._linear(np.concatenate([rms_norm(y[:, i], weight[i], m.eps) for i in parts], axis=1), p + "o")
 
     def _convolved(self, x: F32, p: str) -> F32:
-        """silu of each channel's convolution with its own last inputs."""
+        """Each channel's convolution with its own last inputs."""
         taps = self._vector(p + "conv")
         out = np.empty_like(x)
         for i in range(len(x)):
@@ -299,7 +305,11 @@ class NaiveModel:
                 at = i - taps.shape[1] + 1 + k
                 total = total + (x[at] if at >= 0 else np.float32(0.0)) * taps[:, k]
             out[i] = total
-        return ACTIVATIONS["silu"](out)
+        return out
+
+    def _short_conv(self, h: F32, p: str, m: ShortConv) -> F32:
+        before, after, x = np.split(self._linear(h, p + "in"), 3, axis=1)
+        return self._linear(after * self._convolved(before * x, p), p + "o")
 
     def _feed_forward(self, h: F32, p: str, f: FeedForwardKind | None) -> F32:
         match f:

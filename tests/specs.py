@@ -21,6 +21,7 @@ from penstock.core.model_spec import (
     GatedDelta,
     Latent,
     Layer,
+    Lightning,
     Mamba,
     Mamba2,
     Mixer,
@@ -33,6 +34,7 @@ from penstock.core.model_spec import (
     Router,
     Rwkv4,
     Rwkv7,
+    ShortConv,
     weight_shapes,
 )
 
@@ -145,6 +147,8 @@ _SPECS: dict[str, ModelSpec] = {
     "rwkv7": _rwkv(7, _RWKV7_FIRST, _RWKV7, _RWKV7),
     "gated": _spec(_attention(4, 2, output_gate=True, qkv_bias=True), _attention(3, 3, output_gate=True)),
     "delta": _spec(_DELTA, _attention(4, 2), _DELTA_CHANNELS),
+    "short_conv": _spec(ShortConv(width=E, conv=3), _attention(4, 2), ShortConv(width=E, conv=4, bias=True)),
+    "lightning": _spec(Lightning(num_heads=4, head_dim=7, decay=(0.5, 0.9, 0.98, 1.0)), _attention(4, 2)),
     "experts": ModelSpec(
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
         layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_SOFTMAX_EXPERTS, _GROUPED_EXPERTS, _OSS_EXPERTS)),
@@ -185,8 +189,8 @@ _SEEDS = {
     "llama_gqa": (0, 4), "llama_mha": (1, 9), "llama_mqa": (2, 34), "llama_rope3": (3, 29), "llama_biased": (4, 0),
     "layernorm": (5, 3), "slots": (6, 23), "latent": (7, 1), "mamba": (8, 47), "mamba2": (9, 48),
     "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0), "gated": (17, 0),
-    "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5), "sandwich": (16, 1), "windowed": (8, 21),
-    "all_windowed": (9, 39), "narrow_values": (17, 0),
+    "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
+    "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

@@ -223,7 +223,8 @@ typedef struct pst_register {
  * PST_SCAN2      Mamba-2's: x in0 [T, n3, W], dt in1 [T, n3], b in2, c in3 [T, n6, K], n6 groups of heads; p0 a, p1 d,
  *                p2 bias of dt, all [n3]; dt' = softplus(dt + p2) cut to f0 ... f1; S = S e^(dt' a) + b (dt' x);
  *                out = c S + d x
- * PST_RECURRENT  q in0, k in1 [T, n3, K], v in2 [T, n3, W], decay in3 [T, n3]: S = S sigmoid(decay) + k v; out = q S
+ * PST_RECURRENT  q in0, k in1 [T, n3, K], v in2 [T, n3, W], decay in3 [T, n3]: S = S sigmoid(decay) + k v; out = q S.
+ *                Or p0 [n3] in place of in3: S = S p0 + k v
  * PST_WKV4       RWKV-4's mean of values v in1 [T, width] by keys in0: p0 decay, p1 bonus of the newest, both [width];
  *                planes n2, n3, n4 [width]: numerator, denominator, exponent: in place on in1
  * PST_WKV7       r in0, w in1, k in2 [T, n3, K], v in3 [T, n3, W], removal in4, rate in5 [T, n3, K]:

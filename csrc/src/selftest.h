@@ -67,7 +67,8 @@ struct Tiny {
     pst_op& op(int32_t kind, int32_t in0, int32_t in1, int32_t out) {
         pst_op made{};
         made.kind = kind;
-        made.in[0] = in0, made.in[1] = in1, made.in[2] = made.in[3] = -1;
+        for (int32_t& number : made.in) number = -1;
+        made.in[0] = in0, made.in[1] = in1;
         made.out = out;
         ops.push_back(made);
         return ops.back();
@@ -91,7 +92,8 @@ struct Tiny {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// selftest_experts.cpp
+// selftest_experts.cpp, selftest_states.cpp
 std::string experts_fault();
+std::string states_fault();
 
 }  // namespace pst

@@ -67,12 +67,14 @@ struct Scan2 : Shape {
 struct Gated : Shape {
     static constexpr bool FINDS = false, ERASES = false;
     View q, k, decay;
+    const float* fixed_decay;  // or null
 
     Gated(const pst_op& op, const Maker& maker)
         : Shape(op, maker, 2), q(input(op, maker, 0, int64_t(heads) * keys)),
-          k(input(op, maker, 1, int64_t(heads) * keys)), decay(input(op, maker, 3, heads)) {}
+          k(input(op, maker, 1, int64_t(heads) * keys)),
+          decay(op.p[0] ? q : input(op, maker, 3, heads)), fixed_decay(static_cast<const float*>(op.p[0])) {}
     void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
-        store(numbers[0], sigmoid(gather(decay, t, count, head)));
+        store(numbers[0], fixed_decay ? all(fixed_decay[head]) : sigmoid(gather(decay, t, count, head)));
     }
     void row(int64_t t, int head, const float* numbers, Row& row) const {
         row.fade = numbers, row.fade_step = 0;

@@ -9,7 +9,7 @@
 
 namespace pst {
 
-constexpr int STRIP = 64, VECTORS = STRIP / LANES, BATCH = 16;
+constexpr int STRIP = 64, BATCH = 16;
 
 // What a rule makes of one token of one head: [keys] each, in registers of the model or in scratch.
 struct Row {

@@ -127,22 +127,27 @@ def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> N
     drafter_of(core)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores"])
+@pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores", "slots", "mamba2_hybrid", "rwkv7", "delta"])
 @pytestmark_native
 def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
     from tests.native.test_laws import expected as native_expected
 
     tokens, _ = native_expected(name, "float32", "float32")
     rng = random.Random(f"native-draft-{name}")
+    # States follow one path: what was rejected is taken back, and no draft model keeps one.
+    keeps = name in ("slots", "mamba2_hybrid", "rwkv7", "delta")
+    draft, rejected = tiny("llama_mha") if keeps else noisy(name, 0.3), 0
     for num_drafts, tree in ((1, "chain"), (5, "chain"), (7, "k-ary")):
         k = knobs_for(rng)
         k.ops = "native"
-        core = drafted(name, (noisy(name, 0.3),), k, num_drafts, tree=tree)
+        core = drafted(name, (draft,), k, num_drafts, tree=tree)
         got = turmoil(core, workload(tiny(name)[0].vocab_size), rng).requests
         for request_id, samples in tokens.items():
             assert [(got[request_id].tokens[i], got[request_id].reasons[i]) for i in range(len(samples))] == samples
-        assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
+        assert keeps or 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
+        rejected += core.stats.num_draft_tokens - core.stats.num_accepted_tokens
         drafter_of(core)
+    assert rejected > 0
 
 
 @pytest.mark.parametrize("tree", ["k-ary", "sequoia", "opt", "grown"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,12 +106,6 @@ def save(model: Any, folder: Path, edit: Callable[[dict[str, Any]], None] | None
         edit(config)
         path.write_text(json.dumps(config))
     return folder
-
-
-def cut(ids: Sequence[int]) -> list[Sequence[int]]:
-    """A text in chunks of the sizes CHUNKS, and the rest."""
-    bounds = [0, *accumulate(CHUNKS)]
-    return [ids[a:b] for a, b in zip(bounds, [*bounds[1:], len(ids)], strict=True) if a < len(ids)]
 
 
 def check(

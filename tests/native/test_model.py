@@ -25,8 +25,8 @@ from tests.paged import Paged, nan_of
 
 pytestmark = pytestmark_native
 
-KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "wkv4", "wkv7",
-           "gated_delta"}  # fmt: skip
+KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention",
+           "wkv4", "wkv7", "gated_delta"}  # fmt: skip
 """Operations that all tokens pass through, or (attention) that see what others keep."""
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
 SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")
@@ -66,7 +66,7 @@ def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
             "sandwich", "windowed", "all_windowed", "experts", "latent", "slots", "mamba", "mamba2", "mamba2_hybrid",
-            "rwkv4", "rwkv7", "delta"} <= set(NATIVE)  # fmt: skip
+            "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
 
 
 @each_isa

@@ -17,20 +17,23 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Latent, QkNorm
 from penstock.core.mixers.delta import GatedDelta
+from penstock.core.mixers.lightning import Lightning
 from penstock.core.mixers.mamba import Mamba, Mamba2
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.selection import BOUNDS
 
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Latent", "Layer", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale", "Recurrent", "Rope",
-    "Router", "Rwkv4", "Rwkv7", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
+    "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale",
+    "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec", "cache_specs",
+    "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
-Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta
+Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning
 
 
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from penstock.base.errors import ModelError
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.model_spec import (
-    Attention,
-    ChannelMix,
-    Experts,
-    FeedForward,
-    GatedDelta,
-    Latent,
-    Layer,
-    Mamba,
-    Mamba2,
-    ModelSpec,
-    Recurrent,
-    Rwkv4,
-    Rwkv7,
-    weight_shapes,
-)
-from penstock.model.attention import attention, latent
-from penstock.model.delta import gated_delta
+from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec, weight_shapes
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
-from penstock.model.mamba import mamba, mamba2
+from penstock.model.mixers import MIXERS
 from penstock.model.places import places_of
-from penstock.model.recurrent import recurrent
-from penstock.model.rwkv import channel_mix, rwkv4, rwkv7
+from penstock.model.rwkv import channel_mix
 
-_MIXERS: dict[type, Callable[..., None]] = {
-    Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
-    Mamba2: mamba2, GatedDelta: gated_delta,
-}  # fmt: skip
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 
@@ -144,7 +120,7 @@ def _parallel(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
 
 def _mixer(b: Emitter, p: str, layer: Layer, place: Place | None, x: str, y: str) -> None:
     assert place is not None, "every mixer keeps something"
-    _MIXERS[type(layer.mixer)](b, p, layer.mixer, place, x, y)
+    MIXERS[type(layer.mixer)](b, p, layer.mixer, place, x, y)
 
 
 def _feed_forward(b: Emitter, p: str, layer: Layer, place: Place | None, x: str, y: str) -> None:

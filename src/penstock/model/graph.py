@@ -142,7 +142,7 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             width = node.bound[0]
         case "removal_key":
             heads = node.bound[1]
-        case "recurrent" | "value_bonus" | "gated_delta":
+        case "recurrent" | "retention" | "value_bonus" | "gated_delta":
             width, heads = node.inputs[2].width, node.inputs[2].heads
         case "latent_query":
             num_heads, nope, rank = node.bound[0].shape

@@ -13,10 +13,10 @@ def mamba(b: Emitter, p: str, m: Mamba, place: Place, x: str, y: str) -> None:
     """Register x -> register y; `p`: prefix of the layer's weights."""
     inner = m.inner
     b.linear(x, "a", p + "in")
-    _split(b, "a", {"u": inner, "gate": inner})
-    _convolve(b, p, place, "u")
+    split(b, "a", {"u": inner, "gate": inner})
+    convolve(b, p, place, "u", "silu")
     b.linear("u", "a", p + "x")
-    _split(b, "a", {"dt": m.dt_rank, "b": m.state, "c": m.state})
+    split(b, "a", {"dt": m.dt_rank, "b": m.state, "c": m.state})
     b.linear("dt", "dt", p + "dt")
     skip = b.array(p + "d")
     b.emit("mamba_scan", ("u", "dt", "b", "c", "step"), "a", bound=(*place, decay(b, p, m.decay_is_log), skip))
@@ -28,9 +28,9 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     """Register x -> register y; `p`: prefix of the layer's weights."""
     shared = m.groups * m.state
     b.linear(x, "a", p + "in")
-    _split(b, "a", {"gate": m.inner, "u": m.conv_dim, "dt": m.num_heads})
-    _convolve(b, p, place, "u")
-    _split(b, "u", {"a": m.inner, "b": shared, "c": shared})
+    split(b, "a", {"gate": m.inner, "u": m.conv_dim, "dt": m.num_heads})
+    convolve(b, p, place, "u", "silu")
+    split(b, "u", {"a": m.inner, "b": shared, "c": shared})
     for name, heads in (("a", m.num_heads), ("b", m.groups), ("c", m.groups)):
         b.emit("heads", (name,), name, bound=(heads,))
     skip, dt_bias = (b.array(p + name) for name in ("d", "dt.bias"))
@@ -46,7 +46,7 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     b.linear("a", y, p + "o")
 
 
-def _split(b: Emitter, x: str, widths: dict[str, int]) -> None:
+def split(b: Emitter, x: str, widths: dict[str, int]) -> None:
     """The columns of register x, one register after another."""
     start = 0
     for name, width in widths.items():
@@ -54,10 +54,11 @@ def _split(b: Emitter, x: str, widths: dict[str, int]) -> None:
         start += width
 
 
-def _convolve(b: Emitter, p: str, place: Place, x: str) -> None:
+def convolve(b: Emitter, p: str, place: Place, x: str, activation: str | None) -> None:
     taps = np.ascontiguousarray(b.array(p + "conv").T)
     b.emit("causal_conv", (x, "step"), x, bound=(*place, taps, b.vector(p + "conv.bias")))
-    b.emit("activate", (x,), x, bound=("silu",))
+    if activation is not None:
+        b.emit("activate", (x,), x, bound=(activation,))
 
 
 def decay(b: Emitter, p: str, is_log: bool) -> F32:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.core.model_spec import Recurrent
+import numpy as np
+
+from penstock.core.model_spec import Lightning, Recurrent
 from penstock.model.emitter import Emitter, Place
 
 
@@ -14,4 +16,18 @@ def recurrent(b: Emitter, p: str, m: Recurrent, place: Place, x: str, y: str) ->
     b.linear(x, "decay", p + "decay")
     b.emit("recurrent", ("q", "k", "v", "decay", "step"), "a", bound=place)
     b.emit("flat", ("a",), "a")
+    b.linear("a", y, p + "o")
+
+
+def lightning(b: Emitter, p: str, m: Lightning, place: Place, x: str, y: str) -> None:
+    """As `recurrent`."""
+    for name in ("q", "k", "v"):
+        b.linear(x, name, p + name)
+        b.emit("activate", (name,), name, bound=(m.activation,))
+        b.emit("heads", (name,), name, bound=(m.num_heads,))
+    b.linear(x, "z", p + "z")
+    b.emit("retention", ("q", "k", "v", "step"), "a", bound=(*place, np.array(m.decay, np.float32)))
+    b.emit("flat", ("a",), "a")
+    b.raw_norm("a", "a", p + "state_norm", "rms", m.eps)
+    b.emit("gate_rows", ("a", "z"), "a")
     b.linear("a", y, p + "o")

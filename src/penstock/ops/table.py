@@ -88,6 +88,8 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("recurrent", "gated linear attention, token by token from the sequence's state",
                "q, k [T, H, K]; v [T, H, W]; decay [T, H] before the sigmoid; step", "group; layer of the group",
                "[T, H, W]", mutates="plane `state` of the group"),
+    OpContract("retention", "the same with a fixed decay per head", "q, k [T, H, K]; v [T, H, W]; step",
+               "group; layer of the group; decay [H]", "[T, H, W]", mutates="plane `state` of the group"),
     OpContract("token_shift", "x of the token before each, zeros for the first of a text", "x [T, E]; step",
                "group; layer of the group; plane", "[T, E]", mutates="the named plane of the group"),
     OpContract("interpolate", "x + (y - x) * weight", "x [T, E]; y [T, E]; weight [T, E] unless bound", "weight [E]",

@@ -44,6 +44,6 @@ def test_what_it_understands_of_c() -> None:
 
 def test_structs_have_c_s_sizes() -> None:
     """As `static_assert`s of a C compiler would say: every pointer and 64-bit number on its own boundary."""
-    assert c.sizeof(abi.Op) == 4 + 16 + 4 + 48 + 16 + 32
+    assert c.sizeof(abi.Op) == 4 + 24 + 4 + 48 + 16 + 32
     assert abi.Op.p.offset % 8 == 0
     assert c.sizeof(abi.Matrix) == 44 + 4 + 32

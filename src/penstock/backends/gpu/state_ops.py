@@ -26,8 +26,15 @@ def _turned(state: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
-    plane = step.tensor(group, "state")
-    keep = _each(torch.sigmoid, decay)[:, :, None, None]
+    return _advance(q, k, v, _each(torch.sigmoid, decay), step, group, layer)
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, step: TorchStep, group: int, layer: int, decay: Tensor) -> Tensor:
+    return _advance(q, k, v, decay.expand(len(q), -1), step, group, layer)
+
+
+def _advance(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
+    plane, keep = step.tensor(group, "state"), keep[:, :, None, None]
     out = torch.empty_like(v)
     shape = (q.shape[1], q.shape[2], v.shape[2])
     for page, lo, hi, fresh in step.states(group, layer):
@@ -173,5 +180,6 @@ def gated_delta(
 
 
 STATE_OPS: dict[str, Callable[..., Any]] = {
-    op.__name__: op for op in (recurrent, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7, gated_delta)
+    op.__name__: op
+    for op in (recurrent, retention, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7, gated_delta)
 }

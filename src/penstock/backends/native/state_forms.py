@@ -41,7 +41,7 @@ def plane_names(group: CacheGroup) -> list[str]:
     return [p.name for p in (*group.spec.planes, *group.spec.page_planes)]
 
 
-def _place(group: int, layer: int, planes: Planes, *names: str) -> tuple[tuple[int, ...], str]:
+def _place(group: Any, layer: Any, planes: Planes, *names: str) -> tuple[tuple[int, ...], str]:
     return (group, layer, *(planes(group).index(name) for name in names)), f"group {group} layer {layer}"
 
 
@@ -57,7 +57,8 @@ def _conv(node: Node, planes: Planes) -> Form:
 
 
 def _shift(node: Node, planes: Planes) -> Form:
-    place, label = _place(*node.bound[:2], planes, node.bound[2])
+    group, layer, plane = node.bound
+    place, label = _place(group, layer, planes, plane)
     return Form(Kind.SHIFT, label, place)
 
 
@@ -72,7 +73,7 @@ def _matrix(kind: Kind, node: Node, planes: Planes, key: int, value: int, **more
     keys, values = node.inputs[key], node.inputs[value]
     assert keys.heads
     assert values.heads
-    place, label = _place(*node.bound[:2], planes, "state")
+    place, label = _place(node.bound[0], node.bound[1], planes, "state")
     n = (*place, values.heads, keys.width // keys.heads, values.width // values.heads, keys.heads)
     return Form(kind, label, n, in_place=value, **more)
 
@@ -85,6 +86,10 @@ def _scan2(node: Node, planes: Planes) -> Form:
 
 def _recurrent(node: Node, planes: Planes) -> Form:
     return _matrix(Kind.RECURRENT, node, planes, 1, 2)
+
+
+def _retention(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.RECURRENT, node, planes, 1, 2, pointers=(_numbers(node.bound[2]),))
 
 
 def _wkv7(node: Node, planes: Planes) -> Form:
@@ -123,6 +128,6 @@ def _value_bonus(node: Node, planes: Planes) -> Form:
 
 _FORMS: dict[str, Callable[[Node, Planes], Form]] = {
     "causal_conv": _conv, "token_shift": _shift, "mamba_scan": _scan, "mamba2_scan": _scan2, "recurrent": _recurrent,
-    "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp, "removal_key": _removal_key,
-    "replacement_key": _replacement_key, "value_bonus": _value_bonus,
+    "retention": _retention, "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp,
+    "removal_key": _removal_key, "replacement_key": _replacement_key, "value_bonus": _value_bonus,
 }  # fmt: skip

@@ -28,7 +28,7 @@ from penstock.ops.ref.pointwise import (
     soft_cap,
 )
 from penstock.ops.ref.product import embed, linear, select
-from penstock.ops.ref.recurrence import recurrent
+from penstock.ops.ref.recurrence import recurrent, retention
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.rotation import hadamard
 from penstock.ops.ref.rwkv import (
@@ -74,6 +74,7 @@ REF = OpTable(
         "latent_query": latent_query,
         "latent_output": latent_output,
         "recurrent": recurrent,
+        "retention": retention,
         "token_shift": token_shift,
         "interpolate": interpolate,
         "wkv4": wkv4,

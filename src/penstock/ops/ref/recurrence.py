@@ -15,8 +15,20 @@ def recurrent(q: F32, k: F32, v: F32, decay: F32, step: Step, group: int, layer:
     A sequence at position 0 starts from a zero state whatever its page holds.
     Mutates: plane `state` [num_pages, H, K*W] of the group.
     """
+    return _advance(q, k, v, sigmoid(decay), step, group, layer)
+
+
+def retention(q: F32, k: F32, v: F32, step: Step, group: int, layer: int, decay: F32) -> F32:
+    """As `recurrent`, with what a state is multiplied by fixed: decay [H].
+
+    Source: Sun et al., RetNet, arXiv 2307.08621, equation 6.
+    """
+    return _advance(q, k, v, np.broadcast_to(decay, (len(q), len(decay))), step, group, layer)
+
+
+def _advance(q: F32, k: F32, v: F32, keep: F32, step: Step, group: int, layer: int) -> F32:
     plane = step.planes[group]["state"]
-    keep = sigmoid(decay)[:, :, None, None]
+    keep = keep[:, :, None, None]
     out = np.empty_like(v)
     shape = (q.shape[1], q.shape[2], v.shape[2])
     for page, lo, hi, fresh in step.states(group, layer):
