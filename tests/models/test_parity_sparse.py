@@ -67,6 +67,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("Glm4Moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21,
                              "head_dim": 8, "first_k_dense_replace": 1, "use_qk_norm": True}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8}),
+    "phimoe": ("Phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.15, "attention_bias": True,
+                          "lm_head_bias": True, "sliding_window": 11}),
+    "phimoe-longrope": (
+        "Phimoe",
+        {"num_local_experts": 4, "router_jitter_noise": 0.3, "hidden_size": 32, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 3.0, 4.0], "short_mscale": 1.2, "long_mscale": 1.2, "factor": 4.0,
+            "original_max_position_embeddings": 192}},  # transformers takes the short factors for any length
+    ),
     "llama4": (
         "Llama4",
         {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 37, "attention_chunk_size": 16,
@@ -233,6 +242,8 @@ def test_C65_work_grows_with_the_chosen_experts_not_with_all() -> None:
     ("llama4", {"no_rope_layers": [1, 0]}, ["no_rope_layers for 2 layers"]),
     ("minimax_m2", {"attn_type_list": [1, 0, 1]}, ["linear attention"]),
     ("olmoe", {"qk_layernorm": True}, ["'qk_layernorm'"]),
+    ("phimoe", {"num_experts_per_tok": 3}, ["num_experts_per_tok", "SparseMixer chooses 2"]),
+    ("phimoe", {"rope_parameters": {"long_mscale": 1.2, "short_mscale": 1.1}}, ["short_mscale 1.1", "long_mscale 1.2"]),
 ])  # fmt: skip
 def test_what_sparse_families_do_not_compute_is_refused(case: str, changes: dict[str, Any], words: list[str]) -> None:
     name, given = CASES[case]
@@ -246,7 +257,7 @@ def test_what_sparse_families_do_not_compute_is_refused(case: str, changes: dict
 
 
 @pytest.mark.parametrize(
-    "name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Glm4Moe", "MiniMaxM2", "Llama4"]
+    "name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GptOss", "Glm4Moe", "MiniMaxM2", "Llama4", "Phimoe"]
 )
 def test_absent_sizes_of_heads_are_those_of_transformers(name: str) -> None:
     """A file may leave out what its family has a default for: eight kv heads in most, not one per query head."""

@@ -20,7 +20,6 @@ MISSING: dict[str, str] = {
     "MiMoV2FlashForCausalLM": "attention with values of another size than keys (v_head_dim)",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
-    "PhiMoEForCausalLM": "experts chosen by SparseMixer (router_jitter_noise), whose weights are not a softmax",
     "Step3p7FlashForCausalLM": "its own mixture of experts (share_expert_dim, moe_router_scaling_factor)",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",

@@ -199,6 +199,8 @@ def value_bonus(r: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
 
 def route(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
     """See `ops.ref.experts.route`. Ties go to the lower id: sorts are stable."""
+    if router.score == "sparse_mixer":
+        return _sparse_mixer(logits, top_k, router)
     scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
@@ -213,6 +215,22 @@ def route(logits: Tensor, top_k: int, router: Router, correction: Tensor | None 
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total + 1e-20 if router.score == "sigmoid" else total)
     found: Any = (ids, weights * router.scale)
+    return Routes(*found)
+
+
+def _sparse_mixer(logits: Tensor, top_k: int, router: Router) -> Routes:
+    left = logits
+    ids, weights = [], []
+    for _ in range(top_k):
+        best = torch.sort(-left, dim=-1, stable=True).indices[:, :1]
+        z = left.gather(-1, best)
+        far = (z - logits) / torch.maximum(logits.abs(), z) > 2 * router.jitter
+        share = torch.softmax(torch.where(far, -math.inf, left), dim=-1)
+        ids.append(best)
+        weights.append(share.gather(-1, best))
+        left = left.scatter(-1, best, -math.inf)
+    order = torch.sort(torch.cat(ids, dim=-1), dim=-1)
+    found: Any = (order.values, torch.cat(weights, dim=-1).gather(-1, order.indices) * router.scale)
     return Routes(*found)
 
 

@@ -362,6 +362,8 @@ class _Emitter:
 
     def _route(self, i: int, node: Node) -> None:
         top_k, router, correction = node.bound
+        if router.score == "sparse_mixer":
+            raise NotNativeError("experts that SparseMixer weighs")
         inputs = (self.register(node.inputs[0]),)
         n = (
             top_k, int(router.score == "sigmoid"), router.groups, router.top_groups, int(router.group_score == "top2"),

@@ -1,7 +1,7 @@
 """Mixtures of experts: who takes part in a token, and what they add.
 
 Source: Shazeer et al., arXiv 1701.06538, section 2; group-limited choice: DeepSeek-V2, arXiv 2405.04434, section 2.2.2;
-choice by corrected scores: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+choice by corrected scores: DeepSeek-V3, arXiv 2412.19437, section 2.1.2; SparseMixer: arXiv 2409.12136, section 2.2.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class ExpertWeights(NamedTuple):
 
 def route(logits: F32, top_k: int, router: Router, correction: F32 | None = None) -> Routes:
     """The router's product logits [T, X] -> the `top_k` experts of each token, as `core.model_spec.Router` says."""
+    if router.score == "sparse_mixer":
+        return _sparse_mixer(logits, top_k, router)
     scores: F32 = sigmoid(logits) if router.score == "sigmoid" else softmax(logits)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
@@ -60,6 +62,23 @@ def route(logits: F32, top_k: int, router: Router, correction: F32 | None = None
         weights /= total + np.float32(1e-20) if router.score == "sigmoid" else total
     scaled: F32 = weights * np.float32(router.scale)
     return Routes(ids.astype(np.int32), scaled)
+
+
+def _sparse_mixer(logits: F32, top_k: int, router: Router) -> Routes:
+    left, size = logits.copy(), np.abs(logits)
+    ids, weights = [], []
+    for _ in range(top_k):
+        best = np.argmax(left, axis=-1)[:, None]  # ties go to the lower id
+        z = np.take_along_axis(left, best, axis=-1)
+        far = (z - logits) / np.maximum(size, z) > np.float32(2 * router.jitter)
+        share = softmax(np.where(far, np.float32(-np.inf), left))
+        ids.append(best)
+        weights.append(np.take_along_axis(share, best, axis=-1))
+        np.put_along_axis(left, best, np.float32(-np.inf), axis=-1)
+    chosen, shares = np.concatenate(ids, axis=-1), np.concatenate(weights, axis=-1)
+    order = np.argsort(chosen, axis=-1)
+    scaled: F32 = np.take_along_axis(shares, order, axis=-1) * np.float32(router.scale)
+    return Routes(np.take_along_axis(chosen, order, axis=-1).astype(np.int32), scaled)
 
 
 def _best_groups(choice: F32, router: Router) -> F32:
