@@ -340,13 +340,14 @@ class NaiveModel:
     def _experts(self, h: F32, p: str, f: Experts) -> F32:
         """Token by token: order the experts by score in plain Python, run the chosen ones in id order."""
         correction = self._vector(p + "router_correction") if f.router.correction else None
-        out = np.zeros_like(h)
+        inner = h if f.latent is None else self._linear(h, p + "experts_in")
+        out = np.zeros_like(inner)
         for i, logits in enumerate(self._linear(h, p + "router")):
             for expert, weight in chosen_experts(logits, f, correction):
-                x = h[i : i + 1] * weight if f.router.scale_input else h[i : i + 1]
+                x = inner[i : i + 1] * weight if f.router.scale_input else inner[i : i + 1]
                 y = self._dense(x, f"{p}experts.{expert}.", f.expert)
                 out[i : i + 1] += y if f.router.scale_input else y * weight
-        return out
+        return out if f.latent is None else self._linear(out, p + "experts_out")
 
 
 def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tuple[int, np.float32]]:

@@ -47,7 +47,8 @@ LAYER = {
     "down": "ffn_down", "router": "ffn_gate_inp", "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp", "q_a": "attn_q_a", "q_b": "attn_q_b",
     "q_a_norm": "attn_q_a_norm", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm", "in": "ssm_in",
-    "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm",
+    "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm", "experts_in": "ffn_latent_down",
+    "experts_out": "ffn_latent_up",
 }  # fmt: skip
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
@@ -101,7 +102,8 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
 
 
 FEED_FORWARD = {
-    "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared", "shared_gate"
+    "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared", "shared_gate",
+    "experts_in", "experts_out",
 }  # fmt: skip
 
 
@@ -305,6 +307,8 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         own |= {"expert_group_count": r.groups, "expert_group_used_count": r.top_groups}
     if r.scale != 1.0:
         own["expert_weights_scale"] = r.scale
+    if ffn.latent is not None:
+        own["moe_latent_size"] = ffn.latent
     if r.score == "sigmoid":
         own["expert_gating_func"] = 2
     if ffn.shared is not None and arch in ("qwen2moe", "qwen3next", "qwen35moe", "nemotron_h_moe"):

@@ -116,6 +116,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", {"hybrid_override_pattern": "M-MM*-*M-", "mlp_bias": True, "n_groups": 2}),
     "nemotron_h_moe": ("NemotronH", {"hybrid_override_pattern": "ME*EM", "n_groups": 1, "n_routed_experts": 8,
                                      "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}),
+    "nemotron_h_moe-latent": ("NemotronH", {"hybrid_override_pattern": "ME*EM", "n_groups": 1, "n_routed_experts": 6,
+                                            "n_group": 1, "topk_group": 1, "moe_latent_size": 12}),
     "olmo2": ("Olmo2", {}),
     "olmo2-olmo3": ("Olmo3", {"sliding_window": 8, "layer_types": KINDS, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": YARN}}),

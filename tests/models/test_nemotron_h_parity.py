@@ -30,6 +30,10 @@ CASES: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "ME*EM-", "n_groups": 1, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
         "routed_scaling_factor": 2.5, "use_conv_bias": False,
     },
+    "experts of a latent width": {
+        "hybrid_override_pattern": "ME*EMEME", "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "n_group": 1, "topk_group": 1, "moe_latent_size": 12,
+    },
 }  # fmt: skip
 
 
@@ -109,6 +113,7 @@ def test_blocks_pair_up_to_layers(tmp_path: Path) -> None:
     [
         ("nvidia--Nemotron-H-56B-Base-8K", 56_324_350_464),
         ("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31_577_940_288),
+        ("nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 120_668_707_840),
     ],
 )
 def test_parameters_of_published_configs(name: str, count: int) -> None:
@@ -131,8 +136,8 @@ def test_parameters_of_published_configs(name: str, count: int) -> None:
         ({"num_hidden_layers": 5}, "num_hidden_layers as 5", ModelError),
         ({"layers_block_type": ["mamba", "mlp", "moe"]}, "hybrid_override_pattern differs", ModelError),
         ({"hybrid_override_pattern": None, "layers_block_type": ["conv"]}, "'conv'", UnsupportedError),
-        ({"moe_latent_size": 16, "hybrid_override_pattern": "ME", "n_routed_experts": 4}, "moe_latent_size",
-         UnsupportedError),
+        ({"moe_latent_size": 16, "hybrid_override_pattern": "ME", "n_routed_experts": 4, "mlp_bias": True},
+         "mlp_bias", UnsupportedError),
         ({"attention_bias": True}, "attention_bias", UnsupportedError),
         ({"mamba_proj_bias": True}, "mamba_proj_bias", UnsupportedError),
         ({"sliding_window": 128}, "sliding_window", UnsupportedError),

@@ -82,7 +82,11 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """Sparse mixture: the `top_k` experts that `router` chooses, weighted, and `shared` for every token if there is
-    one (times sigmoid(shared_gate x) if `shared_gate`). Experts are added in id order."""
+    one (times sigmoid(shared_gate x) if `shared_gate`). Experts are added in id order.
+
+    `latent`: the chosen experts work at this width: the weight `experts_in` [latent, E] leads there, `experts_out`
+    [E, latent] back. Router and shared expert stay at E.
+    """
 
     num_experts: int
     top_k: int
@@ -90,6 +94,11 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router: Router = Router()
     shared: FeedForward | None = None
     shared_gate: bool = False
+    latent: int | None = None
+
+    def expert_size(self, hidden_size: int) -> int:
+        """Width of what goes into an expert and comes out of it, in a model of this hidden size."""
+        return hidden_size if self.latent is None else self.latent
 
 
 FeedForwardKind = FeedForward | Experts | ChannelMix
@@ -284,8 +293,12 @@ def _expert_shapes(ffn: Experts, e: int) -> Shapes:
         out["router.bias"] = (ffn.num_experts,)
     if ffn.router.correction:
         out["router_correction"] = (ffn.num_experts,)
+    if ffn.latent is not None:
+        out["experts_in"] = (ffn.latent, e)
     for i in range(ffn.num_experts):
-        out |= _dense_shapes(f"experts.{i}.", ffn.expert, e)
+        out |= _dense_shapes(f"experts.{i}.", ffn.expert, ffn.expert_size(e))
+    if ffn.latent is not None:
+        out["experts_out"] = (e, ffn.latent)
     if ffn.shared is not None:
         out |= _dense_shapes("shared.", ffn.shared, e)
         if ffn.shared_gate:

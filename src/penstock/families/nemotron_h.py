@@ -60,7 +60,8 @@ _MAMBA = {**mamba.LAYER, "dt": "mixer.dt_bias!", "gate_norm": "mixer.norm"}
 _ATTENTION = {"attn_norm": "norm", **{name: f"mixer.{name}_proj" for name in "qkvo"}}
 _FEED_FORWARD = {
     "ffn_norm": "norm", "up": "mixer.up_proj", "down": "mixer.down_proj", "router": "mixer.gate",
-    "router_correction": "mixer.gate.e_score_correction_bias!", "experts.*.up": "mixer.experts.*.up_proj",
+    "router_correction": "mixer.gate.e_score_correction_bias!", "experts_in": "mixer.fc1_latent_proj",
+    "experts_out": "mixer.fc2_latent_proj", "experts.*.up": "mixer.experts.*.up_proj",
     "experts.*.down": "mixer.experts.*.down_proj", "shared.up": "mixer.shared_experts.up_proj",
     "shared.down": "mixer.shared_experts.down_proj",
 }  # fmt: skip
@@ -164,9 +165,13 @@ def _experts(fields: Fields) -> Experts:
     require(fields, "n_shared_experts", 1)
     expert = msgspec.structs.replace(_dense(fields, "moe_intermediate_size", 7688), bias=False)
     shared = _dense(fields, "moe_shared_expert_intermediate_size", 7688)
-    return read_experts(
+    latent = fields.integer("moe_latent_size", high=MAX_SIZE) if "moe_latent_size" in fields else None
+    if latent is not None:
+        require(fields, "mlp_bias", False)  # the products around the experts would have biases of their own
+    found = read_experts(
         fields, expert, grouped_router(fields), number=("n_routed_experts",), default_top_k=2, shared=shared
     )
+    return msgspec.structs.replace(found, latent=latent)
 
 
 def _blocks(spec: ModelSpec) -> Iterator[tuple[str, str | Cut]]:

@@ -27,7 +27,13 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
     b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, correction))
     weights = [_expert(b, f"{p}experts.{i}.", f.expert) for i in range(f.num_experts)]
     named: dict[str, Any] = {"activation": f.expert.activation, "limit": f.expert.limit}
-    b.emit("experts", (x, "routes"), y, bound=(weights,), scale_input=f.router.scale_input, **named)
+    inner = x
+    if f.latent is not None:
+        inner = "latent"
+        b.linear(x, inner, p + "experts_in")
+    b.emit("experts", (inner, "routes"), y, bound=(weights,), scale_input=f.router.scale_input, **named)
+    if f.latent is not None:
+        b.linear(y, y, p + "experts_out")
     if f.shared is not None:
         feed_forward(b, p + "shared.", f.shared, x, "shared")
         if f.shared_gate:

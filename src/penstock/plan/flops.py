@@ -166,7 +166,7 @@ def num_active_params(spec: ModelSpec) -> int:
 
 
 def _all_expert_params(ffn: Experts, e: int) -> int:
-    biases = (2 * ffn.expert.width if ffn.expert.gated else ffn.expert.width) + e
+    biases = (2 * ffn.expert.width if ffn.expert.gated else ffn.expert.width) + ffn.expert_size(e)
     return _expert_params(ffn, e) + (biases if ffn.expert.bias else 0)
 
 
@@ -175,7 +175,7 @@ def _sparse(spec: ModelSpec) -> list[Experts]:
 
 
 def _expert_params(ffn: Experts, e: int) -> int:
-    return (3 if ffn.expert.gated else 2) * e * ffn.expert.width
+    return (3 if ffn.expert.gated else 2) * ffn.expert_size(e) * ffn.expert.width
 
 
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
@@ -201,6 +201,6 @@ def _layer_elements(spec: ModelSpec, i: int, shapes: dict[str, tuple[int, ...]])
     layer = spec.layers[i]
     if isinstance(layer.ffn, Experts):
         f = layer.ffn
-        products += f.top_k * (3 if f.expert.gated else 2) * (spec.hidden_size + f.expert.width)
+        products += f.top_k * (3 if f.expert.gated else 2) * (f.expert_size(spec.hidden_size) + f.expert.width)
     query = shapes.get(prefix + "q") or shapes.get(prefix + "q_b") or shapes.get(prefix + "in") or (0,)
     return products + 10 * spec.hidden_size + query[0] + shapes.get(prefix + "o", (0, 0))[1]

@@ -43,6 +43,7 @@ NAMES = {
     "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": "ffn_gate_inp",
     "router_correction": "exp_probs_b.bias!", "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp",
+    "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up",
 }  # fmt: skip
 """Logical name in a layer -> tensor in a block, `.weight` or `.bias` behind it; "!": the name as it stands."""
 _POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
