@@ -109,7 +109,9 @@ def _half_places(half: _Half, layer: Layer, e: int, tensors: Mapping[str, Tensor
         parts = base.split(".")
         if parts[0] == "experts":
             assert isinstance(layer.ffn, Experts)
-            place: str | Cut = _expert(blk, int(parts[1]), parts[2], ending, layer.ffn, e, tensors)
+            place: str | Cut = _expert(
+                blk, int(parts[1]), parts[2], ending, layer.ffn, layer.ffn.expert_size(e), tensors
+            )
         elif parts[0] in ("q_norm", "k_norm") and len(parts) == 2:
             assert isinstance(layer.mixer, Attention)
             heads = layer.mixer.num_heads if parts[0][0] == "q" else layer.mixer.num_kv_heads
