@@ -170,6 +170,7 @@ class NaiveModel:
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
         if m.clip is not None:
             q, k, v = (np.clip(x, -np.float32(m.clip), np.float32(m.clip)) for x in (q, k, v))
+        v = v * np.float32(m.value_scale)
         q = q.reshape(t, m.num_heads, m.head_dim)
         k, v = k.reshape(t, m.num_kv_heads, -1), v.reshape(t, m.num_kv_heads, -1)
         per_head = norm is not None and norm.over != "all"
@@ -202,6 +203,8 @@ class NaiveModel:
             out = attend(q, keys(t - 1), values(t - 1))
         if turned:
             out = hadamard(out)
+        if m.head_gate:
+            out = out * sigmoid(self._linear(h, p + "o_gate"))[..., None]
         out = out.reshape(t, -1)
         if m.output_gate:
             out = out * sigmoid(self._linear(h, p + "o_gate"))
@@ -353,6 +356,8 @@ class NaiveModel:
 def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tuple[int, np.float32]]:
     """(expert, weight) of a token in id order, as `core.model_spec.Router` says; float32 sums as the ops make them."""
     r, n = f.router, f.num_experts
+    if r.score == "sparse_mixer":
+        return _sparse_mixer(logits, f)
     scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)
     choice = [float(s) for s in (scores if correction is None else scores + correction)]
     allowed = set(range(n))
@@ -371,6 +376,19 @@ def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tupl
         total = np.add.reduce(weights, keepdims=True)
         weights = weights / (total + np.float32(1e-20) if r.score == "sigmoid" else total)
     return list(zip(ids, weights * np.float32(r.scale), strict=True))
+
+
+def _sparse_mixer(logits: F32, f: Experts) -> list[tuple[int, np.float32]]:
+    left, found = list(range(f.num_experts)), {}
+    for _ in range(f.top_k):
+        best = max(left, key=lambda e: (logits[e], -e))
+        z = logits[best]
+        near = [e for e in left if (z - logits[e]) / max(abs(logits[e]), z) <= np.float32(2 * f.router.jitter)]
+        alone = np.full(f.num_experts, -np.inf, np.float32)
+        alone[near] = logits[near]
+        found[best] = _softmax(alone)[best] * np.float32(f.router.scale)
+        left.remove(best)
+    return sorted(found.items())
 
 
 def _softplus(x: F32) -> F32:

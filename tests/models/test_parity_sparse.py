@@ -76,6 +76,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "long_factor": [1.5, 2.0, 3.0, 4.0], "short_mscale": 1.2, "long_mscale": 1.2, "factor": 4.0,
             "original_max_position_embeddings": 192}},  # transformers takes the short factors for any length
     ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "head_dim": 12, "v_head_dim": 5,
+         "sliding_window": 9, "num_key_value_heads": 1, "n_group": 2, "routed_scaling_factor": 1.7, "rope_parameters": {
+             "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}},
+    ),
     "llama4": (
         "Llama4",
         {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 37, "attention_chunk_size": 16,

@@ -27,6 +27,8 @@ NAMES = sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob("*" + SUFF
 PUBLISHED = {
     # Llama-Nemotron, arXiv 2505.00949, section 2: 49 B; transformers has no such class.
     "nvidia--Llama-3_3-Nemotron-Super-49B-v1": 49_867_145_216,
+    # The text part of transformers' Step3p7 and the output matrix (tests/models/test_step_parity.py): 196 B.
+    **dict.fromkeys(("stepfun-ai--Step-3.7-Flash", "stepfun-ai--Step-3.7-Flash-FP8"), 195_844_508_736),
 }
 """Sizes of models that transformers cannot build."""
 

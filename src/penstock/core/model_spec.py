@@ -40,7 +40,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     """`gated`: down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
-    gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2.
+    gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
+    most `limit`, and up to [-limit, limit] (Step 3.7).
     """
 
     width: int

@@ -17,10 +17,8 @@ MISSING: dict[str, str] = {
     "GlmMoeDsaForCausalLM": _INDEXER,
     "JambaForCausalLM": "Mamba layers with norms on their time step, mixed with attention and experts",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
-    "MiMoV2FlashForCausalLM": "attention with values of another size than keys (v_head_dim)",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
-    "Step3p7FlashForCausalLM": "its own mixture of experts (share_expert_dim, moe_router_scaling_factor)",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",
 }

@@ -71,6 +71,7 @@ _register("hyperclovax", "penstock.families.granite:HyperClovaX", "HyperCLOVAXFo
 _register("internlm2", "penstock.families.internlm:InternLM2", "InternLM2ForCausalLM")
 _register("internlm3", "penstock.families.internlm:InternLM3", "InternLM3ForCausalLM")
 _register("mimo", "penstock.families.qwen:MiMo", "MiMoForCausalLM")
+_register("mimo_v2_flash", "penstock.families.mimo:MiMoV2Flash", "MiMoV2FlashForCausalLM")
 _register("minicpm", "penstock.families.minicpm:MiniCPM", "MiniCPMForCausalLM")
 _register("ministral", "penstock.families.mistral:Ministral", "MinistralForCausalLM")
 _register("ministral3", "penstock.families.mistral:Ministral3", "Ministral3ForCausalLM")
@@ -105,11 +106,12 @@ _register("openai-gpt", "penstock.families.gpt2:OpenAiGpt", "OpenAIGPTLMHeadMode
 _register("opt", "penstock.families.opt:Opt", "OPTForCausalLM")
 _register("persimmon", "penstock.families.persimmon:Persimmon", "PersimmonForCausalLM")
 _register("phi", "penstock.families.phi:Phi", "PhiForCausalLM")
+_register("step3p7", "penstock.families.step:Step37", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration")
 _register("stablelm", "penstock.families.stablelm:StableLm", "StableLmForCausalLM")
 _register("starcoder2", "penstock.families.starcoder2:Starcoder2", "Starcoder2ForCausalLM")
 
 
-_TEXT_PARTS: set[str] = set()
+_TEXT_PARTS = {"step3p7"}
 
 
 def _register_text_part(name: str, target: str, *architectures: str) -> None:

@@ -20,6 +20,8 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
             _qk_norm(b, p, name, m.qk_norm)
         if m.clip is not None:
             b.emit("clip", (name,), name, bound=(m.clip,))
+        if name == "v":
+            b.scale("v", m.value_scale)
         b.emit("heads", (name,), name, bound=(heads,))
     per_head = m.qk_norm if m.qk_norm is not None and m.qk_norm.over != "all" else None
     for name in ("q", "k"):
@@ -56,6 +58,10 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     )  # fmt: skip
     if turned:
         b.emit("hadamard", ("a",), "a")
+    if m.head_gate:
+        b.linear(x, "gate", p + "o_gate")
+        b.emit("heads", ("gate",), "gate", bound=(m.num_heads,))
+        b.emit("gate_rows", ("a", "gate"), "a")
     b.emit("flat", ("a",), "a")
     if m.output_gate:
         b.linear(x, "gate", p + "o_gate")

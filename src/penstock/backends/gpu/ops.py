@@ -126,7 +126,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def activate_gated(gate: Tensor, up: Tensor, activation: str, limit: float | None = None) -> Tensor:
     if activation != "swiglu_clamped":
-        return _ACTIVATIONS[activation](gate) * up
+        act = _ACTIVATIONS[activation](gate)
+        return act * up if limit is None else act.clamp(max=limit) * up.clamp(-limit, limit)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)

@@ -231,14 +231,14 @@ class _Emitter:
             kind, (weight, bias, eps) = "layer", norm.bound
         activation = more.get("activation")
         then = 0 if activation is None else 2 if more["pair"] else 1
-        limit = more.get("limit")
+        limit = _limit(activation, more.get("limit"))
         # Rows are read again for every stretch of outputs: the result must not lie on them.
         in_place = [] if residual is None or residual.maker is x.maker else [residual]
         out = self._out(i, node, *in_place)
         self._add_op(
             Kind.LINEAR, " ".join(names), tuple(inputs), out,
             n=(NORMS[kind], then, 0 if activation is None else ACTIVATIONS[activation], len(names)),
-            f=(eps, more["factor"], 0.0 if limit is None else limit),
+            f=(eps, more["factor"], limit),
             pointers=(Segments([self._matrices[name] for name in names]), weight, bias),
         )  # fmt: skip
 
@@ -354,11 +354,21 @@ class _Emitter:
 
     def _activate_gated(self, i: int, node: Node) -> None:
         activation, limit = (*node.bound, None)[:2]
-        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(limit or 0.0,))
+        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(_limit(activation, limit),))
 
     def _gate_rows(self, i: int, node: Node) -> None:
-        inputs = tuple(self.register(v) for v in node.inputs)
-        self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, node.inputs[0]))
+        x, gate = node.inputs
+        if gate.width in (1, x.width):
+            inputs = (self.register(x), self.register(gate))
+            self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, x))
+            return
+        # A gate for each head is an operation for each, in place on parts of the same rows.
+        if not self._is_dead(i, x):
+            raise NotNativeError("a gate of heads that are read as they were, too")
+        for head in range(gate.width):
+            part = self.register(x.view(head * (x.width // gate.width), x.width // gate.width))
+            self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part)
+        self._in_place(node, x)
 
     def _route(self, i: int, node: Node) -> None:
         top_k, router, correction = node.bound
@@ -388,11 +398,18 @@ class _Emitter:
         label = f"{weights[0].name}... of {len(weights)}"
         # Rows are read again for every panel: the result must not lie on them.
         out = self._new_home(node)
-        self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=(named["limit"] or 0.0,), pointers=pointers)
+        self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=(_limit(named["activation"], named["limit"]),), pointers=pointers)
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound
         self._elementwise(i, node, Kind.SCALE_QUERIES, f=(float(beta), float(floor), float(shift)))
+
+
+def _limit(activation: str | None, limit: float | None) -> float:
+    """What a gated activation cuts at, 0 for nothing."""
+    if limit is not None and activation != "swiglu_clamped":
+        raise NotNativeError(f"a limit behind the activation {activation}")
+    return limit or 0.0
 
 
 def _last_reads(graph: Graph) -> dict[int, int]:

@@ -45,8 +45,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     (weight `sinks` [H]) takes part in the softmax and carries no value. Biases: on q, k, v together (`qkv_bias`) and on
     the output (`o_bias`). `clip`: q, k and v are cut to [-clip, clip] after their projection (and after a
     norm over all heads). `output_gate`: what the heads give is multiplied by the sigmoid of a product of its own with
-    the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708). `v_dim`:
-    numbers of a head's value, where they are not as many as a key's.
+    the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708);
+    `head_gate`: the same with one number per head (weight `o_gate` [H, E], no bias). `v_dim`: numbers of a head's
+    value, where they are not as many as a key's; values are multiplied by `value_scale`.
     """
 
     num_heads: int
@@ -65,7 +66,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     qk_norm: QkNorm | None = None
     clip: float | None = None
     output_gate: bool = False
+    head_gate: bool = False
     v_dim: int | None = None
+    value_scale: float = 1.0
 
     @property
     def value_dim(self) -> int:
@@ -80,6 +83,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.output_gate:
             gate = self.num_heads * self.value_dim
             out |= {"o_gate": (gate, e), "o_gate.bias": (gate,)} if self.qkv_bias else {"o_gate": (gate, e)}
+        if self.head_gate:
+            out["o_gate"] = (self.num_heads, e)
         if self.o_bias:
             out["o.bias"] = (e,)
         if self.qk_norm is not None:

@@ -60,7 +60,11 @@ def _gated(
             y = tl.minimum(tl.maximum(y, -limit), limit)
         y = x * _sigmoid(x * _ALPHA) * (y + 1.0)
     else:
-        y = _activated(x, NAME) * y
+        x = _activated(x, NAME)
+        if CLAMPED:
+            x = tl.minimum(x, limit)
+            y = tl.minimum(tl.maximum(y, -limit), limit)
+        y = x * y
     store(out + t * F + f, y, mask=own)
 
 
@@ -68,7 +72,7 @@ def activate_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, limit:
     """f(gate) * up, [T, F] of gate's type, computed in float32.
 
     Shapes: gate, up [T, F] float32, float16 or bfloat16, rows of which lie side by side (halves of one matrix will do).
-    `limit`: of "swiglu_clamped", min(gate, limit) and up within it. Raises: ValueError for another name.
+    `limit`: min(gate, limit), of others than "swiglu_clamped" min(f(gate), limit), and up within it. Raises: ValueError for another name.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"no kernel knows the activation {activation!r}: it is one of {', '.join(ACTIVATIONS)}")
