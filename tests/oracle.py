@@ -23,6 +23,7 @@ from penstock.core.model_spec import (
     FeedForward,
     FeedForwardKind,
     GatedDelta,
+    Indexer,
     Latent,
     Layer,
     Lightning,
@@ -62,6 +63,7 @@ class NaiveModel:
         self.kv_dtype, self.block_size, self.rotation = kv_dtype, block_size, rotation
         self.kv_format = parse_kv_format(kv_dtype)
         self.max_model_len = max_model_len or spec.max_position
+        self._chosen: list[npt.NDArray[Any]] = []  # what the last indexer left for later layers
         self._v_first: F32 | None = None  # what RWKV-7's first layer leaves for the later ones
 
     def logits(self, token_ids: Sequence[int], *, last_only: bool = False) -> F32:
@@ -227,7 +229,10 @@ class NaiveModel:
         if m.q_rank is None:
             q = self._linear(h, p + "q")
         else:
-            q = self._linear(rms_norm(self._linear(h, p + "q_a"), self._vector(p + "q_a_norm"), m.eps), p + "q_b")
+            inner = rms_norm(self._linear(h, p + "q_a"), self._vector(p + "q_a_norm"), m.eps)
+            q = self._linear(inner, p + "q_b")
+            if m.indexer is not None:
+                self._chosen = self._choice(h, inner, p, m.indexer)
         q = q.reshape(t, m.num_heads, -1)
         q = q if m.rope is None else self._rope(q, m.rope, m.nope_dim)
         kv = self._linear(h, p + "kv_a")
@@ -242,9 +247,30 @@ class NaiveModel:
         q = np.concatenate([absorbed, q[:, :, m.nope_dim :]], axis=-1)
         k = np.concatenate([latent, k_rope], axis=-1)[:, None]
         scale = (m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale
-        out = softmax_attention(q, k, latent[:, None], scale)
+        if m.indexer is None and not m.reads_choice:
+            out = softmax_attention(q, k, latent[:, None], scale)
+        else:
+            seen = [(k[at], latent[at, None]) for at in self._chosen]
+            own = [softmax_attention(q[i : i + 1].repeat(len(a), 0), a, v, scale, only=len(a) - 1)
+                   for i, (a, v) in enumerate(seen)]  # fmt: skip
+            out = np.concatenate(own)
         out = np.stack([[kv_b[j, m.nope_dim :] @ out[i, j] for j in range(m.num_heads)] for i in range(t)])
         return self._linear(out.reshape(t, -1), p + "o")
+
+    def _choice(self, h: F32, inner: F32, p: str, m: Indexer) -> list[npt.NDArray[Any]]:
+        """For every token the places of those it reads."""
+        t = len(h)
+        q = self._rope(self._linear(inner, p + "index_q").reshape(t, m.num_heads, -1), m.rope)
+        name = p + "index_k_norm"
+        k = layer_norm(self._linear(h, p + "index_k"), self._vector(name), self._vector(name + ".bias"), m.eps)
+        k = self._rounded(self._rope(k[:, None], m.rope))[:, 0]
+        w = self._linear(h, p + "index_weights") * np.float32(m.num_heads**-0.5)
+        out = []
+        for i in range(t):
+            worth = w[i] @ np.maximum((q[i] @ k[: i + 1].T) * np.float32(m.head_dim**-0.5), np.float32(0))
+            best = sorted(range(i + 1), key=lambda at, worth=worth: (-worth[at], at))[: m.top_k]
+            out.append(np.array(sorted(best)))
+        return out
 
     def _recurrent(self, h: F32, p: str, m: Recurrent) -> F32:
         t = len(h)

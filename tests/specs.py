@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +20,7 @@ from penstock.core.model_spec import (
     Experts,
     FeedForward,
     GatedDelta,
+    Indexer,
     Latent,
     Layer,
     Lightning,
@@ -77,6 +79,10 @@ _LLAMA3 = Rope(
     dim=8, kind="llama3", theta=100.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=32
 )
 _LATENT = Latent(num_heads=4, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5, rope=Rope(dim=4, interleaved=True))
+_INDEXER = Indexer(num_heads=5, head_dim=6, top_k=8, rope=Rope(dim=4))
+_INDEXED = Latent(
+    num_heads=3, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5, rope=Rope(dim=4), q_rank=9, indexer=_INDEXER
+)  # fmt: skip
 _LATENT_LOW_RANK = Latent(num_heads=3, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5, rope=Rope(dim=4), q_rank=9)
 _STATE = Recurrent(num_heads=3, key_dim=5, value_dim=7)
 _MAMBA = Mamba(inner=44, state=5, conv=4, dt_rank=3)
@@ -138,6 +144,8 @@ _SPECS: dict[str, ModelSpec] = {
     ),
     "slots": _spec(_STATE, _attention(4, 2), _STATE, _attention(4, 2)),
     "latent": _spec(_LATENT, _LATENT_LOW_RANK),
+    # A choice of fewer tokens than prompts have, and a layer that reads the choice of the one before.
+    "indexed": _spec(_INDEXED, msgspec.structs.replace(_LATENT_LOW_RANK, reads_choice=True)),
     # Values of another size than keys, with a window too.
     "narrow_values": _spec(_attention(4, 2, v_dim=4, o_bias=True), _attention(6, 1, v_dim=12, window=9, qkv_bias=True)),
     "mamba": _spec(_MAMBA, _MAMBA, width=None),
@@ -190,7 +198,7 @@ _SEEDS = {
     "layernorm": (5, 3), "slots": (6, 23), "latent": (7, 1), "mamba": (8, 47), "mamba2": (9, 48),
     "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0), "gated": (17, 0),
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
-    "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0),
+    "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

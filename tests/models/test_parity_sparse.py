@@ -33,6 +33,8 @@ MLA = {
     "kv_lora_rank": 12, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+# With few heads scores of zero are many, and of equal ones torch takes any.
+INDEX = {"index_n_heads": 24, "index_head_dim": 6, "index_topk": 9}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5}),
@@ -94,6 +96,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2", MLA | {"topk_method": "greedy", "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
     ),
     "deepseek_v3": ("DeepseekV3", MLA),
+    "deepseek_v32": ("DeepseekV32", MLA | INDEX),
+    "deepseek_v32-yarn": (
+        "DeepseekV32",
+        MLA | INDEX | {"index_topk": 200, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "glm_moe_dsa": ("GlmMoeDsa", MLA | INDEX | {"n_group": 1, "topk_group": 1}),
+    "glm_moe_dsa-shared": (
+        "GlmMoeDsa", MLA | INDEX | {"num_hidden_layers": 5, "index_topk": 11,
+                                    "indexer_types": ["full", "shared", "full", "shared", "shared"]},
+    ),
     "deepseek_v3-yarn": (
         "DeepseekV3",
         MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True,
@@ -241,6 +253,10 @@ def test_C65_work_grows_with_the_chosen_experts_not_with_all() -> None:
     ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "'noaux_tc' only"]),
     ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq"]),
     ("deepseek_v3", {"n_group": 3}, ["3 groups", "8 experts"]),
+    ("deepseek_v32", {"q_lora_rank": None}, ["indexer", "q_lora_rank"]),
+    ("deepseek_v32", {"index_head_dim": 2}, ["index_head_dim 2", "qk_rope_head_dim 4"]),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, ["indexer_types"]),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse"] * 3}, ["mlp_layer_types"]),
     ("deepseek_v3", {"index_topk": 2048}, ["'index_topk'", "does not know"]),
     ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob"]),
     ("deepseek_v2", {"num_key_value_heads": 2}, ["key-value heads"]),

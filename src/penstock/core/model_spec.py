@@ -15,7 +15,7 @@ from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec, group_lay
 from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
-from penstock.core.mixers.attention import Attention, Latent, QkNorm
+from penstock.core.mixers.attention import Attention, Indexer, Latent, QkNorm
 from penstock.core.mixers.delta import GatedDelta
 from penstock.core.mixers.lightning import Lightning
 from penstock.core.mixers.mamba import Mamba, Mamba2
@@ -27,7 +27,7 @@ from penstock.core.selection import BOUNDS
 
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale",
+    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale",
     "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec", "cache_specs",
     "layer_shapes", "weight_shapes",
 ]  # fmt: skip

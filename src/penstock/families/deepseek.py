@@ -6,7 +6,7 @@ transformers' DeepseekV2Config and DeepseekV3Config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.base.errors import ModelError, UnsupportedError
@@ -48,7 +48,7 @@ class DeepseekV2:
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields(config, WHERE)
         sizes = read_sizes(fields, default_positions=2048)
-        return _spec(fields, self.name, sizes, self._router(fields), default_dense=0, bos=1, eos=2)
+        return latent_spec(fields, self.name, sizes, self._router(fields), default_dense=0, bos=1, eos=2)
 
     def _router(self, fields: Fields) -> Router:
         require(fields, "norm_topk_prob", False)  # transformers reads it nowhere, the published code does
@@ -83,14 +83,16 @@ class DeepseekV3(DeepseekV2):
         sizes = read_sizes(fields, default_positions=4096)
         require(fields, "scoring_func", "sigmoid")
         require(fields, "topk_method", "noaux_tc")
-        return _spec(fields, self.name, sizes, grouped_router(fields, default_groups=1), default_dense=3, bos=0, eos=1)
+        return latent_spec(fields, self.name, sizes, grouped_router(fields, default_groups=1), default_dense=3, bos=0, eos=1)
 
 
-def _spec(
-    fields: Fields, family: str, sizes: Sizes, router: Router, *, default_dense: int, bos: int, eos: int
-) -> ModelSpec:
+def latent_spec(
+    fields: Fields, family: str, sizes: Sizes, router: Router, *, default_dense: int, bos: int, eos: int,
+    indexers: Callable[[Fields, Latent, int], list[Latent]] | None = None,
+) -> ModelSpec:  # fmt: skip
     norm = Norm(eps=fields.number("rms_norm_eps", default=1e-6))
     mixer = _latent(fields, sizes)
+    mixers = [mixer] * sizes.num_layers if indexers is None else indexers(fields, mixer, sizes.num_layers)
     activation = read_activation(fields)
     bias = fields.flag("mlp_bias")
     dense = FeedForward(width=read_width(fields, "intermediate_size"), activation=activation, bias=bias)
@@ -107,7 +109,7 @@ def _spec(
         )  # fmt: skip
     layers = [
         Layer(mixer=mixer, ffn=dense if ffn is None or i < num_dense else ffn, norm=norm)
-        for i in range(sizes.num_layers)
+        for i, mixer in enumerate(mixers)
     ]
     return finish(fields, family, sizes, layers, bos=(bos,), eos=(eos,), final_norm=norm, harmless=_TRAINING)
 

@@ -6,15 +6,12 @@ A name alone helps nobody to decide what to do; the missing part does. An entry 
 from __future__ import annotations
 
 _VISION = "a vision tower"
-_INDEXER = "sparse attention whose keys a learned indexer selects (index_topk)"
 
 MISSING: dict[str, str] = {
-    "DeepseekV32ForCausalLM": _INDEXER,
     "DeepseekV4ForCausalLM": "compressed sparse attention (compress_ratios) and hyper-connections (hc_mult)",
     "FalconMambaForCausalLM": "Mamba layers with norms on their time step, B and C",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
     "Gemma4ForConditionalGeneration": f"{_VISION} and global layers with a head size of their own (global_head_dim)",
-    "GlmMoeDsaForCausalLM": _INDEXER,
     "JambaForCausalLM": "Mamba layers with norms on their time step, mixed with attention and experts",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",

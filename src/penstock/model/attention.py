@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.model_spec import Attention, Latent, QkNorm
+from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.rotary import rope_table
@@ -89,6 +89,8 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     else:
         b.linear(x, "q", p + "q_a")
         b.raw_norm("q", "q", p + "q_a_norm", "rms", m.eps)
+        if m.indexer is not None:
+            _choice(b, p, m.indexer, place, x, "q")
         b.linear("q", "q", p + "q_b")
     b.emit("heads", ("q",), "q", bound=(m.num_heads,))
     if m.rope is not None:
@@ -108,10 +110,31 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
         kv_b = b.of_heads(p + "kv_b", m.num_heads)
         k_b, v_b = kv_b[:, : m.nope_dim], kv_b[:, m.nope_dim :]
     b.emit("latent_query", ("q",), "q", bound=(k_b,))
+    sparse = m.indexer is not None or m.reads_choice
+    op, inputs = ("attend_chosen", ("q", "chosen", "step")) if sparse else ("attention", ("q", "step"))
     b.emit(
-        "attention", ("q", "step"), "a", bound=place, keys=("latent", "k_rope"), value="latent",
+        op, inputs, "a", bound=place, keys=("latent", "k_rope"), value="latent",
         scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale, width=m.num_heads * m.kv_rank,
     )  # fmt: skip
     b.emit("latent_output", ("a",), "a", bound=(v_b,))
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")
+
+
+def _choice(b: Emitter, p: str, m: Indexer, place: Place, x: str, q: str) -> None:
+    """Register "chosen", which later layers find, too. `x`: the layer's input, `q`: the query's normed latent."""
+    b.linear(q, "index_q", p + "index_q")
+    b.emit("heads", ("index_q",), "index_q", bound=(m.num_heads,))
+    b.rope("index_q", m.rope)
+    b.linear(x, "index_k", p + "index_k")
+    b.raw_norm("index_k", "index_k", p + "index_k_norm", "layer", m.eps)
+    b.emit("heads", ("index_k",), "index_k", bound=(1,))
+    b.rope("index_k", m.rope)
+    # One plane is written where the operation takes two: the same rows twice.
+    b.emit("write_kv", ("step", "index_k", "index_k"), "", bound=(*place, ("index", "index")))
+    b.linear(x, "index_weights", p + "index_weights")
+    b.scale("index_weights", m.num_heads**-0.5)
+    b.emit(
+        "choose_tokens", ("index_q", "index_weights", "step"), "chosen",
+        bound=(*place, "index", m.top_k, m.head_dim**-0.5), width=m.top_k,
+    )  # fmt: skip

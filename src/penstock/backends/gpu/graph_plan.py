@@ -57,6 +57,8 @@ def problem_of(spec: ModelSpec, groups: Sequence[CacheGroup], kv_dtype: str) -> 
     """What keeps a model's steps from being captured, as far as its spec tells: see `graphs.why_not`."""
     if any(isinstance(layer.ffn, Experts) for layer in spec.layers) and not _safe("experts"):
         return "experts are chosen on the host"
+    if any(isinstance(m := layer.mixer, Latent) and (m.indexer or m.reads_choice) for layer in spec.layers):
+        return "an indexer's choice of tokens is made on the host"
     if any(group.spec.kind == "slot" for group in groups):
         return "the pages of recurrent states are looked up on the host"
     formats = [parse_kv_format(kv_dtype).of(n) for n in range(len(spec.layers))]

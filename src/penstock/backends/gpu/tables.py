@@ -5,8 +5,9 @@ from __future__ import annotations
 from penstock.backends.gpu import ops
 from penstock.backends.gpu.cache_ops import CACHE_OPS
 from penstock.backends.gpu.expert_ops import experts, experts_by_row
+from penstock.backends.gpu.index_ops import INDEX_OPS
 from penstock.backends.gpu.state_ops import STATE_OPS
 from penstock.ops.table import OpTable
 
-PLAIN = OpTable("torch", ops.PLAIN | STATE_OPS | CACHE_OPS | {"experts": experts}, batch_invariant=False)
-EXACT = OpTable("torch", ops.EXACT | STATE_OPS | CACHE_OPS | {"experts": experts_by_row})
+PLAIN = OpTable("torch", ops.PLAIN | STATE_OPS | CACHE_OPS | INDEX_OPS | {"experts": experts}, batch_invariant=False)
+EXACT = OpTable("torch", ops.EXACT | STATE_OPS | CACHE_OPS | INDEX_OPS | {"experts": experts_by_row})

@@ -137,13 +137,38 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         return 0
 
 
+class Indexer(msgspec.Struct, frozen=True, kw_only=True):
+    """Chooses which `top_k` tokens a query of latent attention reads, once it sees more.
+
+    A token is worth the sum over `num_heads` of weight * relu(q.k / sqrt(head_dim)) / sqrt(num_heads), where q comes
+    from the query's normed latent (weight `index_q` [H * head_dim, q_rank]), k, one for all heads and kept in a plane
+    of its own, from the layer's input (`index_k` [head_dim, E], then a layer norm `index_k_norm`), and so do the
+    weights of the heads (`index_weights` [H, E]). `rope` turns the first numbers of q and k. Ties go to the lower
+    position. Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    rope: Rope
+    eps: float = 1e-6
+
+    def weight_shapes(self, e: int, q_rank: int) -> Shapes:
+        return {
+            "index_q": (self.num_heads * self.head_dim, q_rank), "index_k": (self.head_dim, e),
+            "index_k_norm": (self.head_dim,), "index_k_norm.bias": (self.head_dim,),
+            "index_weights": (self.num_heads, e),
+        }  # fmt: skip
+
+
 class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     """Multi-head latent attention: caches one latent [kv_rank] and one rotary key [rope_dim] per token.
 
     Computed in absorbed form for prefill and decode alike, so that no switch can change a token. `bias`: on the two
     projections down (`q_a`, `kv_a`) and on the output. `split`: weights `k_b` [H * nope_dim, kv_rank] and `v_b`
     [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both. Without `rope` (Kimi
-    Linear) what would be rotated is left as it is.
+    Linear) what would be rotated is left as it is. `indexer`: a query reads the tokens that it chooses (needs
+    `q_rank`); `reads_choice`: those that the last layer with an indexer chose.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -158,6 +183,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     eps: float = 1e-6
     bias: bool = False
     split: bool = False
+    indexer: Indexer | None = None
+    reads_choice: bool = False
 
     def weight_shapes(self, e: int) -> Shapes:
         q = self.num_heads * (self.nope_dim + self.rope_dim)
@@ -167,6 +194,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
             out = {"q_a": (self.q_rank, e), "q_a_norm": (self.q_rank,), "q_b": (q, self.q_rank)}
             if self.bias:
                 out["q_a.bias"] = (self.q_rank,)
+            if self.indexer is not None:
+                out |= self.indexer.weight_shapes(e, self.q_rank)
         out |= {
             "kv_a": (self.kv_rank + self.rope_dim, e),
             "kv_a_norm": (self.kv_rank,),
@@ -180,6 +209,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         shapes = {"latent": (1, self.kv_rank), "k_rope": (1, self.rope_dim)}
+        if self.indexer is not None:
+            shapes["index"] = (1, self.indexer.head_dim)
         return CacheSpec(kind="paged", planes=vector_planes(shapes, kv_dtype))
 
     @property
@@ -189,8 +220,10 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     @property
     def pair_flops(self) -> int:
         """Absorbed form: a head's query meets latent and rotary key, its result is a latent. The projections from and
-        to the latent are the halves of `kv_b`, so they are among the linear weights already."""
-        return 2 * self.num_heads * (2 * self.kv_rank + self.rope_dim)
+        to the latent are the halves of `kv_b`, so they are among the linear weights already. With an indexer this
+        is the most it can be: attention itself stays at `top_k` tokens."""
+        index = 0 if self.indexer is None else 2 * self.indexer.num_heads * self.indexer.head_dim
+        return 2 * self.num_heads * (2 * self.kv_rank + self.rope_dim) + index
 
     @property
     def token_flops(self) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 _DELTA = "layers of gated delta-rule linear attention"
 _ENCODER = "an encoder, whose tokens see those after them"
 _VISION = "positions of three axes, for images"
-_INDEXER = "sparse attention whose keys a learned indexer selects"
 
 NEEDS: dict[str, str] = {
     "kimi-linear": _DELTA,
@@ -14,7 +13,8 @@ NEEDS: dict[str, str] = {
                      "eurobert", "t5", "t5encoder", "gemma-embedding", "llama-embed"), _ENCODER),
     **dict.fromkeys(("dream", "llada", "llada-moe"), "attention to tokens that come after, for diffusion"),
     **dict.fromkeys(("hunyuan_vl", "paddleocr"), _VISION),
-    **dict.fromkeys(("deepseek32", "deepseek4", "glm-dsa"), _INDEXER),
+    **dict.fromkeys(("deepseek32", "glm-dsa"), "a reader of its GGUF layout (its folders of safetensors are read)"),
+    "deepseek4": "compressed sparse attention",
     "clip": "a language model, for it is a vision tower alone",
     "gemma3n": "an embedding for every layer and alternating updates (altup)",
     "gemma4": "global layers with a head size of their own",

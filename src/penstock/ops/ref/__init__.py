@@ -10,6 +10,7 @@ from __future__ import annotations
 from penstock.ops.ref.attention.kept import write_kept
 from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.experts import experts, route
+from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
 from penstock.ops.ref.norm import layer_norm, rms_norm
@@ -71,6 +72,8 @@ REF = OpTable(
         "write_kv": write_kv,
         "observe": observe,
         "write_kept": write_kept,
+        "choose_tokens": choose_tokens,
+        "attend_chosen": attend_chosen,
         "latent_query": latent_query,
         "latent_output": latent_output,
         "recurrent": recurrent,
