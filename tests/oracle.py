@@ -166,7 +166,8 @@ class NaiveModel:
 
     def _attention(self, h: F32, p: str, m: Attention) -> F32:
         t = len(h)
-        q, k, v = (self._linear(h, p + name) for name in "qkv")
+        q, k = (self._linear(h, p + name) for name in "qk")
+        v = k if m.v_from_k else self._linear(h, p + "v")
         norm = m.qk_norm
         if norm is not None and norm.over == "all":
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
@@ -175,6 +176,8 @@ class NaiveModel:
         v = v * np.float32(m.value_scale)
         q = q.reshape(t, m.num_heads, m.head_dim)
         k, v = k.reshape(t, m.num_kv_heads, -1), v.reshape(t, m.num_kv_heads, -1)
+        if m.v_norm is not None:
+            v = rms_norm(v, None, m.v_norm)
         per_head = norm is not None and norm.over != "all"
         if norm is not None and per_head and not norm.after_rope:
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)

@@ -67,6 +67,14 @@ CASES = {
     "gemma3": Seeing("Gemma3", {
         "head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     }, _SIGLIP),
+    "gemma4": Seeing("Gemma4", {
+        "head_dim": 8, "global_head_dim": 16, "sliding_window": 7, "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    }, {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+    }),
     "mistral3": Seeing("Mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}, {
         "model_type": "pixtral", **_SIGLIP, "head_dim": 8,
     }),

@@ -36,6 +36,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamp
 Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning
 
 
+class Norm(msgspec.Struct, frozen=True, kw_only=True):
+    """RMS norm, or layer norm with a bias unless `bias` is off. `offset` is added to the weights (Gemma keeps w - 1).
+    `weight` off: no weights at all."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    offset: float = 0.0
+    bias: bool = True
+    weight: bool = True
+
+
 class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     """`gated`: down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
 
@@ -61,7 +72,8 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     take part; a group is worth its best score ("max") or the sum of its two best ("top2"). An expert weighs its score;
     `renormalize`: divided by the sum over those chosen (plus 1e-20 if scores are sigmoids); `chosen_only`: the softmax
     runs over the chosen ones alone; then times `scale`. `scale_input`: the weight multiplies what goes into the expert,
-    not what comes out (Llama 4).
+    not what comes out (Llama 4). `expert_scale`: the weight is multiplied by a learned one of the expert (weight
+    `router_scale` [X]).
 
     `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
     those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu
@@ -79,6 +91,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
     scale_input: bool = False
+    expert_scale: bool = False
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -87,6 +100,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
     `latent`: the chosen experts work at this width: the weight `experts_in` [latent, E] leads there, `experts_out`
     [E, latent] back. Router and shared expert stay at E.
+
+    `apart`: only the shared expert reads the layer's normed input. Router and chosen experts read the residual, each
+    through a norm like this one: `router_norm` [E], whose result is divided by sqrt(E), and `experts_norm`. What the
+    chosen ones give is normed by `experts_post_norm`, what the shared one gives by `shared_post_norm` (Gemma 4).
     """
 
     num_experts: int
@@ -96,6 +113,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared: FeedForward | None = None
     shared_gate: bool = False
     latent: int | None = None
+    apart: Norm | None = None
 
     def expert_size(self, hidden_size: int) -> int:
         """Width of what goes into an expert and comes out of it, in a model of this hidden size."""
@@ -105,17 +123,6 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 FeedForwardKind = FeedForward | Experts | ChannelMix
 
 
-class Norm(msgspec.Struct, frozen=True, kw_only=True):
-    """RMS norm, or layer norm with a bias unless `bias` is off. `offset` is added to the weights (Gemma keeps w - 1).
-    `weight` off: no weights at all."""
-
-    kind: Literal["rms", "layer"] = "rms"
-    eps: float = 1e-5
-    offset: float = 0.0
-    bias: bool = True
-    weight: bool = True
-
-
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A mixer half and a feed-forward half; either may be missing.
 
@@ -123,7 +130,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     Weights `attn_norm` and `ffn_norm` are the norm of a half's input (`post`, `sum`: the only one there is);
     `attn_post_norm` and `ffn_post_norm` exist for `both`. `parallel` (with `pre`): x += mixer(norm(x)) + ffn(norm'(x)),
     where `shared_norm` means that both read the same normed input (no `ffn_norm`). `residual_scale` multiplies what a
-    half adds.
+    half adds. `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
     """
 
     mixer: Mixer | None
@@ -133,6 +140,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
+    output_scale: bool = False
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,6 +267,8 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
         out |= _feed_forward_shapes(layer.ffn, e)
         if layer.placement == "both":
             out |= norm_shapes("ffn_post_norm", layer.norm, e)
+    if layer.output_scale:
+        out["layer_scale"] = (1,)
     return out
 
 
@@ -294,6 +304,11 @@ def _expert_shapes(ffn: Experts, e: int) -> Shapes:
         out["router.bias"] = (ffn.num_experts,)
     if ffn.router.correction:
         out["router_correction"] = (ffn.num_experts,)
+    if ffn.router.expert_scale:
+        out["router_scale"] = (ffn.num_experts,)
+    if ffn.apart is not None:
+        for name in ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm"):
+            out |= norm_shapes(name, ffn.apart, e)
     if ffn.latent is not None:
         out["experts_in"] = (ffn.latent, e)
     for i in range(ffn.num_experts):

@@ -11,7 +11,6 @@ MISSING: dict[str, str] = {
     "DeepseekV4ForCausalLM": "compressed sparse attention (compress_ratios) and hyper-connections (hc_mult)",
     "FalconMambaForCausalLM": "Mamba layers with norms on their time step, B and C",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
-    "Gemma4ForConditionalGeneration": f"{_VISION} and global layers with a head size of their own (global_head_dim)",
     "JambaForCausalLM": "Mamba layers with norms on their time step, mixed with attention and experts",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",

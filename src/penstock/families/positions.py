@@ -16,7 +16,7 @@ from penstock.families.fields import Fields
 from penstock.families.reading import MAX_POSITION, WHERE
 from penstock.formats.files import quoted
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def read_rope(
@@ -121,6 +121,11 @@ def read_scaling(scaling: Fields, outer: Fields, rope: Rope, max_position: int) 
             )  # fmt: skip
         case "yarn":
             return _yarn(scaling, rope, max_position)
+        case "proportional":
+            return Rope(
+                kind="proportional", factor=scaling.number("factor", default=1.0),
+                part=scaling.number("partial_rotary_factor", default=1.0), **common,  # type: ignore[arg-type]
+            )  # fmt: skip
         case "longrope":
             return _longrope(scaling, outer, rope, max_position)
     raise UnsupportedError(f"{WHERE} asks for rope scaling of the kind {quoted(kind)}; known kinds: {', '.join(KINDS)}")

@@ -20,6 +20,7 @@ from penstock.core.weight_map import WeightMap
 from penstock.families.deepseek import DeepseekV3
 from penstock.families.fields import Fields
 from penstock.families.gemma import Gemma3
+from penstock.families.gemma4 import Gemma4
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
 from penstock.families.mistral import Ministral3, Mistral
@@ -40,9 +41,10 @@ _OUTSIDE = frozenset({
     "projector_ln_eps", "projection_hidden_size", "projection_layer_norm_eps", "spatial_merge_size",
     "image_seq_length", "mm_tokens_per_image", "image_token_id", "video_token_id", "vision_token_id",
     "vision_start_token_id", "vision_end_token_id", "image_token_index", "boi_token_index", "eoi_token_index",
-    "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
+    "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "boi_token_id", "eoi_token_id",
+    "vision_soft_tokens_per_image", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
 })  # fmt: skip
-_SEEING = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\..*")
+_SEEING = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|embed_audio)\..*")
 """Names of tensors that see, or lead from there to the decoder."""
 _ROPES = ("rope_scaling", "rope_parameters")
 
@@ -253,6 +255,15 @@ class Gemma3Seeing(TextPart):
     published = LAYOUTS[1]
     tied = True
     defaults = _GEMMA3
+
+
+class Gemma4Seeing(TextPart):
+    """The `ModelFamily` of Gemma4ForConditionalGeneration, which may hear, too."""
+
+    name = "gemma4"
+    architectures = ("Gemma4ForConditionalGeneration",)
+    texts = (("gemma4_text", Gemma4),)
+    tied = True
 
 
 class Mistral3(TextPart):

@@ -15,7 +15,10 @@ from penstock.ops.ref.rotary import rope_table
 def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) -> None:
     """Register x -> register y; `p`: prefix of the layer's weights."""
     for name, heads in (("q", m.num_heads), ("k", m.num_kv_heads), ("v", m.num_kv_heads)):
-        b.linear(x, name, p + name)
+        if name == "v" and m.v_from_k:
+            b.values["v"] = b.values["k"]
+        else:
+            b.linear(x, name, p + name)
         if name != "v" and m.qk_norm is not None and m.qk_norm.over == "all":
             _qk_norm(b, p, name, m.qk_norm)
         if m.clip is not None:
@@ -23,6 +26,8 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         if name == "v":
             b.scale("v", m.value_scale)
         b.emit("heads", (name,), name, bound=(heads,))
+    if m.v_norm is not None:
+        b.raw_norm("v", "v", "", "rms", m.v_norm)
     per_head = m.qk_norm if m.qk_norm is not None and m.qk_norm.over != "all" else None
     for name in ("q", "k"):
         if per_head is not None and not per_head.after_rope:

@@ -83,6 +83,8 @@ def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
+    if layer.output_scale:
+        b.scale("x", float(b.array(p + "layer_scale")[0]))
 
 
 def _before(b: Emitter, name: str, layer: Layer) -> str:

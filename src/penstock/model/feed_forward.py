@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from penstock.core.model_spec import Experts, FeedForward
 from penstock.model.emitter import Emitter
 from penstock.ops.ref.experts import ExpertWeights
@@ -21,24 +23,34 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
 
 
 def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
-    """Router, chosen experts, and the shared one beside them."""
-    b.linear(x, "routes", p + "router")
-    correction = b.vector(p + "router_correction")
-    b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, correction))
+    """Router, chosen experts, and the shared one beside them. Experts `apart` find the residual in register x."""
+    routed = inner = x
+    if f.apart is not None:
+        assert f.apart.kind == "rms", "norms of experts apart are RMS norms"
+        routed, inner = "routed", "inner"
+        weight = b.array(p + "router_norm") * np.float32(b.spec.hidden_size**-0.5)
+        b.emit("rms_norm", ("x",), routed, bound=(weight, f.apart.eps))
+        b.norm("x", inner, p + "experts_norm", f.apart)
+    b.linear(routed, "routes", p + "router")
+    more = (b.vector(p + "router_correction"), *([b.vector(p + "router_scale")] if f.router.expert_scale else []))
+    b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, *more))
     weights = [_expert(b, f"{p}experts.{i}.", f.expert) for i in range(f.num_experts)]
     named: dict[str, Any] = {"activation": f.expert.activation, "limit": f.expert.limit}
-    inner = x
     if f.latent is not None:
+        b.linear(inner, "latent", p + "experts_in")
         inner = "latent"
-        b.linear(x, inner, p + "experts_in")
     b.emit("experts", (inner, "routes"), y, bound=(weights,), scale_input=f.router.scale_input, **named)
     if f.latent is not None:
         b.linear(y, y, p + "experts_out")
+    if f.apart is not None:
+        b.norm(y, y, p + "experts_post_norm", f.apart)
     if f.shared is not None:
         feed_forward(b, p + "shared.", f.shared, x, "shared")
         if f.shared_gate:
             b.linear(x, "gate", p + "shared_gate")
             b.emit("gate_rows", ("shared", "gate"), "shared")
+        if f.apart is not None:
+            b.norm("shared", "shared", p + "shared_post_norm", f.apart)
         b.emit("add", (y, "shared"), y)
 
 

@@ -63,7 +63,7 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("scale_queries", "x * (1 + beta * log(1 + floor((p + shift) / floor))) at position p",
                "x [T, H, D]; positions int32 [T]", "beta; floor; shift", "[T, H, D]"),
     OpContract("route", "the experts of each token and what they weigh (core.model_spec.Router)", "logits [T, X]",
-               "top_k; router; correction [X] or None", "Routes: ids int32 [T, K] ascending, weights [T, K]"),
+               "top_k; router; correction [X] or None; what experts weigh besides [X]", "Routes: ids int32 [T, K] ascending, weights [T, K]"),
     OpContract("experts", "each token through its experts, weighed and added in id order", "x [T, E]; routes",
                "ExpertWeights of every expert; activation name; limit or None; scale_input; the table's `linear`",
                "[T, E]"),

@@ -198,7 +198,9 @@ def value_bonus(r: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     return (r * k * weight).sum(dim=-1, keepdim=True) * v
 
 
-def route(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
+def route(
+    logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None, expert_scale: Tensor | None = None
+) -> Routes:
     """See `ops.ref.experts.route`. Ties go to the lower id: sorts are stable."""
     if router.score == "sparse_mixer":
         return _sparse_mixer(logits, top_k, router)
@@ -215,7 +217,8 @@ def route(logits: Tensor, top_k: int, router: Router, correction: Tensor | None 
     if router.renormalize:
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total + 1e-20 if router.score == "sigmoid" else total)
-    found: Any = (ids, weights * router.scale)
+    weights = weights * router.scale
+    found: Any = (ids, weights if expert_scale is None else weights * expert_scale[ids])
     return Routes(*found)
 
 
@@ -247,11 +250,13 @@ def _best_groups(choice: Tensor, router: Router) -> Tensor:
     return torch.where(keep[:, :, None], grouped, -math.inf).reshape(t, num_experts)
 
 
-def route_by_row(logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None) -> Routes:
+def route_by_row(
+    logits: Tensor, top_k: int, router: Router, correction: Tensor | None = None, expert_scale: Tensor | None = None
+) -> Routes:
     """`route` for one row at a time."""
     if not len(logits):
-        return route(logits, top_k, router, correction)
-    rows: Any = zip(*(route(row[None].clone(), top_k, router, correction) for row in logits), strict=True)
+        return route(logits, top_k, router, correction, expert_scale)
+    rows: Any = zip(*(route(row[None].clone(), top_k, router, correction, expert_scale) for row in logits), strict=True)
     ids, weights = (torch.cat(parts) for parts in rows)
     found: Any = (ids, weights)
     return Routes(*found)

@@ -371,7 +371,9 @@ class _Emitter:
         self._in_place(node, x)
 
     def _route(self, i: int, node: Node) -> None:
-        top_k, router, correction = node.bound
+        top_k, router, correction, *scales = node.bound
+        if scales:
+            raise NotNativeError("learned weights of experts beside the router's")
         if router.score == "sparse_mixer":
             raise NotNativeError("experts that SparseMixer weighs")
         inputs = (self.register(node.inputs[0]),)

@@ -47,7 +47,9 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     norm over all heads). `output_gate`: what the heads give is multiplied by the sigmoid of a product of its own with
     the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708);
     `head_gate`: the same with one number per head (weight `o_gate` [H, E], no bias). `v_dim`: numbers of a head's
-    value, where they are not as many as a key's; values are multiplied by `value_scale`.
+    value, where they are not as many as a key's; values are multiplied by `value_scale`. `v_from_k`: a head's value is
+    its key before norm and rotation (no weight `v`). `v_norm`: epsilon of an RMS norm of each head's value, without
+    weights.
     """
 
     num_heads: int
@@ -69,6 +71,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     head_gate: bool = False
     v_dim: int | None = None
     value_scale: float = 1.0
+    v_from_k: bool = False
+    v_norm: float | None = None
 
     @property
     def value_dim(self) -> int:
@@ -83,6 +87,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         if self.output_gate:
             gate = self.num_heads * self.value_dim
             out |= {"o_gate": (gate, e), "o_gate.bias": (gate,)} if self.qkv_bias else {"o_gate": (gate, e)}
+        if self.v_from_k:
+            out = {name: shape for name, shape in out.items() if name not in ("v", "v.bias")}
         if self.head_gate:
             out["o_gate"] = (self.num_heads, e)
         if self.o_bias:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-RopeKind = Literal["default", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "ntk", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +22,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     stretches low frequencies only (Llama 3.1 model card); `yarn` mixes stretched and kept frequencies between
     `beta_slow` and `beta_fast` turns over the original context, bounds rounded outwards if `truncate` (arXiv
     2309.00071); `longrope` divides each frequency by its own entry of `short_factor`, or for contexts beyond
-    `original_max_position` of `long_factor`, from position `start_tokens` on (Ding et al., arXiv 2402.13753). What
-    depends on the length of the context is fixed at start by max_model_len.
+    `original_max_position` of `long_factor`, from position `start_tokens` on (Ding et al., arXiv 2402.13753);
+    `proportional` turns the fastest pairs only, `part` of them, and divides by `factor` (Gemma 4). What depends on the length of the context is fixed at start by max_model_len.
 
     `head_factors`: positions of kv head g, and of the query heads that share it, are divided by head_factors[g] besides
     (Ms-PoE: Zhang et al., arXiv 2403.04797); () divides none.
@@ -44,6 +44,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     start_tokens: int = 0
+    part: float = 1.0
     head_factors: tuple[float, ...] = ()
 
 

@@ -41,7 +41,9 @@ class ExpertWeights(NamedTuple):
     name: str = ""
 
 
-def route(logits: F32, top_k: int, router: Router, correction: F32 | None = None) -> Routes:
+def route(
+    logits: F32, top_k: int, router: Router, correction: F32 | None = None, expert_scale: F32 | None = None
+) -> Routes:
     """The router's product logits [T, X] -> the `top_k` experts of each token, as `core.model_spec.Router` says."""
     if router.score == "sparse_mixer":
         return _sparse_mixer(logits, top_k, router)
@@ -61,6 +63,8 @@ def route(logits: F32, top_k: int, router: Router, correction: F32 | None = None
         total = np.add.reduce(weights, axis=-1, keepdims=True)
         weights /= total + np.float32(1e-20) if router.score == "sigmoid" else total
     scaled: F32 = weights * np.float32(router.scale)
+    if expert_scale is not None:
+        scaled = scaled * expert_scale[ids]
     return Routes(ids.astype(np.int32), scaled)
 
 

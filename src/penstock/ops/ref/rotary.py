@@ -30,6 +30,8 @@ def rope_frequencies(rope: Rope, max_model_len: int) -> F64:
             return _llama3(rope, base)
         case "yarn":
             return _yarn(rope, base)
+        case "proportional":
+            return np.where(np.arange(len(base)) < int(rope.part * rope.dim // 2), base / rope.factor, 0.0)
         case "longrope":
             factors: F64 = np.array(rope.long_factor if _is_long(rope, max_model_len) else rope.short_factor)
             return base / factors
