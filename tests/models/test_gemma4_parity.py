@@ -1,4 +1,4 @@
-"""Gemma 4's text part against transformers: global heads of their own size, keys as values, experts beside a dense half."""
+"""Gemma 4's text part against transformers: global heads of their own size, keys as values, experts beside."""
 
 from __future__ import annotations
 
@@ -52,12 +52,18 @@ def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) ->
     assert native_obstacle(found.spec) == wanted
 
 
+def test_the_last_layer_is_global_whatever_the_list_says() -> None:
+    config = Gemma4TextConfig(**TEXT).to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
+    spec = find_family(config).spec(config)
+    config["layer_types"] = [*config["layer_types"][:-1], "sliding_attention"]
+    assert find_family(config).spec(config) == spec
+
+
 @pytest.mark.parametrize(("changes", "words"), [
     ({"hidden_size_per_layer_input": 16}, ["hidden_size_per_layer_input", "embeddings for every layer"]),
     ({"num_kv_shared_layers": 2}, ["num_kv_shared_layers", "share keys and values"]),
     ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention"]),
     ({"per_layer_config": {"0": {"head_dim": 4}}}, ["per_layer_config"]),
-    ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, ["ends in"]),
 ])  # fmt: skip
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], words: list[str]) -> None:
     config = Gemma4TextConfig(**TEXT).to_dict() | {"architectures": ["Gemma4ForCausalLM"]}

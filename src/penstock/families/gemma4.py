@@ -66,8 +66,7 @@ class Gemma4(LlamaNames):
         _refuse(fields)
         norm = read_norm(fields)
         kinds = read_kinds(fields, sizes.num_layers, every(fields, "sliding_window_pattern", 6))
-        if kinds[-1] != FULL:
-            raise UnsupportedError(f"{WHERE} ends in a layer of the kind {kinds[-1]}; this family ends in {FULL}")
+        kinds = (*kinds[:-1], FULL)  # the last layer is global, whatever the list says
         mixers = _mixers(begun, kinds, norm.eps)
         ffn = _feed_forward(fields)
         layers = [Layer(mixer=mixers[kind], ffn=ffn, norm=norm, placement="both", output_scale=True) for kind in kinds]
