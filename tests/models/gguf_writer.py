@@ -102,8 +102,8 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
 
 
 FEED_FORWARD = {
-    "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared", "shared_gate",
-    "experts_in", "experts_out",
+    "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared",
+    "shared_gate", "experts_in", "experts_out",
 }  # fmt: skip
 
 

@@ -37,7 +37,9 @@ SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Model types that transformers does not know -> one it knows whose layers have the same weights."""
 
 
-SEES = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|projector|embed_vision)\.")
+SEES = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|projector|embed_vision)\."
+)
 """Parameters of transformers' models that see, which Penstock leaves out."""
 
 
@@ -66,7 +68,8 @@ def meta_size(config: dict[str, Any]) -> int:
     with torch.device("meta"):
         model = kind.from_config(made)
     tied = {id(p): p.numel() for n, p in model.named_parameters() if not SEES.match(n)}
-    corrections = [b.numel() for n, b in model.named_buffers() if n.endswith(("e_score_correction_bias", "layer_scalar"))]
+    buffers = ("e_score_correction_bias", "layer_scalar")
+    corrections = [b.numel() for n, b in model.named_buffers() if n.endswith(buffers)]
     return sum(tied.values()) + sum(corrections)
 
 

@@ -67,13 +67,13 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     2412.19437, section 2.1.2.
 
     Scores of the X experts are softmax or sigmoid of the router's product (weight `router` [X, E], `router.bias` if
-    `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower id; `correction` (weight `router_correction` [X]) is added
-    to the scores for the choice only. With `groups` > 1, only experts of the `top_groups` best of as many equal groups
-    take part; a group is worth its best score ("max") or the sum of its two best ("top2"). An expert weighs its score;
-    `renormalize`: divided by the sum over those chosen (plus 1e-20 if scores are sigmoids); `chosen_only`: the softmax
-    runs over the chosen ones alone; then times `scale`. `scale_input`: the weight multiplies what goes into the expert,
-    not what comes out (Llama 4). `expert_scale`: the weight is multiplied by a learned one of the expert (weight
-    `router_scale` [X]).
+    `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower id; `correction`
+    (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1, only experts of
+    the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or the sum of its
+    two best ("top2"). An expert weighs its score; `renormalize`: divided by the sum over those chosen (plus 1e-20 if
+    scores are sigmoids); `chosen_only`: the softmax runs over the chosen ones alone; then times `scale`.
+    `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4). `expert_scale`: the
+    weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
 
     `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
     those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu

@@ -83,7 +83,8 @@ class DeepseekV3(DeepseekV2):
         sizes = read_sizes(fields, default_positions=4096)
         require(fields, "scoring_func", "sigmoid")
         require(fields, "topk_method", "noaux_tc")
-        return latent_spec(fields, self.name, sizes, grouped_router(fields, default_groups=1), default_dense=3, bos=0, eos=1)
+        router = grouped_router(fields, default_groups=1)
+        return latent_spec(fields, self.name, sizes, router, default_dense=3, bos=0, eos=1)
 
 
 def latent_spec(

@@ -60,7 +60,8 @@ class Gemma4(LlamaNames):
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         begun = start(
-            config, max_position_embeddings=131072, num_key_value_heads=4, head_dim=256, hidden_size_per_layer_input=256,
+            config, max_position_embeddings=131072, num_key_value_heads=4, head_dim=256,
+            hidden_size_per_layer_input=256,
         )  # fmt: skip
         fields, sizes = begun.fields, begun.sizes
         _refuse(fields)

@@ -125,8 +125,8 @@ def _sliding(fields: Fields, full: Attention, *, slides: bool) -> Attention:
 
 
 def _ropes(fields: Fields, kinds: list[str], head_dim: int, sizes: Sizes) -> dict[str, Any]:
-    """Kind -> rope. Published files give theta and the rotated part of every layer, by kind in truth; and scaling, which
-    is about full attention."""
+    """Kind -> rope. Published files give theta and the rotated part of every layer, by kind in truth; and scaling,
+    which is about full attention."""
     if "rope_parameters" in fields:
         return {
             kind: read_rope(fields, head_dim, sizes.max_position, partial=1.0, layer_kind=kind) for kind in set(kinds)

@@ -44,7 +44,10 @@ _OUTSIDE = frozenset({
     "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "boi_token_id", "eoi_token_id",
     "vision_soft_tokens_per_image", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
 })  # fmt: skip
-_SEEING = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|embed_audio)\..*")
+_SEEING = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|"
+    r"embed_audio)\..*"
+)
 """Names of tensors that see, or lead from there to the decoder."""
 _ROPES = ("rope_scaling", "rope_parameters")
 

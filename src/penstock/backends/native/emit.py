@@ -400,7 +400,8 @@ class _Emitter:
         label = f"{weights[0].name}... of {len(weights)}"
         # Rows are read again for every panel: the result must not lie on them.
         out = self._new_home(node)
-        self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=(_limit(named["activation"], named["limit"]),), pointers=pointers)
+        f = (_limit(named["activation"], named["limit"]),)
+        self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=f, pointers=pointers)
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound

@@ -23,7 +23,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     `beta_slow` and `beta_fast` turns over the original context, bounds rounded outwards if `truncate` (arXiv
     2309.00071); `longrope` divides each frequency by its own entry of `short_factor`, or for contexts beyond
     `original_max_position` of `long_factor`, from position `start_tokens` on (Ding et al., arXiv 2402.13753);
-    `proportional` turns the fastest pairs only, `part` of them, and divides by `factor` (Gemma 4). What depends on the length of the context is fixed at start by max_model_len.
+    `proportional` turns the fastest pairs only, `part` of them, and divides by `factor` (Gemma 4). What depends
+    on the length of the context is fixed at start by max_model_len.
 
     `head_factors`: positions of kv head g, and of the query heads that share it, are divided by head_factors[g] besides
     (Ms-PoE: Zhang et al., arXiv 2403.04797); () divides none.

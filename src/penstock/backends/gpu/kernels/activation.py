@@ -72,7 +72,8 @@ def activate_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, limit:
     """f(gate) * up, [T, F] of gate's type, computed in float32.
 
     Shapes: gate, up [T, F] float32, float16 or bfloat16, rows of which lie side by side (halves of one matrix will do).
-    `limit`: min(gate, limit), of others than "swiglu_clamped" min(f(gate), limit), and up within it. Raises: ValueError for another name.
+    `limit`: min(gate, limit), of others than "swiglu_clamped" min(f(gate), limit), and up within it.
+    Raises: ValueError for another name.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"no kernel knows the activation {activation!r}: it is one of {', '.join(ACTIVATIONS)}")
