@@ -96,7 +96,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """Sparse mixture: the `top_k` experts that `router` chooses, weighted, and `shared` for every token if there is
-    one (times sigmoid(shared_gate x) if `shared_gate`). Experts are added in id order.
+    one (times sigmoid(shared_gate x) if `shared_gate`, times `shared_scale`). Experts are added in id order.
 
     `latent`: the chosen experts work at this width: the weight `experts_in` [latent, E] leads there, `experts_out`
     [E, latent] back. Router and shared expert stay at E.
@@ -112,6 +112,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     router: Router = Router()
     shared: FeedForward | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     latent: int | None = None
     apart: Norm | None = None
 

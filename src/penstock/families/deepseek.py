@@ -19,7 +19,6 @@ from penstock.families.naming import LLAMA_LAYER, LLAMA_TOP, named
 from penstock.families.positions import mscale, read_rope
 from penstock.families.reading import (
     MAX_EXPERTS,
-    MAX_LAYERS,
     MAX_SIZE,
     WHERE,
     Sizes,
@@ -28,7 +27,7 @@ from penstock.families.reading import (
     read_sizes,
     require,
 )
-from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_width
+from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_sparse, read_width
 from penstock.formats.files import quoted
 
 LATENT = {
@@ -37,6 +36,14 @@ LATENT = {
 }  # fmt: skip
 # `ep_size` tells how training spread its experts; the extra layers of multi-token prediction are not run (`beyond`).
 _TRAINING = ("ep_size", "num_nextn_predict_layers", "num_mtp_layers")
+
+
+_LITE: dict[str, Any] = {
+    "max_position_embeddings": 202752, "num_attention_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192,
+    "v_head_dim": 256, "rms_norm_eps": 1e-5, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "n_shared_experts": 1, "n_routed_experts": 64, "num_experts_per_tok": 4, "routed_scaling_factor": 1.8,
+}  # fmt: skip
+"""What the fields of a GLM are where its file leaves them out."""
 
 
 class DeepseekV2:
@@ -87,6 +94,20 @@ class DeepseekV3(DeepseekV2):
         return latent_spec(fields, self.name, sizes, router, default_dense=3, bos=0, eos=1)
 
 
+class Glm4MoeLite(DeepseekV3):
+    """The `ModelFamily` of Glm4MoeLiteForCausalLM: GLM-4.7-Flash, DeepSeek-V3 in another size."""
+
+    name = "glm4_moe_lite"
+    architectures = ("Glm4MoeLiteForCausalLM",)
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        fields = Fields({**_LITE, **config}, WHERE)
+        sizes = read_sizes(fields)
+        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+            require(fields, name, value)
+        return latent_spec(fields, self.name, sizes, grouped_router(fields), default_dense=1, bos=0, eos=1)
+
+
 def latent_spec(
     fields: Fields, family: str, sizes: Sizes, router: Router, *, default_dense: int, bos: int, eos: int,
     indexers: Callable[[Fields, Latent, int], list[Latent]] | None = None,
@@ -97,10 +118,10 @@ def latent_spec(
     activation = read_activation(fields)
     bias = fields.flag("mlp_bias")
     dense = FeedForward(width=read_width(fields, "intermediate_size"), activation=activation, bias=bias)
-    num_dense = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=default_dense)
+    sparse = read_sparse(fields, sizes.num_layers, default_dense)
     require(fields, "moe_layer_freq", 1)
     ffn = None
-    if num_dense < sizes.num_layers:
+    if any(sparse):
         width = read_width(fields, "moe_intermediate_size")
         num_shared = fields.integer("n_shared_experts", high=MAX_EXPERTS)
         ffn = read_experts(
@@ -109,8 +130,8 @@ def latent_spec(
             shared=FeedForward(width=num_shared * width, activation=activation, bias=bias),
         )  # fmt: skip
     layers = [
-        Layer(mixer=mixer, ffn=dense if ffn is None or i < num_dense else ffn, norm=norm)
-        for i, mixer in enumerate(mixers)
+        Layer(mixer=mixer, ffn=ffn if ffn is not None and wide else dense, norm=norm)
+        for mixer, wide in zip(mixers, sparse, strict=True)
     ]
     return finish(fields, family, sizes, layers, bos=(bos,), eos=(eos,), final_norm=norm, harmless=_TRAINING)
 

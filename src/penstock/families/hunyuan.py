@@ -1,6 +1,7 @@
-"""HunYuan dense (V1): Llama with q and k normed after their rotation.
+"""HunYuan dense and with experts (V1): Llama with q and k normed after their rotation.
 
-Source: Tencent, Hunyuan-7B-Instruct (2025); defaults of absent fields as in transformers' HunYuanDenseV1Config.
+Source: Tencent, Hunyuan-7B-Instruct (2025); defaults of absent fields as in transformers' HunYuanDenseV1Config
+and HunYuanMoEV1Config.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import ModelSpec, QkNorm, Rope
+from penstock.core.model_spec import Experts, FeedForward, Layer, ModelSpec, QkNorm, Rope, Router
 from penstock.families.fields import Fields
 from penstock.families.llama_like import LlamaNames, attention, read_ffn, read_norm, stack, start
 from penstock.families.positions import read_rope
-from penstock.families.reading import WHERE, finish, require
+from penstock.families.reading import MAX_EXPERTS, MAX_SIZE, WHERE, finish, read_activation, require
+from penstock.families.sparse import SPARSE_MLP
 
 _NORMS = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
 
 _ONLY = {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms", "mlp_bias": False, "use_cla": False}
 """Fields of released files that transformers does not read: what they say is what there is."""
+_ONLY_SPARSE = {
+    "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_mla": False, "use_vision": False,
+    "group_limited_greedy": False, "norm_topk_prob": True, "position_embedding_xdrope": False,
+}  # fmt: skip
 # Token ids of other kinds, a classifier's head, and how many layers would share a cache if `use_cla` were on.
 _HARMLESS = (
     "eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id",
@@ -43,6 +49,57 @@ class HunYuanDense(LlamaNames):
         mixer = attention(heads, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
         layers = stack((mixer,) * sizes.num_layers, read_ffn(fields), norm)
         return finish(fields, self.name, sizes, layers, bos=(1,), eos=(2,), final_norm=norm, harmless=_HARMLESS)
+
+
+class HunYuanMoe(LlamaNames):
+    """The `ModelFamily` of HunYuanMoEV1ForCausalLM: experts beside a feed-forward that all tokens share."""
+
+    name = "hunyuan_v1_moe"
+    architectures = ("HunYuanMoEV1ForCausalLM",)
+    names = _NORMS | SPARSE_MLP | {
+        "router": "mlp.gate.wg", "shared.gate": "mlp.shared_mlp.gate_proj", "shared.up": "mlp.shared_mlp.up_proj",
+        "shared.down": "mlp.shared_mlp.down_proj",
+    }  # fmt: skip
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        fields, sizes, heads = start(config, max_position_embeddings=2048)
+        norm, bias = read_norm(fields, default=1e-5), fields.flag("attention_bias")
+        rope = _alpha_rope(fields, heads.head_dim) or read_rope(fields, heads.head_dim, sizes.max_position)
+        for name, value in (_ONLY | _ONLY_SPARSE | {"attention_head_dim": heads.head_dim}).items():
+            require(fields, name, value)
+        qk_norm = QkNorm(eps=norm.eps, after_rope=True)
+        mixer = attention(heads, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
+        layers = [Layer(mixer=mixer, ffn=ffn, norm=norm) for ffn in self._experts(fields, sizes.num_layers)]
+        return finish(fields, self.name, sizes, layers, bos=(1,), eos=(2,), final_norm=norm, harmless=_HARMLESS)
+
+    def _experts(self, fields: Fields, num_layers: int) -> list[Experts]:
+        width, activation = fields.integer("intermediate_size", high=MAX_SIZE), read_activation(fields)
+        numbers, chosen, shared, widths = (
+            _per_layer(fields, name, num_layers, high, default)
+            for name, high, default in (
+                ("num_experts", MAX_EXPERTS, 1), ("moe_topk", MAX_EXPERTS, 1), ("num_shared_expert", MAX_EXPERTS, 1),
+                ("moe_intermediate_size", MAX_SIZE, width),
+            )
+        )  # fmt: skip
+        if any(k > n for k, n in zip(chosen, numbers, strict=True)):
+            raise ModelError(f"{WHERE} chooses more experts (moe_topk) than a layer has (num_experts)")
+        return [
+            Experts(
+                num_experts=n, top_k=k, expert=FeedForward(width=w, activation=activation),
+                router=Router(renormalize=True), shared=FeedForward(width=s * width, activation=activation),
+            )
+            for n, k, s, w in zip(numbers, chosen, shared, widths, strict=True)
+        ]  # fmt: skip
+
+
+def _per_layer(fields: Fields, name: str, num_layers: int, high: int, default: int) -> list[int]:
+    """One number for all layers, or a list with one for each."""
+    if not isinstance(fields.raw(name), list):
+        return [fields.integer(name, high=high, default=default)] * num_layers
+    values = fields.integers(name, low=1, high=high) or []
+    if len(values) != num_layers:
+        raise ModelError(f"{WHERE} gives {name} for {len(values)} layers, but the model has {num_layers}")
+    return values
 
 
 def _alpha_rope(fields: Fields, dim: int) -> Rope | None:

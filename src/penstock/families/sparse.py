@@ -9,7 +9,7 @@ from penstock.base.errors import ModelError
 from penstock.core.model_spec import Experts, FeedForward, Router
 from penstock.core.weight_map import Cut, Take, WeightMap
 from penstock.families.fields import Fields
-from penstock.families.reading import MAX_EXPERTS, MAX_SIZE, WHERE
+from penstock.families.reading import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, WHERE
 from penstock.formats.tensor_ref import TensorRef
 
 _EXPERT = re.compile(r"layers\.\d+\.experts\.(?P<number>\d+)\.(?P<part>gate|up|down)(?P<bias>\.bias)?")
@@ -38,13 +38,17 @@ SPARSE_BLOCK = {
 def read_experts(
     fields: Fields, expert: FeedForward, router: Router, *, number: tuple[str, ...] = ("num_experts",),
     default_top_k: int | None = None, shared: FeedForward | None = None, shared_gate: bool = False,
+    per_token: str = "num_experts_per_tok",
 ) -> Experts:  # fmt: skip
-    """`number`: names that the count of experts may have; exactly one may be given."""
+    """`number`: names that the count of experts may have; exactly one may be given.
+
+    `per_token`: the field of `top_k`.
+    """
     given = [name for name in number if name in fields]
     if len({fields.integer(name, high=MAX_EXPERTS) for name in given}) > 1:
         raise ModelError(f"{WHERE} gives the number of experts twice, as {' and '.join(given)}, and differently")
     num_experts = fields.integer(given[0] if given else number[0], high=MAX_EXPERTS)
-    top_k = fields.integer("num_experts_per_tok", high=num_experts, default=default_top_k)
+    top_k = fields.integer(per_token, high=num_experts, default=default_top_k)
     if num_experts % router.groups:
         raise ModelError(f"{WHERE}: {router.groups} groups do not divide {num_experts} experts")
     if top_k > num_experts // router.groups * router.top_groups:
@@ -52,6 +56,18 @@ def read_experts(
     return Experts(
         num_experts=num_experts, top_k=top_k, expert=expert, router=router, shared=shared, shared_gate=shared_gate
     )
+
+
+def read_sparse(fields: Fields, num_layers: int, default_dense: int) -> list[bool]:
+    """Which layers have experts: those called so in `mlp_layer_types`, or else all after the first
+    `first_k_dense_replace`."""
+    kinds = fields.strings("mlp_layer_types")
+    num_dense = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=default_dense)
+    if kinds is None:
+        return [i >= num_dense for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise ModelError(f"{WHERE} gives mlp_layer_types that are not {num_layers} of dense and sparse")
+    return [kind == "sparse" for kind in kinds]
 
 
 def read_width(fields: Fields, name: str, default: int | None = None) -> int:

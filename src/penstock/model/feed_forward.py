@@ -51,6 +51,7 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
             b.emit("gate_rows", ("shared", "gate"), "shared")
         if f.apart is not None:
             b.norm("shared", "shared", p + "shared_post_norm", f.apart)
+        b.scale("shared", f.shared_scale)
         b.emit("add", (y, "shared"), y)
 
 

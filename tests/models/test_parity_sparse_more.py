@@ -1,0 +1,133 @@
+"""Further families with experts, against transformers (catalogue rows C65, C85); natively, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.backends.native.obstacle import native_obstacle
+from penstock.base.errors import ModelError
+from penstock.families.registry import find_family
+from tests.models.parity import VOCAB, check, random_model, save
+
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 43, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 192, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 21, "head_dim": 8}
+DOTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 21, "head_dim": 8}
+HUNYUAN = {"num_experts": 5, "head_dim": 8}
+GRANITE = {
+    "num_local_experts": 5, "embedding_multiplier": 3.0, "logits_scaling": 0.6, "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+}  # fmt: skip
+LITE = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 21,
+    "kv_lora_rank": 12, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+}  # fmt: skip
+EXAONE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
+COHERE = {"num_experts": 6, "head_dim": 8, "sliding_window": 9, "logit_scale": 0.5}
+TRINITY = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "head_dim": 8, "sliding_window": 9}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("Afmoe", TRINITY | {"layer_types": KINDS, "route_scale": 1.7, "mup_enabled": True}),
+    "afmoe-dense": (
+        "Afmoe", TRINITY | {"global_attn_every_n_layers": 2, "num_dense_layers": 2, "num_shared_experts": 1}
+    ),
+    "cohere2_moe": ("Cohere2Moe", COHERE | {"layer_types": KINDS, "num_shared_experts": 2}),
+    "cohere2_moe-sum": (
+        "Cohere2Moe",
+        COHERE | {"num_shared_experts": 1, "shared_expert_combination_strategy": "sum", "rms_norm_eps": 1e-5,
+                  "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 37,
+                  "sliding_window_pattern": 2},
+    ),
+    "cohere2_moe-bare": (
+        "Cohere2Moe", COHERE | {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "attention_bias": True}
+    ),
+    "dots1": (
+        "Dots1", DOTS | {"first_k_dense_replace": 1, "n_group": 2, "norm_topk_prob": True, "n_shared_experts": 2}
+    ),
+    "dots1-window": (
+        "Dots1", DOTS | {"sliding_window": 9, "max_window_layers": 1, "attention_bias": True, "n_shared_experts": 1,
+                         "routed_scaling_factor": 1.5},
+    ),
+    "ernie4_5_moe": ("Ernie4_5_Moe", ERNIE),
+    "ernie4_5_moe-biased": (
+        "Ernie4_5_Moe",
+        ERNIE | {"use_bias": True, "moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0,
+                 "tie_word_embeddings": False},
+    ),
+    "exaone_moe": ("ExaoneMoe", EXAONE | {"layer_types": KINDS, "sliding_window": 9}),
+    "exaone_moe-pattern": (
+        "ExaoneMoe", EXAONE | {"sliding_window": 7, "sliding_window_pattern": 2, "num_shared_experts": 2, "n_group": 2,
+                               "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "flex_olmo-normed": (
+        "FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", LITE),
+    "glm4_moe_lite-kinds": (
+        "Glm4MoeLite", LITE | {"q_lora_rank": None, "n_group": 4, "topk_group": 2, "rope_interleave": False,
+                               "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "granitemoe": ("GraniteMoe", GRANITE),
+    "granitemoe-biased": ("GraniteMoe", GRANITE | {"attention_bias": True, "num_experts_per_tok": 3}),
+    "granitemoeshared": ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 23}),
+    "granitemoeshared-none": ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 0}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", HUNYUAN | {"moe_topk": 2}),
+    "hunyuan_v1_moe-lists": ("HunYuanMoEV1", HUNYUAN | {"moe_topk": [1, 3, 2], "attention_bias": True}),
+}  # fmt: skip
+
+
+def make(case: str) -> Any:
+    name, changes = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes})
+    model = random_model(getattr(transformers, f"{name}ForCausalLM"), config, seed=len(case))
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for key, value in [*model.named_buffers(), *model.named_parameters()]:
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
+                value.normal_(std=0.3)
+    if model.config.tie_word_embeddings:
+        with torch.no_grad():  # or the model repeats what it reads: layers must outweigh the embedding
+            model.get_input_embeddings().weight.mul_(0.1)
+            model.model.norm.weight.add_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sparse_families_equal_transformers(case: str, tmp_path: Path) -> None:
+    model = make(case)
+    found = check(save(model, tmp_path), model, count_params=False)
+    assert found.spec.family == case.split("-")[0]
+    assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
+
+
+@pytest.mark.parametrize(("case", "changes", "words"), [
+    ("afmoe", {"route_norm": False}, ["route_norm", "'True' only"]),
+    ("cohere2_moe", {"expert_selection_fn": "sparsemax"}, ["expert_selection_fn", "softmax, sigmoid"]),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, ["'max'", "sum, average"]),
+    ("dots1", {"topk_method": "greedy"}, ["topk_method"]),
+    ("ernie4_5_moe", {"moe_gate": "top2_fused"}, ["moe_gate", "'topk' only"]),
+    ("exaone_moe", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "3 of dense and sparse"]),
+    ("exaone_moe", {"is_moe_layer": [True] * 3}, ["is_moe_layer differs"]),
+    ("glm4_moe_lite", {"n_group": 3}, ["3 groups", "8 experts"]),
+    ("granitemoe", {"num_experts_per_tok": 6}, ["num_experts_per_tok", "1 to 5"]),
+    ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, ["moe_topk for 2 layers", "has 3"]),
+    ("hunyuan_v1_moe", {"moe_topk": 7}, ["moe_topk", "more experts"]),
+    ("hunyuan_v1_moe", {"use_cla": True}, ["use_cla"]),
+])  # fmt: skip
+def test_what_these_families_do_not_compute_is_refused(case: str, changes: dict[str, Any], words: list[str]) -> None:
+    name, given = CASES[case]
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **given}).to_dict()
+    config["architectures"] = [f"{name}ForCausalLM"]
+    find_family(config).spec(config)
+    with pytest.raises(ModelError) as caught:
+        find_family(config).spec(config | changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
