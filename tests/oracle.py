@@ -78,7 +78,9 @@ class NaiveModel:
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
             for n, layer in enumerate(spec.layers):
-                x = self._layer(x, f"layers.{n}.", layer)
+                read = None if layer.mixer is None else self._read(x, n, layer)
+                before, x = x, self._layer(x, f"layers.{n}.", layer, read)
+                self._before = before
             x = x[-1:] if last_only else x
             if spec.final_norm is not None:
                 x = self._norm(x, "final_norm", spec.final_norm)
@@ -90,13 +92,23 @@ class NaiveModel:
             cap = spec.logit_soft_cap
             return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
 
-    def _layer(self, x: F32, p: str, layer: Layer) -> F32:
+    def _read(self, x: F32, n: int, layer: Layer) -> F32 | None:
+        """What the mixer reads, if it is not the normed x: that of the layer before, or a multiple."""
+        if not layer.beside and layer.mixer_scale == 1.0:
+            return None
+        assert layer.placement == "pre"
+        x, at = (self._before, n - 1) if layer.beside else (x, n)
+        return self._norm(x, f"layers.{at}.attn_norm", layer.norm) * np.float32(layer.mixer_scale)
+
+    def _layer(self, x: F32, p: str, layer: Layer, read: F32 | None = None) -> F32:
         if layer.parallel:
             h = self._norm(x, p + "attn_norm", layer.norm)
             other = h if layer.shared_norm else self._norm(x, p + "ffn_norm", layer.norm)
             both = self._feed_forward(other, p, layer.ffn) + self._mixer(h, p, layer)
             return x + both * np.float32(layer.residual_scale)
-        if layer.mixer is not None:
+        if read is not None:
+            x = x + self._mixer(read, p, layer) * np.float32(layer.residual_scale)
+        elif layer.mixer is not None:
             x = self._half(x, p + "attn", layer, lambda h: self._mixer(h, p, layer))
         if layer.ffn is not None:
             x = self._half(x, p + "ffn", layer, lambda h: self._feed_forward(h, p, layer.ffn))
@@ -298,6 +310,9 @@ class NaiveModel:
         xz = self._linear(h, p + "in")
         x = ACTIVATIONS["silu"](self._convolved(xz[:, : m.inner], p))
         dt, b, c = np.split(self._linear(x, p + "x"), [m.dt_rank, m.dt_rank + m.state], axis=1)
+        if m.norm_eps is not None:
+            named = ((dt, "dt_norm"), (b, "b_norm"), (c, "c_norm"))
+            dt, b, c = (rms_norm(v, self._vector(p + n) if m.norm_weights else None, m.norm_eps) for v, n in named)
         dt = _softplus(self._linear(np.ascontiguousarray(dt), p + "dt"))
         out = np.empty_like(x)
         state = np.zeros((m.inner, m.state), np.float32)
@@ -310,6 +325,9 @@ class NaiveModel:
         a, d, dt_bias = self._decay(p, m), self._vector(p + "d"), self._vector(p + "dt.bias")
         t, inner, per = len(h), m.inner, m.num_heads // m.groups
         gate, xbc, dt = np.split(self._linear(h, p + "in"), [inner, inner + m.conv_dim], axis=1)
+        z, *inner_scales, by = (np.float32(scale) for scale in m.scales)
+        gate, dt = gate * z, dt * by
+        xbc = xbc * np.repeat(np.array(inner_scales), (inner, m.groups * m.state, m.groups * m.state))
         x, b, c = np.split(ACTIVATIONS["silu"](self._convolved(xbc, p)), [inner, inner + m.groups * m.state], axis=1)
         x = x.reshape(t, m.num_heads, m.head_dim)
         b, c = (v.reshape(t, m.groups, m.state) for v in (b, c))
@@ -322,10 +340,14 @@ class NaiveModel:
                     states[j] = np.exp(dt[i, n] * a[n]) * states[j] + np.outer(dt[i, n] * x[i, n], b[i, g])
                 read = np.concatenate(states) @ c[i, g]
                 out[i, g * per : (g + 1) * per] = read.reshape(per, -1)
-        y = (out + d[:, None] * x).reshape(t, inner) * ACTIVATIONS["silu"](gate)
+        y, opened = (out + d[:, None] * x).reshape(t, inner), ACTIVATIONS["silu"](gate)
+        if m.norm == "none":
+            return self._linear(y * opened, p + "o")
+        y = y if m.norm == "before" else y * opened
         weight, size = self._vector(p + "gate_norm"), inner // m.groups
         parts = [slice(g * size, (g + 1) * size) for g in range(m.groups)]
-        return self._linear(np.concatenate([rms_norm(y[:, i], weight[i], m.eps) for i in parts], axis=1), p + "o")
+        normed = np.concatenate([rms_norm(y[:, i], weight[i], m.eps) for i in parts], axis=1)
+        return self._linear(normed * opened if m.norm == "before" else normed, p + "o")
 
     def _convolved(self, x: F32, p: str) -> F32:
         """Each channel's convolution with its own last inputs."""
@@ -351,7 +373,7 @@ class NaiveModel:
                 out = self._experts(h, p, f)
                 if f.shared is None:
                     return out
-                shared = self._dense(h, p + "shared.", f.shared)
+                shared = self._dense(h, p + "shared.", f.shared) * np.float32(f.shared_scale)
                 return out + (shared * sigmoid(self._linear(h, p + "shared_gate")) if f.shared_gate else shared)
             case ChannelMix():
                 return naive_rwkv.channel_mix(self, h, p, f)
@@ -366,7 +388,7 @@ class NaiveModel:
             inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
         else:
             act = ACTIVATIONS[f.activation]
-            inner = act(self._linear(h, p + "gate")) * up if f.gated else act(up)
+            inner = act(self._linear(h, p + "gate") * np.float32(f.gate_scale)) * up if f.gated else act(up)
         return self._linear(inner, p + "down")
 
     def _experts(self, h: F32, p: str, f: Experts) -> F32:

@@ -52,7 +52,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
     gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
-    most `limit`, and up to [-limit, limit] (Step 3.7).
+    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
+    gate before its activation.
     """
 
     width: int
@@ -60,6 +61,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     gated: bool = True
     bias: bool = False
     limit: float | None = None
+    gate_scale: float = 1.0
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +133,9 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     Weights `attn_norm` and `ffn_norm` are the norm of a half's input (`post`, `sum`: the only one there is);
     `attn_post_norm` and `ffn_post_norm` exist for `both`. `parallel` (with `pre`): x += mixer(norm(x)) + ffn(norm'(x)),
     where `shared_norm` means that both read the same normed input (no `ffn_norm`). `residual_scale` multiplies what a
-    half adds. `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
+    half adds, `mixer_scale` what the mixer reads. `beside` (with `pre`): the mixer reads what that of the layer before
+    read, as if both stood in one layer; it has no `attn_norm`, and the layer before has no feed-forward.
+    `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
     """
 
     mixer: Mixer | None
@@ -142,6 +146,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     shared_norm: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    mixer_scale: float = 1.0
+    beside: bool = False
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +264,8 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
     """The same for one layer, names without its prefix."""
     out: Shapes = {}
     if layer.mixer is not None:
-        out |= norm_shapes("attn_norm", layer.norm, e)
+        if not layer.beside:
+            out |= norm_shapes("attn_norm", layer.norm, e)
         out |= layer.mixer.weight_shapes(e)
         if layer.placement == "both":
             out |= norm_shapes("attn_post_norm", layer.norm, e)

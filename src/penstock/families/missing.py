@@ -9,7 +9,6 @@ _VISION = "a vision tower"
 
 MISSING: dict[str, str] = {
     "DeepseekV4ForCausalLM": "compressed sparse attention (compress_ratios) and hyper-connections (hc_mult)",
-    "FalconMambaForCausalLM": "Mamba layers with norms on their time step, B and C",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
     "JambaForCausalLM": "Mamba layers with norms on their time step, mixed with attention and experts",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",

@@ -38,6 +38,10 @@ def build(
     residuals = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
+        if layer.beside:
+            assert n, "there is a layer before"
+            assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer"
+            b.values["before"] = residuals[n - 1]
         _layer(b, f"layers.{n}.", layer, places.get(n))
         residuals.append(b.values["x"])
     b.layer = NO_LAYER
@@ -78,13 +82,27 @@ def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
         _parallel(b, p, layer, place)
         return
     if layer.mixer is not None:
-        _mixer(b, p, layer, place, _before(b, p + "attn_norm", layer), "y")
+        _mixer(b, p, layer, place, _read(b, p, layer), "y")
         _after(b, p + "attn", layer)
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
     if layer.output_scale:
         b.scale("x", float(b.array(p + "layer_scale")[0]))
+
+
+def _read(b: Emitter, p: str, layer: Layer) -> str:
+    """The register that a mixer reads."""
+    if layer.beside:
+        # Worked out once more, from values that are there if the layer before is left out (early exits).
+        b.norm("before", "h", f"layers.{b.layer - 1}.attn_norm", layer.norm)
+        x = "h"
+    else:
+        x = _before(b, p + "attn_norm", layer)
+    if layer.mixer_scale != 1.0:
+        b.emit("scale", (x,), "h", bound=(layer.mixer_scale,))
+        x = "h"
+    return x
 
 
 def _before(b: Emitter, name: str, layer: Layer) -> str:

@@ -16,6 +16,7 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
     b.linear(x, "up", p + "up")
     if f.gated:
         b.linear(x, "gate", p + "gate")
+        b.scale("gate", f.gate_scale)
         b.emit("activate_gated", ("gate", "up"), "up", bound=(f.activation, f.limit))
     else:
         b.emit("activate", ("up",), "up", bound=(f.activation,))

@@ -17,6 +17,9 @@ def mamba(b: Emitter, p: str, m: Mamba, place: Place, x: str, y: str) -> None:
     convolve(b, p, place, "u", "silu")
     b.linear("u", "a", p + "x")
     split(b, "a", {"dt": m.dt_rank, "b": m.state, "c": m.state})
+    if m.norm_eps is not None:
+        for name in ("dt", "b", "c"):
+            b.raw_norm(name, name, f"{p}{name}_norm", "rms", m.norm_eps)
     b.linear("dt", "dt", p + "dt")
     skip = b.array(p + "d")
     b.emit("mamba_scan", ("u", "dt", "b", "c", "step"), "a", bound=(*place, decay(b, p, m.decay_is_log), skip))
@@ -29,7 +32,11 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     shared = m.groups * m.state
     b.linear(x, "a", p + "in")
     split(b, "a", {"gate": m.inner, "u": m.conv_dim, "dt": m.num_heads})
-    convolve(b, p, place, "u", "silu")
+    z, *inner, dt = m.scales
+    b.scale("gate", z)
+    b.scale("dt", dt)
+    # Scales of what is convolved are scales of the taps.
+    convolve(b, p, place, "u", "silu", np.repeat(np.array(inner, np.float32), (m.inner, shared, shared)))
     split(b, "u", {"a": m.inner, "b": shared, "c": shared})
     for name, heads in (("a", m.num_heads), ("b", m.groups), ("c", m.groups)):
         b.emit("heads", (name,), name, bound=(heads,))
@@ -37,13 +44,21 @@ def mamba2(b: Emitter, p: str, m: Mamba2, place: Place, x: str, y: str) -> None:
     fixed = (decay(b, p, m.decay_is_log), skip, dt_bias, m.dt_min, m.dt_max)
     b.emit("mamba2_scan", ("a", "dt", "b", "c", "step"), "a", bound=(*place, *fixed))
     b.emit("flat", ("a",), "a")
-    b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
+    if m.norm != "before":
+        b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
+    if m.norm != "none":
+        _norm_groups(b, p, m)
+    if m.norm == "before":
+        b.emit("activate_gated", ("gate", "a"), "a", bound=("silu",))
+    b.linear("a", y, p + "o")
+
+
+def _norm_groups(b: Emitter, p: str, m: Mamba2) -> None:
     # The norm runs over the channels of each group by itself.
     b.emit("heads", ("a",), "a", bound=(m.groups,))
     weight = b.array(p + "gate_norm").reshape(m.groups, m.inner // m.groups)
     b.emit("rms_norm", ("a",), "a", bound=(weight, m.eps))
     b.emit("flat", ("a",), "a")
-    b.linear("a", y, p + "o")
 
 
 def split(b: Emitter, x: str, widths: dict[str, int]) -> None:
@@ -54,8 +69,12 @@ def split(b: Emitter, x: str, widths: dict[str, int]) -> None:
         start += width
 
 
-def convolve(b: Emitter, p: str, place: Place, x: str, activation: str | None) -> None:
+def convolve(
+    b: Emitter, p: str, place: Place, x: str, activation: str | None, scales: F32 | None = None
+) -> None:
     taps = np.ascontiguousarray(b.array(p + "conv").T)
+    if scales is not None:
+        taps = taps * scales
     b.emit("causal_conv", (x, "step"), x, bound=(*place, taps, b.vector(p + "conv.bias")))
     if activation is not None:
         b.emit("activate", (x,), x, bound=(activation,))

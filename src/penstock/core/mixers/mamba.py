@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from penstock.core.cache_spec import CacheSpec, PlaneSpec
@@ -12,7 +14,9 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     """Mamba-1: a causal convolution of `conv` taps and a diagonal state of `state` numbers per inner channel.
 
     `proj_bias`: on the projections in and out. `decay_is_log`: weight `a_log` is log(-A), as the training code has it,
-    not A. Source: Gu & Dao, arXiv 2312.00752, section 3 and algorithm 2.
+    not A. `norm_eps`: dt, B and C are normed (RMS) before they are used, with weights `dt_norm`, `b_norm` and `c_norm`
+    unless `norm_weights` is off. Source: Gu & Dao, arXiv 2312.00752, section 3 and algorithm 2; norms: Jamba, arXiv
+    2403.19887, section 6.4, and Falcon Mamba, arXiv 2410.05355, section 2.
     """
 
     inner: int
@@ -22,6 +26,8 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
     conv_bias: bool = True
     proj_bias: bool = False
     decay_is_log: bool = True
+    norm_eps: float | None = None
+    norm_weights: bool = True
 
     def weight_shapes(self, e: int) -> Shapes:
         i = self.inner
@@ -33,6 +39,8 @@ class Mamba(msgspec.Struct, frozen=True, kw_only=True, tag="mamba"):
             out["conv.bias"] = (i,)
         if self.proj_bias:
             out |= {"in.bias": (2 * i,), "o.bias": (e,)}
+        if self.norm_eps is not None and self.norm_weights:
+            out |= {"dt_norm": (self.dt_rank,), "b_norm": (self.state,), "c_norm": (self.state,)}
         return out
 
     def cache(self, kv_dtype: str) -> CacheSpec:
@@ -57,8 +65,9 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     """Mamba-2: heads with one scalar decay each, B and C shared by the heads of a group.
 
     In front of `o`, the RMS norm `gate_norm` of what the gate let through, over the channels of each group by itself.
-    `dt_min`, `dt_max` cut the time step; `decay_is_log` as in `Mamba`. Source: Dao & Gu, arXiv 2405.21060,
-    sections 6 and 7.
+    `norm`: "none" leaves it out; "before" norms first and gates then. `dt_min`, `dt_max` cut the time step;
+    `decay_is_log` as in `Mamba`. `scales`: what gate, x, B, C and dt are multiplied by when they come out of `in`.
+    Source: Dao & Gu, arXiv 2405.21060, sections 6 and 7; the scales: Falcon-H1, arXiv 2507.22448, section 3.2.
     """
 
     num_heads: int
@@ -72,6 +81,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
     conv_bias: bool = True
     proj_bias: bool = False
     decay_is_log: bool = True
+    norm: Literal["gated", "before", "none"] = "gated"
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def inner(self) -> int:
@@ -87,8 +98,8 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, tag="mamba2"):
         width = i + self.conv_dim + h
         out: Shapes = {
             "in": (width, e), "conv": (self.conv_dim, self.conv), "dt.bias": (h,), "a_log": (h,), "d": (h,),
-            "gate_norm": (i,), "o": (e, i),
         }  # fmt: skip
+        out |= {"o": (e, i)} if self.norm == "none" else {"gate_norm": (i,), "o": (e, i)}
         if self.conv_bias:
             out["conv.bias"] = (self.conv_dim,)
         if self.proj_bias:
