@@ -24,12 +24,24 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     Rope,
+    ShortConv,
 )  # fmt: skip
 from tests.ggml import F32, write_gguf
 
 Weights = dict[str, F32]
 Metadata = dict[str, Any]
-TURNED = {"llama", "arcee", "granite", "smollm3", "mistral3", "internlm2", "minicpm", "deci"}
+TURNED = {
+    "llama",
+    "arcee",
+    "granite",
+    "smollm3",
+    "mistral3",
+    "internlm2",
+    "minicpm",
+    "deci",
+    "granitemoe",
+    "granitehybrid",
+}
 """Rows of q and k are put in an order in which rotary pairs, halves of a head before, are neighbours."""
 FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3"}
 FUSED_UP = {"phi3", "glm4", "chatglm"}
@@ -52,9 +64,11 @@ LAYER = {
 }  # fmt: skip
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
+SHORT = {"in": "shortconv.in_proj", "conv": "shortconv.conv"}
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
+    "lfm2": SHORT, "lfm2moe": SHORT,
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
 
@@ -89,7 +103,8 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     for name, array in weights.items():
         if not name.startswith("layers."):
             base, ending = parts_of(name)
-            out[f"{TOP[base]}.{ending}"] = plus(array, norms.get(name))
+            own_name = "token_embd_norm" if arch.startswith("lfm2") and base == "final_norm" else TOP[base]
+            out[f"{own_name}.{ending}"] = plus(array, norms.get(name))
     block = 0
     for i, layer in enumerate(spec.layers):
         own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
@@ -129,7 +144,8 @@ def half(layer: Layer, own: Weights, arch: str) -> Weights:
             out[f"{'attn_norm_2' if base == 'attn_norm' else 'attn_norm'}.{ending}"] = array
         elif base in names:
             ssm = base == "o" and isinstance(layer.mixer, Mamba | Mamba2)
-            out[f"{'ssm_out' if ssm else names[base]}.{ending}"] = array
+            short = base == "o" and isinstance(layer.mixer, ShortConv)
+            out[f"{'ssm_out' if ssm else 'shortconv.out_proj' if short else names[base]}.{ending}"] = array
         else:
             out[name] = array  # already by its own name
     return out
@@ -287,6 +303,8 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
             "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
             "ssm.state_size": m.state, "ssm.time_step_rank": m.num_heads, "ssm.group_count": m.groups,
         }  # fmt: skip
+    if isinstance(m, ShortConv):
+        return {"shortconv.l_cache": m.conv}
     return {}
 
 
@@ -299,9 +317,9 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
     own: Metadata = {
         "expert_count": ffn.num_experts, "expert_used_count": ffn.top_k, "feed_forward_length": ffn.expert.width
     }  # fmt: skip
-    if arch not in ("llama", "olmoe"):
+    if arch not in ("llama", "olmoe", "granitemoe", "granitehybrid"):
         own["expert_feed_forward_length"] = ffn.expert.width
-    if arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
+    if arch in ("deepseek2", "glm4moe", "nemotron_h_moe", "dots1"):
         own["expert_weights_norm"] = r.renormalize
     if r.groups > 1:
         own |= {"expert_group_count": r.groups, "expert_group_used_count": r.top_groups}
@@ -311,9 +329,17 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         own["moe_latent_size"] = ffn.latent
     if r.score == "sigmoid":
         own["expert_gating_func"] = 2
-    if ffn.shared is not None and arch in ("qwen2moe", "qwen3next", "qwen35moe", "nemotron_h_moe"):
+    if ffn.shared is not None and arch in (
+        "qwen2moe",
+        "qwen3next",
+        "qwen35moe",
+        "nemotron_h_moe",
+        "granitemoe",
+        "granitehybrid",
+        "hunyuan-moe",
+    ):
         own |= {"expert_shared_feed_forward_length": ffn.shared.width}
-    if ffn.shared is not None and arch in ("deepseek2", "glm4moe", "nemotron_h_moe"):
+    if ffn.shared is not None and arch in ("deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "ernie4_5-moe"):
         own |= {"expert_shared_count": ffn.shared.width // ffn.expert.width}
     return own
 
@@ -378,6 +404,19 @@ def _blocks(spec: ModelSpec) -> Metadata:
     }  # fmt: skip
 
 
+def _some_attend(spec: ModelSpec) -> Metadata:
+    groups = [m.num_kv_heads if isinstance(m := layer.mixer, Attention) else 0 for layer in spec.layers]
+    return {"attention.head_count": _first(spec).num_heads, "attention.head_count_kv": groups}
+
+
+def _hybrid(spec: ModelSpec) -> Metadata:
+    width = next((f.expert.width for x in spec.layers if isinstance(f := x.ffn, Experts)), None)
+    return _granite(spec) | _some_attend(spec) | {
+        "rope.scaling.finetuned": _first(spec).rope is not None, "rope.freq_base": 10000.0,
+        "feed_forward_length": width or _dense_width(spec),
+    }  # fmt: skip
+
+
 def _recurrent(spec: ModelSpec) -> Metadata:
     flags = [isinstance(layer.mixer, GatedDelta) for layer in spec.layers]
     return {"attention.recurrent_layers": flags, "full_attention_interval": 4}
@@ -411,6 +450,13 @@ def _latent(spec: ModelSpec) -> Metadata:
 
 EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
     "granite": _granite,
+    "granitemoe": _granite,
+    "granitehybrid": _hybrid,
+    "dots1": _routed,
+    "ernie4_5-moe": lambda s: _routed(s) | {"interleave_moe_layer_step": 1},
+    "hunyuan-moe": lambda s: {"feed_forward_length": s.layers[0].ffn.shared.width},  # type: ignore[union-attr]
+    "lfm2": _some_attend,
+    "lfm2moe": lambda s: _some_attend(s) | _routed(s),
     "minicpm": lambda s: {k: v for k, v in _granite(s).items() if k != "attention.scale"},
     "command-r": lambda s: {"logit_scale": s.logit_scale},
     "cohere2": lambda s: {"logit_scale": s.logit_scale},

@@ -337,6 +337,8 @@ CASES: dict[str, Case] = {
     "ernie4_5-biased": Case("Ernie4_5", {"head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
     "arcee-plain": Case("Arcee", {"rope_parameters": YARN}),
     "arcee-biased": Case("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}, old_rope),
+    "nanochat-plain": Case("NanoChat", {}, old_rope),
+    "nanochat-uncapped": Case("NanoChat", {"final_logit_softcapping": None, "num_key_value_heads": 1}),
     "nemotron-plain": Case("Nemotron", {"head_dim": 8}, old_rope),
     "nemotron-biased": Case("Nemotron", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "helium-plain": Case("Helium", {"head_dim": 8}, old_rope),

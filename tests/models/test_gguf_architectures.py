@@ -65,7 +65,28 @@ GATED = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
 STATE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 7}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2}
+GRANITE = {
+    "num_local_experts": 5, "embedding_multiplier": 3.0, "logits_scaling": 0.6, "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2, "shared_intermediate_size": 40,
+}  # fmt: skip
+HYBRID = GRANITE | {
+    "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dots1": ("Dots1", ROUTED | {"first_k_dense_replace": 1, "norm_topk_prob": True, "head_dim": 8,
+                                 "sliding_window": None, "routed_scaling_factor": 2.5}),
+    "ernie4_5-moe": ("Ernie4_5_Moe", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 8}),
+    "granitehybrid": ("GraniteMoeHybrid", HYBRID),
+    "granitehybrid-dense": ("GraniteMoeHybrid", HYBRID | {"num_local_experts": 0}),
+    "granitemoe": ("GraniteMoeShared", GRANITE),
+    "granitemoe-alone": ("GraniteMoeShared", GRANITE | {"shared_intermediate_size": 0}),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
+    "lfm2": ("Lfm2", CONVOLVED),
+    "lfm2moe": ("Lfm2Moe", {"layer_types": CONVOLVED["layer_types"], "num_experts": 6, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 24, "num_dense_layers": 1}),
     "llama": ("Llama", {"attention_bias": True}),
     "llama-mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
     "llama-mistral": ("Mistral", {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 10}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.base.errors import UnsupportedError
 from penstock.core.model_spec import FeedForward, Layer, ModelSpec, QkNorm
 from penstock.families.fields import Fields
 from penstock.families.llama_like import (
@@ -21,8 +22,9 @@ from penstock.families.llama_like import (
     start,
 )
 from penstock.families.positions import read_rope
-from penstock.families.reading import MAX_EXPERTS, MAX_POSITION, finish, read_activation, require
+from penstock.families.reading import MAX_EXPERTS, MAX_POSITION, WHERE, finish, read_activation, require
 from penstock.families.sparse import SPARSE_MLP, grouped_router, read_experts, read_sparse, read_width
+from penstock.formats.files import quoted
 
 
 class Dots1(LlamaNames):
@@ -35,8 +37,12 @@ class Dots1(LlamaNames):
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields, sizes, heads = start(config, max_position_embeddings=2048, norm_topk_prob=False, sliding_window=4096)
         norm, bias = read_norm(fields), fields.flag("attention_bias")
-        for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        for name, value in (("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
             require(fields, name, value)
+        # The published file calls sigmoid scores by the name of how they are corrected.
+        scored = fields.string("scoring_func", default="sigmoid")
+        if scored not in ("sigmoid", "noaux_tc"):
+            raise UnsupportedError(f"{WHERE} gives scoring_func {quoted(scored)}; known: sigmoid, noaux_tc")
         mixer = attention(
             heads, rope=read_rope(fields, heads.head_dim, sizes.max_position), qk_norm=QkNorm(eps=norm.eps),
             qkv_bias=bias, o_bias=bias,

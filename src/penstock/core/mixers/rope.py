@@ -27,7 +27,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     on the length of the context is fixed at start by max_model_len.
 
     `head_factors`: positions of kv head g, and of the query heads that share it, are divided by head_factors[g] besides
-    (Ms-PoE: Zhang et al., arXiv 2403.04797); () divides none.
+    (Ms-PoE: Zhang et al., arXiv 2403.04797); () divides none. `backwards`: by negative angles (nanochat).
     """
 
     kind: RopeKind = "default"
@@ -47,6 +47,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     start_tokens: int = 0
     part: float = 1.0
     head_factors: tuple[float, ...] = ()
+    backwards: bool = False
 
 
 class Alibi(msgspec.Struct, frozen=True, kw_only=True):

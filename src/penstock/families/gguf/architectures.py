@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.families.gguf import mixed as m
 from penstock.families.gguf import readers as r
 from penstock.families.gguf import single as s
 from penstock.families.gguf.header import Header
@@ -95,6 +96,17 @@ _NEMOTRON_H: dict[str, Source] = {
     "mamba_num_heads": "ssm.time_step_rank", "mamba_head_dim": s.state_heads, "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count", "conv_kernel": "ssm.conv_kernel",
 }  # fmt: skip
+_GRANITE: dict[str, Source] = {
+    **_LLAMA, "attention_multiplier": r.attention_scale, "embedding_multiplier": "embedding_scale?",
+    "residual_multiplier": "residual_scale?", "logits_scaling": "logit_scale?",
+}  # fmt: skip
+_LFM2: dict[str, Source] = {
+    **_LLAMA, "num_attention_heads": s.most("attention.head_count"),
+    "num_key_value_heads": s.most("attention.head_count_kv"), "head_dim": r.just(None), "rms_norm_eps": r.just(None),
+    "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
+    "layer_types": m.kinds("full_attention", "conv"),
+}  # fmt: skip
+_LFM2_NAMES = {"final_norm": "token_embd_norm", "in": "shortconv.in_proj", "conv": "shortconv.conv"}
 _POST_NORM = {"ffn_norm": "post_attention_norm"}
 """Norms before each half, of which the second is called after what it follows."""
 
@@ -153,6 +165,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": s.topk_method,
         "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
     }, neighbours=True, choose=s.deepseek),
+    "dots1": Architecture(("dots1",), {
+        **_LLAMA, **_ROUTED, "n_shared_experts": m.num_shared, "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "sliding_window": r.just(None),
+    }),
+    "ernie4_5-moe": Architecture(("ernie4_5_moe",), {
+        **_LLAMA, "moe_intermediate_size": "expert_feed_forward_length", "moe_num_experts": "expert_count",
+        "moe_k": r.experts(r.SOFTMAX, normed=True), "moe_num_shared_experts": m.num_shared,
+        "moe_layer_interval": "interleave_moe_layer_step?", "moe_layer_start_index": "leading_dense_block_count?",
+    }, neighbours=True),
     "ernie4_5": Architecture(("ernie4_5",), _LLAMA, neighbours=True),
     "exaone": Architecture(("exaone",), {
         **_LLAMA, "num_hidden_layers": r.just(None), "num_layers": r.num_layers, "rms_norm_eps": r.just(None),
@@ -201,8 +222,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         "residual_multiplier": "residual_scale?", "logits_scaling": "logit_scale",
         "rope_parameters": r.rope_for_granite,
     }, neighbours=True),
+    "granitehybrid": Architecture(("granitemoehybrid",), {
+        **_GRANITE, "num_attention_heads": s.most("attention.head_count"), "rope_parameters": m.hybrid_rope,
+        "num_key_value_heads": s.most("attention.head_count_kv"), "intermediate_size": s.most("feed_forward_length"),
+        "layer_types": m.kinds("attention", "mamba"), "position_embedding_type": m.positions,
+        "num_local_experts": m.experts_or_none, "num_experts_per_tok": "expert_used_count?",
+        "shared_intermediate_size": m.hybrid_width, "mamba_n_heads": "ssm.time_step_rank",
+        "mamba_d_head": s.state_heads, "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
+        "mamba_d_conv": "ssm.conv_kernel", "mamba_expand": s.expansion,
+    }, neighbours=True),
+    "granitemoe": Architecture(("granitemoeshared",), {
+        **_GRANITE, "rope_parameters": r.rope_for_granite, "num_local_experts": "expert_count",
+        "num_experts_per_tok": r.experts(r.SOFTMAX, normed=True), "shared_intermediate_size": m.shared_width,
+    }, neighbours=True),
+    "hunyuan-moe": Architecture(("hunyuan_v1_moe",), {
+        **_LLAMA, "num_experts": "expert_count", "moe_topk": r.experts(r.SOFTMAX, normed=True),
+        "moe_intermediate_size": "expert_feed_forward_length", "intermediate_size": m.shared_width,
+    }),
     "hunyuan-dense": Architecture(("hunyuan_v1_dense",), _LLAMA),
     "internlm2": Architecture(("internlm2",), _LLAMA, neighbours=True),
+    "lfm2": Architecture(
+        ("lfm2",), {**_LFM2, "block_auto_adjust_ff_dim": r.just(False)}, names=_LFM2_NAMES
+    ),
+    "lfm2moe": Architecture(("lfm2_moe",), {
+        **_LFM2, "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+        "num_experts_per_tok": r.gated_as(r.SIGMOID), "num_dense_layers": "leading_dense_block_count",
+    }, names=_LFM2_NAMES),
     "llama4": Architecture(("llama4_text",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "intermediate_size_mlp": "feed_forward_length",
         "num_local_experts": "expert_count", "num_experts_per_tok": r.gated_as(r.SIGMOID),

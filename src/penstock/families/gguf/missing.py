@@ -21,10 +21,10 @@ NEEDS: dict[str, str] = {
     "rwkv6": "RWKV-6 time mixing", "rwkv6qwen2": "RWKV-6 time mixing",
     "rwkv7": "a reader of its GGUF layout (RWKV-7 is read from rwkv.cpp files)",
     "arwkv7": "RWKV-7 time mixing with the feed-forward of Qwen2",
-    **dict.fromkeys(("jamba", "plamo2", "falcon-h1", "granitehybrid", "lfm2", "lfm2moe"),
+    **dict.fromkeys(("jamba", "plamo2", "falcon-h1"),
                     "a family that mixes state spaces or convolutions with attention in its own way"),
-    **dict.fromkeys(("granitemoe", "ernie4_5-moe", "hunyuan-moe", "phimoe", "dbrx", "grok", "arctic", "deepseek",
-                     "bailingmoe", "bailingmoe2", "dots1", "exaone-moe", "grovemoe", "smallthinker", "afmoe",
-                     "cohere2moe", "mistral4", "mimo2", "step35"), "a mixture of experts of a family of its own"),
+    **dict.fromkeys(("phimoe", "dbrx", "grok", "arctic", "deepseek", "bailingmoe", "bailingmoe2", "exaone-moe",
+                     "grovemoe", "smallthinker", "afmoe", "cohere2moe", "mistral4", "mimo2", "step35"),
+                    "a mixture of experts of a family of its own"),
 }  # fmt: skip
 """`general.architecture` -> what is missing."""

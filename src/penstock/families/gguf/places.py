@@ -20,6 +20,7 @@ from penstock.core.model_spec import (
     Mamba,
     Mamba2,
     ModelSpec,
+    ShortConv,
     layer_shapes,
     weight_shapes,
 )
@@ -77,7 +78,7 @@ def find_places(
     for name, shape in weight_shapes(spec).items():
         if not name.startswith("layers."):
             base, ending = _split(name)
-            out[name] = _whole(tensors, f"{TOP.get(base, base)}.{ending}", shape)
+            out[name] = _whole(tensors, f"{names.get(base) or TOP.get(base, base)}.{ending}", shape)
     block = 0
     for i, layer in enumerate(spec.layers):
         for half in _halves(i, layer, spec.hidden_size, block, names, halves_apart):
@@ -97,6 +98,7 @@ def _halves(i: int, layer: Layer, e: int, block: int, names: Mapping[str, str], 
     more = {**(_POST if layer.placement == "post" else {}), **names}
     if layer.mixer is not None:
         out = {"o": "ssm_out"} if isinstance(layer.mixer, Mamba | Mamba2) else {}
+        out = {"o": "shortconv.out_proj"} if isinstance(layer.mixer, ShortConv) else out
         yield _Half(f"layers.{i}.", block, {n: s for n, s in shapes.items() if n not in ffn}, {**more, **out})
     yield _Half(f"layers.{i}.", block + (apart and layer.mixer is not None), ffn, more)
 

@@ -100,6 +100,8 @@ def rope_table(rope: Rope, max_model_len: int) -> F32:
         angles[:first] = positions[:first] * _powers(rope.theta, rope.dim)
     if rope.head_factors:
         angles = angles[:, None, :] / np.array(rope.head_factors)[:, None]
+    if rope.backwards:
+        angles = -angles
     return (np.stack([np.cos(angles), np.sin(angles)]) * rope.attention_factor).astype(np.float32)
 
 
