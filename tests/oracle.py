@@ -386,6 +386,10 @@ class NaiveModel:
             if f.limit is not None:
                 gate, up = np.minimum(gate, np.float32(f.limit)), np.clip(up, -np.float32(f.limit), np.float32(f.limit))
             inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
+        elif f.activation == "xielu":
+            positive, negative = (np.logaddexp(np.float32(0), self._vector(p + n)[0]) for n in ("act_p", "act_n"))
+            below = (np.expm1(np.minimum(up, np.float32(-1e-6))) - up) * (negative + np.float32(0.5))
+            inner = np.where(up > 0, positive * up * up, below) + np.float32(0.5) * up
         else:
             act = ACTIVATIONS[f.activation]
             inner = act(self._linear(h, p + "gate") * np.float32(f.gate_scale)) * up if f.gated else act(up)

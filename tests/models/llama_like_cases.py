@@ -335,6 +335,8 @@ CASES: dict[str, Case] = {
     ),
     "ernie4_5-plain": Case("Ernie4_5", {"head_dim": 8}, old_rope),
     "ernie4_5-biased": Case("Ernie4_5", {"head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
+    "apertus-plain": Case("Apertus", {"rope_parameters": LLAMA3}),
+    "apertus-biased": Case("Apertus", {"attention_bias": True, "rope_parameters": YARN, "num_key_value_heads": 1}),
     "arcee-plain": Case("Arcee", {"rope_parameters": YARN}),
     "arcee-biased": Case("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}, old_rope),
     "nanochat-plain": Case("NanoChat", {}, old_rope),

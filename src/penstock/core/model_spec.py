@@ -32,7 +32,7 @@ __all__ = [
     "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
 Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning
 
 
@@ -53,7 +53,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
     gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
     most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
-    gate before its activation.
+    gate before its activation. `xielu` (Apertus, never
+    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
     """
 
     width: int
@@ -300,6 +301,8 @@ def _dense_shapes(prefix: str, ffn: FeedForward, e: int) -> Shapes:
         out[prefix + name] = (ffn.width, e)
         if ffn.bias:
             out[prefix + name + ".bias"] = (ffn.width,)
+    if ffn.activation == "xielu":
+        out |= {prefix + "act_p": (1,), prefix + "act_n": (1,)}
     out[prefix + "down"] = (e, ffn.width)
     if ffn.bias:
         out[prefix + "down.bias"] = (e,)

@@ -18,6 +18,10 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
         b.linear(x, "gate", p + "gate")
         b.scale("gate", f.gate_scale)
         b.emit("activate_gated", ("gate", "up"), "up", bound=(f.activation, f.limit))
+    elif f.activation == "xielu":
+        # Stored is what softplus makes positive; below zero a constant half comes to it.
+        positive, negative = (float(np.logaddexp(0.0, b.array(p + name)[0])) for name in ("act_p", "act_n"))
+        b.emit("xielu", ("up",), "up", bound=(positive, 0.5 + negative))
     else:
         b.emit("activate", ("up",), "up", bound=(f.activation,))
     b.linear("up", y, p + "down")

@@ -53,6 +53,8 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("activate", "act(x)", "x [T, F]", "activation name", "[T, F]"),
     OpContract("activate_gated", "act(gate) * up; swiglu_clamped and a limit as core.model_spec.FeedForward says",
                "gate [T, F]; up [T, F]", "activation name; limit or None", "[T, F]"),
+    OpContract("xielu", "positive x^2 + x/2 above 0, else negative (expm1(min(x, -1e-6)) - x) + x/2", "x [T, F]",
+               "positive; negative", "[T, F]"),
     OpContract("add", "x + y", "x [T, E]; y [T, E]", "", "[T, E]"),
     OpContract("multiply", "x * y", "x [T, E]; y [T, E]", "", "[T, E]"),
     OpContract("scale", "x * factor", "x [T, ...]", "factor", "[T, ...]"),

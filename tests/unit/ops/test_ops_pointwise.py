@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.ops.ref.norm import layer_norm, rms_norm
-from penstock.ops.ref.pointwise import ACTIVATIONS, activate, activate_gated, columns, erf, flat, heads, sigmoid
+from penstock.ops.ref.pointwise import ACTIVATIONS, activate, activate_gated, columns, erf, flat, heads, sigmoid, xielu
 
 RNG = np.random.default_rng(7)
 TORCH = {
@@ -37,6 +37,15 @@ def test_norms_equal_torch_and_keep_rows_apart(n: int) -> None:
         np.testing.assert_array_equal(rms_norm(x[i : i + 1], w, 1e-5)[0], rms_norm(x, w, 1e-5)[i])
         np.testing.assert_array_equal(layer_norm(x[i : i + 1], w, b, 1e-5)[0], layer_norm(x, w, b, 1e-5)[i])
     assert rms_norm(x, w, 1e-5).dtype == layer_norm(x, w, b, 1e-5).dtype == np.float32
+
+
+def test_xielu_equals_its_definition_and_bends_at_zero() -> None:
+    x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-20, -1e-7, -1e4, 1e4]]).astype(np.float32)[None]
+    wide = x.astype(np.float64)
+    below = 0.9 * (np.expm1(np.minimum(wide, -1e-6)) - wide) + 0.5 * wide
+    got = xielu(x, 0.7, 0.9)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, np.where(wide > 0, 0.7 * wide**2 + 0.5 * wide, below), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))

@@ -124,6 +124,11 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return _ACTIVATIONS[activation](x)
 
 
+def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
+    above = positive * x * x + 0.5 * x
+    return torch.where(x > 0, above, negative * (torch.expm1(x.clamp(max=-1e-6)) - x) + 0.5 * x)
+
+
 def activate_gated(gate: Tensor, up: Tensor, activation: str, limit: float | None = None) -> Tensor:
     if activation != "swiglu_clamped":
         act = _ACTIVATIONS[activation](gate)
@@ -266,13 +271,13 @@ PLAIN: dict[str, Callable[..., Any]] = {
     op.__name__: op
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
-        add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
+        xielu, add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
         interpolate, removal_key, replacement_key, value_bonus, route,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {
     linear: 1, rms_norm: 1, layer_norm: 1, hadamard: 1, latent_query: 1, latent_output: 1, removal_key: 1, activate: 1,
-    activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
+    xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
 }  # fmt: skip
 EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
 EXACT["route"] = route_by_row

@@ -27,6 +27,7 @@ from penstock.ops.ref.pointwise import (
     scale,
     scale_queries,
     soft_cap,
+    xielu,
 )
 from penstock.ops.ref.product import embed, linear, select
 from penstock.ops.ref.recurrence import recurrent, retention
@@ -58,6 +59,7 @@ REF = OpTable(
         "rope_angles": rope_angles,
         "rope": rope,
         "activate": activate,
+        "xielu": xielu,
         "activate_gated": activate_gated,
         "add": add,
         "multiply": multiply,

@@ -103,6 +103,18 @@ def activate_gated(gate: F32, up: F32, activation: str, limit: float | None = No
     return gate * sigmoid(np.float32(SWIGLU_ALPHA) * gate) * (up + np.float32(1.0))
 
 
+def xielu(x: F32, positive: float, negative: float) -> F32:
+    """positive x^2 + x/2 above 0, else negative (expm1(min(x, -1e-6)) - x) + x/2 [T, F].
+
+    Source: Huang & Schlag, arXiv 2411.13010, section 3, with the constants of Apertus.
+    """
+    half = np.float32(0.5) * x
+    above = np.float32(positive) * x * x + half
+    below = np.float32(negative) * (np.expm1(np.minimum(x, np.float32(-1e-6))) - x) + half
+    out: F32 = np.where(x > 0, above, below)
+    return out
+
+
 def add(x: F32, y: F32) -> F32:
     """x + y."""
     return x + y
