@@ -261,9 +261,7 @@ def test_nodes_of_a_tree_are_refused(name: str) -> None:
     case, layout = CASES[name], Layout()
     ins, out = [layout.register(width) for width in case.widths], layout.register(case.width)
     planes = case.fresh_planes()
-    program = NativeProgram(
-        pool(ISAS[-1], 1), [case.op(ins, out)], layout, [planes], max_tokens=4, max_rows=1
-    )
+    program = NativeProgram(pool(ISAS[-1], 1), [case.op(ins, out)], layout, [planes], max_tokens=4, max_rows=1)
     plain = plan([(0, 2, 1)])
     memory = StepMemory(1)
     program.run(memory.args(plain, NONE))
@@ -290,7 +288,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence(name: str, parts: dict[str
     case, layout = CASES[name], Layout()
     ins, out = [layout.register(width) for width in case.widths], layout.register(case.width)
     good = case.op(ins, out)
-    made = NativeOp(good.kind, good.inputs, good.out, parts.get("n", good.n), good.f, parts.get("pointers", good.pointers))
+    made = NativeOp(
+        good.kind, good.inputs, good.out, parts.get("n", good.n), good.f, parts.get("pointers", good.pointers)
+    )
     with pytest.raises(EngineError, match=sentence):
         NativeProgram(pool(ISAS[-1], 1), [made], layout, [case.fresh_planes()], max_tokens=4, max_rows=1)
 

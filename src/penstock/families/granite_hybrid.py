@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.base.errors import UnsupportedError
-from penstock.core.model_spec import FeedForward, Layer, ModelSpec
+from penstock.core.model_spec import FeedForward, Layer, Mixer, ModelSpec
 from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.granite_moe import GraniteMoeShared, granite_experts, granite_scales, granite_stacks
@@ -36,7 +36,7 @@ class GraniteHybrid(LlamaNames):
         if positions not in ("nope", "rope"):
             raise UnsupportedError(f"{WHERE} gives position_embedding_type {quoted(positions)}; known: nope, rope")
         rope = read_rope(fields, heads.head_dim, sizes.max_position)
-        mixers = {
+        mixers: dict[str, Mixer] = {
             "full_attention": attention(
                 heads, rope=rope if positions == "rope" else None, qkv_bias=bias, o_bias=bias,
                 scale=fields.number("attention_multiplier", default=1.0),

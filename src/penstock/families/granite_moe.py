@@ -52,13 +52,13 @@ class GraniteMoeShared(GraniteMoe):
 
     name = "granitemoeshared"
     architectures = ("GraniteMoeSharedForCausalLM",)
-    names: Mapping[str, str] = GraniteMoe.names | {"shared.down": "shared_mlp.output_linear"}
+    names: Mapping[str, str] = {**GraniteMoe.names, "shared.down": "shared_mlp.output_linear"}
 
     def _shared(self, fields: Fields) -> int:
         return fields.integer("shared_intermediate_size", low=0, high=MAX_SIZE, default=0)
 
 
-def granite_scales(fields: Fields) -> dict[str, float]:
+def granite_scales(fields: Fields) -> dict[str, Any]:
     """What the embedding is multiplied by, and what logits are, as fields of ModelSpec."""
     return {
         "embed_scale": fields.number("embedding_multiplier", default=1.0),

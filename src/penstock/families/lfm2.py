@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.model_spec import FeedForward, FeedForwardKind, Layer, ModelSpec, QkNorm, Router, ShortConv
+from penstock.core.model_spec import FeedForward, FeedForwardKind, Layer, Mixer, ModelSpec, QkNorm, Router, ShortConv
 from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama_like import LlamaNames, attention, read_norm, start
@@ -54,7 +54,10 @@ class Lfm2(LlamaNames):
         )  # fmt: skip
         for name in ("conv_dim", "conv_dim_out", "block_dim"):
             require(fields, name, sizes.hidden_size)
-        mixers = {"conv": conv, "full_attention": attention(heads, rope=rope, qk_norm=QkNorm(eps=norm.eps))}
+        mixers: dict[str, Mixer] = {
+            "conv": conv,
+            "full_attention": attention(heads, rope=rope, qk_norm=QkNorm(eps=norm.eps)),
+        }
         kinds = _kinds(fields, sizes.num_layers)
         feed_forwards = self._feed_forwards(fields, sizes.num_layers)
         layers = [Layer(mixer=mixers[kind], ffn=ffn, norm=norm) for kind, ffn in zip(kinds, feed_forwards, strict=True)]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from penstock.base.errors import ModelError
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec, weight_shapes
+from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
+from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mixers import MIXERS
 from penstock.model.places import places_of
 from penstock.model.rwkv import channel_mix
-
-_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint16))
 
 
 def build(
@@ -31,7 +27,7 @@ def build(
 
     Raises: ModelError for weights that are missing, unknown or of wrong shape or type.
     """
-    _check_weights(spec, weights)
+    check_weights(spec, weights)
     places, kept = places_of(spec, groups)
     b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
     _embedding(b)
@@ -49,19 +45,6 @@ def build(
     head, hidden = len(b.nodes), b.values["x"]
     _head(b)
     return Graph(b.nodes, head, hidden, b.values["logits"], tuple(residuals), spec.vocab_size, max_model_len)
-
-
-def _check_weights(spec: ModelSpec, weights: Weights) -> None:
-    shapes = weight_shapes(spec)
-    if missing := sorted(shapes.keys() - weights.keys()):
-        raise ModelError(f"{len(missing)} weights are missing, the first: {missing[0]}")
-    if unknown := sorted(weights.keys() - shapes.keys()):
-        raise ModelError(f"{len(unknown)} weights are not part of the model, the first: {unknown[0]}")
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise ModelError(f"weight {name} has shape {list(weights[name].shape)}, the model needs {list(shape)}")
-        if weights[name].dtype not in _DTYPES:
-            raise ModelError(f"weight {name} is {weights[name].dtype}, not float32, float16 or bfloat16 (as uint16)")
 
 
 def _embedding(b: Emitter) -> None:

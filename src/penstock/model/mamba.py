@@ -69,9 +69,7 @@ def split(b: Emitter, x: str, widths: dict[str, int]) -> None:
         start += width
 
 
-def convolve(
-    b: Emitter, p: str, place: Place, x: str, activation: str | None, scales: F32 | None = None
-) -> None:
+def convolve(b: Emitter, p: str, place: Place, x: str, activation: str | None, scales: F32 | None = None) -> None:
     taps = np.ascontiguousarray(b.array(p + "conv").T)
     if scales is not None:
         taps = taps * scales
