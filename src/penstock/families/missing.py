@@ -8,14 +8,17 @@ from __future__ import annotations
 _VISION = "a vision tower"
 
 MISSING: dict[str, str] = {
+    "BitNetForCausalLM": "norms inside both halves of a layer, and a format of ternary weights",
     "DeepseekV4ForCausalLM": "compressed sparse attention (compress_ratios) and hyper-connections (hc_mult)",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
-    "JambaForCausalLM": "Mamba layers with norms on their time step, mixed with attention and experts",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
+    "RecurrentGemmaForCausalLM": "real-gated linear recurrent units (RG-LRU)",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",
+    "xLSTMForCausalLM": "matrix memories with exponential gates (mLSTM)",
+    "Zamba2ForCausalLM": "attention blocks that several layers share, each with an adapter of its own",
 }
 """Entry of `architectures` in config.json -> what running it would need."""
 
