@@ -15,7 +15,7 @@ from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama import ignored
 from penstock.families.mixtral import beyond
-from penstock.families.mtp import NEXTN
+from penstock.families.mtp import NEXTN, MtpNames
 from penstock.families.naming import LLAMA_LAYER, LLAMA_TOP, named
 from penstock.families.positions import mscale, read_rope
 from penstock.families.reading import (
@@ -85,7 +85,7 @@ class DeepseekV3(DeepseekV2):
 
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
-    mtp = NEXTN
+    mtp: MtpNames | None = NEXTN
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields(config, WHERE)
