@@ -136,11 +136,11 @@ PLAIN: dict[str, set[str]] = {
     "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"},
     "slot_checkpoint_rule": {"distance"}, "scheduling_policy": {"fcfs"},
     "attention_backend": {"ref"}, "executor": {"inproc", "multiproc"}, "verifier": {"match"}, "rope_type": {"default"},
-    "quantization": {"none"}, "dtype": {"auto", "bfloat16"}, "method": {"draft_model"},
+    "quantization": {"none"}, "dtype": {"auto", "bfloat16"}, "method": {"draft_model", "mtp"},
     "kv_cache_dtype": {"auto", "float32", "float16", "bfloat16"},
 }  # fmt: skip
-"""What the plain engine has (and, of drafters, the other spelling of one; of executors, the same rank elsewhere): no
-switches. KV in one of the model's types goes with dtype."""
+"""What the plain engine has (and, of drafters, the other spelling of one and what few checkpoints have; of executors,
+the same rank elsewhere): no switches. KV in one of the model's types goes with dtype."""
 
 
 def again(tokens: list[int], room: int) -> list[int]:

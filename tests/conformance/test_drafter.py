@@ -67,7 +67,7 @@ OWN_TESTS = {
     "draft-model": "engine/test_draft_model.py", "draft_model": "engine/test_draft_model.py",
     "specinfer": "engine/test_draft_model.py", "early-exit": "engine/test_self_draft.py",
     "self-draft": "engine/test_self_draft.py", "medusa": "engine/test_medusa.py",
-    "eagle": "engine/test_eagle.py",
+    "eagle": "engine/test_eagle.py", "mtp": "engine/test_mtp.py",
 }  # fmt: skip
 """Drafters that run a model, and where they are held to the same laws."""
 

@@ -13,6 +13,8 @@ from penstock.config.setting import Section, setting, settings_of
 VERIFIERS = ("match", "speculative-sampling", "multi-step", "spectr", "typical", "bild")
 TREES = ("chain", "k-ary", "sequoia", "opt", "grown")
 CONTROLLERS = ("adaptive", "fixed")
+_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp")
+"""What vLLM calls the one method mtp, by family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,8 @@ class SpeculativeConfig(Section):
 
 
 def parse_speculative(given: str | Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """`speculative_config` as a text or an object. Raises ConfigError naming the field that is wrong."""
+    """`speculative_config` as a text or an object; None for the method "none". Raises ConfigError naming the field that
+    is wrong."""
     if given is None or (isinstance(given, str) and not given.strip()):
         return None
     if isinstance(given, str):
@@ -115,6 +118,10 @@ def parse_speculative(given: str | Mapping[str, Any] | None) -> SpeculativeConfi
             raise ConfigError(
                 f"speculative_config: {name}: unknown; known: {', '.join(known)}", field="speculative_config"
             )
+    if given.get("method") == "none":
+        return None
+    if given.get("method") in _MTP:
+        given = {**given, "method": "mtp"}
     try:
         return SpeculativeConfig(**given)
     except ConfigError as error:

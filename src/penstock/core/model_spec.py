@@ -27,9 +27,9 @@ from penstock.core.selection import BOUNDS
 
 __all__ = [
     "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "QkNorm", "QueryScale",
-    "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec", "cache_specs",
-    "layer_shapes", "weight_shapes",
+    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pair", "QkNorm",
+    "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec",
+    "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
@@ -151,6 +151,20 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     beside: bool = False
 
 
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """What a head that predicts further tokens reads instead of a token: norm(embedding of the token) and norm'(hidden
+    state of the token before it), side by side; `hidden_first`: in the other order.
+
+    Weights `token_norm` and `hidden_norm` [E] belong to the two. Whoever runs the head norms, writes pairs into the
+    table `embed` [rows, 2E] and gives their rows in place of token ids. Source: DeepSeek-V3, arXiv 2412.19437, section
+    2.2.
+    """
+
+    norm: Norm
+    hidden_first: bool = False
+    rows: int = 256
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only language model, as data.
 
@@ -158,7 +172,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     for. `eos_token_ids` may be empty. `embed_size`: width of the embedding if not E (weights `embed_in` [E, embed_size]
     and `embed_out` [embed_size, E] lead in and out). Embeddings are multiplied by `embed_scale`; `positions`: learned
     ones (weight `positions` [max_position, E]) are added; then `embed_norm`. Logits are multiplied by `logit_scale`,
-    then become cap * tanh(logit / cap) with `logit_soft_cap`.
+    then become cap * tanh(logit / cap) with `logit_soft_cap`. `pair`: it is a head on another model, which reads pairs
+    (`embed_size` is 2E) and gives hidden states; the output matrix is that model's.
     """
 
     family: str
@@ -178,6 +193,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     lm_head_bias: bool = False
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    pair: Pair | None = None
 
     @property
     def num_params(self) -> int:
@@ -243,7 +259,9 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
     """
     e = spec.hidden_size
     width = spec.embed_size or e
-    out: Shapes = {"embed": (spec.vocab_size, width)}
+    out: Shapes = {"embed": (spec.vocab_size if spec.pair is None else spec.pair.rows, width)}
+    if spec.pair is not None:
+        out |= norm_shapes("token_norm", spec.pair.norm, e) | norm_shapes("hidden_norm", spec.pair.norm, e)
     if spec.positions:
         out["positions"] = (spec.max_position, e)
     if spec.embed_size is not None:
@@ -252,6 +270,8 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
     for i, layer in enumerate(spec.layers):
         out |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, e).items()}
     out |= norm_shapes("final_norm", spec.final_norm, e)
+    if spec.pair is not None:
+        return out
     if spec.embed_size is not None:
         out["embed_out"] = (width, e)
     if not spec.tie_embeddings:

@@ -367,6 +367,16 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class PromptDrafter(Drafter, Protocol):
+    """One that follows the text from its beginning."""
+
+    def read(self, runs: Seq[tuple[int, int, npt.NDArray[np.float32]]]) -> None:
+        """Known tokens of rows have run, as those of a prompt do: sequence, position of the first, and the hidden
+        states [n, E] of them all. Steps of rows that decode without drafts are left out."""
+        ...
+
+
 class DraftController(Protocol):
     """Decides in every step how much to draft for whom. Integers and recorded durations only: schedules replay."""
 

@@ -17,12 +17,13 @@ class DrafterTraits(NamedTuple):
 
     `num_drafts`: for one sequence in one step, where `num_speculative_tokens` does not say. `most_models`: draft
     models that it takes at most; it takes at least one, or none at all if this is 0. `branches`: its drafts are trees
-    that branch, whatever the setting `tree` says.
+    that branch, whatever the setting `tree` says. `own_head`: it runs the head that ships in the model's checkpoint.
     """
 
     num_drafts: int = 8
     most_models: int = 0
     branches: bool = False
+    own_head: bool = False
 
 
 DRAFTERS: Registry[Callable[[DraftBench], Drafter], DrafterTraits] = Registry("drafter")
@@ -31,6 +32,7 @@ DRAFTERS.add("early-exit", "penstock.drafters.self_draft:make_early_exit", Draft
 DRAFTERS.add("self-draft", "penstock.drafters.self_draft:make_self_draft", DrafterTraits(num_drafts=3))
 DRAFTERS.add("medusa", "penstock.drafters.medusa:make", DrafterTraits(branches=True))
 DRAFTERS.add("eagle", "penstock.drafters.eagle:make", DrafterTraits(branches=True))
+DRAFTERS.add("mtp", "penstock.drafters.mtp:make", DrafterTraits(num_drafts=3, own_head=True))
 DRAFTERS.add("draft-model", "penstock.drafters.draft_model:make", DrafterTraits(most_models=1))
 DRAFTERS.add("draft_model", "penstock.drafters.draft_model:make", DrafterTraits(most_models=1))  # as vLLM spells it
 DRAFTERS.add("specinfer", "penstock.drafters.specinfer:make", DrafterTraits(most_models=8, branches=True))

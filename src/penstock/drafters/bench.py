@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,15 @@ from penstock.runner.storage import Storage
 
 class DraftModel(NamedTuple):
     """A model that drafts. `groups` are its own among the rank's; it runs positions 0 ... max_len-1 and knows tokens
-    0 ... vocab_size-1."""
+    0 ... vocab_size-1. `spec` and `weights`, by logical name: for who has more to do with it than to run it."""
 
     name: str
     forward: Forward
     groups: Sequence[CacheGroup]
     max_len: int
     vocab_size: int
+    spec: ModelSpec | None = None
+    weights: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.draft import ROOT
-from penstock.model.forward import Forward
+from penstock.model.forward import Forward, PoolingForward
 from penstock.ops.plan import I32, GroupPlan, StepPlan
 from penstock.ops.tree import tree_mask
 from penstock.runner.rows import RowStore
@@ -52,6 +53,19 @@ class DraftForward:
 
         The scheduler has seen to it that there is memory for one token and `DraftJob.num_nodes` behind it.
         """
+        plan, ends = self._plan(work)
+        logits = self._forward.run(plan, self._storage.planes)
+        return [logits[end - item.num_wanted : end] for item, end in zip(work, ends, strict=True)]
+
+    def states(self, work: Sequence[Ahead]) -> F32:
+        """The hidden states [sum of num_wanted, E] behind the last tokens of each sequence; otherwise as `run`."""
+        assert isinstance(self._forward, PoolingForward), "this model gives no hidden states"
+        plan, _ = self._plan(work)
+        wanted = replace(plan, logits_indices=plan.logits_indices[:0], hidden_indices=plan.logits_indices)
+        return self._forward.run_pooling(wanted, self._storage.planes)[1]
+
+    def _plan(self, work: Sequence[Ahead]) -> tuple[StepPlan, list[int]]:
+        """Also where each sequence's wanted rows end."""
         counts = [len(item.token_ids) for item in work]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         tokens = np.concatenate([np.asarray(item.token_ids, np.int32) for item in work])
@@ -75,9 +89,7 @@ class DraftForward:
             mask=mask,
         )
         self.num_tokens += len(tokens)
-        logits = self._forward.run(plan, self._storage.planes)
-        ends = np.cumsum([item.num_wanted for item in work]).tolist()
-        return [logits[end - item.num_wanted : end] for item, end in zip(work, ends, strict=True)]
+        return plan, np.cumsum([item.num_wanted for item in work]).tolist()
 
     @staticmethod
     def _tree(item: Ahead) -> tuple[npt.NDArray[np.uint64], I32]:

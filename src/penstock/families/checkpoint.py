@@ -95,6 +95,7 @@ class Checkpoint:
     weights: dict[str, WeightRef]
     tokenizer: TokenizerFiles
     generation_config: dict[str, Any] = field(default_factory=dict)
+    head: Checkpoint | None = None
 
     @property
     def stored(self) -> dict[str, MatrixFormat]:
@@ -109,9 +110,14 @@ def check_count(spec: ModelSpec) -> None:
         raise ModelError(f"the model has {experts} experts in all its layers; at most {MAX_EXPERTS} are possible")
 
 
+def stored_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, ...]]:
+    """`weight_shapes` of what a checkpoint has: a table of pairs is nothing to be read."""
+    return {name: shape for name, shape in weight_shapes(spec).items() if spec.pair is None or name != "embed"}
+
+
 def check_weights(weights: Mapping[str, WeightRef], spec: ModelSpec) -> None:
     """Raises ModelError if a weight of `spec` is missing or has another shape, UnsupportedError for its dtype."""
-    shapes = weight_shapes(spec)
+    shapes = stored_shapes(spec)
     missing = [name for name in shapes if name not in weights]
     if missing:
         raise ModelError(f"{len(missing)} of {len(shapes)} weights are missing, first {quoted(missing[0])}")

@@ -15,6 +15,7 @@ from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama import ignored
 from penstock.families.mixtral import beyond
+from penstock.families.mtp import NEXTN, MtpNames
 from penstock.families.naming import LLAMA_LAYER, LLAMA_TOP, named
 from penstock.families.positions import mscale, read_rope
 from penstock.families.reading import (
@@ -34,7 +35,7 @@ LATENT = {
     "q_a": "self_attn.q_a_proj", "q_a_norm": "self_attn.q_a_layernorm", "q_b": "self_attn.q_b_proj",
     "kv_a": "self_attn.kv_a_proj_with_mqa", "kv_a_norm": "self_attn.kv_a_layernorm", "kv_b": "self_attn.kv_b_proj",
 }  # fmt: skip
-# `ep_size` tells how training spread its experts; the extra layers of multi-token prediction are not run (`beyond`).
+# `ep_size` tells how training spread its experts; extra layers of multi-token prediction may draft (`families.mtp`).
 _TRAINING = ("ep_size", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -84,6 +85,7 @@ class DeepseekV3(DeepseekV2):
 
     name = "deepseek_v3"
     architectures = ("DeepseekV3ForCausalLM",)
+    mtp: MtpNames | None = NEXTN
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields(config, WHERE)

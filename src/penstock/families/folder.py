@@ -13,7 +13,7 @@ import msgspec
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily, SeveralParts
-from penstock.core.weight_map import Cut
+from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.chat_templates import chat_templates
 from penstock.families.checkpoint import (
     LOADABLE_DTYPES,
@@ -25,6 +25,7 @@ from penstock.families.checkpoint import (
     check_weights,
 )
 from penstock.families.fields import Fields
+from penstock.families.mtp import mtp_head
 from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
 from penstock.families.quantization.method import Method
@@ -51,7 +52,7 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     spec = family.spec(told)
     check_count(spec)
     tensors = _tensors(folder, names)
-    weights = _match(folder, tensors, spec, family, method)
+    weights, head = _match(folder, tensors, spec, family, method)
     check_weights(weights, spec)
     if not _says_dtype(config):
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))
@@ -59,7 +60,11 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     eos = Fields(generation, "generation_config.json").token_ids("eos_token_id", spec.vocab_size, default=())
     # Instruction models list the ends of a turn only here.
     spec = msgspec.structs.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos))))
-    return Checkpoint(folder, spec, weights, read_tokenizer_files(folder, names), generation)
+    files = read_tokenizer_files(folder, names)
+    if head is not None:
+        check_weights(head.weights, head.spec)
+        head = replace(head, spec=msgspec.structs.replace(head.spec, dtype=spec.dtype), tokenizer=files)
+    return Checkpoint(folder, spec, weights, files, generation, head)
 
 
 def _says_dtype(config: Mapping[str, Any]) -> bool:
@@ -128,10 +133,10 @@ def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
 
 def _match(
     folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, method: Method | None
-) -> dict[str, WeightRef]:
+) -> tuple[dict[str, WeightRef], Checkpoint | None]:
+    """The model's weights, and its head for multi-token prediction if all of one is there."""
     places = family.layout(spec, tensors) if isinstance(family, SeveralParts) else family.weight_map(spec)
     places = laid_out(places, tensors)
-    cuts = {name: place for name, place in places.items() if isinstance(place, Cut)}
     names = {name: place.name if isinstance(place, Cut) else place for name, place in places.items()}
     tensors = _with_outer_name(tensors, names, lambda name: family.ignores(name, spec))
     codes: dict[str, Codes] = {}
@@ -152,12 +157,30 @@ def _match(
             f"{quoted(folder)} holds {len(unexpected)} tensors that the {family.name} family does not use with this "
             f"config.json, first {quoted(unexpected[0])}"
         )
-    return {
-        logical: codes_ref(tensors[name], cuts.get(logical), codes[name])
-        if name in codes
-        else WeightRef(tensors[name], cuts.get(logical))
-        for logical, name in names.items()
-    }
+    return _refs(places, tensors, codes), _head(folder, tensors, spec, family, codes)
+
+
+def _refs(
+    places: WeightMap, tensors: Mapping[str, TensorRef], codes: Mapping[str, Codes]
+) -> dict[str, WeightRef]:  # fmt: skip
+    out: dict[str, WeightRef] = {}
+    for logical, place in places.items():
+        name, cut = (place.name, place) if isinstance(place, Cut) else (place, None)
+        out[logical] = codes_ref(tensors[name], cut, codes[name]) if name in codes else WeightRef(tensors[name], cut)
+    return out
+
+
+def _head(
+    folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, codes: Mapping[str, Codes]
+) -> Checkpoint | None:
+    """None as well where a part of it is missing: conversions leave such layers out, more or less."""
+    found = mtp_head(family, spec)
+    if found is None:
+        return None
+    places = laid_out(found.places, tensors)
+    if any((place.name if isinstance(place, Cut) else place) not in tensors for place in places.values()):
+        return None
+    return Checkpoint(folder, found.spec, _refs(places, tensors, codes), TokenizerFiles("none"))
 
 
 def _with_outer_name(

@@ -34,6 +34,7 @@ class DeepseekV32(DeepseekV3):
 
     name = "deepseek_v32"
     architectures = ("DeepseekV32ForCausalLM",)
+    mtp = None  # a head whose layer chooses tokens, too, is untried
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields({"n_shared_experts": 1, "n_group": 8, "topk_group": 4, **config}, WHERE)

@@ -22,6 +22,7 @@ from penstock.families.llama_like import (
     stack,
     start,
 )
+from penstock.families.mtp import MTP_LAYERS
 from penstock.families.positions import read_rope
 from penstock.families.reading import finish, require
 
@@ -41,10 +42,11 @@ class Qwen2(LlamaNames):
 
 
 class MiMo(LlamaNames):
-    """The `ModelFamily` of MiMoForCausalLM. Its prediction layers are not part of plain decoding."""
+    """The `ModelFamily` of MiMoForCausalLM. Its prediction layers may draft (`families.mtp`)."""
 
     name = "mimo"
     architectures = ("MiMoForCausalLM",)
+    mtp = MTP_LAYERS
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         begun = start(config, **_DEFAULTS)

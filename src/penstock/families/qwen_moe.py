@@ -23,6 +23,7 @@ from penstock.families.llama_like import (
     start,
 )
 from penstock.families.mixtral import beyond
+from penstock.families.mtp import NEXTN
 from penstock.families.positions import read_rope
 from penstock.families.reading import (
     MAX_LAYERS,
@@ -139,6 +140,7 @@ class Glm4Moe(LlamaNames):
     name = "glm4_moe"
     architectures = ("Glm4MoeForCausalLM",)
     names = SPARSE_MLP
+    mtp = NEXTN
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields, sizes, heads = start(config, max_position_embeddings=131072, num_key_value_heads=8)
@@ -160,7 +162,7 @@ class Glm4Moe(LlamaNames):
         layers = [Layer(mixer=mixer, ffn=dense if i < num_dense else ffn, norm=norm) for i in range(sizes.num_layers)]
         return finish(
             fields, self.name, sizes, layers, final_norm=norm,
-            harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # see `mixtral.beyond`
+            harmless=("num_nextn_predict_layers", "num_mtp_layers"),  # they may draft: `families.mtp`
         )  # fmt: skip
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:

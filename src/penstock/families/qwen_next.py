@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5 (3.6): three layers of the gated delta rule to one of gated softmax attention.
 
 Norms keep their weights minus one, but for that of the delta rule. Attention has a gate beside each query, which closes
-what its head gives. Layers that predict further tokens (`mtp`) are not run.
+what its head gives. Layers that predict further tokens
+may draft (`families.mtp`).
 Source: Qwen3-Next's and Qwen3.5's model cards; Qiu et al., Gated Attention, arXiv 2505.06708; layouts and absent fields
 as in transformers' Qwen3NextConfig, Qwen3_5TextConfig and Qwen3_5MoeTextConfig.
 """
@@ -27,6 +28,7 @@ from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama_like import FULL, LlamaNames, Start, attention, read_ffn, read_norm, start
 from penstock.families.mamba import MAX_TAPS
+from penstock.families.mtp import MTP_MODULE
 from penstock.families.positions import one_axis, read_rope
 from penstock.families.qwen_moe import sparse_layers
 from penstock.families.reading import (
@@ -56,6 +58,7 @@ class Qwen3Next(LlamaNames):
 
     name = "qwen3_next"
     architectures = ("Qwen3NextForCausalLM",)
+    mtp = MTP_MODULE
     names = SPARSE_MLP | SHARED_ONE
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -78,6 +81,7 @@ class Qwen35(LlamaNames):
 
     name = "qwen3_5_text"
     architectures = ("Qwen3_5ForCausalLM",)
+    mtp = MTP_MODULE
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         begun = start(one_axis(config), num_key_value_heads=4, **_DEFAULTS)
@@ -95,6 +99,7 @@ class Qwen35Moe(LlamaNames):
 
     name = "qwen3_5_moe_text"
     architectures = ("Qwen3_5MoeForCausalLM",)
+    mtp = MTP_MODULE
     names = SPARSE_MLP | SHARED_ONE
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:

@@ -24,7 +24,7 @@ from penstock.families.registry import read_model, unread_decision
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
 from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
-from penstock.launch.drafts import check_tokens, draft_specs, open_drafts
+from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
 from penstock.launch.hub import local_path
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
@@ -89,11 +89,12 @@ def start(
     with loading("downloading") as download:
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)
-        draft_models = open_drafts(config, download)
+        config, chosen = choose_ops(config, files.checkpoint.spec)
+        config, speculates = choose_mtp(config, files.checkpoint.head is not None)
+        draft_models = open_drafts(config, files.checkpoint, download)
     drafts = tuple(str(draft_model.checkpoint.path) for draft_model in draft_models)
     hold = ModelStore().hold(path, *drafts)
     checkpoint = files.checkpoint
-    config, chosen = choose_ops(config, checkpoint.spec)
     machine = machine_of(config, machine or probe(), checkpoint.spec)
     named = [NamedSpec(d.name, d.checkpoint.spec, d.checkpoint.stored) for d in draft_models]
     plan = resolve(
@@ -130,7 +131,7 @@ def start(
     unread = unread_decision(checkpoint.spec)
     for decision in unread:
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
-    decisions = (*chosen, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
+    decisions = (*chosen, *speculates, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
     decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan))
     defaults = None
     if not serving:
@@ -154,15 +155,16 @@ def start(
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    own, stored, generation = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored, generation, head = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
+    config, speculates = choose_mtp(config, head is not None)
     machine = machine_of(config, machine or probe(), spec)
-    plan = resolve(config, spec, machine, draft_specs(config), keeping_of(config), stored, traits_of(config))
+    plan = resolve(config, spec, machine, draft_specs(config, head), keeping_of(config), stored, traits_of(config))
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
     decided = backend_decisions(config, spec, plan)
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
-    return msgspec.structs.replace(plan, decisions=(*chosen, *changed, *plan.decisions, *decided, said))
+    return msgspec.structs.replace(plan, decisions=(*chosen, *speculates, *changed, *plan.decisions, *decided, said))
 
 
 def _sampling(generation: Mapping[str, Any], limits: Limits, config: EngineConfig) -> tuple[Defaults, Decision]:

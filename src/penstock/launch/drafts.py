@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from penstock.backends.backend import Backend
 from penstock.backends.reference import ReferenceBackend
-from penstock.base.errors import ModelError, UnsupportedError
+from penstock.base.errors import ConfigError, ModelError, UnsupportedError
 from penstock.config import EngineConfig
+from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.model_spec import ModelSpec
+from penstock.drafters import DRAFTERS
 from penstock.drafters.bench import DraftModel
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.registry import Described, open_model, read_model
+from penstock.families.stretch import stretched
 from penstock.launch.hub import local_path
 from penstock.launch.names import model_names, wrong_draft
 from penstock.launch.tokenizer import load_tokenizer
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LoadedDraft = tuple[ModelSpec, Mapping[str, Weight]]
 """A draft model and its weights by logical name."""
+OWN_HEAD = "mtp"
+"""What the head that ships with a model is called."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,21 @@ class OpenDraft:
     checkpoint: Checkpoint
 
     def load(self, held: HeldWeights) -> LoadedDraft:
-        return self.checkpoint.spec, load_weights(self.checkpoint, self.checkpoint.spec, held)
+        spec = self.checkpoint.spec
+        weights = load_weights(self.checkpoint, spec, held)
+        if spec.pair is not None:  # its drafter writes here what the head is to read
+            weights["embed"] = np.zeros((spec.pair.rows, 2 * spec.hidden_size), np.float32)
+        return spec, weights
 
 
-def draft_specs(config: EngineConfig) -> list[NamedSpec]:
-    """What the draft models compute; no weight is read. Raises ConfigError for one that cannot be had or run."""
+def draft_specs(config: EngineConfig, head: Described | None = None) -> list[NamedSpec]:
+    """What the draft models compute; no weight is read. Raises ConfigError for one that cannot be had or run.
+
+    `head`: the one that ships with the model.
+    """
+    if runs_own_head(config):
+        assert head is not None, "choose_mtp has looked for it"
+        return [NamedSpec(OWN_HEAD, stretched(head.spec, config.model), head.stored)]
 
     def read(name: str) -> Described:
         return read_model(local_path(name, weights=False))
@@ -52,8 +69,12 @@ def draft_specs(config: EngineConfig) -> list[NamedSpec]:
     return [NamedSpec(name, *_had(name, read)[:2]) for name in model_names(config)]
 
 
-def open_drafts(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> list[OpenDraft]:
-    """Raises ConfigError for a draft model that cannot be had or run."""
+def open_drafts(
+    config: EngineConfig, model: Checkpoint, progress: Callable[[int, int], None] | None = None
+) -> list[OpenDraft]:
+    """`model`: the one they draft for. Raises ConfigError for a draft model that cannot be had or run."""
+    if runs_own_head(config):
+        return [own_head(config, model)]
 
     def opened(name: str) -> Checkpoint:
         return open_model(local_path(name, progress=progress))
@@ -61,11 +82,63 @@ def open_drafts(config: EngineConfig, progress: Callable[[int, int], None] | Non
     return [OpenDraft(name, _had(name, opened)) for name in model_names(config)]
 
 
+def reopened(config: EngineConfig, name: str, path: str) -> OpenDraft:
+    """A draft model of a plan, for a rank in a process of its own."""
+    found = open_model(path)
+    return own_head(config, found) if runs_own_head(config) else OpenDraft(name, found)
+
+
+def runs_own_head(config: EngineConfig) -> bool:
+    return config.speculation is not None and DRAFTERS.traits(config.speculation.method).own_head
+
+
+def own_head(config: EngineConfig, model: Checkpoint) -> OpenDraft:
+    assert model.head is not None, "choose_mtp has looked for it"
+    return OpenDraft(OWN_HEAD, replace(model.head, spec=stretched(model.head.spec, config.model)))
+
+
+def choose_mtp(config: EngineConfig, has_head: bool) -> tuple[EngineConfig, tuple[Decision, ...]]:
+    """Whether the head for multi-token prediction drafts that ships with the model, and why, if there is one.
+
+    Nobody has to ask for it: no token changes, and the controller stops drafting where it does not pay. `ops` has been
+    decided. Raises ConfigError if it is asked for and cannot be had.
+    """
+    torch, given = config.execution.ops == "torch", config.execution.speculative_config
+    if given is not None:
+        if runs_own_head(config) and not has_head:
+            raise _no_head("needs a head that predicts further tokens, and the model's checkpoint has none")
+        if runs_own_head(config) and torch:
+            raise _no_head("runs on the CPU, and ops is torch")
+        return config, ()
+    if not has_head:
+        return config, ()
+    cache = config.cache
+    if torch:
+        why = "the model's head runs on the CPU, and ops is torch"
+    elif config.selection is not None or cache.kv_cache_dtype != "auto" or cache.kv_allocator != "paged":
+        why = "the model has a head that predicts further tokens; unasked it drafts with plain keys and values only"
+    else:
+        execution = replace(config.execution, speculative_config='{"method": "mtp"}')
+        why = (
+            "the model's checkpoint has a head that predicts further tokens; it drafts as long as that pays "
+            '(speculative_config {"method": "none"}: never)'
+        )
+        return replace(config, execution=execution), (Decision("speculative_config", OWN_HEAD, why),)
+    return config, (Decision("speculative_config", "none", why),)
+
+
+def _no_head(why: str) -> ConfigError:
+    method = "speculative_config: method mtp "
+    return ConfigError(f"{method}{why}; use another method, or leave it away", field="speculative_config")
+
+
 def check_tokens(draft: OpenDraft, spec: ModelSpec, tokenizer: Tokenizer | None) -> None:
     """Raises ConfigError unless the draft model has the tokens of the model `spec`, whose `tokenizer` may be None.
 
     Tables of tokens are compared where both have one: models of one family may pad theirs differently.
     """
+    if draft.checkpoint.spec.pair is not None:
+        return
     own = None if tokenizer is None else load_tokenizer(draft.checkpoint.tokenizer, draft.checkpoint.spec)
     if tokenizer is None or own is None:
         ours, theirs = spec.vocab_size, draft.checkpoint.spec.vocab_size
@@ -97,7 +170,7 @@ def draft_models(
         model = DecoderModel(spec=spec, weights=weights, groups=own, max_model_len=draft.max_len)
         place = backend if backend.why_not(config, spec) is None else ReferenceBackend.of(config, 1)
         forward = model.on(place, max_tokens=plan.max_num_batched_tokens, rank_groups=plan.groups)
-        made.append(DraftModel(draft.name, forward, own, draft.max_len, spec.vocab_size))
+        made.append(DraftModel(draft.name, forward, own, draft.max_len, spec.vocab_size, spec, weights))
     return made
 
 

@@ -19,7 +19,7 @@ from penstock.families.registry import open_model
 from penstock.families.stretch import stretched
 from penstock.launch.assemble import model_parts
 from penstock.launch.backend import backend_of, packed_weights
-from penstock.launch.drafts import OpenDraft
+from penstock.launch.drafts import OpenDraft, reopened
 from penstock.launch.parts import make_rank
 from penstock.launch.plugins import load_plugins
 from penstock.launch.selection import kinds_of
@@ -74,7 +74,7 @@ def build_rank(
     if files is None:
         assert spec.model is not None, "weights in memory do not come by themselves"
         named = zip(plan.drafts, spec.drafts, strict=True)
-        files = open_files(config, spec.model, [OpenDraft(draft.name, open_model(path)) for draft, path in named])
+        files = open_files(config, spec.model, [reopened(config, draft.name, path) for draft, path in named])
     checkpoint = files.checkpoint
     needed = config.speculation is not None or config.selection is not None
     tokenizer = files.read() if needed and not config.model.skip_tokenizer_init else None

@@ -145,12 +145,15 @@ def _last(b: Emitter) -> None:
     b.emit("select", ("x", "rows"), "x")
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)
-    if spec.embed_size is not None:
+    if spec.embed_size is not None and spec.pair is None:
         b.linear("x", "x", "embed_out")
 
 
 def _head(b: Emitter) -> None:
     spec = b.spec
+    if spec.pair is not None:  # its logits are made by the model that it hangs on
+        b.emit("scale", ("x",), "logits", bound=(1.0,))
+        return
     bias = ("lm_head.bias",) if spec.lm_head_bias else ()
     b.emit("linear", ("x",), "logits", "embed" if spec.tie_embeddings else "lm_head", *bias)
     b.scale("logits", spec.logit_scale)

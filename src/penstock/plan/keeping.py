@@ -21,7 +21,7 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
 
     if config.cache.kv_allocator != "paged":
         raise wrong(f"gives pages back one by one, and kv_allocator {config.cache.kv_allocator} has none; use paged")
-    if config.execution.speculative_config is not None:
+    if config.speculation is not None:
         raise wrong("cannot be combined with speculative_config: drafts are verified against the whole context")
     given = config.cache.kv_cache_dtype
     if keeping.drops == "nothing" and given != "auto":

@@ -17,7 +17,7 @@ from penstock.base.clock import Clock
 from penstock.config.selection import Keeping
 from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, Selected, StepOutput, Verified
 from penstock.core.draft import DraftJob, DraftTree, Outcome, trimmed
-from penstock.core.protocols import Drafter
+from penstock.core.protocols import Drafter, PromptDrafter
 from penstock.model.forward import (
     Forward,
     GreedyForward,
@@ -57,6 +57,7 @@ class Planned(msgspec.Struct, gc=False):
             `drafts`, for the drafter.
         before: recurrent states of the rows that draft, to be put back if a draft is wrong.
         draft_s: seconds that the drafts took.
+        known: rows whose hidden states stand behind the first `num_told`, for a drafter that reads prompts.
     """
 
     step: StepPlan
@@ -66,6 +67,8 @@ class Planned(msgspec.Struct, gc=False):
     num_pooled: int
     before: States
     draft_s: float
+    known: Sequence[ScheduledRow] = ()
+    num_told: int = 0
 
 
 class Runner:
@@ -219,7 +222,12 @@ class Runner:
         num_pooled = len(hidden)
         if drafted_rows and self.drafter is not None and self.drafter.wants_hidden:
             hidden = np.concatenate([hidden, *(step.logits_indices[_rows(drafted)] for drafted in drafted_rows)])
-        return output, Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s)
+        num_told = len(hidden)
+        known: list[ScheduledRow] = []
+        if isinstance(self.drafter, PromptDrafter):
+            known, read = self._known_rows(output.scheduled, step.query_start_loc)
+            hidden = np.concatenate([hidden, *read])
+        return output, Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s, known, num_told)
 
     def forward(self, planned: Planned) -> tuple[list[int] | F32, F32]:
         """Run the model. Mutates: storage.
@@ -252,6 +260,8 @@ class Runner:
             planned.draft_s,
         )
         pooled, failed = self.pooler.fold(hidden[:num_pooled])
+        if planned.known:
+            draft_s += self._show(planned.known, hidden[planned.num_told :])
         selected: list[Selected] = []
         if self.selections is not None:
             queries: Sequence[F32] = ()
@@ -277,7 +287,7 @@ class Runner:
             result = self.verifier.verify(logits, drafted_rows, choices)
             verified = self._undo.settle(drafted_rows, result, planned.before)
             errors, ended = errors + result.errors, [*ended, *result.ended]
-            draft_s += self._tell(result.outcomes, hidden[num_pooled:])
+            draft_s += self._tell(result.outcomes, hidden[num_pooled : planned.num_told])
         duration_s = self._clock.now() - start_s
         counts = None if self.grammars is None else self.grammars.counts()
         return StepOutput(
@@ -330,6 +340,35 @@ class Runner:
             row.seq_id, known.tokens, known.prompt_len, row.num_drafts, row.draft_depth, known.rules,
             known.sample_index, self._undo.has_states,
         )  # fmt: skip
+
+    def _known_rows(self, scheduled: Sequence[ScheduledRow], starts: I32) -> tuple[list[ScheduledRow], list[I32]]:
+        """The rows that read what is known of them, as prompts are read, and where their tokens are in the batch."""
+        found, read = [], []
+        for b, row in enumerate(scheduled):
+            if (
+                not row.num_drafts
+                and not row.pooling
+                and (row.num_tokens > 1 or row.start < self.rows[row.seq_id].prompt_len)
+            ):
+                found.append(row)
+                read.append(np.arange(starts[b], starts[b + 1], dtype=np.int32))
+        return found, read
+
+    def _show(self, rows: Sequence[ScheduledRow], hidden: F32) -> float:
+        """Let the drafter see the hidden states of rows; returns the seconds it took. See `_draft` for failures."""
+        drafter = self.drafter
+        if not isinstance(drafter, PromptDrafter):
+            return 0.0
+        start_s, at = self._clock.now(), 0
+        runs: list[tuple[int, int, F32]] = []
+        for row in rows:
+            runs.append((row.seq_id, row.start, hidden[at : at + row.num_tokens]))
+            at += row.num_tokens
+        try:
+            drafter.read(runs)
+        except Exception:
+            self._give_up_drafting(drafter)
+        return self._clock.now() - start_s
 
     def _tell(self, outcomes: list[Outcome], hidden: npt.NDArray[np.float32]) -> float:
         """Let the drafter hear what came of its drafts; returns the seconds it took. See `_draft` for failures."""

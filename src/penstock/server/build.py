@@ -82,7 +82,8 @@ async def build(config: ServeConfig, *, link: Link | None = None, spare: Spawned
         )
         names = config.server.names("served_model_name") or [model_name(config.engine.model.model)]
         server = Server(config.server, client, service, names[0], int(time.time()), names[1:])
-        server.speculates = config.engine.speculation is not None
+        found = any(name == "speculative_config" and value != "none" for name, value, _ in info.decisions)
+        server.speculates = found or config.engine.speculation is not None  # asked for, or with the checkpoint
         server.warm_grammars = config.engine.cache.warm_grammars
         server.parts |= {"front": front, "tls": tls}
         server.parts["fair"] = config.engine.scheduler.scheduling_policy.split(":")[0] == "fair"

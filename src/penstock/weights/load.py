@@ -17,9 +17,9 @@ from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
 from penstock.core.held_weights import HeldWeights
-from penstock.core.model_spec import ModelSpec, weight_shapes
+from penstock.core.model_spec import ModelSpec
 from penstock.core.weight_map import Cut
-from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights
+from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights, stored_shapes
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.formats.tensor_ref import TensorRef, stored_bytes
 from penstock.ops.ref.product import as_float32, take_rows
@@ -50,7 +50,7 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     skip: Collection[str] = (),
 ) -> dict[str, Weight]:
-    """Logical name -> weight of the shape `weight_shapes(spec)` says.
+    """Logical name -> weight of the shape `stored_shapes(spec)` says.
 
     `held`: how the plan holds weights, or the one type that all have. A matrix of codes that is held as it is stored,
     or that a scheme is going to round, is a `StoredMatrix`; everything else is a read-only array of its type (bfloat16:
@@ -67,7 +67,7 @@ def load_weights(
         raise ValueError(f"weights can be loaded as {', '.join(_NUMPY)}, not as {dtype!r}")
     refs = source.weights if isinstance(source, Checkpoint) else source
     check_weights(refs, spec)
-    shapes = weight_shapes(spec)
+    shapes = stored_shapes(spec)
     coded = {name for name, ref in refs.items() if ref.stored is not None and name not in held.beside}
     kept = {name for name in coded if not held.of(name).is_plain}
     wanted = {name: _narrowed(refs[name]) for name in shapes if name not in skip}
