@@ -88,7 +88,9 @@ def test_B32_states_are_kept_where_prompts_part_and_at_the_end(name: str, depth:
     it; the next turn begins at the last whole block of the answer. No token changes."""
     spec, weights = tiny(name)
     naive = NaiveModel(spec, weights)
-    knobs = Knobs(block_size=BLOCK, checkpoint_rule="branch", prefix_cache=prefix_cache, depth=depth)
+    knobs = Knobs(
+        block_size=BLOCK, checkpoint_tokens=BLOCK, checkpoint_rule="branch", prefix_cache=prefix_cache, depth=depth
+    )
     core = real_engine(spec, weights, knobs)
     known = prompts(spec.vocab_size)
 

@@ -54,21 +54,26 @@ class AtDistances:
         return False
 
 
+LAST = 32
+
+
 class AtBranches:
     """Two states of a sequence at most: where its prompt parts from known text, for others will do the same; and at the
     end of the last whole block of all, for its next turn. Source: Marconi, Pan et al., arXiv 2411.19379, section 4.1.
 
-    Once a sequence has begun from the last state of another, this one stays, too: text parts there.
+    Once a sequence has begun from the last state of another, this one stays, too: text parts there. The last state goes
+    on by whole blocks, `LAST` tokens or the distance at a time, whichever is less: steps end there, drafts as well.
     """
 
     branches = True
 
     def __init__(self, distance: int, block_size: int) -> None:
         self._block_size = block_size
+        self._stride = max(block_size, min(distance, LAST) // block_size * block_size)
 
     def next(self, seq: Sequence, start: int) -> int:
         branch = 0 if seq.node is None else seq.node.branch
-        last = max(prompt_end(seq, self._block_size), (start // self._block_size + 1) * self._block_size)
+        last = max(prompt_end(seq, self._block_size), (start // self._stride + 1) * self._stride)
         return min(branch, last) if branch > start else last
 
     def goes_on(self, seq: Sequence, position: int) -> bool:

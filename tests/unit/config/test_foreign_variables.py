@@ -59,8 +59,11 @@ def test_nothing_but_what_is_said_to_be_is_obeyed() -> None:
     add_arguments(parser, server=True)
     args = parser.parse_args(["--model", "nano"])
     guesses = {f"{prefix}{name.upper()}": "7" for prefix in PREFIXES for name in SERVING}
-    theirs = {**guesses, **dict.fromkeys(VARIABLES, "7")}
-    obeyed = [name for name in theirs if serve_from_args(args, {name: "7"}) != serve_from_args(args, {})]
+    switches = {name: "1" for name, own in ENVIRONMENT.items() if SERVING[own].kind is bool}
+    theirs = {**guesses, **dict.fromkeys(VARIABLES, "7"), **switches}
+    obeyed = [
+        name for name, value in theirs.items() if serve_from_args(args, {name: value}) != serve_from_args(args, {})
+    ]
     assert obeyed == list(ENVIRONMENT)
 
 

@@ -30,7 +30,7 @@ def manager(num_slots: int, rule: str, *, num_blocks: int = 600, distance: int =
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_chunks_end_at_the_branch_and_then_at_every_block_behind_the_prompt(cache: str) -> None:
-    kv = manager(8, "branch", block_size=4, prefix_cache=cache)
+    kv = manager(8, "branch", block_size=4, distance=4, prefix_cache=cache)
     first = computed(kv, 0, list(range(22)))
     seq = started(kv, 1, [*range(10), *range(50, 63)])
     assert (seq.num_computed, seq.node.branch) == (0, 8)
@@ -46,7 +46,7 @@ def test_chunks_end_at_the_branch_and_then_at_every_block_behind_the_prompt(cach
 
 
 def test_a_sequence_keeps_two_states_and_one_that_was_used_stays() -> None:
-    kv = manager(8, "branch", block_size=4)
+    kv = manager(8, "branch", block_size=4, distance=4)
     seq = computed(kv, 0, list(range(9)))
     for token in range(9, 40):
         assert kv.grow(seq, token + 1)
