@@ -69,6 +69,11 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(there), f"{page.name} links to {target}, but there is no such heading"
 
 
+def test_decisions_have_numbers_of_their_own() -> None:
+    numbers = [page.name[:4] for page in (DOCS / "design").glob("[0-9]*.md")]
+    assert len(set(numbers)) == len(numbers), sorted(numbers)
+
+
 def test_the_tour_is_as_long_as_it_says() -> None:
     """A newcomer reads the request's path in under 2,500 lines: the tour's table is that path, and it is counted."""
     text = (DOCS / "tour.md").read_text(encoding="utf-8")
