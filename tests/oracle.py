@@ -126,6 +126,9 @@ class NaiveModel:
                 return x + self._norm(inner, name + "_post_norm", layer.norm) * by
             case "sum":
                 return self._norm(x + f(x) * by, name + "_norm", layer.norm)
+            case "normed":
+                x = self._norm(x, name + "_norm", layer.norm)
+                return x * np.float32(layer.keep) + f(x) * by
 
     def _mixer(self, h: F32, p: str, layer: Layer) -> F32:
         match layer.mixer:

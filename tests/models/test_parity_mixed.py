@@ -42,6 +42,11 @@ MULTIPLIERS = {
     "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.6,
 }  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
+MINIMAX = {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "block_size": 16, "head_dim": 8,
+    **{f"{half}_{greek}_factor": n for half in ("mlp", "full_attn", "linear_attn")
+       for greek, n in (("alpha", 3.5), ("beta", 0.8))},
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("Bamba", MAMBA2 | {"attn_layer_indices": [1, 3], "mamba_n_groups": 2}),
     "bamba-biased": (
@@ -69,6 +74,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe", {"layer_types": LFM2["layer_types"], "num_experts": 6, "num_experts_per_tok": 2,
                     "moe_intermediate_size": 21},
     ),
+    "minimax": ("MiniMax", MINIMAX),
+    "minimax-linear": ("MiniMax", {**MINIMAX, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
 }  # fmt: skip
 
 
@@ -114,6 +121,9 @@ def test_C34_mixed_families_equal_transformers(case: str, tmp_path: Path) -> Non
     ("granitemoehybrid", {"layer_types": ["mamba", "rwkv", "mamba", "mamba"]}, ["'rwkv'", "full_attention"]),
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, ["'alibi'", "nope, rope"]),
     ("jamba", {"attn_layer_offset": 3}, ["attn_layer_offset", "0 to 2"]),
+    ("minimax", {"mlp_alpha_factor": 2.0}, ["alpha: 2.0, 3.5", "one for all"]),
+    ("minimax", {"attn_type_list": [0, 1]}, ["attn_type_list for 2 layers", "has 4"]),
+    ("minimax", {"hidden_act": "gelu"}, ["hidden_act", "'silu' only"]),
     ("lfm2", {"layer_types": ["conv"]}, ["layer_types for 1 layers", "has 4"]),
     ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "1 to 6"]),
 ])  # fmt: skip

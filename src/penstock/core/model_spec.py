@@ -130,7 +130,8 @@ FeedForwardKind = FeedForward | Experts | ChannelMix
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A mixer half and a feed-forward half; either may be missing.
 
-    placement: `pre` x += f(norm(x)); `post` x += norm(f(x)); `both` x += norm'(f(norm(x))); `sum` x = norm(x + f(x)).
+    placement: `pre` x += f(norm(x)); `post` x += norm(f(x)); `both` x += norm'(f(norm(x))); `sum` x = norm(x + f(x));
+    `normed` x = norm(x), then x = `keep` x + f(x).
     Weights `attn_norm` and `ffn_norm` are the norm of a half's input (`post`, `sum`: the only one there is);
     `attn_post_norm` and `ffn_post_norm` exist for `both`. `parallel` (with `pre`): x += mixer(norm(x)) + ffn(norm'(x)),
     where `shared_norm` means that both read the same normed input (no `ffn_norm`). `residual_scale` multiplies what a
@@ -142,7 +143,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     mixer: Mixer | None
     ffn: FeedForwardKind | None
     norm: Norm = Norm()
-    placement: Literal["pre", "post", "both", "sum"] = "pre"
+    placement: Literal["pre", "post", "both", "sum", "normed"] = "pre"
+    keep: float = 1.0
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0

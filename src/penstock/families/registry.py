@@ -51,6 +51,8 @@ _register("glm4_moe", "penstock.families.qwen_moe:Glm4Moe", "Glm4MoeForCausalLM"
 _register("gpt_oss", "penstock.families.gpt_oss:GptOss", "GptOssForCausalLM")
 _register("kimi_linear", "penstock.families.kimi_linear:KimiLinear", "KimiLinearForCausalLM")
 _register("llama4_text", "penstock.families.llama4:Llama4", "Llama4ForCausalLM")
+_register("minimax", "penstock.families.minimax:MiniMax", "MiniMaxForCausalLM", "MiniMaxText01ForCausalLM",
+          "MiniMaxM1ForCausalLM")  # fmt: skip
 _register("minimax_m2", "penstock.families.mixtral:MiniMaxM2", "MiniMaxM2ForCausalLM")
 _register("mixtral", "penstock.families.mixtral:Mixtral", "MixtralForCausalLM")
 _register("olmoe", "penstock.families.qwen_moe:Olmoe", "OlmoeForCausalLM")

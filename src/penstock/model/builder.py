@@ -90,10 +90,11 @@ def _read(b: Emitter, p: str, layer: Layer) -> str:
 
 def _before(b: Emitter, name: str, layer: Layer) -> str:
     """The register that a half reads."""
-    if layer.placement not in ("pre", "both"):
+    if layer.placement not in ("pre", "both", "normed"):
         return "x"
-    b.norm("x", "h", name, layer.norm)
-    return "h"
+    h = "x" if layer.placement == "normed" else "h"
+    b.norm("x", h, name, layer.norm)
+    return h
 
 
 def _after(b: Emitter, half: str, layer: Layer) -> None:
@@ -103,6 +104,7 @@ def _after(b: Emitter, half: str, layer: Layer) -> None:
     elif layer.placement == "both":
         b.norm("y", "y", half + "_post_norm", layer.norm)
     b.scale("y", layer.residual_scale)
+    b.scale("x", layer.keep)
     b.emit("add", ("x", "y"), "x")
     if layer.placement == "sum":
         b.norm("x", "x", half + "_norm", layer.norm)
