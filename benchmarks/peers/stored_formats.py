@@ -70,9 +70,14 @@ class Turns:
 
 
 def read_per_token(model: Gguf) -> int:
-    """Bytes of weights that one decoded token reads: all, but of an embedding that is not the head, too, a row."""
+    """Bytes of weights that one decoded token reads: all, but of an embedding that is not the head, too, a row; of
+    experts those that a token chooses."""
     beside = "token_embd.weight" if "output.weight" in model.tensors else ""
-    return sum(t.nbytes for name, t in model.tensors.items() if name != beside)
+    kind = model.metadata["general.architecture"]
+    chosen, of = (model.metadata.get(f"{kind}.expert_{name}", 1) for name in ("used_count", "count"))
+    return sum(
+        t.nbytes * chosen // of if "_exps." in name else t.nbytes for name, t in model.tensors.items() if name != beside
+    )
 
 
 def prompt(ids: Sequence[int], length: int, number: int) -> list[int]:
