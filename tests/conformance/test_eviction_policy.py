@@ -16,6 +16,7 @@ from penstock.core.protocols import EvictionPolicy
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix import PREFIX_CACHES
+from penstock.kv.prefix.queue import EvictionQueue
 from tests.conformance.test_prefix_cache import ids, put
 from tests.unit.kv.test_kv_loads import BLOCK, multi_turn, serve, tokens
 from tests.unit.kv.test_kv_model import make_groups
@@ -35,6 +36,16 @@ class Entry:
 
     def __init__(self) -> None:
         self.tick: Any = 0
+
+
+class Queued(Entry):
+    """The same with what a queue owns."""
+
+    __slots__ = ("queued",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queued = 0
 
 
 def make(policy: str) -> EvictionPolicy:
@@ -198,3 +209,17 @@ def test_important_requests_keep_their_entries() -> None:
     rule.request_priority = 5
     rule.on_hit(important, 4)
     assert rule.key(important) > rule.key(plain), "a worse request took the rank away"
+
+
+def test_an_entry_that_went_over_to_another_queue_is_gone_from_the_first(policy: str) -> None:
+    """Heaps forget lazily, by numbers; two queues must not give the same ones."""
+    first, second = EvictionQueue(make(policy)), EvictionQueue(make(policy))
+    entry, other = Queued(), Queued()
+    for one in (entry, other):
+        make(policy).on_insert(one, 1)
+    first.push(entry)
+    first.discard(entry)
+    second.push(entry)
+    first.push(other)
+    assert first.entries() == [other]
+    assert (first.pop(), first.pop(), second.pop()) == (other, None, entry)

@@ -63,7 +63,7 @@ def test_a_step_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         for kind in ("decode 1", "decode 3", "decode 4, one of them sampled", *kinds):
             assert list(found[name][kind]["waits"].values()) == [1], (kind, found[name][kind]["waits"])
     captured, decode = (found["llama-3.1-8b"][step] for step in ("captured step of 4", "decode 3"))
-    assert captured["operations"] > 100
+    assert captured["operations"] > 50
     assert captured["waits"] == captured["copies_to_device"] == {}
     assert decode["by_name"]["graph"] == 1
     assert decode["operations"] < 20

@@ -40,7 +40,7 @@ def test_the_device_chooses_the_backend() -> None:
 def test_what_does_not_fit_together_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="ops: native runs on the CPU, and device is cpu-torch; use ops auto"):
         choose_ops(config(device="cpu-torch", ops="native"), SPEC)
-    with pytest.raises(ConfigError, match="needs the native kernels"):
+    with pytest.raises(ConfigError, match="rounds activations, and torch only weights"):
         choose_ops(config(device="cpu-torch", quantization="int8-w8a8"), SPEC)
     with pytest.raises(ConfigError, match="use device cpu"):
         choose_ops(config(device="cpu-torch", kv_allocator="virtual"), SPEC)

@@ -15,7 +15,9 @@ from penstock.families.llama_like import LlamaNames
 from penstock.families.registry import FAMILIES, find_family
 from tests.models.llama_like_cases import CASES, HERE, KINDS, LINEAR, MISTRAL3, YARN, Config, config_of
 from tests.models.test_parity_delta import CASES as DELTA_CASES
+from tests.models.test_parity_mixed import CASES as MIXED_CASES
 from tests.models.test_parity_sparse import CASES as SPARSE_CASES
+from tests.models.test_parity_sparse_more import CASES as MORE_CASES
 from tests.shared import shared
 
 
@@ -53,11 +55,14 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family: str) -> Non
 def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
-    sparse = {case.split("-")[0] for case in (*SPARSE_CASES, *DELTA_CASES)}
-    assert users <= set(HERE) | sparse <= set(modules) | {"llama4"}
+    others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES)}
+    others |= {"gemma4_text", "step3p7"}  # in files of their own
+    assert users <= set(HERE) | others <= set(modules) | {"llama4"}
 
 
 REFUSED: list[tuple[str, Config, str, type[ModelError]]] = [
+    ("apertus-plain", {"post_norm": True}, "post_norm", UnsupportedError),
+    ("nanochat-plain", {"head_dim": 7}, "head dimension 7 is odd", ModelError),
     ("mistral-window", {"layer_types": KINDS}, "'layer_types'", UnsupportedError),
     ("mistral-window", {"sliding_window": 0}, "sliding_window as '0'", ModelError),
     ("mistral-window", {"attention_bias": True}, "'attention_bias'", UnsupportedError),
@@ -152,7 +157,8 @@ def test_what_a_family_does_not_compute_is_refused(
 
 
 def test_every_family_refuses_something() -> None:
-    assert {name.split("-")[0] for name, *_ in REFUSED} == set(HERE) - {"llama"}  # Llama's are in test_families.py
+    # Llama's are in test_families.py.
+    assert {name.split("-")[0] for name, *_ in REFUSED} == set(HERE) - {"llama"}
 
 
 VALUES = st.one_of(

@@ -17,7 +17,7 @@ from penstock.backends.native.forward import NativeForward
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
 from penstock.core.matrix_format import parse_scheme
-from penstock.core.model_spec import ModelSpec
+from penstock.core.model_spec import ModelSpec, cache_specs
 from penstock.families.registry import open_model
 from penstock.launch.bundled import bundled_model
 from penstock.ops.plan import GroupPlan, StepPlan
@@ -161,9 +161,14 @@ def test_nano_reference() -> None:
     check("nano", None, num_nodes=12, prefix=30, draw=0)
 
 
+def keeps_states(name: str) -> bool:
+    """Of such only chains can be verified."""
+    return any(kept.kind == "slot" for layer in cache_specs(specs.make(name)[0], "float32") for kept in layer)
+
+
 @pytestmark_native
 @each_isa
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", [name for name in NATIVE if not keeps_states(name)])
 def test_every_native_shape(isa: str, name: str) -> None:
     check(name, isa, num_nodes=20, prefix=60, draw=1)
 

@@ -152,7 +152,7 @@ class SpecModule(nn.Module):
         match layer.mixer:
             case Attention() as m:
                 return self._attention(h, p, m)
-            case Latent() as m:
+            case Latent(indexer=None, reads_choice=False) as m:
                 return self._latent(h, p, m)
             case Recurrent() as m:
                 return self._recurrent(h, p, m)
@@ -197,7 +197,7 @@ class SpecModule(nn.Module):
         if m.clip is not None:
             q, k, v = (x.clamp(-m.clip, m.clip) for x in (q, k, v))
         q = q.view(b, t, m.num_heads, m.head_dim)
-        k, v = (x.view(b, t, m.num_kv_heads, m.head_dim) for x in (k, v))
+        k, v = k.view(b, t, m.num_kv_heads, m.head_dim), v.view(b, t, m.num_kv_heads, m.value_dim)
         if n is not None and n.over != "all" and not n.after_rope:
             q, k = self._qk_norm(q, p + "q_norm", n), self._qk_norm(k, p + "k_norm", n)
         if m.rope is not None:

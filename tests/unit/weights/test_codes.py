@@ -288,7 +288,7 @@ def test_bytes_by_format_are_all_bytes(folders: dict[str, Path]) -> None:
 def test_a_plan_of_config_json_alone_is_that_of_the_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
     for name, folder in folders.items():
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-        spec, stored, _ = read_model(tmp_path)
+        spec, stored, *_ = read_model(tmp_path)
         checkpoint = open_model(folder)
         assert (spec, dict(stored)) == (checkpoint.spec, checkpoint.stored), name
 

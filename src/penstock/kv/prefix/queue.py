@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import Any
 
 from penstock.core.protocols import EvictionPolicy
+
+_SERIALS = count(1)
+"""Of all queues together: an entry may leave one, where its old number stays in the heap, and enter another."""
 
 
 class EvictionQueue:
@@ -15,13 +19,12 @@ class EvictionQueue:
     no longer shows, and is skipped when it comes up.
     """
 
-    __slots__ = ("_heap", "_live", "_policy", "_serial")
+    __slots__ = ("_heap", "_live", "_policy")
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._heap: list[tuple[Any, int, Any]] = []
         self._live = 0
-        self._serial = 0
 
     def __len__(self) -> int:
         return self._live
@@ -30,9 +33,8 @@ class EvictionQueue:
         """Add an entry, or put it in its new place after its key changed. Equal keys go in order of pushing."""
         if not entry.queued:
             self._live += 1
-        self._serial += 1
-        entry.queued = self._serial
-        heappush(self._heap, (self._policy.key(entry), self._serial, entry))
+        entry.queued = next(_SERIALS)
+        heappush(self._heap, (self._policy.key(entry), entry.queued, entry))
         if len(self._heap) > 2 * self._live + 64:  # dead weight must not grow with the engine's life
             self._heap = [item for item in self._heap if item[2].queued == item[1]]
             heapify(self._heap)
