@@ -133,6 +133,15 @@ class Runner:
         self._moves: dict[int, bool] = {}
         """Loads that the step which was planned last has brought to an end (`StepOutput.moves`)."""
 
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
+        self._reads_prompts = isinstance(drafter, PromptDrafter)  # asked of a protocol here, not at every step
+
     # -- beside the steps (`executor.rank.Rank`) -----------------------------------------------------------------
 
     def watch(self, progress: int) -> None:
@@ -224,7 +233,7 @@ class Runner:
             hidden = np.concatenate([hidden, *(step.logits_indices[_rows(drafted)] for drafted in drafted_rows)])
         num_told = len(hidden)
         known: list[ScheduledRow] = []
-        if isinstance(self.drafter, PromptDrafter):
+        if self._reads_prompts:
             known, read = self._known_rows(output.scheduled, step.query_start_loc)
             hidden = np.concatenate([hidden, *read])
         return output, Planned(step, picks, drafted_rows, hidden, num_pooled, before, draft_s, known, num_told)
