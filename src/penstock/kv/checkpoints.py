@@ -55,6 +55,7 @@ class AtDistances:
 
 
 LAST = 32
+"""Tokens. A state per block of one token would leave drafts no room; one per whole answer would miss the next turn."""
 
 
 class AtBranches:
