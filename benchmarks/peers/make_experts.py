@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from benchmarks.peers.make_blocks import BLOCK, BLOCK_BYTES, F32, Q4_K, Q6_K, q4
 from benchmarks.peers.make_blocks import kind as kind_of_dense
 from benchmarks.peers.make_models import DEVIATION, tokenizer
 
+Tensor = tuple[str, tuple[int, ...], int]
+"""Name, row-major shape, ggml's type."""
 Q8_0, MXFP4 = 8, 39
 _UNIT = 32
 _UNIT_BYTES = {Q8_0: 34, MXFP4: 17}
@@ -43,8 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tensors(c: dict[str, Any], num_layers: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Name, shape and ggml's type of every tensor, in the order of the file."""
+def tensors(c: dict[str, Any], num_layers: int) -> Iterator[Tensor]:
+    """In the order of the file."""
     is_oss = c["model_type"] == "gpt-oss"
     e, f, x = c["hidden_size"], c["expert_width"], c["experts"]
     q, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
@@ -135,19 +137,24 @@ def header(c: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return found | {f"{arch}.{key}": value for key, value in own.items()}
 
 
-def write(shape: str, num_layers: int, out: Path, seed: int = 0) -> None:
-    """Equal seeds make equal bytes. Raises ValueError, before anything is written, if the disk has no room."""
-    c = SHAPES[shape]
-    found = list(tensors(c, num_layers))
+def write(
+    found: Sequence[Tensor],
+    values: dict[str, Any],
+    out: Path,
+    seed: int = 0,
+    make: Callable[[str, tuple[int, ...], int, np.random.Generator], Iterator[bytes]] = pieces,
+) -> None:
+    """A file of `found`, `make` drawing each. Equal seeds make equal bytes. Raises
+    ValueError, before anything is written, if the disk has no room."""
     told = [(name, size, kind, num_bytes(size, kind)) for name, size, kind in found]
     total, free = sum(t[-1] for t in told), shutil.disk_usage(out.parent).free
     if free < total:
         raise ValueError(f"{out.parent} has {free / 1e9:.1f} GB left, and {total / 1e9:.1f} are needed")
     part, rng = out.with_name(out.name + ".part"), np.random.default_rng(seed)
     with part.open("wb") as file:
-        write_header(file, header(c, num_layers), told)
+        write_header(file, values, told)
         for name, size, kind in found:
-            for piece in pieces(name, size, kind, rng):
+            for piece in make(name, size, kind, rng):
                 file.write(piece)
             pad(file)
     part.replace(out)
@@ -160,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     try:
-        write(args.shape, args.layers or SHAPES[args.shape]["num_hidden_layers"], args.out)
+        c, layers = SHAPES[args.shape], args.layers or SHAPES[args.shape]["num_hidden_layers"]
+        write(list(tensors(c, layers)), header(c, layers), args.out)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -41,6 +41,22 @@ def decode_tps(stamps: Stamps) -> float | None:
     return (last - first) / (last_s - first_s) if last > first and last_s > first_s else None
 
 
+def together_tps(stamps: Sequence[Stamps]) -> float | None:
+    """Tokens of all requests over the seconds in which all of them decode: from the last first token to the first last
+    one. None if there is no such time. Between two stamps tokens come evenly."""
+    begin, end = max(s[0][0] for s in stamps), min(s[-1][0] for s in stamps)
+    tokens = sum(_by(s, end) - _by(s, begin) for s in stamps)
+    return tokens / (end - begin) if end > begin else None
+
+
+def _by(stamps: Stamps, at_s: float) -> float:
+    """How many tokens a request had at a moment."""
+    for (from_s, before), (to_s, after) in itertools.pairwise(stamps):
+        if at_s <= to_s:
+            return before + (after - before) * (at_s - from_s) / (to_s - from_s) if to_s > from_s else after
+    return stamps[-1][1]
+
+
 def itl_s(stamps: Stamps) -> float | None:
     """Median time between tokens; a piece of several tokens counts its gap once for each, in equal parts."""
     gaps: list[float] = []

@@ -5,7 +5,8 @@
 Peers run as libraries in processes of their own (README.md says how to build them; `ik-repacked` is ik with weights
 rearranged while loading, which its -rtr asks for). All that are measured are loaded; those that wait are stopped. In
 every round each has one turn, and every round begins with the next one: the memory's speed, a prompt of --prompt
-tokens, then 128 tokens and --new more. Prompts are a text in the file's own tokens, from another place in every round.
+tokens, then --decode-behind tokens and --new more, of --sequences at once. Prompts are a text in the file's own tokens,
+from another place in every round.
 
 The table: medians of tokens/s, plus or minus half of all that was seen; `ours/it` is Penstock's over the engine's with
 a 95 % interval over the rounds. `of memory`: decoded tokens/s times the bytes that one token reads, over the bytes/s
@@ -42,13 +43,13 @@ from penstock.text.gguf import tokenizer_from_gguf
 
 OURS = "penstock"
 COMPARED = 32
-DECODE_PROMPT = 128
-STEP = 37
+STEP, OTHER = 37, 101
+"""Tokens between the beginnings of two rounds' prompts, and rounds between those of two sequences."""
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     OURS: ("penstock", {"enable_prefix_caching": False}),
-    "llama.cpp": ("llama-lib", {"slots": 1, "prefix_cache": False}),
-    "ik": ("ik", {"slots": 1, "prefix_cache": False}),
-    "ik-repacked": ("ik", {"slots": 1, "prefix_cache": False, "model": {"repack_tensors": True, "use_mmap": False}}),
+    "llama.cpp": ("llama-lib", {"prefix_cache": False}),
+    "ik": ("ik", {"prefix_cache": False}),
+    "ik-repacked": ("ik", {"prefix_cache": False, "model": {"repack_tensors": True, "use_mmap": False}}),
     "openvino": ("openvino", {"prefix_cache": False}),
 }
 """Name -> (the engine of engines.py, what its adapter is told)."""
@@ -124,8 +125,13 @@ class Match:
     def start(self, name: str) -> None:
         """Starts an engine and has it take a turn that does not count; one that cannot is left out from then on."""
         engine, options = CONTESTANTS[name]
-        context = "max_model_len" if engine == "penstock" else "context"
-        told = {context: self.args.context} | options | json.loads(self.args.options).get(name, {})
+        many = self.args.sequences
+        room = (
+            {"max_model_len": self.args.context}
+            if name == OURS
+            else {"context": self.args.context * many, "slots": many}
+        )
+        told = options | room | json.loads(self.args.options).get(name, {})
         turns = self.turns[name]
         self._only(name)
         try:
@@ -158,12 +164,15 @@ class Match:
 
     def _run(self, process: EngineProcess, number: int) -> tuple[float, float, list[int]]:
         """(prompt tokens/s, decoded tokens/s, the decoded tokens)."""
-        found = []
-        for length, new in ((self.args.prompt, 1), (DECODE_PROMPT, self.args.new)):
-            requests = [(prompt(self.ids, length, number), new)]
-            answer = process.ask(self.args.timeout_s, op="run", requests=requests)
+        found, args = [], self.args
+        for length, new, count in ((args.prompt, 1, 1), (args.decode_behind, args.new, args.sequences)):
+            requests = [(prompt(self.ids, length, number + i * OTHER), new) for i in range(count)]
+            answer = process.ask(args.timeout_s, op="run", requests=requests)
             found.append(measure.figures(requests, answer["stamps"], answer["wall_s"]))
-        return found[0]["prefill_tps"], found[1]["decode_tps"], answer["tokens"][0]
+        decoded = found[1]["decode_tps"] if args.sequences == 1 else measure.together_tps(answer["stamps"])
+        if decoded is None:
+            raise EngineError("the sequences never decoded all at once; give more --new")
+        return found[0]["prefill_tps"], decoded, answer["tokens"][0]
 
     def _only(self, name: str) -> None:
         for other, process in self.engines.items():
@@ -247,6 +256,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default=",".join(CONTESTANTS))
     parser.add_argument("--pairs", type=int, default=7, help="rounds (default: 7)")
     parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--decode-behind", type=int, default=128, help="tokens before those that are decoded")
+    parser.add_argument(
+        "--sequences", type=int, default=1, help="decoded at once; `decode` is of all, while all decode"
+    )
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=probe_machine().num_cores)
@@ -282,7 +295,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             speed = statistics.median([s for t in match.turns.values() for s in t.probe] or [0.0])
             title = f"{file.name}, {found[-1]['bytes'] / 1e6:,.0f} MB; memory {speed / 1e9:.1f} GB/s"
             show(console, title, COLUMNS, rows(found[-1]))
-            asked = {k: getattr(args, k) for k in ("pairs", "prompt", "new", "context", "threads", "options")}
+            asked = {
+                k: getattr(args, k)
+                for k in ("pairs", "prompt", "decode_behind", "sequences", "new", "context", "threads", "options")
+            }
             save(args.out, about(machine=machine(), asked=asked, files=found))
     return 0
 

@@ -114,7 +114,10 @@ class Ggml(Engine):
 
 
 def _copy(context: Any, source: int, target: int, length: int) -> None:
-    """Sequence `target` shares the first `length` cells of `source`."""
+    """Sequence `target` shares the first `length` cells of `source`; a state is one cell whatever the length, so
+    nothing is asked for where nothing is shared."""
+    if not length:
+        return
     if IS_IK:
         api._lib.llama_kv_cache_seq_cp(ctypes.c_void_p(context), source, target, 0, length)
     else:

@@ -110,6 +110,13 @@ def test_figures_of_time_stamps() -> None:
         measure.figures([([1], 6)], [[]], 1.0)
 
 
+def test_tokens_of_several_count_while_all_decode() -> None:
+    early, late = [(1.0, 1), (5.0, 9)], [(2.0, 1), (3.0, 2), (4.0, 7), (6.0, 8)]
+    # From 2 to 5 s: six of the first, whose tokens come evenly, and 6.5 of the second.
+    assert measure.together_tps([early, late]) == pytest.approx((6 + 6.5) / 3)
+    assert measure.together_tps([[(1.0, 1), (2.0, 5)], [(3.0, 1), (4.0, 5)]]) is None
+
+
 # -- the runner --------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.peers import make_blocks, stored_formats
+from benchmarks.peers import make_blocks, make_experts, make_mixers, stored_formats
 from benchmarks.peers.engines import Place, Spec, problem
 from benchmarks.peers.make_models import DEVIATION, SHAPES
 
@@ -58,6 +58,33 @@ def test_the_file_is_a_model(small: Path) -> None:
     llm = LLM(str(small), max_model_len=64, num_gpu_blocks_override=16)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
     (output,) = llm.generate({"prompt_token_ids": [7, 11, 300, 5]}, params)
+    assert output.outputs[0].logprobs is not None
+    best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
+    assert all(-20 < logprob < 0 for logprob in best)
+
+
+@pytest.mark.parametrize(
+    ("shape", "less"),
+    [
+        ("mamba2-1.3b", {"inner": 128, "state": 16, "heads": 4}),
+        ("qwen3.5-0.8b", {"inner": 64, "state": 32, "heads": 2, "groups": 2, "head_dim": 32, "intermediate_size": 64}),
+        ("deepseek-v2-lite", {
+            "rank": 32, "rope": 8, "nope": 32, "value": 32, "experts": 4, "chosen": 2, "expert_width": 32,
+            "intermediate_size": 64,
+        }),
+    ],
+)  # fmt: skip
+def test_shapes_of_states_and_latent_keys_are_models(shape: str, less: dict[str, Any], tmp_path: Path) -> None:
+    c = make_mixers.SHAPES[shape] | {"hidden_size": 64, "vocab_size": 512, "num_attention_heads": 2} | less
+    out = tmp_path / "small-q8_0.gguf"
+    values = make_mixers.header(c, 4)
+    if shape == "qwen3.5-0.8b":
+        values |= {"qwen35.rope.dimension_count": 8, "qwen35.rope.dimension_sections": [2, 1, 1, 0]}
+    make_experts.write(list(make_mixers.tensors(c, 4)), values, out, make=make_mixers.drawn)
+    llm = LLM(str(out), max_model_len=64)
+    (output,) = llm.generate(
+        {"prompt_token_ids": [7, 11, 300, 5]}, SamplingParams(max_tokens=4, temperature=0, logprobs=1, ignore_eos=True)
+    )
     assert output.outputs[0].logprobs is not None
     best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
     assert all(-20 < logprob < 0 for logprob in best)
@@ -132,6 +159,10 @@ def test_a_comparison_of_engines_that_are_not_real(
     runs = [line.split()[0] for line in log.read_text().splitlines() if line.endswith("run 1")]
     turns = [name for name in runs[::2] if name in ("penstock", "other")]
     assert turns == ["penstock", "other", "penstock", "other", "other", "penstock", "penstock", "other"]
+    assert stored_formats.main([*asked, "--engines", "penstock", "--threads", "1", "--sequences", "3"]) == 0
+    (three,) = json.loads(out.read_text())["files"]
+    together = three["engines"]["penstock"]["decode_tps"]["median"]
+    assert together > 1.5 * ours["decode_tps"]["median"], "of all three"
     shown = [row[0] for row in stored_formats.rows(found)]
     assert shown == ["penstock", "other", "dies", "tires, failed"]
     assert "3 of 3" in capsys.readouterr().out

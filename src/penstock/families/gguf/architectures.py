@@ -160,7 +160,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     }, neighbours=True),
     "deepseek2": Architecture(("deepseek_v2", "deepseek_v3"), {
         **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": s.all_heads,
-        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank?",
+        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": s.query_rank,
         "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
         "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": s.topk_method,
         "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),

@@ -37,6 +37,11 @@ def latent_values(h: Header) -> int:
     return h.fields.integer(name, high=MAX_SIZE)
 
 
+def query_rank(h: Header) -> int | None:
+    """Zero says, as leaving it out does, that queries are not factored."""
+    return h.fields.integer("attention.q_lora_rank", low=0, high=MAX_SIZE, default=0) or None
+
+
 def all_heads(h: Header) -> Any:
     """Latent attention has as many keys as queries; files may say one, for the latent."""
     h.fields.raw("attention.head_count_kv")
