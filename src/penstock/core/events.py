@@ -30,6 +30,23 @@ class PoolGrowth(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     at_rest: bool = False
 
 
+class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
+    """What a look at the store of blocks outside this process found, logged with the intake.
+
+    Attributes:
+        found: blocks that others have written: (path, bytes, an order by last use).
+        gone: paths that others have removed.
+        evicts: whether this process is the one that makes room there; None: as before.
+    """
+
+    found: list[tuple[str, int, int]] = []
+    gone: list[str] = []
+    evicts: bool | None = None
+
+
+MachineNews = PoolGrowth | StoreNews
+
+
 @dataclass
 class EngineStats:
     """Counters since start. Units: tokens, blocks or steps as named."""

@@ -56,4 +56,27 @@ class PackOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
     sources: tuple[tuple[int, ...], ...]
 
 
-AnyPageOp = PageOp | StoreOp | LoadOp | PackOp
+class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
+    """Keep one block of the device, of group g the slab that begins at page `pages[g]`, under `path`: as it is at this
+    place of the list. A later step reports move `move` (`StepOutput.moves`), with False if it could not be kept."""
+
+    path: str
+    pages: tuple[int, ...]
+    move: int
+
+
+class GetOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
+    """Bring back the block that is kept under `path`, as a part of the late load `move` (see `LoadOp`)."""
+
+    path: str
+    pages: tuple[int, ...]
+    move: int
+
+
+class DropOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
+    """What is kept under these paths is given up."""
+
+    paths: tuple[str, ...]
+
+
+AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from penstock.core.events import PoolGrowth
+from penstock.core.events import MachineNews, PoolGrowth, StoreNews
 from penstock.core.output import EngineOutput
 from penstock.core.request import Abort, Intake, Request
 from penstock.core.sequence import Sequence
@@ -49,9 +49,11 @@ class EngineCore:
         self.recorder = recorder
         self.grower: Grower | None = None
         """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
+        self.store_news: Callable[[float], list[StoreNews]] | None = None
+        """What is new in the store of blocks, if it is time to look. None: there is no store, or a log says it."""
         self.groups: dict[str, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._intake: deque[Intake | PoolGrowth] = deque()
+        self._intake: deque[Intake | MachineNews] = deque()
         self.watch: Callable[[Collection[Request]], None] | None = None
         """Told of the requests in flight, just before a step that adds to them is submitted."""
         self._inflight: deque[InFlight] = deque()
@@ -61,7 +63,7 @@ class EngineCore:
         self._entry = Entry(self.commit, self.new_sequence)
         self._next_step = 0
 
-    def add(self, item: Intake | PoolGrowth) -> None:
+    def add(self, item: Intake | MachineNews) -> None:
         """Hand in a request, an abort, a control order or, of a log, a growth; it takes effect in the next step.
 
         Raises InputError, before anything is queued, if a request's id is in use or an order is unknown: a repeated id
@@ -77,7 +79,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._intake or self._inflight or self.groups or self.kv.swaps.loads)
+        return bool(self._intake or self._inflight or self.groups or self.kv.swaps.loads or self.kv.orders_wait)
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration and return its news. Raises what the executor raises."""
@@ -86,6 +88,8 @@ class EngineCore:
             self.recorder.begin(now_s)
         if self.grower is not None:
             self._intake.extendleft(self.grower.look(self.kv.backing, self.scheduler.wake_s is not None, now_s))
+        if self.store_news is not None:
+            self._intake.extendleft(self.store_news(now_s))
         while self._intake:
             self._take(self._intake.popleft())
         while len(self._inflight) < self.executor.depth:
@@ -125,7 +129,7 @@ class EngineCore:
 
     # -- intake --------------------------------------------------------------------------------------------------
 
-    def _take(self, item: Intake | PoolGrowth) -> None:
+    def _take(self, item: Intake | MachineNews) -> None:
         if self.recorder is not None:
             self.recorder.took(item)
         if isinstance(item, Request):
@@ -136,6 +140,8 @@ class EngineCore:
             self._entry.growth(item)
             if self.grower is not None:
                 self.grower.follow(self.kv.backing)
+        elif isinstance(item, StoreNews):
+            self._entry.news(item)
         else:
             self._entry.control(item)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.base.errors import InputError
-from penstock.core.events import PoolGrowth
+from penstock.core.events import MachineNews, PoolGrowth, StoreNews
 from penstock.core.request import Abort, Control, Intake, Request, Resume
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.group import SequenceGroup
@@ -30,7 +30,7 @@ class Entry:
         """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self._next_arrival = 0
 
-    def queued(self, item: Intake | PoolGrowth) -> None:
+    def queued(self, item: Intake | MachineNews) -> None:
         """It is about to be queued. Raises InputError if a request's id is in use or it cannot have come as far as it
         says, or if an order is unknown."""
         if isinstance(item, Request):
@@ -91,6 +91,11 @@ class Entry:
         stats.num_kv_refusals += growth.is_short and not growth.at_rest
         stats.num_kv_growths += sum(growth.num_slabs) > sum(backing.num_slabs)
         backing.apply(growth)
+
+    def news(self, news: StoreNews) -> None:
+        """Others have changed what the store of blocks holds."""
+        if self._kv.stored is not None:
+            self._kv.stored.heard(news)
 
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":

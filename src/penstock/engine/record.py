@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.base.errors import EngineError
 from penstock.core.batch import SchedulerOutput, StepOutput
-from penstock.core.events import PoolGrowth
+from penstock.core.events import MachineNews
 from penstock.core.protocols import Executor
 from penstock.core.request import Abort, Control, Request
 
@@ -38,7 +38,7 @@ class Iteration(msgspec.Struct, array_like=True):
     """
 
     now_s: float
-    intake: list[Request | Abort | Control | PoolGrowth] = []
+    intake: list[Request | Abort | Control | MachineNews] = []
     digests: list[bytes] = []
     result: StepOutput | None = None
     late: list[Request | Abort | Control] = []
@@ -58,7 +58,7 @@ class Recorder:
     def begin(self, now_s: float) -> None:
         self.iterations.append(Iteration(now_s))
 
-    def took(self, item: Request | Abort | Control | PoolGrowth) -> None:
+    def took(self, item: Request | Abort | Control | MachineNews) -> None:
         self.iterations[-1].intake.append(item)
 
     def took_late(self, item: Abort) -> None:
@@ -93,7 +93,7 @@ def load(path: str | Path) -> Iterator[Iteration]:
 class Engine(Protocol):
     """What a log is run through: an EngineCore."""
 
-    def add(self, item: Request | Abort | Control | PoolGrowth) -> None: ...
+    def add(self, item: Request | Abort | Control | MachineNews) -> None: ...
 
     def step(self) -> list[EngineOutput]: ...
 

@@ -34,6 +34,7 @@ from penstock.kv.room import Room, Want
 from penstock.kv.selection import KeepAll, Selections
 from penstock.kv.sharing import Sharing
 from penstock.kv.stats import KVStats, kv_stats
+from penstock.kv.stored import StoredBlocks, StoreSettings
 from penstock.kv.swap import Swaps
 from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool
@@ -56,6 +57,8 @@ class KVManager:
         tier: a name in BLOCK_TIERS.
         offload: evicted blocks of the prefix cache wait in `tier`, too, unless sequences need the room. Only with
             a tree for a cache, full groups alone, and no `keeping`.
+        store: a store of blocks outside this process, from which prompts go on and into which full blocks are written;
+            only with full groups alone, and no `keeping`.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
@@ -82,6 +85,7 @@ class KVManager:
         offload: bool = False,
         step_tokens: int | None = None,
         keeping: Keeping | None = None,
+        store: StoreSettings | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -112,6 +116,10 @@ class KVManager:
         if offload:
             assert keeping is None, "selections take blocks back from the prefix cache"
             self.swaps.offload_from(self.cache)
+        self.stored: StoredBlocks | None = None
+        if store is not None:
+            assert keeping is None, "what selections leave is no whole block"
+            self.stored = StoredBlocks(store, self.swaps, self.groups, self.pools, self._outbox, block_size)
         self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
@@ -239,7 +247,7 @@ class KVManager:
         """
         self.swaps.find(seq, self._reusable)
         if seq.swapped is None:
-            return True
+            return self.stored is None or self.stored.begin(seq, self._reusable(seq), self.grow)
         if seq.swapped.num_tokens <= seq.num_computed:
             self.swaps.drop(seq)
             return True
@@ -248,6 +256,15 @@ class KVManager:
         if seq.swapped.generation != self._generation:
             self._stop_following(seq.node)
         return self.swaps.back(seq)
+
+    def ended(self, move: int, *, good: bool) -> int:
+        """A step has reported move `move`: nothing reads or writes for it any more.
+
+        Returns the tokens that whoever waited for it has now; 0 if nobody had to wait.
+        """
+        if self.stored is not None:
+            self.stored.ended(move, good=good)
+        return self.swaps.ended(move)
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -348,7 +365,10 @@ class KVManager:
             end = min(end, seq.taint_start // self.block_size)
         if end > cursor.num_blocks:
             self._rank(seq)
+            first = cursor.num_blocks
             self._sharing.insert(seq, cursor, end)
+            if self.stored is not None:
+                self.stored.offer(seq, first, cursor.num_blocks)
         if end > cursor.num_blocks or end < seq.num_computed // self.block_size:
             self._stop_following(cursor)  # refused (a hash collision), or lossy from here on
             return
@@ -460,7 +480,14 @@ class KVManager:
 
     def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         """What the next step has to carry out first: table updates and page operations, in order of planning."""
+        if self.stored is not None:
+            self.stored.waiting = 0
         return self._outbox.drain()
+
+    @property
+    def orders_wait(self) -> bool:
+        """Blocks are to be written: a step without rows is due if there is no other, for then nobody else is slowed."""
+        return self.stored is not None and self.stored.waiting > 0
 
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""

@@ -129,7 +129,7 @@ class Swaps:
         writable, swapped, load.
         """
         copy: Swapped = seq.swapped
-        move, self._next_move = self._next_move, self._next_move + 1
+        move = self.next_move()
         slabs: list[list[int]] = []
         for g, group in enumerate(self._groups):
             base = max(copy.first, group.spec.first_block(copy.num_tokens, self._block_size))
@@ -142,11 +142,20 @@ class Swaps:
             self.tier.free(copy.ids)
             seq.num_computed = copy.num_tokens
             return True
+        self.expect(move, copy, slabs)
+        seq.writable = 0
+        return False
+
+    def next_move(self) -> int:
+        """A number that no other move has."""
+        self._next_move += 1
+        return self._next_move - 1
+
+    def expect(self, move: int, copy: Swapped, slabs: list[list[int]]) -> None:
+        """Late load `move` was planned: its slabs are nobody else's until a step reports it."""
         for pool, targets in zip(self._pools, slabs, strict=True):
             pool.ref_slabs(targets)
         self.loads[move] = SwapIn(copy, slabs)
-        seq.writable = 0
-        return False
 
     def ended(self, move: int) -> int:
         """A step has reported load `move`: nothing reads or writes for it any more.

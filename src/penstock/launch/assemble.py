@@ -19,6 +19,7 @@ from penstock.executor import EXECUTORS
 from penstock.executor.rank import Progress, RankFactory, RankSpec
 from penstock.kv import KV_MANAGERS
 from penstock.kv.manager import KVManager
+from penstock.kv.stored import StoreSettings
 from penstock.launch.backend import backend_of
 from penstock.launch.drafts import LoadedDraft, draft_models
 from penstock.launch.parts import Parts, make_rank
@@ -174,6 +175,7 @@ def engine_core(
     seconds_budget: bool = True,
     check_invariants: bool = False,
     drafts: DraftController | None = None,
+    store: StoreSettings | None = None,
 ) -> EngineCore:
     """Scheduler, KV manager and loop on any executor and clock: a rank, a simulated device, a recorded run.
 
@@ -193,6 +195,7 @@ def engine_core(
         step_tokens=plan.step_tokens,
         keeping=keeping_of(config),
         offload=config.cache.enable_hierarchical_cache,
+        store=store,
     )
     scheduler = Scheduler(
         kv,

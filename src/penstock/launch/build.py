@@ -23,9 +23,10 @@ from penstock.executor.rank import Progress, RankSpec
 from penstock.families.registry import read_model, unread_decision
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
-from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
+from penstock.launch.backend import BACKENDS, backend_decisions, choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
 from penstock.launch.hub import local_path
+from penstock.launch.kv_store import fingerprint, open_store
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
 from penstock.launch.rank import build_rank, limits_of, open_files
@@ -114,6 +115,9 @@ def start(
         warm_grammars=serving and config.cache.warm_grammars,
     )
     clock = MonotonicClock()
+    store = open_store(
+        config, partial(fingerprint, config, checkpoint, plan, BACKENDS.get(config.execution.ops).why()), plan
+    )
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
     core = engine_over(
@@ -126,7 +130,9 @@ def start(
         box=box,
         timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
         seconds_budget=serving,
+        store=None if store is None else store.settings,
     )
+    core.store_news = None if store is None else store.news
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.backends.backend import Backend
 from penstock.base.clock import Clock
 from penstock.config import EngineConfig
+from penstock.config.offload import disk_store
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
+from penstock.launch.kv_store import open_folder
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -18,6 +20,7 @@ from penstock.model.forward import Forward, StepLimits, WarmedForward
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
+from penstock.runner.block_files import BlockFiles
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
@@ -60,6 +63,9 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     storage = make_storage(
         plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison, new=new_plane
     )
+    outside = disk_store(config.cache.kv_offload)
+    if outside is not None:
+        storage.files = BlockFiles(outside.folder, open_folder(outside), storage.planes, storage.pages_per_slab)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     selections = None

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.offload import disk_store
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.cache_spec import CacheGroup, without_windows
@@ -203,7 +204,9 @@ def _host_slabs(
     """Slabs of the host pools: states for every sequence that may be preempted, blocks for the rest of swap_space."""
     total = int(config.cache.swap_space * 2**30)
     if config.cache.enable_hierarchical_cache:
-        _check_offload(config, groups)
+        _check_offload(config, groups, "enable_hierarchical_cache")
+    if disk_store(config.cache.kv_offload) is not None:
+        _check_offload(config, groups, "kv_offload")
     if total == 0 and config.scheduler.preemption_mode == "swap":
         raise ConfigError(
             "preemption_mode: swap needs host memory; give swap_space (GiB), or use recompute", field="preemption_mode"
@@ -220,11 +223,11 @@ def _host_slabs(
     return sizes.per_group(num_blocks, num_slots, window_blocks)
 
 
-def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None:
-    """Raises ConfigError, with what to change, where evicted blocks cannot wait in host memory."""
+def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: str) -> None:
+    """Raises ConfigError, with what to change, where blocks cannot wait outside the device."""
     cache = config.cache
     problem = ""
-    if not cache.swap_space:
+    if field == "enable_hierarchical_cache" and not cache.swap_space:
         problem = "needs host memory; give swap_space (GiB)"
     elif not cache.enable_prefix_caching or cache.prefix_cache == "none":
         problem = "is about the prefix cache, which is off; enable_prefix_caching, with prefix_cache radix or hash"
@@ -235,7 +238,7 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None
     elif any(group.spec.kind != "paged" for group in groups):
         problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
     if problem:
-        raise ConfigError(f"enable_hierarchical_cache: {problem}", field="enable_hierarchical_cache")
+        raise ConfigError(f"{field}: {problem}", field=field)
 
 
 def _dtype(

@@ -47,6 +47,10 @@ _LOG = logging.getLogger("penstock")
 NO_STATES = np.zeros((0, 0), np.float32)
 
 
+LOAD_WAIT_S = 0.02
+"""How long a step without rows waits for a load."""
+
+
 class Planned(msgspec.Struct, gc=False):
     """A step that has been planned: what runs, and what its results are for. Valid until the next one is planned.
 
@@ -221,6 +225,8 @@ class Runner:
         if self._promises is not None:
             output = self._promises.keep(output, lying)
         if not output.scheduled:
+            if self.storage.files is not None:  # nobody computes meanwhile
+                self._moves |= self.storage.files.ended(LOAD_WAIT_S)
             return output, None
         if self._strict:
             self.rows.check_writes(output.scheduled)

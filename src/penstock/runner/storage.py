@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
+from penstock.core.page_ops import HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
+from penstock.runner.block_files import BlockFiles
 from penstock.runner.memory import Part, give_back, populate, zeroed
 from penstock.runner.tiers import PAGE_STORES
 
@@ -68,6 +69,8 @@ class Storage:
         self.tiers: dict[int, PageStore] = {
             HOST: PAGE_STORES.get(tier)(groups, host_slabs or [0] * len(groups), block_size, checked=poison)
         }
+        self.files: BlockFiles | None = None
+        """The store of blocks outside this process, if there is one."""
         self._backed = [0] * len(groups)
 
     @property
@@ -100,8 +103,11 @@ class Storage:
         (`StepOutput.moves`). Mutates: `planes`, `tiers`. A page id outside its group, or a copy onto itself, is our own
         bug (AssertionError).
         """
-        moves: dict[int, bool] = {}
+        moves = {} if self.files is None else self.files.ended()
         for op in ops:
+            if isinstance(op, PutOp | GetOp | DropOp):
+                self._outside(op)
+                continue
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
             if isinstance(op, PackOp):
                 assert pack is not None, f"{op}: nobody selects"
@@ -126,6 +132,15 @@ class Storage:
                 for array in planes.values():
                     array[op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
         return moves
+
+    def _outside(self, op: PutOp | GetOp | DropOp) -> None:
+        assert self.files is not None, f"{op}: there is no store"
+        if isinstance(op, PutOp):
+            self.files.put(op)
+        elif isinstance(op, GetOp):
+            self.files.get(op)
+        else:
+            self.files.drop(op)
 
     def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
         """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of drafts

@@ -142,7 +142,7 @@ class Scheduler:
     def settle(self, moves: Mapping[int, bool]) -> None:
         """These loads have ended (`StepOutput.moves`): who waited for one goes on; who has blocks of one that failed
         computes them again. Before anything else of the step is committed: what it computed of those is ignored."""
-        tokens = {move: self.kv.swaps.ended(move) for move in moves}
+        tokens = {move: self.kv.ended(move, good=good) for move, good in moves.items()}
         for seq in [seq for seq in self.running if seq.load in moves]:
             if not moves[seq.load]:
                 self.stats.num_failed_loads += 1
@@ -275,6 +275,8 @@ class Scheduler:
                 self._clockwork.add(row.start, n, row.num_samples > 0 or row.num_candidates > 0)
         if not rows:
             if self.kv.swaps.loads and (alone or any(seq.status is Status.LOADING for seq in added)):
+                return self._emit(step, rows, added, 0)
+            if self.kv.orders_wait and alone and not self.has_work:
                 return self._emit(step, rows, added, 0)
             if not idle:
                 return None

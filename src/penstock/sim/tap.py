@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from penstock.core.batch import SchedulerOutput, StepOutput
-from penstock.core.events import PoolGrowth
+from penstock.core.events import MachineNews
 from penstock.core.request import Abort, Control, Request
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, digest
@@ -42,7 +42,7 @@ class StepTap(Recorder):
         if self._inner is not None:
             self._inner.begin(now_s)
 
-    def took(self, item: Request | Abort | Control | PoolGrowth) -> None:
+    def took(self, item: Request | Abort | Control | MachineNews) -> None:
         if self._inner is not None:
             self._inner.took(item)
         if isinstance(item, Request):

@@ -1,0 +1,213 @@
+"""Which blocks a store outside this process holds: a folder, or a server of blocks. Names only, no bytes.
+
+A block is named by a keyed hash of its tokens and of the name of the block before it, so a name stands for all of the
+text up to its end: whoever has the same text finds the same names, whichever process wrote them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from penstock.base.hashing import digest
+
+NAME_BYTES = 16
+
+
+class Kept(NamedTuple):
+    """A block that a look at the store found. `path`: its place there. `tick`: orders by last use, oldest first."""
+
+    path: str
+    num_bytes: int
+    tick: int
+
+
+def root_name(secret: bytes, fingerprint: str, namespace: bytes) -> bytes:
+    """What the first block of a text follows. `fingerprint`: of all that decides what keys and values are."""
+    return digest(b"root", fingerprint.encode(), namespace, key=secret, size=NAME_BYTES)
+
+
+def names_after(secret: bytes, name: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
+    """Names of the blocks of `tokens` that follow the block `name`, one for each whole `block_bytes`."""
+    out = []
+    for at in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        name = digest(name, tokens[at : at + block_bytes], key=secret, size=NAME_BYTES)
+        out.append(name)
+    return out
+
+
+class _Entry:
+    __slots__ = ("depth", "holds", "num_bytes", "pinned", "tick")
+
+    def __init__(self, num_bytes: int, tick: int, depth: int) -> None:
+        self.num_bytes, self.tick, self.depth = num_bytes, tick, depth
+        self.holds = 0
+        self.pinned = False
+
+
+class StoreIndex:
+    """What is there, what is on its way, and what goes when room is short: used longest ago, ends of texts first.
+
+    The methods are those of a manager of offloaded blocks in vLLM: lookup, prepare and complete a load or a store,
+    touch, and what has changed since (`take_changes`).
+
+    Args:
+        limit_bytes: what all blocks together may take.
+        evicts: whether this process may make room (`StoredBlocks.evicts`). Without, nothing enters a full store.
+    """
+
+    def __init__(self, limit_bytes: int, *, evicts: bool = True) -> None:
+        self.limit_bytes = limit_bytes
+        self.evicts = evicts
+        self.num_bytes = 0
+        self.num_evicted = 0
+        self._entries: dict[str, _Entry] = {}
+        self._coming: dict[str, _Entry] = {}
+        self._queue: list[tuple[int, int, str]] = []
+        self._tick = 0
+        self._stored: list[str] = []
+        self._removed: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._entries
+
+    def next_tick(self) -> int:
+        """Later than everything so far. One for all blocks of a text keeps its beginning longer than its end."""
+        self._tick += 1
+        return self._tick
+
+    # -- what is there -------------------------------------------------------------------------------------------
+
+    def found(self, blocks: Iterable[Kept], gone: Iterable[str] = ()) -> None:
+        """A look at the store: what others brought, and what they took away."""
+        for path in gone:
+            self._forget(path)
+        for block in sorted(blocks, key=lambda b: b.tick):
+            if block.path not in self._entries and block.path not in self._coming:
+                self._enter(block.path, _Entry(block.num_bytes, self.next_tick(), depth_of(block.path)))
+
+    def lookup(self, paths: Sequence[str]) -> int:
+        """How many of the first of these are there, without a gap."""
+        entries = self._entries
+        return next((n for n, path in enumerate(paths) if path not in entries), len(paths))
+
+    def touch(self, paths: Iterable[str], tick: int) -> None:
+        """They are of use now."""
+        for path in paths:
+            entry = self._entries.get(path)
+            if entry is not None and entry.tick != tick:
+                entry.tick = tick
+                self._push(path, entry)
+
+    def pin(self, paths: Iterable[str], *, pinned: bool = True) -> int:
+        """They stay whatever room is short, or need not any more. Returns how many of them are there."""
+        num = 0
+        for path in paths:
+            entry = self._entries.get(path)
+            if entry is not None:
+                num += 1
+                entry.pinned = pinned
+                if not pinned:
+                    self._push(path, entry)
+        return num
+
+    # -- moves ---------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, paths: Iterable[str]) -> None:
+        """Until `complete_load` they stay."""
+        for path in paths:
+            self._entries[path].holds += 1
+
+    def complete_load(self, paths: Iterable[str], *, good: bool) -> None:
+        """What could not be read is forgotten: it may be stored anew."""
+        for path in paths:
+            entry = self._entries.get(path)
+            if entry is None:
+                continue
+            entry.holds -= 1
+            if not good and not entry.holds:
+                self._forget(path)
+            elif not entry.holds:
+                self._push(path, entry)
+
+    def prepare_store(self, path: str, num_bytes: int, tick: int) -> tuple[bool, list[str]]:
+        """Room for a block: whether it shall be stored, and the paths that have to go for it, forgotten by now.
+
+        Not if it is there, or on its way, or no room can be made.
+        """
+        gone: list[str] = []
+        if path in self._entries or path in self._coming or num_bytes > self.limit_bytes:
+            return False, gone
+        while self.num_bytes + num_bytes > self.limit_bytes:
+            victim = self._victim() if self.evicts else None
+            if victim is None:
+                return False, gone
+            gone.append(victim)
+            self._forget(victim)
+            self.num_evicted += 1
+        self._coming[path] = _Entry(num_bytes, tick, depth_of(path))
+        self.num_bytes += num_bytes
+        return True, gone
+
+    def complete_store(self, path: str, *, good: bool) -> None:
+        entry = self._coming.pop(path, None)
+        if entry is None:
+            return
+        self.num_bytes -= entry.num_bytes
+        if good and path not in self._entries:
+            self._enter(path, entry)
+
+    def take_changes(self) -> tuple[list[str], list[str]]:
+        """Paths that came, and that went, since this was last asked, in order."""
+        changes = self._stored, self._removed
+        self._stored, self._removed = [], []
+        return changes
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _enter(self, path: str, entry: _Entry) -> None:
+        self._entries[path] = entry
+        self.num_bytes += entry.num_bytes
+        self._stored.append(path)
+        self._push(path, entry)
+
+    def _push(self, path: str, entry: _Entry) -> None:
+        heapq.heappush(self._queue, (entry.tick, -entry.depth, path))
+        if len(self._queue) > 64 + 4 * len(self._entries):
+            self._queue = [(e.tick, -e.depth, p) for p, e in self._entries.items()]
+            heapq.heapify(self._queue)
+
+    def _victim(self) -> str | None:
+        while self._queue:
+            tick, _, path = heapq.heappop(self._queue)
+            entry = self._entries.get(path)
+            if entry is not None and entry.tick == tick and not entry.holds and not entry.pinned:
+                return path
+        return None
+
+    def _forget(self, path: str) -> None:
+        entry = self._entries.pop(path, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes
+            self._removed.append(path)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless bytes are counted and whatever may go can be found."""
+        every = [*self._entries.values(), *self._coming.values()]
+        assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
+        queued = {(path, tick) for tick, _, path in self._queue}
+        for path, entry in self._entries.items():
+            assert entry.holds >= 0, f"{path} was let go more often than held"
+            assert entry.holds or entry.pinned or (path, entry.tick) in queued, f"{path} would never be evicted"
+
+
+def depth_of(path: str) -> int:
+    """Which block of its text it is, by the end of its name; 0 if that says nothing."""
+    try:
+        return int(path.rpartition("-")[2], 16)
+    except ValueError:
+        return 0

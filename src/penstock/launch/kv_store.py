@@ -1,0 +1,200 @@
+"""The store of blocks that the settings name: its folder is made and checked, its key read, its content looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock import __version__
+from penstock.base.cache import cache_folder
+from penstock.base.errors import ConfigError
+from penstock.base.flock import lock_file
+from penstock.config import EngineConfig
+from penstock.config.offload import DiskStore, disk_store
+from penstock.core.events import StoreNews
+from penstock.formats.files import quoted
+from penstock.kv.stored import StoreSettings
+from penstock.ops.native.abi import ABI
+from penstock.ops.native.content_key import FileHashes
+from penstock.plan.resolve import Plan
+from penstock.runner.block_files import OVERHEAD
+
+if TYPE_CHECKING:
+    from penstock.families.checkpoint import Checkpoint
+
+SECRET, LOCK = "secret", "lock"
+SECRET_BYTES = 32
+LOOK_S = 10.0
+"""Between two looks at what others do in the folder."""
+_PART_S = 60.0  # a file without its name that nobody has written to for so long is nobody's
+_log = logging.getLogger(__name__)
+
+
+def open_folder(store: DiskStore) -> bytes:
+    """Make the folder if it is not there, and its secret. Returns the secret.
+
+    Raises ConfigError if it cannot be used, others can read it, or it holds something else.
+    """
+    folder = store.folder
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        problem = ""
+        if info.st_uid != os.geteuid():
+            problem = f"belongs to user {info.st_uid}; name a folder of your own"
+        elif info.st_mode & 0o077:
+            problem = f"can be used by others (mode {stat.S_IMODE(info.st_mode):o}); chmod 700 it, or name a new one"
+        elif not (folder / SECRET).exists() and any(True for _ in folder.iterdir()):
+            problem = "holds other things; name a new folder, or an empty one"
+        if problem:
+            raise ConfigError(f"kv_offload: {quoted(folder)} {problem}", field="kv_offload")
+        return _secret(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"kv_offload: {quoted(folder)} cannot be used: {error.strerror or error}", field="kv_offload"
+        ) from error
+
+
+def _secret(folder: Path) -> bytes:
+    """Made once, whole or not at all: two servers that begin at the same time have the same one."""
+    path = folder / SECRET
+    if not path.exists():
+        part = folder / f".{SECRET}.{secrets.token_hex(8)}.part"
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+        part.unlink()
+    found = path.read_bytes()
+    if len(found) != SECRET_BYTES:
+        raise ConfigError(
+            f"kv_offload: the file {quoted(path)} is damaged; remove the folder, and its blocks are made anew",
+            field="kv_offload",
+        )
+    return found
+
+
+def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machine: str) -> str:
+    """Of all that decides the bytes of keys and values: 16 hex digits. `machine`: what the kernels are compiled for."""
+    files = sorted({tensor.path for weight in checkpoint.weights.values() for tensor in weight.tensors})
+    hashes = FileHashes(cache_folder("weights")).of(files)
+    said = config.as_kwargs()
+    decide = (
+        "quantization",
+        "activation_quantization",
+        "kv_rotation",
+        "ops",
+        "device",
+        "attention_backend",
+        "block_size",
+    )
+    parts = [
+        __version__, ABI, machine, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
+        {name: said.get(name) for name in decide}, sorted(hashes),
+    ]  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+class KVStore:
+    """A store that is open. `settings`: for the books. Closing is the end of the process."""
+
+    def __init__(self, store: DiskStore, secret: bytes, print_: str, block_bytes: int) -> None:
+        self.folder = store.folder
+        self.settings = StoreSettings(secret, print_, store.limit_bytes, block_bytes + OVERHEAD)
+        self._seen: set[str] = set()
+        self._lock: int | None = None
+        self._thread: threading.Thread | None = None
+        self._next_s = float("-inf")
+        self._news: list[StoreNews] = [self.look()]
+
+    def news(self, now_s: float) -> list[StoreNews]:
+        """What others have changed, if it is time to say; a thread looks."""
+        news, self._news = self._news, []
+        if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
+            if self._next_s > float("-inf"):
+                self._thread = threading.Thread(target=self._look, name="penstock-store", daemon=True)
+                self._thread.start()
+            self._next_s = now_s + LOOK_S
+        return news
+
+    def _look(self) -> None:
+        news = self.look()
+        if news.found or news.gone or news.evicts is not None:
+            self._news.append(news)
+
+    def look(self) -> StoreNews:
+        """What has come and gone since the last look, and whether this process makes room from now on."""
+        evicts = None
+        if self._lock is None:
+            self._lock = self._locked()
+            evicts = self._lock is not None
+        found, seen = [], set()
+        before = time.time() - _PART_S
+        for path, info in _files(self.folder):
+            if path.rpartition("/")[2].startswith("."):
+                if info.st_mtime < before and self._lock is not None:
+                    (self.folder / path).unlink(missing_ok=True)
+                continue
+            seen.add(path)
+            if path not in self._seen:
+                found.append((path, info.st_size, int(info.st_mtime) // 60))
+        gone = sorted(self._seen - seen)
+        self._seen = seen
+        return StoreNews(found=found, gone=gone, evicts=evicts)
+
+    def _locked(self) -> int | None:
+        """Whoever has the lock makes room; the dead hold none."""
+        fd = None
+        try:
+            fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock_file(fd)
+        except OSError:
+            if fd is not None:
+                os.close(fd)
+            return None
+        return fd
+
+
+def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
+    """Files in folders of folders; of a folder that has gone, none."""
+    out: list[tuple[str, os.stat_result]] = []
+
+    def walk(path: Path, above: str, depth: int) -> None:
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    name = f"{above}{entry.name}"
+                    if depth and entry.is_dir(follow_symlinks=False):
+                        walk(path / entry.name, f"{name}/", depth - 1)
+                    elif not depth and entry.is_file(follow_symlinks=False):
+                        out.append((name, entry.stat(follow_symlinks=False)))
+        except OSError as error:
+            _log.warning("%s cannot be looked at: %s", path, error.strerror)
+
+    walk(folder, "", 2)
+    return out
+
+
+def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> KVStore | None:
+    """What `kv_offload` names, if it names anything. `print_`: makes the fingerprint, which reads all weights once.
+
+    Raises ConfigError.
+    """
+    store = disk_store(config.cache.kv_offload)
+    if store is None:
+        return None
+    secret = open_folder(store)
+    block_bytes = sum(group.slab_bytes(plan.block_size) for group in plan.groups)
+    return KVStore(store, secret, print_(), block_bytes)

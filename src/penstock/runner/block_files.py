@@ -1,0 +1,268 @@
+"""Blocks as files: written behind the steps and read beside them, by threads.
+
+A file is a header of 16 bytes (magic, length of what follows it), the pages of every plane of every group one after the
+other, and an HMAC-SHA256 of its path, header and pages. It gets its name by a rename when it is whole. Whatever is wrong
+with one - short, changed, another block's, not there, a disk that does not answer - is a miss.
+
+Content is not encrypted: who can read the folder can read what was computed from the texts.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.page_ops import DropOp, GetOp, PutOp
+from penstock.ops.plan import Planes
+
+MAGIC = b"PSTKV\x00\x00\x01"
+MAC_BYTES = 32
+OVERHEAD = 16 + MAC_BYTES
+NUM_READERS = 2
+MOST_WAITING_BYTES = 256 << 20
+"""Copies of blocks that wait to be written; more are not kept."""
+PATIENCE_S, PATIENCE_RATE = 5.0, 20e6
+"""A load that takes longer than this and its bytes at that rate is given up, and computed."""
+RETRY_S = 30.0
+"""After a write failed, nothing is written for so long."""
+_log = logging.getLogger(__name__)
+
+
+class _Load:
+    """One move: how many of its blocks are still read, whether all came, and until when somebody waits."""
+
+    __slots__ = ("good", "left", "until_s")
+
+    def __init__(self, until_s: float) -> None:
+        self.left, self.good, self.until_s = 0, True, until_s
+
+
+class BlockFiles:
+    """The bytes of a store in a folder; on a rank.
+
+    Args:
+        folder: exists, and is nobody else's.
+        secret: of the folder.
+        planes: the device's, per group, as `Storage.planes`; `widths`: pages of a slab of each group.
+    """
+
+    def __init__(self, folder: Path, secret: bytes, planes: Sequence[Planes], widths: Sequence[int]) -> None:
+        self._folder = folder
+        self._key = secret
+        self._planes, self._widths = planes, widths
+        self.num_bytes = block_bytes(planes, widths)
+        self.read_bytes = self.written_bytes = 0
+        self._lock = threading.Lock()
+        self._done = threading.Condition(self._lock)
+        self._ended: dict[int, bool] = {}
+        self._loads: dict[int, _Load] = {}
+        self._waiting_bytes = 0
+        self._paused_s = float("-inf")
+        self._writes: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._free: deque[bytearray] = deque()
+
+    # -- orders of a step --------------------------------------------------------------------------------------------
+
+    def put(self, op: PutOp) -> None:
+        """Copies the block now; a thread writes the copy."""
+        if self._waiting_bytes + self.num_bytes > MOST_WAITING_BYTES or time.monotonic() < self._paused_s:
+            with self._lock:
+                self._ended[op.move] = False
+            return
+        copy = self._buffer()
+        at = 16
+        for view in self._parts(op.pages):
+            flat = np.frombuffer(copy, np.uint8, view.nbytes, at)
+            flat[:] = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+            at += view.nbytes
+        with self._lock:
+            self._waiting_bytes += self.num_bytes
+        self._start()
+        self._writes.put((op, copy))
+
+    def get(self, op: GetOp) -> None:
+        with self._lock:
+            load = self._loads.get(op.move)
+            if load is None:
+                load = self._loads[op.move] = _Load(time.monotonic() + PATIENCE_S)
+            load.left += 1
+            load.until_s += self.num_bytes / PATIENCE_RATE
+        self._start()
+        self._reads.put((op, load))
+
+    def drop(self, op: DropOp) -> None:
+        self._start()
+        self._writes.put((op, None))
+
+    def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
+        """Moves that have ended since this was last asked, and whether they did what they should.
+
+        `wait_s`: how long to wait for one if loads are on their way.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if wait_s and not self._ended and self._loads:
+                self._done.wait(wait_s)
+            for move, load in list(self._loads.items()):
+                if now > load.until_s:
+                    del self._loads[move]
+                    self._ended[move] = load.good = False
+                    _log.warning("the disk of %s does not answer: what it holds is computed", self._folder)
+            ended, self._ended = self._ended, {}
+        return ended
+
+    @property
+    def loads(self) -> bool:
+        """Whether a load is on its way."""
+        return bool(self._loads)
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Write what waits, but not for longer than that."""
+        for _ in range(NUM_READERS):
+            self._reads.put(None)
+        self._writes.put(None)
+        until = time.monotonic() + wait_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._threads = []
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._threads:
+            runs = [self._write_all, *[self._read_all] * NUM_READERS]
+            self._threads = [threading.Thread(target=run, name="penstock-blocks", daemon=True) for run in runs]
+            for thread in self._threads:
+                thread.start()
+
+    def _write_all(self) -> None:
+        while (order := self._writes.get()) is not None:
+            op, copy = order
+            if copy is None:
+                for path in op.paths:
+                    (self._folder / path).unlink(missing_ok=True)
+                continue
+            good = True
+            try:
+                self._write(op.path, copy)
+            except (OSError, ValueError) as error:
+                good = False
+                self._paused_s = time.monotonic() + RETRY_S
+                _log.warning(
+                    "blocks are not written to %s for %.0f s: %s", self._folder, RETRY_S,
+                    getattr(error, "strerror", None) or error,
+                )  # fmt: skip
+            with self._lock:
+                self._ended[op.move] = good
+                self._waiting_bytes -= self.num_bytes
+                self._free.append(copy)
+
+    def _write(self, path: str, copy: bytearray) -> None:
+        copy[:8], copy[8:16] = MAGIC, self.num_bytes.to_bytes(8, "little")
+        end = 16 + self.num_bytes
+        copy[end:] = self._mac(path, memoryview(copy)[:end])
+        target = self._folder / path
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                view = memoryview(copy)
+                while view.nbytes:
+                    view = view[os.write(fd, view) :]
+            finally:
+                os.close(fd)
+            os.replace(part, target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        self.written_bytes += len(copy)
+
+    def _read_all(self) -> None:
+        own = bytearray(self.num_bytes + OVERHEAD)
+        while (order := self._reads.get()) is not None:
+            op, load = order
+            good = load.good and self._read(op.path, own)
+            with self._lock:
+                # Whoever gave up waiting has given the pages to others: then nothing is written to them any more.
+                if good and load.good:
+                    self._fill(op.pages, own)
+                load.good = load.good and good
+                load.left -= 1
+                if not load.left and self._loads.pop(op.move, None) is not None:
+                    self._ended[op.move] = load.good
+                    self._done.notify_all()
+
+    def _read(self, path: str, into: bytearray) -> bool:
+        try:
+            fd = os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                view, at = memoryview(into), 0
+                while at < len(into) and (num := os.readv(fd, [view[at:]])):
+                    at += num
+                os.utime(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s cannot be read: %s", self._folder / path, error.strerror)
+            return False
+        end = 16 + self.num_bytes
+        head = MAGIC + self.num_bytes.to_bytes(8, "little")
+        good = at == len(into) and into[:16] == head
+        good = good and hmac.compare_digest(into[end:], self._mac(path, view[:end]))
+        if not good:
+            _log.warning("%s is not what was written, and is not used", self._folder / path)
+        self.read_bytes += at
+        return good
+
+    def _fill(self, pages: Sequence[int], block: bytearray) -> None:
+        at = 16
+        for view in self._parts(pages):
+            count = view.nbytes
+            view[:] = np.frombuffer(block, view.dtype, count // view.dtype.itemsize, at).reshape(view.shape)
+            at += count
+
+    def _parts(self, pages: Sequence[int]) -> list[npt.NDArray[Any]]:
+        """Of each plane of each group the pages of a slab that begins there."""
+        return [
+            array[first : first + width]
+            for planes, first, width in zip(self._planes, pages, self._widths, strict=True)
+            for array in planes.values()
+        ]
+
+    def _mac(self, path: str, data: memoryview) -> bytes:
+        mac = hmac.new(self._key, path.encode() + b"\0", "sha256")
+        mac.update(data)
+        return mac.digest()
+
+    def _buffer(self) -> bytearray:
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+        return bytearray(self.num_bytes + OVERHEAD)
+
+
+def block_bytes(planes: Sequence[Planes], widths: Sequence[int]) -> int:
+    """Bytes of one block, all groups and planes."""
+    return sum(
+        width * array.nbytes // len(array)
+        for group, width in zip(planes, widths, strict=True)
+        for array in group.values()
+    )
