@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from penstock.base.clock import MonotonicClock
+from penstock.base.hashing import digest
 from penstock.config import from_kwargs
 from penstock.core.batch import TokenLogprobs
 from penstock.core.held_weights import HeldWeights
@@ -19,6 +20,7 @@ from penstock.core.request import Control, Request
 from penstock.core.sampling import BeamSearchParams, TokenRules
 from penstock.engine.core import EngineCore
 from penstock.launch.assemble import assemble, connect, engine_core
+from penstock.launch.kv_store import open_store
 from penstock.launch.selection import keeping_of
 from penstock.plan.drafts import NamedSpec, plan_drafts
 from penstock.plan.keeping import groups_of
@@ -56,6 +58,7 @@ class Knobs:
     host_blocks: int = 0
     preemption: str = "auto"
     offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
+    kv_offload: str = "none"  # a store of blocks outside the process: full groups only
     kv_allocator: str = "paged"
     max_model_len: int | None = None
     num_drafts: int = 0  # drafts of a sequence in a step
@@ -113,6 +116,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         slot_checkpoint_rule=k.checkpoint_rule,
         preemption_mode=k.preemption,
         enable_hierarchical_cache=k.offload,
+        kv_offload=k.kv_offload,
         kv_allocator=k.kv_allocator,
         kv_selector=k.selector,
         kv_budget=k.kept,
@@ -141,7 +145,7 @@ def fake_engine(
         drafts = drafts or FixedDrafts(k.num_drafts, k.draft_depth)
     core = connect(
         config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
-        drafter=drafter, drafts=drafts,
+        drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan),
     )  # fmt: skip
     return core, forward
 
@@ -154,11 +158,13 @@ def real_engine(
 
     `speculation`: as `speculative_config`; `draft_models`: those it names, and their weights.
     """
+    plan = plan_for(spec, k, [draft_model for draft_model, _ in draft_models])
     return assemble(
         config_for(k, speculation),
         spec,
         weights,
-        plan_for(spec, k, [draft_model for draft_model, _ in draft_models]),
+        plan,
+        store=open_store(config_for(k), lambda: digest(repr((spec, k.ops, k.kv_dtype)).encode()).hex(), plan),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,

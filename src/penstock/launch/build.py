@@ -130,9 +130,8 @@ def start(
         box=box,
         timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
         seconds_budget=serving,
-        store=None if store is None else store.settings,
+        store=store,
     )
-    core.store_news = None if store is None else store.news
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:

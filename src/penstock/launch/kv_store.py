@@ -101,7 +101,7 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         "block_size",
     )
     parts = [
-        __version__, ABI, machine, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
+        __version__, ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
         {name: said.get(name) for name in decide}, sorted(hashes),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]

@@ -1,20 +1,23 @@
 """Blocks as files: written behind the steps and read beside them, by threads.
 
-A file is a header of 16 bytes (magic, length of what follows it), the pages of every plane of every group one after the
-other, and an HMAC-SHA256 of its path, header and pages. It gets its name by a rename when it is whole. Whatever is wrong
-with one - short, changed, another block's, not there, a disk that does not answer - is a miss.
+A file is a header of 16 bytes (magic, length of what follows it), the pages of every plane of every group one after
+the other, and an HMAC-SHA256 of its path, header and pages. It gets its name by a rename when it is whole. Whatever is
+wrong with one - short, changed, another block's, not there, a disk that does not answer - is a miss.
 
 Content is not encrypted: who can read the folder can read what was computed from the texts.
 """
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import logging
 import os
 import queue
+import stat
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,6 +150,8 @@ class BlockFiles:
             self._threads = [threading.Thread(target=run, name="penstock-blocks", daemon=True) for run in runs]
             for thread in self._threads:
                 thread.start()
+            own = weakref.ref(self)
+            atexit.register(lambda: (files := own()) is not None and files.close())
 
     def _write_all(self) -> None:
         while (order := self._writes.get()) is not None:
@@ -211,10 +216,13 @@ class BlockFiles:
 
     def _read(self, path: str, into: bytearray) -> bool:
         try:
-            fd = os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # NONBLOCK: a pipe of this name must not make us wait; on files it means nothing.
+            fd = os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
+                info = os.fstat(fd)
+                size = len(into) if stat.S_ISREG(info.st_mode) and info.st_size == len(into) else 0
                 view, at = memoryview(into), 0
-                while at < len(into) and (num := os.readv(fd, [view[at:]])):
+                while at < size and (num := os.readv(fd, [view[at:]])):
                     at += num
                 os.utime(fd)
             finally:

@@ -1,0 +1,300 @@
+"""A store of blocks outside the process changes no token: not at a restart, not where reading and writing fail.
+
+The laws with `kv_offload`: engines follow one another over one folder, knobs drawn, their reads and writes
+disturbed, and every token is the naive loop's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.core.request import Abort, Control
+from penstock.engine.core import EngineCore
+from penstock.runner import block_files
+from penstock.runner.block_files import BlockFiles
+from tests.engine.harness import (
+    Collector,
+    Knobs,
+    assert_idle,
+    disturbed,
+    drain,
+    fake_engine,
+    real_engine,
+    request,
+    run,
+    tiny,
+)
+from tests.engine.naive import fake_logits, generate
+from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
+
+FULL = ["llama_gqa", "latent", "indexed"]
+
+
+def files(core: EngineCore) -> BlockFiles:
+    found = core.executor._runner.storage.files  # type: ignore[attr-defined]
+    assert isinstance(found, BlockFiles)
+    return found
+
+
+def ended(core: EngineCore) -> None:
+    """As at the end of a process: what waits is written."""
+    files(core).close()
+
+
+def written(core: EngineCore) -> None:
+    """What waits has been written, and the engine has heard of it."""
+    while files(core)._waiting_bytes:
+        time.sleep(0.001)
+    run(core, [request([5], max_tokens=1)])
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*/*/*") if not p.name.startswith("."))
+
+
+def knobs(folder: Path, **more: Any) -> Knobs:
+    return Knobs(**({"block_size": 4, "budget": 64, "kv_offload": f"disk:{folder},1GiB"} | more))
+
+
+def test_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> None:
+    text = [3 + i * 7 % 23 for i in range(50)]
+    told = []
+    for _ in range(2):
+        core, forward = fake_engine(knobs(tmp_path))
+        r = request(text, max_tokens=6)
+        got = run(core, [r])[r.request_id]
+        assert got.tokens[0] == generate(fake_logits, r)[0]
+        told.append((forward.num_tokens, got.cached, core.kv.stored.num_loaded))  # type: ignore[union-attr]
+        ended(core)
+    assert told[0] == (50 + 5, 0, 0)
+    assert told[1] == (2 + 5, 48, 12), "all whole blocks but the last token's were read"
+    assert len(kept(tmp_path)) == 13, "the answer's whole block, too"
+
+
+def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
+    text = [3 + i * 7 % 23 for i in range(24)]
+    for number, (namespace, taint) in enumerate([(b"a", ""), (b"b", ""), (b"a", "x"), (b"a", "")]):
+        core, _ = fake_engine(knobs(tmp_path))
+        r = request(text, max_tokens=2, namespace=namespace, taint=taint)
+        assert run(core, [r])[r.request_id].cached == (20 if number == 3 else 0)
+        ended(core)
+    assert len({p.parent for p in kept(tmp_path)}) == 2, "one folder for each tenant"
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Knobs drawn, requests disturbed; a fifth of reads and of writes fails, in every way there is."""
+    spec, weights = tiny(name)
+    rng = random.Random(f"store-{name}")
+    chaos = random.Random(f"faults-{name}")
+    lock = threading.Lock()
+    read, write = BlockFiles._read, BlockFiles._write
+
+    def bad_read(self: BlockFiles, path: str, into: bytearray) -> bool:
+        with lock:
+            fate = chaos.choice(["", "", "", "", "flip", "cut", "gone", "slow"])
+        place = self._folder / path
+        if fate == "slow":
+            time.sleep(0.005)
+        if fate in ("flip", "cut") and place.exists():
+            data = bytearray(place.read_bytes())
+            data[-40:-39] = b"x"
+            place.write_bytes(data if fate == "flip" else data[:-9])
+        if fate == "gone":
+            place.unlink(missing_ok=True)
+        return read(self, path, into)
+
+    def bad_write(self: BlockFiles, path: str, copy: bytearray) -> None:
+        with lock:
+            fails = chaos.random() < 0.2
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, path, copy)
+
+    monkeypatch.setattr(BlockFiles, "_read", bad_read)
+    monkeypatch.setattr(BlockFiles, "_write", bad_write)
+    monkeypatch.setattr(block_files, "RETRY_S", 0.01)
+    loaded = lost = refused = 0
+    for draw in range(6):
+        k = draw_knobs(rng)
+        k.block_size, k.kv_offload, k.prefix_cache = 4, f"disk:{tmp_path}", rng.choice(["radix", "hash"])
+        k.offload = k.host_blocks > 0 and rng.random() < 0.5
+        core = real_engine(spec, weights, k)
+        collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k)
+        check(name, collector)
+        assert_beams(name, collector, f"draw {draw}: {k}")
+        stored = core.kv.stored
+        assert stored is not None
+        stored.index.check_invariants()
+        loaded, lost, refused = loaded + stored.num_loaded, lost + stored.num_lost, refused + stored.num_refused
+        ended(core)
+    assert loaded > 10
+    assert lost > 3
+    assert refused > 3
+    assert not list(tmp_path.glob("*/*/.*")), "what could not be written leaves nothing"
+
+
+@pytest.mark.parametrize(
+    "harm", ["flip", "head", "cut", "empty", "longer", "swapped", "gone", "folder", "link", "unreadable"]
+)
+def test_what_is_wrong_with_a_file_is_a_miss(tmp_path: Path, harm: str) -> None:
+    text = [3 + i * 7 % 23 for i in range(50)]
+    core, _ = fake_engine(knobs(tmp_path))
+    r = request(text, max_tokens=6)
+    run(core, [r])
+    ended(core)
+    places = [p for p in kept(tmp_path) if p.name.endswith(("-3", "-4"))]
+    place, other = places
+    data = bytearray(place.read_bytes())
+    if harm in ("flip", "head"):
+        data[len(data) // 2 if harm == "flip" else 9] ^= 4
+    elif harm == "cut":
+        data = data[:-1]
+    elif harm == "empty":
+        data = bytearray()
+    elif harm == "longer":
+        data += b"x"
+    elif harm == "swapped":
+        data = bytearray(other.read_bytes())
+    place.unlink()
+    if harm == "folder":
+        place.mkdir()
+    elif harm == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        place.symlink_to(tmp_path / "elsewhere")
+    elif harm != "gone":
+        place.write_bytes(data)
+    if harm == "unreadable":
+        os.remove(place)
+        os.mkfifo(place)
+    core, forward = fake_engine(knobs(tmp_path))
+    if harm == "gone":  # after the look
+        core.kv.stored.index.found([])  # type: ignore[union-attr]
+    r = request(text, max_tokens=6)
+    got = run(core, [r])[r.request_id]
+    assert got.tokens[0] == generate(fake_logits, r)[0]
+    assert forward.num_tokens > 2 + 5, "it was computed, at least from there on"
+    ended(core)
+
+
+def test_a_disk_that_does_not_answer_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [3 + i * 7 % 23 for i in range(50)]
+    core, _ = fake_engine(knobs(tmp_path))
+    run(core, [request(text, max_tokens=2)])
+    ended(core)
+    release = threading.Event()
+    read = BlockFiles._read
+
+    def hangs(self: BlockFiles, path: str, into: bytearray) -> bool:
+        release.wait(20)
+        return read(self, path, into)
+
+    monkeypatch.setattr(BlockFiles, "_read", hangs)
+    monkeypatch.setattr(block_files, "PATIENCE_S", 0.3)
+    core, forward = fake_engine(knobs(tmp_path))
+    slow, quick = request(text, max_tokens=6), request([9, 8, 7], max_tokens=4)
+    collector = Collector()
+    core.add(slow)
+    core.add(quick)
+    began = time.monotonic()
+    while not collector.requests.get(quick.request_id, None) or not collector.requests[quick.request_id].reasons:
+        collector.take(core.step())
+    assert time.monotonic() - began < 0.3, "nobody else waits for the disk"
+    drain(core, collector)
+    assert collector.requests[slow.request_id].tokens[0] == generate(fake_logits, slow)[0]
+    assert forward.num_tokens >= 50 + 5
+    before = [array.copy() for planes in files(core)._planes for array in planes.values()]
+    release.set()  # now the bytes come, and nobody's pages may change
+    time.sleep(0.2)
+    after = [array for planes in files(core)._planes for array in planes.values()]
+    assert all((a.view("u1") == b.view("u1")).all() for a, b in zip(before, after, strict=True))
+    assert_idle(core)
+
+
+def test_who_leaves_while_blocks_are_read_leaks_nothing(tmp_path: Path) -> None:
+    text = [3 + i * 7 % 23 for i in range(50)]
+    core, _ = fake_engine(knobs(tmp_path))
+    run(core, [request(text, max_tokens=2)])
+    ended(core)
+    for kind in ("abort", "preempt", "reset_prefix_cache"):
+        core, _ = fake_engine(knobs(tmp_path))
+        r = request(text, max_tokens=6)
+        collector = Collector()
+        core.add(r)
+        collector.take(core.step())
+        core.add(Abort(request_id=r.request_id) if kind == "abort" else Control(kind=kind, request_id=r.request_id))
+        drain(core, collector)
+        if kind != "abort":
+            assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+        assert_idle(core)
+        ended(core)
+
+
+def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
+    """Room for 40 blocks: the text that nobody asked for again goes, from its end."""
+    core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
+    stored = core.kv.stored
+    assert stored is not None
+    stored.index.limit_bytes = 40 * stored._settings.num_bytes
+    texts = [[3 + (i * 7 + n * i * i) % 23 for i in range(65)] for n in (1, 2, 3)]
+    for n in (0, 1, 0, 2):
+        r = request(texts[n], max_tokens=1)
+        assert run(core, [r])[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+        core.add(Control(kind="reset_prefix_cache", request_id=""))
+        written(core)
+    ended(core)
+    assert stored.index.num_bytes <= stored.index.limit_bytes
+    assert len(kept(tmp_path)) <= 40
+    depths = [max(int(p.name.rpartition("-")[2], 16) for p in kept(tmp_path)) for _ in (0,)]
+    assert depths == [15]
+    core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
+    cached = []
+    for n in (0, 1, 2):
+        r = request(texts[n], max_tokens=1)
+        cached.append(run(core, [r])[r.request_id].cached)
+    assert cached[0] == cached[2] == 64
+    assert cached[1] == 4 * 8, "the beginning of the one used longest ago is there"
+
+
+def test_two_engines_share_a_folder_and_one_makes_room(tmp_path: Path) -> None:
+    first, _ = fake_engine(knobs(tmp_path))
+    second, _ = fake_engine(knobs(tmp_path))
+    text = [3 + i * 7 % 23 for i in range(50)]
+    run(first, [request(text, max_tokens=2)])
+    run(second, [request([7], max_tokens=1)])
+    assert first.kv.stored.index.evicts  # type: ignore[union-attr]
+    assert not second.kv.stored.index.evicts  # type: ignore[union-attr]
+    ended(first)
+    news = second.store_news.__self__  # type: ignore[union-attr]
+    news._look()  # what a thread does every ten seconds
+    r = request(text, max_tokens=6)
+    got = run(second, [r])[r.request_id]
+    assert got.cached == 48
+    assert got.tokens[0] == generate(fake_logits, r)[0]
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    for name, mode, file, said in (
+        ("open", 0o755, "", "chmod 700"), ("full", 0o700, "letter.txt", "holds other things"),
+        ("damaged", 0o700, "secret", "is damaged"),
+    ):  # fmt: skip
+        folder = tmp_path / name
+        folder.mkdir(mode=mode)
+        folder.chmod(mode)
+        if file:
+            (folder / file).write_text("x")
+        with pytest.raises(ConfigError, match=said):
+            fake_engine(knobs(folder))
+    with pytest.raises(ConfigError, match="none, disk:FOLDER, disk:FOLDER,20GiB"):
+        fake_engine(knobs(tmp_path, kv_offload="disk:"))
+    with pytest.raises(ConfigError, match="less than 1MiB"):
+        fake_engine(knobs(tmp_path, kv_offload=f"disk:{tmp_path / 'x'},4K"))
