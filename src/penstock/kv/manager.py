@@ -516,7 +516,9 @@ class KVManager:
 
     def stats(self) -> KVStats:
         cut, copies = self.selections.num_cut, self._num_cow_copies
-        return kv_stats(self.groups, self.pools, self.cache, self._room, self.swaps, num_cow_copies=copies, num_cut=cut)
+        return kv_stats(
+            self.groups, self.pools, self.cache, self._room, self.swaps, self.stored, num_cow_copies=copies, num_cut=cut
+        )  # fmt: skip
 
     @property
     def main_group(self) -> int | None:

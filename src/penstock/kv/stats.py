@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.kv.window_pool import WindowPool
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.core.protocols import PrefixCache
     from penstock.kv.block_pool import BlockPool
     from penstock.kv.room import Room
+    from penstock.kv.stored import StoredBlocks
     from penstock.kv.swap import Swaps
 
 
@@ -50,11 +51,13 @@ class KVStats:
     num_selections: int = 0
     num_offloaded_blocks: int = 0
     num_loaded_blocks: int = 0
+    store: dict[str, float] = field(default_factory=dict)
+    """Of a store outside this process, if there is one."""
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
         names = ("num_evicted_blocks", "num_selections", "num_offloaded_blocks", "num_loaded_blocks")
-        return {name: float(getattr(self, name)) for name in names}
+        return {name: float(getattr(self, name)) for name in names} | self.store
 
 
 def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> GroupStats:
@@ -69,8 +72,8 @@ def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> Group
 
 
 def kv_stats(
-    groups: Sequence[CacheGroup], pools: Sequence[BlockPool], cache: PrefixCache, room: Room, swaps: Swaps, *,
-    num_cow_copies: int, num_cut: int,
+    groups: Sequence[CacheGroup], pools: Sequence[BlockPool], cache: PrefixCache, room: Room, swaps: Swaps,
+    stored: StoredBlocks | None, *, num_cow_copies: int, num_cut: int,
 ) -> KVStats:  # fmt: skip
     """What the parts of a manager have counted."""
     offloaded, loaded = swaps.num_blocks
@@ -84,4 +87,22 @@ def kv_stats(
         num_selections=num_cut,
         num_offloaded_blocks=offloaded,
         num_loaded_blocks=loaded,
+        store={} if stored is None else store_stats(stored),
     )
+
+
+def store_stats(stored: StoredBlocks) -> dict[str, float]:
+    """Counters since start, and what the store holds now: `store_blocks`, `store_bytes`, `store_limit_bytes`."""
+    index = stored.index
+    return {
+        "num_store_written_blocks": float(stored.num_stored),
+        "num_store_read_blocks": float(stored.num_loaded),
+        "num_store_refused_blocks": float(stored.num_refused),
+        "num_store_lost_blocks": float(stored.num_lost),
+        "num_store_evicted_blocks": float(index.num_evicted),
+        "num_store_query_tokens": float(stored.num_query_tokens),
+        "num_store_hit_tokens": float(stored.num_hit_tokens),
+        "store_blocks": float(len(index)),
+        "store_bytes": float(index.num_bytes),
+        "store_limit_bytes": float(index.limit_bytes),
+    }

@@ -43,6 +43,8 @@ class StoredBlocks:
         num_stored, num_loaded: blocks that were written, and that were read, since start.
         num_refused: blocks that found no room, or could not be written.
         num_lost: blocks that could not be read.
+        num_query_tokens, num_hit_tokens: tokens of prompts that were looked up here, behind those that the prefix cache
+            had, and that were there.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StoredBlocks:
         assert all(group.spec.kind == "paged" for group in groups), "only full groups can be stored"
         self.index = StoreIndex(settings.limit_bytes)
         self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
+        self.num_query_tokens = self.num_hit_tokens = 0
         self.waiting = 0
         """Orders that wait in the outbox for a step to carry them."""
         self._settings = settings
@@ -76,7 +79,7 @@ class StoredBlocks:
         if len(known) < end:
             request = seq.request
             if not known:
-                cursor.space = f"{settings.fingerprint}/{space_of(settings.secret, request.namespace)}"
+                cursor.space = f"{settings.fingerprint}/{space_of(settings.secret, request.tenant)}"
                 tainted = request.namespace + b"\0" + request.taint.encode()
                 last = root_name(settings.secret, settings.fingerprint, tainted)
             else:
@@ -116,8 +119,10 @@ class StoredBlocks:
             return True
         paths = self.paths(seq, limit)[first:]
         num = self.index.lookup(paths)
+        self.num_query_tokens += len(paths) * self._block_size
         if num < max(1, self._settings.least_blocks) or not grow(seq, (first + num) * self._block_size):
             return True
+        self.num_hit_tokens += num * self._block_size
         cursor: PrefixCursor = seq.node
         cursor.tick = self.index.next_tick()
         self.index.touch(self.paths(seq, first + num), cursor.tick)
@@ -158,6 +163,6 @@ class StoredBlocks:
         return tuple(table.ids[block] * width for table, width in zip(seq.tables, self._widths, strict=True))
 
 
-def space_of(secret: bytes, namespace: bytes) -> str:
+def space_of(secret: bytes, tenant: str) -> str:
     """Where the blocks of a tenant are: all of one stand together, so that they can be deleted together."""
-    return root_name(secret, "tenant", namespace)[:8].hex()
+    return root_name(secret, "tenant", tenant.encode())[:8].hex()

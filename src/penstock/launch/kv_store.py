@@ -11,8 +11,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -33,7 +34,7 @@ from penstock.runner.block_files import OVERHEAD
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint
 
-SECRET, LOCK = "secret", "lock"
+SECRET, LOCK, ABOUT = "secret", "lock", "about.json"
 SECRET_BYTES = 32
 LOOK_S = 10.0
 """Between two looks at what others do in the folder."""
@@ -107,6 +108,27 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
+class About(msgspec.Struct, frozen=True):
+    """Whose blocks a folder below the store's holds; for people."""
+
+    model: str
+    kv_dtype: str
+    block_size: int
+    version: str
+
+
+def _describe(folder: Path, about: About) -> None:
+    """Without it nothing but `penstock cache ls` is poorer."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not (folder / ABOUT).exists():
+            part = folder / f".{ABOUT}.{secrets.token_hex(8)}.part"
+            part.write_bytes(msgspec.json.encode(about))
+            part.replace(folder / ABOUT)
+    except OSError as error:
+        _log.warning("%s cannot be written to: %s", folder, error.strerror)
+
+
 class KVStore:
     """A store that is open. `settings`: for the books. Closing is the end of the process."""
 
@@ -142,7 +164,7 @@ class KVStore:
             evicts = self._lock is not None
         found, seen = [], set()
         before = time.time() - _PART_S
-        for path, info in _files(self.folder):
+        for path, info in files_of(self.folder):
             if path.rpartition("/")[2].startswith("."):
                 if info.st_mtime < before and self._lock is not None:
                     (self.folder / path).unlink(missing_ok=True)
@@ -167,7 +189,7 @@ class KVStore:
         return fd
 
 
-def _files(folder: Path) -> list[tuple[str, os.stat_result]]:
+def files_of(folder: Path) -> list[tuple[str, os.stat_result]]:
     """Files in folders of folders; of a folder that has gone, none."""
     out: list[tuple[str, os.stat_result]] = []
 
@@ -196,5 +218,50 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     if store is None:
         return None
     secret = open_folder(store)
+    name = print_()
+    _describe(store.folder / name, About(config.model.model, plan.kv_dtype, plan.block_size, __version__))
     block_bytes = sum(group.slab_bytes(plan.block_size) for group in plan.groups)
-    return KVStore(store, secret, print_(), block_bytes)
+    return KVStore(store, secret, name, block_bytes)
+
+
+class Block(NamedTuple):
+    """A file. `name`: its place below the folder."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    used_s: float
+
+
+@dataclass
+class Place:
+    """The blocks of one model and tenant."""
+
+    print_: str
+    space: str
+    about: About | None
+    blocks: list[Block]
+
+
+def open_existing(folder: Path) -> bytes:
+    """The secret of a folder that a server has made. Raises ConfigError."""
+    if not (folder / SECRET).is_file():
+        raise ConfigError(f"{quoted(folder)} is no folder of KV blocks: --kv-offload disk:FOLDER makes one", field="")
+    return open_folder(DiskStore(folder, 0))
+
+
+def places(folder: Path) -> list[Place]:
+    """What is there, by model and tenant."""
+    out: dict[str, Place] = {}
+    for name, info in files_of(folder):
+        above, _, last = name.rpartition("/")
+        if last.startswith("."):
+            continue
+        if above not in out:
+            print_, _, space = above.partition("/")
+            about = None
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                about = msgspec.json.decode((folder / print_ / ABOUT).read_bytes(), type=About)
+            out[above] = Place(print_, space, about, [])
+        out[above].blocks.append(Block(name, folder / name, info.st_size, info.st_mtime))
+    return [out[key] for key in sorted(out)]

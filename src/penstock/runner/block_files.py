@@ -178,7 +178,7 @@ class BlockFiles:
     def _write(self, path: str, copy: bytearray) -> None:
         copy[:8], copy[8:16] = MAGIC, self.num_bytes.to_bytes(8, "little")
         end = 16 + self.num_bytes
-        copy[end:] = self._mac(path, memoryview(copy)[:end])
+        copy[end:] = mac_of(self._key, path, memoryview(copy)[:end])
         target = self._folder / path
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
@@ -234,7 +234,7 @@ class BlockFiles:
         end = 16 + self.num_bytes
         head = MAGIC + self.num_bytes.to_bytes(8, "little")
         good = at == len(into) and into[:16] == head
-        good = good and hmac.compare_digest(into[end:], self._mac(path, view[:end]))
+        good = good and hmac.compare_digest(into[end:], mac_of(self._key, path, view[:end]))
         if not good:
             _log.warning("%s is not what was written, and is not used", self._folder / path)
         self.read_bytes += at
@@ -255,11 +255,6 @@ class BlockFiles:
             for array in planes.values()
         ]
 
-    def _mac(self, path: str, data: memoryview) -> bytes:
-        mac = hmac.new(self._key, path.encode() + b"\0", "sha256")
-        mac.update(data)
-        return mac.digest()
-
     def _buffer(self) -> bytearray:
         with self._lock:
             if self._free:
@@ -274,3 +269,20 @@ def block_bytes(planes: Sequence[Planes], widths: Sequence[int]) -> int:
         for group, width in zip(planes, widths, strict=True)
         for array in group.values()
     )
+
+
+def is_whole(folder: Path, path: str, secret: bytes) -> bool:
+    """Whether the file of a block is what was written, of whatever size."""
+    try:
+        data = (folder / path).read_bytes()
+    except OSError:
+        return False
+    end = len(data) - MAC_BYTES
+    head = MAGIC + (end - 16).to_bytes(8, "little") if end >= 16 else b""
+    return data[:16] == head and hmac.compare_digest(data[end:], mac_of(secret, path, memoryview(data)[:end]))
+
+
+def mac_of(secret: bytes, path: str, data: memoryview) -> bytes:
+    mac = hmac.new(secret, path.encode() + b"\0", "sha256")
+    mac.update(data)
+    return mac.digest()

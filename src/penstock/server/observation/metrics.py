@@ -62,6 +62,13 @@ _ENGINE_COUNTERS = (
     ("offloaded_blocks", "Blocks that the prefix cache gave to a tier.", "num_offloaded_blocks", OURS),
     ("loaded_blocks", "Blocks that the prefix cache had back from a tier.", "num_loaded_blocks", OURS),
     ("failed_loads", "Sequences computed again because a tier had lost what it was given.", "num_failed_loads", OURS),
+    ("external_prefix_cache_queries", "Tokens looked up in the store of blocks.", "num_store_query_tokens", BOTH),
+    ("external_prefix_cache_hits", "Tokens that the store of blocks had.", "num_store_hit_tokens", BOTH),
+    ("store_written_blocks", "Blocks written to the store.", "num_store_written_blocks", OURS),
+    ("store_read_blocks", "Blocks read from the store.", "num_store_read_blocks", OURS),
+    ("store_refused_blocks", "Blocks without room in the store, or not written.", "num_store_refused_blocks", OURS),
+    ("store_lost_blocks", "Blocks of the store that were not read, but computed.", "num_store_lost_blocks", OURS),
+    ("store_evicted_blocks", "Blocks that left the store to make room.", "num_store_evicted_blocks", OURS),
     ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
     ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
     ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),
@@ -76,6 +83,12 @@ _ENGINE_COUNTERS = (
         OURS,
     ),
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
+)
+
+_STORE_GAUGES = (
+    ("store_blocks", "Blocks in the store outside the engine (kv_offload)."),
+    ("store_bytes", "Bytes of these."),
+    ("store_limit_bytes", "Bytes that they may take."),
 )
 
 
@@ -208,6 +221,9 @@ class Metrics(Collector):
             yield from self._gauge("event_loop_longest_hold_seconds", text, watch.longest_s)
             text = "The same in time that passed: longer if the machine had no processor to give."
             yield from self._gauge("event_loop_longest_delay_seconds", text, watch.latest_s)
+        if "store_bytes" in now.counters:
+            for name, text in _STORE_GAUGES:
+                yield from self._gauge(name, text, now.counters[name])
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)

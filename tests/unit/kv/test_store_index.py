@@ -1,0 +1,133 @@
+"""The books of a store: names, what goes first, holds, bytes; against a plain model of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.kv.store_index import Kept, StoreIndex, depth_of, names_after, root_name
+
+
+def stored(index: StoreIndex, *paths: str, tick: int = 0) -> None:
+    for path in paths:
+        wanted, _ = index.prepare_store(path, 10, tick or index.next_tick())
+        assert wanted
+        index.complete_store(path, good=True)
+
+
+def test_a_name_stands_for_all_of_the_text_before_it() -> None:
+    secret, tokens = b"s" * 32, bytes(range(64))
+    root = root_name(secret, "model", b"tenant")
+    names = names_after(secret, root, tokens, 16)
+    assert len(set(names)) == 4
+    assert names_after(secret, names[1], tokens[32:], 16) == names[2:]
+    assert names_after(secret, root, tokens[:47], 16) == names[:2], "whole blocks alone"
+    changed = names_after(secret, root, b"\xff" + tokens[1:], 16)
+    assert not set(changed) & set(names)
+    for other in (
+        root_name(b"t" * 32, "model", b"tenant"), root_name(secret, "model2", b"tenant"), root_name(secret, "model", b""),
+    ):  # fmt: skip
+        assert not set(names_after(secret, other, tokens, 16)) & set(names)
+
+
+def test_ends_of_texts_go_before_their_beginnings() -> None:
+    index = StoreIndex(60)
+    for text in ("a", "b"):
+        tick = index.next_tick()
+        stored(index, *(f"{text}-{n:x}" for n in range(3)), tick=tick)
+    index.touch(["a-0", "a-1", "a-2"], index.next_tick())
+    wanted, gone = index.prepare_store("c-0", 30, index.next_tick())
+    assert (wanted, gone) == (True, ["b-2", "b-1", "b-0"])
+    assert index.num_bytes == 60
+    index.complete_store("c-0", good=False)
+    assert index.num_bytes == 30, "what was not written takes no room"
+    assert index.take_changes() == (["a-0", "a-1", "a-2", "b-0", "b-1", "b-2"], ["b-2", "b-1", "b-0"])
+    assert index.take_changes() == ([], [])
+
+
+def test_what_is_read_or_pinned_stays() -> None:
+    index = StoreIndex(30)
+    stored(index, "a-0", "b-0", "c-0")
+    index.prepare_load(["a-0"])
+    assert index.pin(["b-0", "nowhere"]) == 1
+    assert index.prepare_store("d-0", 10, 9) == (True, ["c-0"])
+    assert index.prepare_store("e-0", 10, 9) == (False, []), "nothing may go"
+    index.complete_load(["a-0"], good=False)
+    assert "a-0" not in index, "what could not be read is forgotten"
+    assert index.prepare_store("a-0", 10, 9) == (True, [])
+    index.pin(["b-0"], pinned=False)
+    assert index.prepare_store("e-0", 10, 9) == (True, ["b-0"])
+    index.check_invariants()
+
+
+def test_who_may_not_make_room_stores_nothing_in_a_full_store() -> None:
+    index = StoreIndex(20, evicts=False)
+    stored(index, "a-0", "b-0")
+    assert index.prepare_store("c-0", 10, 5) == (False, [])
+    index.evicts = True
+    assert index.prepare_store("c-0", 10, 5) == (True, ["a-0"])
+    assert index.prepare_store("d-0", 21, 5) == (False, []), "it would never fit"
+
+
+def test_what_others_do() -> None:
+    index = StoreIndex(100)
+    index.found([Kept("x/a-1", 10, 7), Kept("x/a-0", 10, 7), Kept("old-0", 10, 1)])
+    assert index.lookup(["x/a-0", "x/a-1", "x/a-2"]) == 2
+    index.found([Kept("x/a-0", 10, 8)], gone=["x/a-1", "never"])
+    assert index.lookup(["x/a-0", "x/a-1"]) == 1
+    assert index.num_bytes == 20
+    wanted, gone = index.prepare_store("y-0", 90, index.next_tick())
+    assert (wanted, gone) == (True, ["old-0"])
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["f/t/abc-1f", "abc-0", "nothing", "f/t/x-", "f-3/t/x-zz"])
+def test_the_depth_is_told_by_the_name(name: str) -> None:
+    assert depth_of(name) == {"f/t/abc-1f": 31}.get(name, 0)
+
+
+def test_the_books_hold_whatever_comes() -> None:
+    rng = random.Random(5)
+    for _ in range(40):
+        limit = rng.choice([30, 70, 200])
+        index = StoreIndex(limit, evicts=rng.random() < 0.9)
+        there: dict[str, bool] = {}  # whether it has come
+        reading: list[list[str]] = []
+        for _ in range(300):
+            path = f"{rng.choice('abc')}-{rng.randrange(8):x}"
+            order = rng.random()
+            if order < 0.4:
+                wanted, gone = index.prepare_store(path, 10, rng.choice([index.next_tick(), index._tick]))
+                for other in gone:
+                    assert there.pop(other)
+                    assert not any(other in held for held in reading)
+                assert not (wanted and path in there)
+                if wanted:
+                    there[path] = False
+            elif order < 0.6 and (coming := sorted(p for p, here in there.items() if not here)):
+                good = rng.random() < 0.8
+                index.complete_store(coming[0], good=good)
+                if good:
+                    there[coming[0]] = True
+                else:
+                    del there[coming[0]]
+            elif order < 0.75:
+                paths = [f"a-{n:x}" for n in range(8)]
+                num = index.lookup(paths)
+                assert num == next((n for n, p in enumerate(paths) if not there.get(p)), 8)
+                if num:
+                    index.prepare_load(paths[:num])
+                    reading.append(paths[:num])
+            elif order < 0.9 and reading:
+                held, good = reading.pop(rng.randrange(len(reading))), rng.random() < 0.7
+                index.complete_load(held, good=good)
+                if not good:
+                    for p in held:
+                        if not any(p in other for other in reading):
+                            there.pop(p, None)
+            else:
+                index.touch([path], index.next_tick())
+            index.check_invariants()
+            assert index.num_bytes == 10 * len(there) <= limit
+            assert {p for p, here in there.items() if here} == set(index._entries)
