@@ -175,9 +175,13 @@ def real_engine(
     )
 
 
-def plain_core(spec: ModelSpec, k: Knobs, executor: Any, clock: Any, timer: Any = None) -> EngineCore:
+def plain_core(
+    spec: ModelSpec, k: Knobs, executor: Any, clock: Any, timer: Any = None, store: Any = None
+) -> EngineCore:
     """The engine alone, on somebody else's executor and clock."""
-    return engine_core(config_for(k), plan_for(spec, k), executor, clock, timer=timer, check_invariants=True)
+    return engine_core(
+        config_for(k), plan_for(spec, k), executor, clock, timer=timer, check_invariants=True, store=store
+    )
 
 
 _ids = itertools.count()

@@ -11,6 +11,7 @@ import os
 import random
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.core.request import Abort, Control
+from penstock.core.sampling import SamplingParams
 from penstock.engine.core import EngineCore
+from penstock.engine.record import Recorder, load, replay
 from penstock.runner import block_files
 from penstock.runner.block_files import BlockFiles
 from tests.engine.harness import (
@@ -28,12 +31,14 @@ from tests.engine.harness import (
     disturbed,
     drain,
     fake_engine,
+    plain_core,
     real_engine,
     request,
     run,
     tiny,
 )
 from tests.engine.naive import fake_logits, generate
+from tests.engine.processes import nano, running, within
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
 FULL = ["llama_gqa", "latent", "indexed"]
@@ -84,7 +89,7 @@ def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
     text = [3 + i * 7 % 23 for i in range(24)]
     for number, (namespace, taint) in enumerate([(b"a", ""), (b"b", ""), (b"a", "x"), (b"a", "")]):
         core, _ = fake_engine(knobs(tmp_path))
-        r = request(text, max_tokens=2, namespace=namespace, taint=taint)
+        r = request(text, max_tokens=2, namespace=namespace, tenant=namespace.decode(), taint=taint)
         assert run(core, [r])[r.request_id].cached == (20 if number == 3 else 0)
         ended(core)
     assert len({p.parent for p in kept(tmp_path)}) == 2, "one folder for each tenant"
@@ -280,6 +285,73 @@ def test_two_engines_share_a_folder_and_one_makes_room(tmp_path: Path) -> None:
     got = run(second, [r])[r.request_id]
     assert got.cached == 48
     assert got.tokens[0] == generate(fake_logits, r)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_run_replays_without_the_disk(tmp_path: Path, depth: int) -> None:
+    """What was found, read, lost and written is in the log: the schedule follows from it."""
+    spec, weights = tiny("llama_gqa")
+    k = Knobs(num_blocks=40, budget=16, depth=depth, kv_offload=f"disk:{tmp_path / 'kv'}")
+    for round_ in range(2):
+        core = real_engine(spec, weights, k)
+        core.recorder = Recorder()
+        rng, collector = random.Random(3), Collector()
+        todo = workload(spec.vocab_size)
+        emitted = []
+        while todo or core.has_work:
+            if todo and rng.random() < 0.4:
+                core.add(todo.pop())
+            if core.groups and rng.random() < 0.1:
+                core.add(Control(kind="preempt", request_id=rng.choice(sorted(core.groups))))
+            if round_ and rng.random() < 0.1:
+                for place in kept(tmp_path / "kv")[:2]:
+                    place.unlink(missing_ok=True)
+            emitted += core.step()
+        collector.take(emitted)
+        check("llama_gqa", collector)
+        assert core.kv.stored is not None
+        settings, loaded = core.kv.stored._settings, core.kv.stored.num_loaded
+        core.recorder.save(tmp_path / "run.log")
+        ended(core)
+        make = partial(plain_core, spec, k, store=settings)
+        again = replay(load(tmp_path / "run.log"), make, depth=depth)
+        assert again == emitted
+    assert loaded > 0
+
+
+@within(120)
+async def test_an_engine_that_is_killed_reads_what_it_had_written(tmp_path: Path) -> None:
+    """In a process of its own, killed -9 in the middle of an answer: the same tokens, and the prompt is not computed
+    again."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    text = [3 + i * 7 % 200 for i in range(150)]
+    async with running(nano()) as plain:
+        expected = (await plain.complete("a", text, params)).outputs[0].token_ids
+    config = nano(kv_offload=f"disk:{tmp_path / 'kv'}")
+    async with running(config, stall_s=30) as own:
+        stream = own.submit("a", text, params)
+        await own.until(lambda: len(kept(tmp_path / "kv")) >= 4, 60)
+        own.signal()
+        got = await stream.result()
+        assert got.outputs[0].token_ids == expected
+        again = await own.complete("b", text, params)
+        assert again.outputs[0].token_ids == expected
+        snapshot = own.client.snapshot
+        assert snapshot.counters["num_store_read_blocks"] >= 4
+
+
+@within(120)
+async def test_a_server_that_starts_again_reads_what_the_last_one_wrote(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    text = [3 + i * 7 % 200 for i in range(150)]
+    config = nano(kv_offload=f"disk:{tmp_path / 'kv'}")
+    found = []
+    for _ in range(2):
+        async with running(config, stall_s=30) as own:
+            got = await own.complete("a", text, params)
+            found.append((got.outputs[0].token_ids, got.num_cached_tokens))
+    assert found[0][0] == found[1][0]
+    assert [cached for _, cached in found] == [0, 128]
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.models import JSON, size_text
 
@@ -80,7 +80,7 @@ def _wanted(place: Place, args: argparse.Namespace, secret: bytes) -> bool:
 
 
 def _ls(found: list[Place], args: argparse.Namespace) -> int:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "model": p.about.model if p.about else "?", "id": p.print_, "tenant": p.space, "blocks": len(p.blocks),
             "bytes": sum(b.num_bytes for b in p.blocks),

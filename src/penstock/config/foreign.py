@@ -103,8 +103,9 @@ _add("the size of the KV memory is kv_cache_memory_bytes or num_gpu_blocks_overr
 _add("max_num_seqs run at once, max_num_queued_reqs wait", "max_concurrent_requests")
 _add("it is one setting here: kv_cache_dtype, for example int8 (q8_0), int4 (q4_0) or float16 (f16)",
      "cache_type_k/-ctk cache_type_v/-ctv type_k type_v", "f16", "auto")  # fmt: skip
-_add("use swap_space in GiB with enable_hierarchical_cache", "kv_offloading_size kv_offloading_backend hicache_size "
-     "hicache_ratio hicache_write_policy hicache_storage_backend cache_ram/-cram")  # fmt: skip
+_add("use swap_space in GiB with enable_hierarchical_cache; for a disk, kv_offload, for example disk:FOLDER,20GiB",
+     "kv_offloading_size kv_offloading_backend hicache_size hicache_ratio hicache_write_policy hicache_storage_backend "
+     "cache_ram/-cram")  # fmt: skip
 _add("use slot_checkpoint_tokens: how far apart states are kept", "ctx_checkpoints swa_checkpoints")
 _add(
     'use speculative_config, for example {"method": "ngram", "num_speculative_tokens": 5}',

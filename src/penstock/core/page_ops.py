@@ -66,11 +66,13 @@ class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
 
 
 class GetOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
-    """Bring back the block that is kept under `path`, as a part of the late load `move` (see `LoadOp`)."""
+    """Bring back the block that is kept under `path`, as a part of the late load `move` (see `LoadOp`). It has a number
+    of its own, too, `block`, under which it is told whether what is kept is good."""
 
     path: str
     pages: tuple[int, ...]
     move: int
+    block: int
 
 
 class DropOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):

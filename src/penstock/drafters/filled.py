@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PackOp, StoreOp
+from penstock.core.page_ops import HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
 from penstock.runner.rows import RowStore
 from penstock.runner.storage import Storage
 
@@ -33,7 +33,11 @@ class Filled:
     def track(self, ops: Iterable[AnyPageOp]) -> None:
         """The page operations of a step, in their order. Mutates: the counts."""
         for op in ops:
-            if op.group in self._device and not isinstance(op, PackOp):
+            if isinstance(op, GetOp):  # the draft model may not have seen any of it when it was kept
+                for g, first in enumerate(op.pages):
+                    if g in self._device:
+                        self._device[g][first : first + 1] = 0
+            elif not isinstance(op, PackOp | PutOp | DropOp) and op.group in self._device:
                 source: Counts = self._host if isinstance(op, LoadOp) else self._device
                 target: Counts = self._host if isinstance(op, StoreOp) else self._device
                 pages = target[op.group][op.dst : op.dst + op.count]

@@ -89,7 +89,7 @@ class EngineCore:
         if self.grower is not None:
             self._intake.extendleft(self.grower.look(self.kv.backing, self.scheduler.wake_s is not None, now_s))
         if self.store_news is not None:
-            self._intake.extendleft(self.store_news(now_s))
+            self._intake.extendleft(reversed(self.store_news(now_s)))
         while self._intake:
             self._take(self._intake.popleft())
         while len(self._inflight) < self.executor.depth:

@@ -70,7 +70,8 @@ class StoredBlocks:
         self._block_size = block_size
         self._block_bytes = 4 * block_size
         self._puts: dict[int, str] = {}
-        self._gets: dict[int, list[str]] = {}
+        self._gets: dict[int, str] = {}
+        self._loads: dict[int, int] = {}  # blocks by move
 
     def paths(self, seq: Seq, end: int) -> list[str]:
         """Where the first `end` blocks of `seq` are, or would be. Mutates: the names that its cursor knows."""
@@ -128,30 +129,34 @@ class StoredBlocks:
         self.index.touch(self.paths(seq, first + num), cursor.tick)
         self.index.prepare_load(paths[:num])
         move = self._swaps.next_move()
-        self._gets[move] = paths[:num]
+        self._loads[move] = num
         for n, path in enumerate(paths[:num], first):
-            self._outbox.add(GetOp(path, self._pages(seq, n), move))
+            block = self._swaps.next_move()
+            self._gets[block] = path
+            self._outbox.add(GetOp(path, self._pages(seq, n), move, block))
         slabs = [table.ids[first : first + num] for table in seq.tables]
         copy = Swapped((first + num) * self._block_size, [[] for _ in slabs], cursor.generation, first)
         self._swaps.expect(move, copy, slabs)
         seq.load, seq.writable, seq.num_cached = move, 0, copy.num_tokens
         return False
 
-    def ended(self, move: int, *, good: bool) -> bool:
-        """A step has reported move `move`. False if it is none of the store's."""
-        path = self._puts.pop(move, None)
-        if path is not None:
+    def ended(self, move: int, *, good: bool) -> None:
+        """A step has reported move `move`. What cannot be read leaves the store."""
+        if (path := self._puts.pop(move, None)) is not None:
             self.index.complete_store(path, good=good)
             self.num_stored += good
             self.num_refused += not good
-            return True
-        paths = self._gets.pop(move, None)
-        if paths is None:
-            return False
-        self.index.complete_load(paths, good=good)
-        self.num_loaded += len(paths) if good else 0
-        self.num_lost += 0 if good else len(paths)
-        return True
+        elif (path := self._gets.pop(move, None)) is not None:
+            self.index.complete_load([path], good=good)
+            if not good:
+                self.num_lost += 1
+                self._outbox.add(DropOp((path,)))
+        elif (num := self._loads.pop(move, None)) is not None:
+            self.num_loaded += num * good
+
+    def reads(self, move: int) -> bool:
+        """Whether this load is on its way from the store. If it fails, what was lost is known: the rest can be read."""
+        return move in self._loads
 
     def heard(self, news: StoreNews) -> None:
         """Others have changed what is there."""

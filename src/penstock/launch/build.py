@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.backends import BACKENDS
 from penstock.base.clock import Clock, MonotonicClock
 from penstock.config import EngineConfig
 from penstock.core.events import Decision
@@ -23,7 +24,7 @@ from penstock.executor.rank import Progress, RankSpec
 from penstock.families.registry import read_model, unread_decision
 from penstock.families.stretch import stretch_decision, stretched
 from penstock.launch.assemble import engine_over
-from penstock.launch.backend import BACKENDS, backend_decisions, choose_ops, device_of, machine_of, traits_of
+from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
 from penstock.launch.hub import local_path
 from penstock.launch.kv_store import fingerprint, open_store

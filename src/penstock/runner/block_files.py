@@ -10,6 +10,7 @@ Content is not encrypted: who can read the folder can read what was computed fro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hmac
 import logging
 import os
@@ -43,12 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Load:
-    """One move: how many of its blocks are still read, whether all came, and until when somebody waits."""
+    """One move: numbers of its blocks that are still to be read, whether all came, and until when somebody waits."""
 
     __slots__ = ("good", "left", "until_s")
 
     def __init__(self, until_s: float) -> None:
-        self.left, self.good, self.until_s = 0, True, until_s
+        self.left: set[int] = set()
+        self.good, self.until_s = True, until_s
 
 
 class BlockFiles:
@@ -70,10 +72,11 @@ class BlockFiles:
         self._done = threading.Condition(self._lock)
         self._ended: dict[int, bool] = {}
         self._loads: dict[int, _Load] = {}
+        self._asked: list[tuple[GetOp, _Load]] = []
         self._waiting_bytes = 0
         self._paused_s = float("-inf")
-        self._writes: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[PutOp, bytearray] | DropOp | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[tuple[GetOp, _Load] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._free: deque[bytearray] = deque()
 
@@ -97,18 +100,26 @@ class BlockFiles:
         self._writes.put((op, copy))
 
     def get(self, op: GetOp) -> None:
+        """Reading begins with `begin`: when all blocks of the load are known."""
         with self._lock:
             load = self._loads.get(op.move)
             if load is None:
                 load = self._loads[op.move] = _Load(time.monotonic() + PATIENCE_S)
-            load.left += 1
+            load.left.add(op.block)
             load.until_s += self.num_bytes / PATIENCE_RATE
-        self._start()
-        self._reads.put((op, load))
+        self._asked.append((op, load))
+
+    def begin(self) -> None:
+        """All orders of a step have been given."""
+        if self._asked:
+            self._start()
+            for asked in self._asked:
+                self._reads.put(asked)
+            self._asked.clear()
 
     def drop(self, op: DropOp) -> None:
         self._start()
-        self._writes.put((op, None))
+        self._writes.put(op)
 
     def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
         """Moves that have ended since this was last asked, and whether they did what they should.
@@ -117,12 +128,13 @@ class BlockFiles:
         """
         now = time.monotonic()
         with self._lock:
-            if wait_s and not self._ended and self._loads:
+            if wait_s and self._loads:
                 self._done.wait(wait_s)
             for move, load in list(self._loads.items()):
                 if now > load.until_s:
                     del self._loads[move]
-                    self._ended[move] = load.good = False
+                    self._ended |= dict.fromkeys([move, *load.left], False)
+                    load.good = False
                     _log.warning("the disk of %s does not answer: what it holds is computed", self._folder)
             ended, self._ended = self._ended, {}
         return ended
@@ -150,16 +162,16 @@ class BlockFiles:
             self._threads = [threading.Thread(target=run, name="penstock-blocks", daemon=True) for run in runs]
             for thread in self._threads:
                 thread.start()
-            own = weakref.ref(self)
-            atexit.register(lambda: (files := own()) is not None and files.close())
+            atexit.register(_close, weakref.ref(self))
 
     def _write_all(self) -> None:
         while (order := self._writes.get()) is not None:
-            op, copy = order
-            if copy is None:
-                for path in op.paths:
-                    (self._folder / path).unlink(missing_ok=True)
+            if isinstance(order, DropOp):
+                for path in order.paths:
+                    with contextlib.suppress(OSError):
+                        (self._folder / path).unlink()
                 continue
+            op, copy = order
             good = True
             try:
                 self._write(op.path, copy)
@@ -203,14 +215,18 @@ class BlockFiles:
         own = bytearray(self.num_bytes + OVERHEAD)
         while (order := self._reads.get()) is not None:
             op, load = order
-            good = load.good and self._read(op.path, own)
+            # What follows a block that is lost is not read: nobody could go on with it.
+            good = not load.good or self._read(op.path, own)
             with self._lock:
-                # Whoever gave up waiting has given the pages to others: then nothing is written to them any more.
+                if self._loads.get(op.move) is not load:
+                    continue  # whoever gave up waiting has given the pages to others: nothing is written to them
                 if good and load.good:
                     self._fill(op.pages, own)
                 load.good = load.good and good
-                load.left -= 1
-                if not load.left and self._loads.pop(op.move, None) is not None:
+                load.left.discard(op.block)
+                self._ended[op.block] = good
+                if not load.left:
+                    del self._loads[op.move]
                     self._ended[op.move] = load.good
                     self._done.notify_all()
 
@@ -260,6 +276,13 @@ class BlockFiles:
             if self._free:
                 return self._free.popleft()
         return bytearray(self.num_bytes + OVERHEAD)
+
+
+def _close(files: weakref.ref[BlockFiles]) -> None:
+    """At the end of the process."""
+    found = files()
+    if found is not None:
+        found.close()
 
 
 def block_bytes(planes: Sequence[Planes], widths: Sequence[int]) -> int:

@@ -131,6 +131,8 @@ class Storage:
                 assert abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
                 for array in planes.values():
                     array[op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
+        if self.files is not None:
+            self.files.begin()
         return moves
 
     def _outside(self, op: PutOp | GetOp | DropOp) -> None:

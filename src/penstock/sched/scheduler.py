@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.base.errors import EngineError
 from penstock.core.batch import AddedRow, Appended, Fork, ScheduledRow, SchedulerOutput
 from penstock.core.events import EngineStats
-from penstock.core.sequence import LOST_LOAD, NEVER, Sequence, Status
+from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
 from penstock.sched.preempt import prefers_swap
@@ -142,12 +142,14 @@ class Scheduler:
     def settle(self, moves: Mapping[int, bool]) -> None:
         """These loads have ended (`StepOutput.moves`): who waited for one goes on; who has blocks of one that failed
         computes them again. Before anything else of the step is committed: what it computed of those is ignored."""
+        again = {move for move in moves if self.kv.stored is not None and self.kv.stored.reads(move)}
         tokens = {move: self.kv.ended(move, good=good) for move, good in moves.items()}
         for seq in [seq for seq in self.running if seq.load in moves]:
             if not moves[seq.load]:
                 self.stats.num_failed_loads += 1
+                load = NO_LOAD if seq.load in again else LOST_LOAD
                 self.preempt(seq)
-                seq.load = LOST_LOAD
+                seq.load = load
             elif seq.status is Status.LOADING:
                 seq.status = Status.RUNNING
                 seq.num_computed = tokens[seq.load]

@@ -26,7 +26,8 @@ def test_a_name_stands_for_all_of_the_text_before_it() -> None:
     changed = names_after(secret, root, b"\xff" + tokens[1:], 16)
     assert not set(changed) & set(names)
     for other in (
-        root_name(b"t" * 32, "model", b"tenant"), root_name(secret, "model2", b"tenant"), root_name(secret, "model", b""),
+        root_name(b"t" * 32, "model", b"tenant"), root_name(secret, "model2", b"tenant"),
+        root_name(secret, "model", b""),
     ):  # fmt: skip
         assert not set(names_after(secret, other, tokens, 16)) & set(names)
 

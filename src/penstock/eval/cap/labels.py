@@ -57,6 +57,7 @@ LABELS: dict[str, Label] = {
     "block_size": _SYSTEM,
     "swap_space": _SYSTEM,
     "enable_hierarchical_cache": _SYSTEM,
+    "kv_offload": _SYSTEM,
     "slot_checkpoint_tokens": _SYSTEM,
     "slot_checkpoint_rule": _SYSTEM,
     "scheduling_policy": _SYSTEM,
