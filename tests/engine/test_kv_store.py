@@ -6,6 +6,7 @@ disturbed, and every token is the naive loop's.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -41,7 +42,7 @@ from tests.engine.naive import fake_logits, generate
 from tests.engine.processes import nano, running, within
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
-FULL = ["llama_gqa", "latent", "indexed"]
+SPECS = ["llama_gqa", "latent", "indexed", "windowed", "slots", "mamba2"]
 
 
 def files(core: EngineCore) -> BlockFiles:
@@ -95,7 +96,7 @@ def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
     assert len({p.parent for p in kept(tmp_path)}) == 2, "one folder for each tenant"
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", SPECS)
 def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Knobs drawn, requests disturbed; a fifth of reads and of writes fails, in every way there is."""
     spec, weights = tiny(name)
@@ -111,9 +112,10 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
         if fate == "slow":
             time.sleep(0.005)
         if fate in ("flip", "cut") and place.exists():
-            data = bytearray(place.read_bytes())
-            data[-40:-39] = b"x"
-            place.write_bytes(data if fate == "flip" else data[:-9])
+            with contextlib.suppress(FileNotFoundError):  # another thread's fault
+                data = bytearray(place.read_bytes())
+                data[-40:-39] = b"x"
+                place.write_bytes(data if fate == "flip" else data[:-9])
         if fate == "gone":
             place.unlink(missing_ok=True)
         return read(self, path, into)
@@ -132,7 +134,7 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
     for draw in range(6):
         k = draw_knobs(rng)
         k.block_size, k.kv_offload, k.prefix_cache = 4, f"disk:{tmp_path}", rng.choice(["radix", "hash"])
-        k.offload = k.host_blocks > 0 and rng.random() < 0.5
+        k.offload = k.host_blocks > 0 and rng.random() < 0.5 and name not in ("windowed", "slots")
         core = real_engine(spec, weights, k)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k)
         check(name, collector)
@@ -249,7 +251,7 @@ def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
     core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
     stored = core.kv.stored
     assert stored is not None
-    stored.index.limit_bytes = 40 * stored._settings.num_bytes
+    stored.index.limit_bytes = 40 * stored._settings.block_bytes
     texts = [[3 + (i * 7 + n * i * i) % 23 for i in range(65)] for n in (1, 2, 3)]
     for n in (0, 1, 0, 2):
         r = request(texts[n], max_tokens=1)

@@ -152,7 +152,7 @@ class CacheConfig(Section):
         "none",
         "Where full blocks are kept outside this process: they outlive it, and prompts that begin with them are read, "
         "not computed. disk:FOLDER or disk:FOLDER,20GiB (else 10GiB): files that only this user can read, with what "
-        "was computed from the texts in them. For models whose layers all keep their whole context.",
+        "was computed from the texts in them.",
     )
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1

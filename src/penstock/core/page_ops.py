@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+STATE = ".state"
+"""Ends the path of what a sequence's slots hold; other paths are those of blocks, of all groups with tokens."""
 HOST = 1
 """Number of the tier in host memory; 0 would be the device."""
 
@@ -57,8 +59,11 @@ class PackOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
 
 
 class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
-    """Keep one block of the device, of group g the slab that begins at page `pages[g]`, under `path`: as it is at this
-    place of the list. A later step reports move `move` (`StepOutput.moves`), with False if it could not be kept."""
+    """Keep one block of the device, of group g the slab that begins at page `pages[g]` (-1: the file has none of it),
+    under `path`: as it is at this place of the list.
+
+    A later step reports move `move` (`StepOutput.moves`), with False if it could not be kept.
+    """
 
     path: str
     pages: tuple[int, ...]
@@ -67,7 +72,8 @@ class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
 
 class GetOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
     """Bring back the block that is kept under `path`, as a part of the late load `move` (see `LoadOp`). It has a number
-    of its own, too, `block`, under which it is told whether what is kept is good."""
+    of its own, too, `block`, under which it is told whether what is kept is good. Groups with page -1 want none of it.
+    """
 
     path: str
     pages: tuple[int, ...]

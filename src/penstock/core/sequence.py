@@ -49,12 +49,15 @@ class Sequence:
         scheduled_s: clock reading of the step that first computed a part of it, or None.
         held: beam member that has its candidates and waits for its siblings.
         next_selection: tokens computed at which what it keeps is chosen next. Belongs to `kv`.
+        names, claim: names of its blocks in a store, as far as they are known, and what it could go on with from there.
+            Memos of `kv`.
     """
 
     __slots__ = (
-        "arrival", "block_keys", "cumulative_logprob", "first_cached", "held", "index", "load", "next_selection",
-        "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len", "prompt_logprobs_done",
-        "request", "scheduled_s", "seq_id", "status", "swapped", "tables", "taint_start", "token_ids", "writable",
+        "arrival", "block_keys", "claim", "cumulative_logprob", "first_cached", "held", "index", "load", "names",
+        "next_selection", "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len",
+        "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped", "tables", "taint_start",
+        "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -73,6 +76,8 @@ class Sequence:
         self.tables: list[Any] = []
         self.writable = 0
         self.block_keys: list[bytes] = []
+        self.names: list[bytes] = []
+        self.claim: Any = None
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False

@@ -170,8 +170,11 @@ class Checkpoints:
             if slabs is not None:
                 cursor.staged = (start, slabs)
 
-    def attach(self, seq: Sequence, cursor: PrefixCursor) -> None:
-        """`seq` stands at a block boundary of the cache: keep a checkpoint there if one is due and there is room."""
+    def attach(self, seq: Sequence, cursor: PrefixCursor) -> tuple[int, ...] | None:
+        """`seq` stands at a block boundary of the cache: keep a checkpoint there if one is due and there is room.
+
+        Returns its slabs, or None.
+        """
         position = seq.num_computed
         wanted = position == cursor.num_blocks * self.block_size and self._due(seq, position)
         wanted = wanted and self._cache.checkpoint(cursor.entry) is None
@@ -186,6 +189,7 @@ class Checkpoints:
                 self._go_on(cursor, slabs)
         if cursor.staged is not None and cursor.staged[0] <= position:
             self.drop_staged(cursor)
+        return slabs
 
     def _go_on(self, cursor: PrefixCursor, slabs: tuple[int, ...]) -> None:
         if cursor.last is not None and self._cache.take_checkpoint(*cursor.last):

@@ -34,13 +34,12 @@ class PrefixCursor:
             it began from all of that.
         staged: a checkpoint that is being copied and cannot be attached yet: (tokens, one slab per slot group).
         last: the checkpoint that goes on with the sequence: (entry, slabs); see `checkpoints.AtBranches`.
-        names, space, tick: of the sequence's blocks in a store (`stored`): those known, where they are, and when they
-            were last of use; 0: never.
+        tick: when the sequence's blocks in a store (`stored`) were last of use; 0: never.
     """
 
     __slots__ = (
-        "branch", "entry", "generation", "holding", "last", "names", "next_commit", "next_slide", "num_blocks", "space",
-        "staged", "tick",
+        "branch", "entry", "generation", "holding", "last", "next_commit", "next_slide", "num_blocks", "staged",
+        "tick",
     )  # fmt: skip
 
     def __init__(self, entry: Any, num_blocks: int, next_commit: int, generation: int, branch: int = 0) -> None:
@@ -53,13 +52,11 @@ class PrefixCursor:
         self.branch = branch
         self.staged: tuple[int, tuple[int, ...]] | None = None
         self.last: tuple[Any, tuple[int, ...]] | None = None
-        self.names: list[bytes] = []
-        self.space = ""
         self.tick = 0
 
     def copy(self) -> PrefixCursor:
         """Of a fork: where the sequence stands, without its own checkpoints."""
         copy = PrefixCursor(self.entry, self.num_blocks, self.next_commit, self.generation, self.branch)
         copy.next_slide, copy.holding = self.next_slide, self.holding
-        copy.names, copy.space, copy.tick = list(self.names), self.space, self.tick
+        copy.tick = self.tick
         return copy

@@ -58,7 +58,7 @@ class KVManager:
         offload: evicted blocks of the prefix cache wait in `tier`, too, unless sequences need the room. Only with
             a tree for a cache, full groups alone, and no `keeping`.
         store: a store of blocks outside this process, from which prompts go on and into which full blocks are written;
-            only with full groups alone, and no `keeping`.
+            no `keeping` with it.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
@@ -119,7 +119,7 @@ class KVManager:
         self.stored: StoredBlocks | None = None
         if store is not None:
             assert keeping is None, "what selections leave is no whole block"
-            self.stored = StoredBlocks(store, self.swaps, self.groups, self.pools, self._outbox, block_size)
+            self.stored = StoredBlocks(store, self.swaps, self.groups, self._outbox, block_size)
         self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
@@ -135,7 +135,9 @@ class KVManager:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def match(self, seq: Sequence) -> PrefixMatch:
-        """Longest reusable prefix of what is known of `seq`, in whole blocks. Mutates only the memo `seq.block_keys`.
+        """Longest reusable prefix of what is known of `seq`, in whole blocks.
+
+        Mutates only the memos `seq.block_keys`, `names` and `claim`.
 
         At least one known token stays to be computed; a lossy tail (`taint_start`) is never taken from the cache; a
         request for prompt logprobs or for a pooled vector reads no cache; with slot groups the prefix ends at a
@@ -144,11 +146,14 @@ class KVManager:
         namespace = digest(seq.request.namespace, seq.request.taint.encode())
         version = self._version
         limit = self._reusable(seq)
+        seq.claim = None
         if limit == 0:
             return PrefixMatch(0, namespace, None, version)
         entry, num_blocks, tails = self._windows.match(
             self.cache, namespace, seq.token_ids, limit, seq.block_keys, bool(self._slots)
         )
+        if self.stored is not None:
+            seq.claim = self.stored.claim(seq, num_blocks, limit)
         return PrefixMatch(num_blocks * self.block_size, namespace, entry, version, tails)
 
     def _reusable(self, seq: Sequence) -> int:
@@ -163,7 +168,8 @@ class KVManager:
     @property
     def _version(self) -> int:
         """Changes whenever something that could be matched is forgotten."""
-        return self.cache.version + self._windows.num_hollowed
+        store = 0 if self.stored is None else self.stored.index.version
+        return self.cache.version + self._windows.num_hollowed + store
 
     def _fresh(self, seq: Sequence, match: PrefixMatch) -> PrefixMatch:
         return match if match.version == self._version else self.match(seq)
@@ -374,7 +380,9 @@ class KVManager:
             return
         cursor.next_commit = (cursor.num_blocks + 1) * self.block_size
         if self._slots:
-            self._states.attach(seq, cursor)
+            slabs = self._states.attach(seq, cursor)
+            if slabs is not None and self.stored is not None:
+                self.stored.offer_state(seq, cursor.num_blocks, slabs)
 
     def _stop_following(self, cursor: PrefixCursor) -> None:
         cursor.next_commit = NEVER

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.base.hashing import digest
+from penstock.core.page_ops import STATE
 
 NAME_BYTES = 16
 
@@ -62,6 +63,8 @@ class StoreIndex:
         self.evicts = evicts
         self.num_bytes = 0
         self.num_evicted = 0
+        self.version = 0
+        """Changes whenever something is forgotten."""
         self._entries: dict[str, _Entry] = {}
         self._coming: dict[str, _Entry] = {}
         self._queue: list[tuple[int, int, str]] = []
@@ -193,6 +196,7 @@ class StoreIndex:
         entry = self._entries.pop(path, None)
         if entry is not None:
             self.num_bytes -= entry.num_bytes
+            self.version += 1
             self._removed.append(path)
 
     def check_invariants(self) -> None:
@@ -208,6 +212,6 @@ class StoreIndex:
 def depth_of(path: str) -> int:
     """Which block of its text it is, by the end of its name; 0 if that says nothing."""
     try:
-        return int(path.rpartition("-")[2], 16)
+        return int(path.rpartition("-")[2].removesuffix(STATE), 16)
     except ValueError:
         return 0

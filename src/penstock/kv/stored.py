@@ -1,7 +1,9 @@
 """Blocks in a store outside this process: who is admitted may go on with them, and what is computed goes there.
 
-For models whose layers all keep their whole context. Blocks are written behind the computation, when they are full, and
+Blocks are written behind the computation, when they are full, and
 read back beside it: a load is late (`core.page_ops.LoadOp`), and one that fails is computed.
+A block's file has what the groups with tokens
+hold of it; of windows only what is seen from the text's end is read. States of slots are files of their own.
 Sources: LMCache and vLLM's offloading connector (names); CachedAttention, arXiv 2403.19708, section 3.2 (write behind).
 """
 
@@ -10,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
-from penstock.core.page_ops import DropOp, GetOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.sequence import LOST_LOAD
-from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import Kept, StoreIndex, names_after, root_name
@@ -26,13 +28,22 @@ if TYPE_CHECKING:
 
 class StoreSettings(NamedTuple):
     """What the books of a store need to know. `secret`: of the folder. `fingerprint`: of the model, and of all else
-    that decides bytes of keys and values. `num_bytes`: of a block in the store. `least_blocks`: fewer are computed."""
+    that decides bytes of keys and values. `block_bytes`, `state_bytes`: of a block, and of a state, in the store."""
 
     secret: bytes
     fingerprint: str
     limit_bytes: int
-    num_bytes: int
-    least_blocks: int = 1
+    block_bytes: int
+    state_bytes: int = 0
+
+
+class Claim(NamedTuple):
+    """What a sequence could go on with from the store: its tokens up to `num_tokens`, behind the first `first` blocks,
+    which the device has. `state`: where that of its slots is, if it has any."""
+
+    num_tokens: int
+    first: int
+    state: str = ""
 
 
 class StoredBlocks:
@@ -40,9 +51,9 @@ class StoredBlocks:
 
     Attributes:
         index: what the store holds.
-        num_stored, num_loaded: blocks that were written, and that were read, since start.
-        num_refused: blocks that found no room, or could not be written.
-        num_lost: blocks that could not be read.
+        num_stored, num_loaded: blocks (and states) that were written, and that were read, since start.
+        num_refused: those that found no room, or could not be written.
+        num_lost: those that could not be read.
         num_query_tokens, num_hit_tokens: tokens of prompts that were looked up here, behind those that the prefix cache
             had, and that were there.
     """
@@ -52,11 +63,9 @@ class StoredBlocks:
         settings: StoreSettings,
         swaps: Swaps,
         groups: Sequence[CacheGroup],
-        pools: Sequence[BlockPool],
         outbox: Outbox,
         block_size: int,
     ) -> None:
-        assert all(group.spec.kind == "paged" for group in groups), "only full groups can be stored"
         self.index = StoreIndex(settings.limit_bytes)
         self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
         self.num_query_tokens = self.num_hit_tokens = 0
@@ -64,80 +73,119 @@ class StoredBlocks:
         """Orders that wait in the outbox for a step to carry them."""
         self._settings = settings
         self._swaps = swaps
-        self._widths = [group.pages_per_slab for group in groups]
-        self._pools = pools
+        self._groups = tuple(groups)
+        self._slots = tuple(g.index for g in groups if not g.spec.per_token)
+        self._has_blocks = len(self._slots) < len(self._groups)
         self._outbox = outbox
         self._block_size = block_size
         self._block_bytes = 4 * block_size
         self._puts: dict[int, str] = {}
         self._gets: dict[int, str] = {}
-        self._loads: dict[int, int] = {}  # blocks by move
+        self._loads: dict[int, int] = {}  # blocks and states by move
 
-    def paths(self, seq: Seq, end: int) -> list[str]:
-        """Where the first `end` blocks of `seq` are, or would be. Mutates: the names that its cursor knows."""
-        cursor: PrefixCursor = seq.node
-        known, size, settings = cursor.names, self._block_size, self._settings
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def paths(self, seq: Seq, first: int, end: int) -> list[str]:
+        """Where blocks `first` to `end` of `seq` are, or would be. Mutates: seq.names."""
+        known, size, settings, request = seq.names, self._block_size, self._settings, seq.request
         if len(known) < end:
-            request = seq.request
-            if not known:
-                cursor.space = f"{settings.fingerprint}/{space_of(settings.secret, request.tenant)}"
-                tainted = request.namespace + b"\0" + request.taint.encode()
-                last = root_name(settings.secret, settings.fingerprint, tainted)
-            else:
-                last = known[-1]
+            tainted = request.namespace + b"\0" + request.taint.encode()
+            last = known[-1] if known else root_name(settings.secret, settings.fingerprint, tainted)
             tokens = seq.token_ids[len(known) * size : end * size].tobytes()
             known += names_after(settings.secret, last, tokens, self._block_bytes)
-        return [f"{cursor.space}/{name.hex()}-{n:x}" for n, name in enumerate(known[:end])]
+        place = f"{settings.fingerprint}/{space_of(settings.secret, request.tenant)}"
+        return [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[first:end], first)]
+
+    # -- in ------------------------------------------------------------------------------------------------------
 
     def offer(self, seq: Seq, first: int, end: int) -> None:
         """Blocks `first` to `end` of `seq` are full, and in the prefix cache: what is not in the store goes there."""
-        if end <= first:
+        if end <= first or not self._has_blocks:
             return
+        for n, path in enumerate(self.paths(seq, first, end), first):
+            if path not in self.index:
+                pages = self._pages(seq, n)
+                if all(page >= 0 for g, page in enumerate(pages) if g not in self._slots):
+                    self._put(seq, path, pages, self._settings.block_bytes)
+
+    def offer_state(self, seq: Seq, num_blocks: int, slabs: Sequence[int]) -> None:
+        """The prefix cache has a checkpoint behind so many blocks of `seq`, in `slabs` of each slot group."""
+        (path,) = self.paths(seq, num_blocks - 1, num_blocks)
+        if path + STATE not in self.index:
+            pages = [-1] * len(self._groups)
+            for g, slab in zip(self._slots, slabs, strict=True):
+                pages[g] = slab * self._groups[g].pages_per_slab
+            self._put(seq, path + STATE, tuple(pages), self._settings.state_bytes)
+
+    def _put(self, seq: Seq, path: str, pages: tuple[int, ...], num_bytes: int) -> None:
         cursor: PrefixCursor = seq.node
         if not cursor.tick:
             cursor.tick = self.index.next_tick()
-        for n, path in enumerate(self.paths(seq, end)[first:], first):
-            wanted, gone = self.index.prepare_store(path, self._settings.num_bytes, cursor.tick)
-            if gone:
-                self._outbox.add(DropOp(tuple(gone)))
-            if not wanted:
-                self.num_refused += path not in self.index
-                continue
-            move = self._swaps.next_move()
-            self._puts[move] = path
-            self._outbox.add(PutOp(path, self._pages(seq, n), move))
-            self.waiting += 1
+        wanted, gone = self.index.prepare_store(path, num_bytes, cursor.tick)
+        if gone:
+            self._outbox.add(DropOp(tuple(gone)))
+        if not wanted:
+            self.num_refused += 1
+            return
+        move = self._swaps.next_move()
+        self._puts[move] = path
+        self._outbox.add(PutOp(path, pages, move))
+        self.waiting += 1
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def claim(self, seq: Seq, first: int, limit: int) -> Claim | None:
+        """What is in the store behind the `first` blocks of `seq`, up to block `limit`. With slots a text goes on where
+        there is a state."""
+        if limit <= first or seq.load == LOST_LOAD or seq.swapped is not None:
+            return None
+        paths = self.paths(seq, first, limit)
+        num = self.index.lookup(paths) if self._has_blocks else len(paths)
+        if not self._slots:
+            return Claim((first + num) * self._block_size, first) if num else None
+        states = (n for n in range(num, 0, -1) if paths[n - 1] + STATE in self.index)
+        found = next(states, 0)
+        return Claim((first + found) * self._block_size, first, paths[found - 1] + STATE) if found else None
 
     def begin(self, seq: Seq, limit: int, grow: Callable[[Seq, int], bool]) -> bool:
-        """Straight after admission: what goes on in the store behind the blocks that `seq` has, up to block `limit`.
+        """Straight after admission: what `seq` has claimed is read into its tables.
 
-        False: it is on its way (`seq.load`). Mutates: seq.
+        `limit`: blocks that it could have had. False: it is on its way (`seq.load`). Mutates: seq.
         """
+        claim: Claim | None = seq.claim
         first = seq.num_computed // self._block_size
-        if first:
-            self.offer(seq, 0, first)
-        if limit <= first or seq.load == LOST_LOAD:
+        seq.claim = None
+        self.num_query_tokens += max(0, limit - first) * self._block_size
+        self.offer(seq, 0, first)
+        if claim is None:
             return True
-        paths = self.paths(seq, limit)[first:]
-        num = self.index.lookup(paths)
-        self.num_query_tokens += len(paths) * self._block_size
-        if num < max(1, self._settings.least_blocks) or not grow(seq, (first + num) * self._block_size):
-            return True
-        self.num_hit_tokens += num * self._block_size
+        assert claim.first == first, f"{seq} claimed what follows {claim.first} blocks and has {first}"
+        if self._has_blocks and not grow(seq, claim.num_tokens):
+            raise EngineError(f"{seq} was admitted without room for what the store has of it")
+        end = claim.num_tokens // self._block_size
         cursor: PrefixCursor = seq.node
         cursor.tick = self.index.next_tick()
-        self.index.touch(self.paths(seq, first + num), cursor.tick)
-        self.index.prepare_load(paths[:num])
+        paths = self.paths(seq, 0, end)
+        wanted = ((path, self._pages(seq, n)) for n, path in enumerate(paths[first:], first) if self._has_blocks)
+        orders = [(path, pages) for path, pages in wanted if max(pages) >= 0]
+        if claim.state:
+            orders.append((claim.state, self._pages_of_slots(seq)))
+        self.index.touch([*paths, claim.state], cursor.tick)
+        self.index.prepare_load([path for path, _ in orders])
         move = self._swaps.next_move()
-        self._loads[move] = num
-        for n, path in enumerate(paths[:num], first):
+        self._loads[move] = len(orders)
+        for path, pages in orders:
             block = self._swaps.next_move()
             self._gets[block] = path
-            self._outbox.add(GetOp(path, self._pages(seq, n), move, block))
-        slabs = [table.ids[first : first + num] for table in seq.tables]
-        copy = Swapped((first + num) * self._block_size, [[] for _ in slabs], cursor.generation, first)
+            self._outbox.add(GetOp(path, pages, move, block))
+        slabs = [
+            table.ids[max(first, table.base) : end] if group.spec.per_token else table.ids
+            for group, table in zip(self._groups, seq.tables, strict=True)
+        ]
+        copy = Swapped(claim.num_tokens, [[] for _ in slabs], cursor.generation, first)
         self._swaps.expect(move, copy, slabs)
-        seq.load, seq.writable, seq.num_cached = move, 0, copy.num_tokens
+        self.num_hit_tokens += claim.num_tokens - first * self._block_size
+        seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
         return False
 
     def ended(self, move: int, *, good: bool) -> None:
@@ -165,7 +213,17 @@ class StoredBlocks:
         self.index.found([Kept(*found) for found in news.found], news.gone)
 
     def _pages(self, seq: Seq, block: int) -> tuple[int, ...]:
-        return tuple(table.ids[block] * width for table, width in zip(seq.tables, self._widths, strict=True))
+        """First pages of a block; -1 where a group has none of it."""
+        return tuple(
+            table.ids[block] * group.pages_per_slab if group.spec.per_token and block >= table.base else -1
+            for group, table in zip(self._groups, seq.tables, strict=True)
+        )
+
+    def _pages_of_slots(self, seq: Seq) -> tuple[int, ...]:
+        return tuple(
+            -1 if group.spec.per_token else table.ids[0] * group.pages_per_slab
+            for group, table in zip(self._groups, seq.tables, strict=True)
+        )
 
 
 def space_of(secret: bytes, tenant: str) -> str:

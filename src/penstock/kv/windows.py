@@ -187,4 +187,6 @@ class Windows:
 
 def _begin(seq: Seq, num_matched: int) -> int:
     """Tokens that `seq` will have computed once it is admitted and brought back."""
-    return num_matched if seq.swapped is None else max(num_matched, seq.swapped.num_tokens)
+    if seq.swapped is not None:
+        return max(num_matched, int(seq.swapped.num_tokens))
+    return num_matched if seq.claim is None else max(num_matched, int(seq.claim.num_tokens))

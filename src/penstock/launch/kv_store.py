@@ -132,9 +132,8 @@ def _describe(folder: Path, about: About) -> None:
 class KVStore:
     """A store that is open. `settings`: for the books. Closing is the end of the process."""
 
-    def __init__(self, store: DiskStore, secret: bytes, print_: str, block_bytes: int) -> None:
-        self.folder = store.folder
-        self.settings = StoreSettings(secret, print_, store.limit_bytes, block_bytes + OVERHEAD)
+    def __init__(self, folder: Path, settings: StoreSettings) -> None:
+        self.folder, self.settings = folder, settings
         self._seen: set[str] = set()
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
@@ -220,8 +219,10 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     secret = open_folder(store)
     name = print_()
     _describe(store.folder / name, About(config.model.model, plan.kv_dtype, plan.block_size, __version__))
-    block_bytes = sum(group.slab_bytes(plan.block_size) for group in plan.groups)
-    return KVStore(store, secret, name, block_bytes)
+    sizes = {True: OVERHEAD, False: OVERHEAD}
+    for group in plan.groups:
+        sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
+    return KVStore(store.folder, StoreSettings(secret, name, store.limit_bytes, sizes[True], sizes[False]))
 
 
 class Block(NamedTuple):

@@ -65,7 +65,10 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     )
     outside = disk_store(config.cache.kv_offload)
     if outside is not None:
-        storage.files = BlockFiles(outside.folder, open_folder(outside), storage.planes, storage.pages_per_slab)
+        slots = [g.index for g in plan.groups if not g.spec.per_token]
+        storage.files = BlockFiles(
+            outside.folder, open_folder(outside), storage.planes, storage.pages_per_slab, slots
+        )  # fmt: skip
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     selections = None

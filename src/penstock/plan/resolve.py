@@ -235,7 +235,7 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: 
         problem = f"there is no prefix cache with kv_allocator {cache.kv_allocator}; use paged"
     elif cache.kv_selector != "none":
         problem = f"does not go together with kv_selector {cache.kv_selector}; use one of them"
-    elif any(group.spec.kind != "paged" for group in groups):
+    elif field == "enable_hierarchical_cache" and any(group.spec.kind != "paged" for group in groups):
         problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
     if problem:
         raise ConfigError(f"{field}: {problem}", field=field)

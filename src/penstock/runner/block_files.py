@@ -20,14 +20,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.page_ops import DropOp, GetOp, PutOp
+from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.ops.plan import Planes
 
 MAGIC = b"PSTKV\x00\x00\x01"
@@ -60,13 +60,18 @@ class BlockFiles:
         folder: exists, and is nobody else's.
         secret: of the folder.
         planes: the device's, per group, as `Storage.planes`; `widths`: pages of a slab of each group.
+        slots: groups whose pages are states: they have files of their own.
     """
 
-    def __init__(self, folder: Path, secret: bytes, planes: Sequence[Planes], widths: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, secret: bytes, planes: Sequence[Planes], widths: Sequence[int], slots: Collection[int] = ()
+    ) -> None:
         self._folder = folder
         self._key = secret
         self._planes, self._widths = planes, widths
-        self.num_bytes = block_bytes(planes, widths)
+        blocks = [g for g in range(len(planes)) if g not in slots]
+        self._kinds = {False: blocks, True: sorted(slots)}
+        self._bytes = {kind: block_bytes(planes, widths, groups) for kind, groups in self._kinds.items()}
         self.read_bytes = self.written_bytes = 0
         self._lock = threading.Lock()
         self._done = threading.Condition(self._lock)
@@ -84,18 +89,20 @@ class BlockFiles:
 
     def put(self, op: PutOp) -> None:
         """Copies the block now; a thread writes the copy."""
-        if self._waiting_bytes + self.num_bytes > MOST_WAITING_BYTES or time.monotonic() < self._paused_s:
+        num_bytes = self._bytes[op.path.endswith(STATE)]
+        if self._waiting_bytes + num_bytes > MOST_WAITING_BYTES or time.monotonic() < self._paused_s:
             with self._lock:
                 self._ended[op.move] = False
             return
-        copy = self._buffer()
+        copy = self._buffer(num_bytes)
         at = 16
-        for view in self._parts(op.pages):
+        for view, first in self._parts(op):
+            assert first >= 0, f"{op}: a part of the block is not on the device"
             flat = np.frombuffer(copy, np.uint8, view.nbytes, at)
             flat[:] = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
             at += view.nbytes
         with self._lock:
-            self._waiting_bytes += self.num_bytes
+            self._waiting_bytes += num_bytes
         self._start()
         self._writes.put((op, copy))
 
@@ -106,7 +113,7 @@ class BlockFiles:
             if load is None:
                 load = self._loads[op.move] = _Load(time.monotonic() + PATIENCE_S)
             load.left.add(op.block)
-            load.until_s += self.num_bytes / PATIENCE_RATE
+            load.until_s += self._bytes[op.path.endswith(STATE)] / PATIENCE_RATE
         self._asked.append((op, load))
 
     def begin(self) -> None:
@@ -184,12 +191,13 @@ class BlockFiles:
                 )  # fmt: skip
             with self._lock:
                 self._ended[op.move] = good
-                self._waiting_bytes -= self.num_bytes
-                self._free.append(copy)
+                self._waiting_bytes -= len(copy) - OVERHEAD
+                if len(copy) == self._bytes[False] + OVERHEAD:
+                    self._free.append(copy)
 
     def _write(self, path: str, copy: bytearray) -> None:
-        copy[:8], copy[8:16] = MAGIC, self.num_bytes.to_bytes(8, "little")
-        end = 16 + self.num_bytes
+        end = len(copy) - MAC_BYTES
+        copy[:8], copy[8:16] = MAGIC, (end - 16).to_bytes(8, "little")
         copy[end:] = mac_of(self._key, path, memoryview(copy)[:end])
         target = self._folder / path
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -212,16 +220,17 @@ class BlockFiles:
         self.written_bytes += len(copy)
 
     def _read_all(self) -> None:
-        own = bytearray(self.num_bytes + OVERHEAD)
+        buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
         while (order := self._reads.get()) is not None:
             op, load = order
             # What follows a block that is lost is not read: nobody could go on with it.
+            own = buffers[op.path.endswith(STATE)]
             good = not load.good or self._read(op.path, own)
             with self._lock:
                 if self._loads.get(op.move) is not load:
                     continue  # whoever gave up waiting has given the pages to others: nothing is written to them
                 if good and load.good:
-                    self._fill(op.pages, own)
+                    self._fill(op, own)
                 load.good = load.good and good
                 load.left.discard(op.block)
                 self._ended[op.block] = good
@@ -247,8 +256,8 @@ class BlockFiles:
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s cannot be read: %s", self._folder / path, error.strerror)
             return False
-        end = 16 + self.num_bytes
-        head = MAGIC + self.num_bytes.to_bytes(8, "little")
+        end = len(into) - MAC_BYTES
+        head = MAGIC + (end - 16).to_bytes(8, "little")
         good = at == len(into) and into[:16] == head
         good = good and hmac.compare_digest(into[end:], mac_of(self._key, path, view[:end]))
         if not good:
@@ -256,26 +265,28 @@ class BlockFiles:
         self.read_bytes += at
         return good
 
-    def _fill(self, pages: Sequence[int], block: bytearray) -> None:
+    def _fill(self, op: GetOp, block: bytearray) -> None:
         at = 16
-        for view in self._parts(pages):
+        for view, first in self._parts(op):
             count = view.nbytes
-            view[:] = np.frombuffer(block, view.dtype, count // view.dtype.itemsize, at).reshape(view.shape)
+            if first >= 0:
+                view[:] = np.frombuffer(block, view.dtype, count // view.dtype.itemsize, at).reshape(view.shape)
             at += count
 
-    def _parts(self, pages: Sequence[int]) -> list[npt.NDArray[Any]]:
-        """Of each plane of each group the pages of a slab that begins there."""
+    def _parts(self, op: PutOp | GetOp) -> list[tuple[npt.NDArray[Any], int]]:
+        """Of each plane of each group in the file the pages of a slab, and the first one's number; below zero: none."""
         return [
-            array[first : first + width]
-            for planes, first, width in zip(self._planes, pages, self._widths, strict=True)
-            for array in planes.values()
+            (array[max(0, first) : max(0, first) + self._widths[g]], first)
+            for g in self._kinds[op.path.endswith(STATE)]
+            for first in (op.pages[g],)
+            for array in self._planes[g].values()
         ]
 
-    def _buffer(self) -> bytearray:
+    def _buffer(self, num_bytes: int) -> bytearray:
         with self._lock:
-            if self._free:
+            if self._free and num_bytes == self._bytes[False]:
                 return self._free.popleft()
-        return bytearray(self.num_bytes + OVERHEAD)
+        return bytearray(num_bytes + OVERHEAD)
 
 
 def _close(files: weakref.ref[BlockFiles]) -> None:
@@ -285,13 +296,9 @@ def _close(files: weakref.ref[BlockFiles]) -> None:
         found.close()
 
 
-def block_bytes(planes: Sequence[Planes], widths: Sequence[int]) -> int:
-    """Bytes of one block, all groups and planes."""
-    return sum(
-        width * array.nbytes // len(array)
-        for group, width in zip(planes, widths, strict=True)
-        for array in group.values()
-    )
+def block_bytes(planes: Sequence[Planes], widths: Sequence[int], groups: Iterable[int]) -> int:
+    """Bytes of one slab of each of these groups, all planes."""
+    return sum(widths[g] * array.nbytes // len(array) for g in groups for array in planes[g].values())
 
 
 def is_whole(folder: Path, path: str, secret: bytes) -> bool:
