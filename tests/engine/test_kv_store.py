@@ -134,7 +134,8 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
     for draw in range(6):
         k = draw_knobs(rng)
         k.block_size, k.kv_offload, k.prefix_cache = 4, f"disk:{tmp_path}", rng.choice(["radix", "hash"])
-        k.offload = k.host_blocks > 0 and rng.random() < 0.5 and name not in ("windowed", "slots")
+        k.kv_load_policy = rng.choice(["wait", "cake"])
+        k.offload = k.host_blocks > 0 and rng.random() < 0.5 and name in SPECS[:3]
         core = real_engine(spec, weights, k)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k)
         check(name, collector)
@@ -287,6 +288,48 @@ def test_two_engines_share_a_folder_and_one_makes_room(tmp_path: Path) -> None:
     got = run(second, [r])[r.request_id]
     assert got.cached == 48
     assert got.tokens[0] == generate(fake_logits, r)[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_B27_a_prompt_is_read_from_its_end_while_it_is_computed_from_its_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """Cake: whatever the disk's speed, what was read and what was computed are together the prompt, and no more than a
+    chunk of it was done twice; the tokens are the same."""
+    text = [3 + i * 7 % 23 for i in range(201)]
+    core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
+    run(core, [request(text, max_tokens=2)])
+    ended(core)
+    read = BlockFiles._read
+    found = []
+    for delay_s in (0.0, 0.01, 0.05, 10.0):
+        leave = threading.Event()
+
+        def slow(
+            self: BlockFiles, path: str, into: bytearray, delay_s: float = delay_s, leave: threading.Event = leave
+        ) -> bool:
+            leave.wait(delay_s)
+            return read(self, path, into)
+
+        monkeypatch.setattr(BlockFiles, "_read", slow)
+        core, forward = fake_engine(knobs(tmp_path, num_blocks=128, kv_load_policy="cake", depth=depth))
+        r = request(text, max_tokens=3)
+        collector = Collector()
+        core.add(r)
+        while r.request_id not in collector.requests or not collector.requests[r.request_id].reasons:
+            collector.take(core.step())
+            time.sleep(0.05)
+        leave.set()
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+        drain(core, collector)
+        assert_idle(core)
+        cached = core.kv.stored.num_hit_tokens  # type: ignore[union-attr]
+        found.append(cached)
+        assert cached + forward.num_tokens <= len(text) + 2 + 64
+        assert cached + forward.num_tokens >= len(text) + 2
+        ended(core)
+    assert found[0] > found[2] > 0, found
+    assert found[3] == 0, "a disk that brings nothing costs nothing"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -154,6 +154,12 @@ class CacheConfig(Section):
         "not computed. disk:FOLDER or disk:FOLDER,20GiB (else 10GiB): files that only this user can read, with what "
         "was computed from the texts in them.",
     )
+    kv_load_policy: str = setting(
+        "wait",
+        "What a prompt does while its blocks are read from there. wait: for all of them. cake: it is computed from its "
+        "front while they are read from its end, until both meet; where all layers keep their whole context.",
+        choices=("wait", "cake"),
+    )
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from penstock.core.sequence import NEVER
+from penstock.core.sequence import NEVER, NO_LOAD
 
 
 class PrefixMatch(NamedTuple):
@@ -34,12 +34,14 @@ class PrefixCursor:
             it began from all of that.
         staged: a checkpoint that is being copied and cannot be attached yet: (tokens, one slab per slot group).
         last: the checkpoint that goes on with the sequence: (entry, slabs); see `checkpoints.AtBranches`.
+        front: what is read from the end of the sequence's text while it is computed (`store_load.Front`), or None.
+        reading: the load of that, which may outlast the sequence; NO_LOAD without one.
         tick: when the sequence's blocks in a store (`stored`) were last of use; 0: never.
     """
 
     __slots__ = (
-        "branch", "entry", "generation", "holding", "last", "next_commit", "next_slide", "num_blocks", "staged",
-        "tick",
+        "branch", "entry", "front", "generation", "holding", "last", "next_commit", "next_slide", "num_blocks",
+        "reading", "staged", "tick",
     )  # fmt: skip
 
     def __init__(self, entry: Any, num_blocks: int, next_commit: int, generation: int, branch: int = 0) -> None:
@@ -53,6 +55,8 @@ class PrefixCursor:
         self.staged: tuple[int, tuple[int, ...]] | None = None
         self.last: tuple[Any, tuple[int, ...]] | None = None
         self.tick = 0
+        self.front: Any = None
+        self.reading = NO_LOAD
 
     def copy(self) -> PrefixCursor:
         """Of a fork: where the sequence stands, without its own checkpoints."""

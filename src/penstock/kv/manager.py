@@ -129,6 +129,8 @@ class KVManager:
         self._submitted = -1
         self._retired = -1
         self._leaving: deque[tuple[int, Any]] = deque()
+        self._read_on: dict[int, Any] = {}
+        """Entries that somebody stood on who is gone, and whose blocks a load still writes to, by its number."""
         self._generation = 0
         self._num_cow_copies = 0
 
@@ -270,7 +272,10 @@ class KVManager:
         """
         if self.stored is not None:
             self.stored.ended(move, good=good)
-        return self.swaps.ended(move)
+        num_tokens = self.swaps.ended(move)
+        if move in self._read_on:
+            self._leave_entry(self._read_on.pop(move))
+        return num_tokens
 
     # -- growth --------------------------------------------------------------------------------------------------
 
@@ -312,11 +317,14 @@ class KVManager:
     # -- following a sequence ------------------------------------------------------------------------------------
 
     def cut(self, seq: Sequence, start: int, n: int) -> int:
-        """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint of slots or selection.
+        """Shorten a chunk of `n` tokens from `start` so that it ends at the next checkpoint of slots or selection, and
+        before what has come from a store.
 
-        At least 1; 0 while a step in flight reaches a selection.
+        At least 1; 0 while a step in flight reaches a selection, or that.
         """
-        return min(self._states.cut(seq, start, n), seq.next_selection - start)
+        if seq.node is not None and seq.node.front is not None:
+            n = max(0, min(n, seq.node.front.most(start)))
+        return n if n <= 0 else min(self._states.cut(seq, start, n), seq.next_selection - start)
 
     def select(self, seq: Sequence, counts: Seq[int]) -> None:
         """The rank has chosen `counts` tokens per line. Behind `commit`. Mutates: seq, pools."""
@@ -355,6 +363,8 @@ class KVManager:
         cursor: PrefixCursor | None = seq.node
         if cursor is None:
             return
+        if cursor.front is not None and self.stored is not None:
+            self.stored.meet(seq, cursor.front)
         if seq.num_computed >= cursor.next_commit:
             self._follow(seq, cursor)
         if seq.num_computed >= cursor.next_slide:
@@ -437,6 +447,7 @@ class KVManager:
             return False
         make_ragged(table, pool, seq.seq_id, group_index, self._outbox)
         cursor: PrefixCursor = seq.node
+        cursor.front = None  # what is read goes to the slabs that it had
         self._stop_following(cursor)
         if all(seq.tables[g].layers is not None for g in self._paged):
             self._leave(cursor)
@@ -466,11 +477,17 @@ class KVManager:
     def _leave(self, cursor: PrefixCursor) -> None:
         """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
         if cursor.holding and cursor.generation == self._generation:
-            if self._submitted > self._retired:
-                self._leaving.append((self._submitted, cursor.entry))
+            if cursor.reading in self.swaps.loads:
+                self._read_on[cursor.reading] = cursor.entry
             else:
-                self._release_entry(cursor.entry)
+                self._leave_entry(cursor.entry)
         cursor.holding = False
+
+    def _leave_entry(self, entry: Any) -> None:
+        if self._submitted > self._retired:
+            self._leaving.append((self._submitted, entry))
+        else:
+            self._release_entry(entry)
 
     def _release_entry(self, entry: Any) -> None:
         self.cache.release(entry)
@@ -482,6 +499,7 @@ class KVManager:
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
         self._leaving.clear()
+        self._read_on.clear()
         self._generation += 1
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -546,4 +564,9 @@ class KVManager:
         live = list(live)
         self.swaps.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
-        audit.run(live, [entry for _, entry in self._leaving], self._outbox.pending(), self.swaps.loads)
+        audit.run(
+            live,
+            [*(entry for _, entry in self._leaving), *self._read_on.values()],
+            self._outbox.pending(),
+            self.swaps.loads,
+        )

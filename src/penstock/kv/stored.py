@@ -20,6 +20,7 @@ from penstock.core.sequence import LOST_LOAD
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import Kept, StoreIndex, names_after, root_name
+from penstock.kv.store_load import Front
 from penstock.kv.swap import Swapped, Swaps
 
 if TYPE_CHECKING:
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
 
 class StoreSettings(NamedTuple):
     """What the books of a store need to know. `secret`: of the folder. `fingerprint`: of the model, and of all else
-    that decides bytes of keys and values. `block_bytes`, `state_bytes`: of a block, and of a state, in the store."""
+    that decides bytes of keys and values. `block_bytes`, `state_bytes`: of a block, and of a state, there. `both_ends`:
+    texts are computed while they are read (`store_load`); with full groups alone."""
 
     secret: bytes
     fingerprint: str
     limit_bytes: int
     block_bytes: int
     state_bytes: int = 0
+    both_ends: bool = False
 
 
 class Claim(NamedTuple):
@@ -82,6 +85,7 @@ class StoredBlocks:
         self._puts: dict[int, str] = {}
         self._gets: dict[int, str] = {}
         self._loads: dict[int, int] = {}  # blocks and states by move
+        self._fronts: dict[int, tuple[Front, int]] = {}  # by the move of a block
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -174,16 +178,23 @@ class StoredBlocks:
         self.index.prepare_load([path for path, _ in orders])
         move = self._swaps.next_move()
         self._loads[move] = len(orders)
-        for path, pages in orders:
+        front = Front(seq, first, end, self._block_size) if self._settings.both_ends else None
+        numbered = list(enumerate(orders, first))
+        for n, (path, pages) in numbered if front is None else reversed(numbered):
             block = self._swaps.next_move()
             self._gets[block] = path
             self._outbox.add(GetOp(path, pages, move, block))
+            if front is not None:
+                self._fronts[block] = front, n
         slabs = [
             table.ids[max(first, table.base) : end] if group.spec.per_token else table.ids
             for group, table in zip(self._groups, seq.tables, strict=True)
         ]
         copy = Swapped(claim.num_tokens, [[] for _ in slabs], cursor.generation, first)
         self._swaps.expect(move, copy, slabs)
+        if front is not None:
+            cursor.front, cursor.reading = front, move
+            return True
         self.num_hit_tokens += claim.num_tokens - first * self._block_size
         seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
         return False
@@ -196,11 +207,28 @@ class StoredBlocks:
             self.num_refused += not good
         elif (path := self._gets.pop(move, None)) is not None:
             self.index.complete_load([path], good=good)
+            front, n = self._fronts.pop(move, (None, 0))
+            if front is not None and good:
+                front.came(n)
+                self.meet(front.seq, front)
             if not good:
                 self.num_lost += 1
                 self._outbox.add(DropOp((path,)))
         elif (num := self._loads.pop(move, None)) is not None:
             self.num_loaded += num * good
+
+    def meet(self, seq: Seq, front: Front) -> None:
+        """More of `seq` was computed, or has come: if both have met, it goes on behind what came. Mutates: seq."""
+        if seq.node is not front.cursor or seq.num_inflight:
+            return
+        num_tokens = front.computed()
+        if num_tokens >= front.end * self._block_size:
+            saved = num_tokens - seq.num_computed
+            seq.num_computed, front.cursor.front = num_tokens, None
+            seq.num_cached += saved
+            self.num_hit_tokens += saved
+            if seq.num_preemptions == 0 and seq.num_generated == 0:
+                seq.first_cached = seq.num_cached
 
     def reads(self, move: int) -> bool:
         """Whether this load is on its way from the store. If it fails, what was lost is known: the rest can be read."""

@@ -222,7 +222,10 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
-    return KVStore(store.folder, StoreSettings(secret, name, store.limit_bytes, sizes[True], sizes[False]))
+    cake = config.cache.kv_load_policy == "cake" and all(group.spec.kind == "paged" for group in plan.groups)
+    return KVStore(
+        store.folder, StoreSettings(secret, name, store.limit_bytes, sizes[True], sizes[False], both_ends=cake)
+    )
 
 
 class Block(NamedTuple):

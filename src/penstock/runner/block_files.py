@@ -223,13 +223,12 @@ class BlockFiles:
         buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
         while (order := self._reads.get()) is not None:
             op, load = order
-            # What follows a block that is lost is not read: nobody could go on with it.
             own = buffers[op.path.endswith(STATE)]
-            good = not load.good or self._read(op.path, own)
+            good = self._read(op.path, own)
             with self._lock:
                 if self._loads.get(op.move) is not load:
                     continue  # whoever gave up waiting has given the pages to others: nothing is written to them
-                if good and load.good:
+                if good:
                     self._fill(op, own)
                 load.good = load.good and good
                 load.left.discard(op.block)
