@@ -219,7 +219,7 @@ class StoredBlocks:
 
     def meet(self, seq: Seq, front: Front) -> None:
         """More of `seq` was computed, or has come: if both have met, it goes on behind what came. Mutates: seq."""
-        if seq.node is not front.cursor or seq.num_inflight:
+        if seq.node is not front.cursor or front.cursor.front is not front or seq.num_inflight:
             return
         num_tokens = front.computed()
         if num_tokens >= front.end * self._block_size:

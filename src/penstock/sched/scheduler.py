@@ -120,17 +120,18 @@ class Scheduler:
         if self.drafts is not None:
             self.drafts.forget(seq.seq_id)
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, *, may_swap: bool = True) -> None:
         """Take a running sequence's memory; it resumes ahead of everyone who came after it.
 
-        Its cache is recomputed then, or brought back from a tier where that is cheaper and the tier has room.
+        Its cache is recomputed then, or brought back from a tier where that is cheaper and the tier has room. Not if
+        a load failed: of windows it has what it would see behind that, not behind what it has computed.
         """
         self.running.remove(seq)
         self.stats.num_preemptions += 1
         num_computed = seq.num_computed
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
         # A pooled vector needs every position's hidden state again, not its cache.
-        may_swap = seq.num_inflight == 0 and not seq.request.pooling
+        may_swap = may_swap and seq.num_inflight == 0 and not seq.request.pooling
         cheaper = may_swap and prefers_swap(self.preemption_mode, self.timer, self.kv.swaps, num_computed)
         if cheaper and self.kv.swap_out(seq):
             self.stats.num_swaps += 1
@@ -148,7 +149,7 @@ class Scheduler:
             if not moves[seq.load]:
                 self.stats.num_failed_loads += 1
                 load = NO_LOAD if seq.load in again else LOST_LOAD
-                self.preempt(seq)
+                self.preempt(seq, may_swap=False)
                 seq.load = load
             elif seq.status is Status.LOADING:
                 seq.status = Status.RUNNING
