@@ -64,6 +64,9 @@ class EngineStats:
     """Times that more memory was taken for KV; `num_kv_refusals`: times that there was too little."""
     num_kv_refusals: int = 0
     num_recomputed_tokens: int = 0
+    num_kv_events: int = 0
+    """Events of KV blocks for subscribers; `num_dropped_kv_events`: those of them that found the queue full."""
+    num_dropped_kv_events: int = 0
     num_forks: int = 0
     num_finished: int = 0
     num_aborted: int = 0

@@ -20,6 +20,7 @@ from penstock.engine.group import SequenceGroup
 if TYPE_CHECKING:
     from penstock.base.clock import Clock
     from penstock.core.batch import SchedulerOutput
+    from penstock.core.kv_events import KVEvent
     from penstock.core.protocols import Executor
     from penstock.engine.grower import Grower
     from penstock.engine.record import Recorder
@@ -51,6 +52,8 @@ class EngineCore:
         """Asks the machine for KV memory. None: it is all there, or a log says what there was."""
         self.store_news: Callable[[float], list[StoreNews]] | None = None
         """What is new in the store of blocks, if it is time to look. None: there is no store, or a log says it."""
+        self.tell_events: Callable[[list[KVEvent]], bool] | None = None
+        """Hears at once, and without waiting for anybody, what `kv.events` has recorded in a step; False: lost."""
         self.groups: dict[str, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._intake: deque[Intake | MachineNews] = deque()
@@ -109,8 +112,18 @@ class EngineCore:
                 self.scheduler.drafts.observe(output, result)
         if self.check_invariants:
             self.kv.check_invariants(self._sequences.values())
+        if self.kv.events is not None:
+            self.publish()
         emitted, self._emitted[:] = list(self._emitted), []
         return emitted
+
+    def publish(self) -> None:
+        """Hand on what has changed in the prefix cache. Without anybody to hear of it, it is forgotten."""
+        events = self.kv.events.take() if self.kv.events is not None else []
+        if events and self.tell_events is not None:
+            self.stats.num_kv_events += len(events)
+            if not self.tell_events(events):
+                self.stats.num_dropped_kv_events += len(events)
 
     def _submit(self, output: SchedulerOutput, now_s: float) -> None:
         scheduled = [(self._sequences[r.seq_id], r.num_tokens) for r in output.scheduled]

@@ -21,10 +21,12 @@ from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
+from penstock.kv.block_names import BlockNames
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import CHECKPOINT_RULES, Checkpoints
 from penstock.kv.cursor import PrefixCursor, PrefixMatch
+from penstock.kv.events import EventRecorder, EventSettings
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.lines import share_table
@@ -59,6 +61,7 @@ class KVManager:
             a tree for a cache, full groups alone, and no `keeping`.
         store: a store of blocks outside this process, from which prompts go on and into which full blocks are written;
             no `keeping` with it.
+        events: what enters and leaves the prefix cache is recorded; only with groups of blocks.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
         step_tokens: tokens of one sequence that steps in flight, and the one being planned, may have between them;
@@ -86,6 +89,7 @@ class KVManager:
         step_tokens: int | None = None,
         keeping: Keeping | None = None,
         store: StoreSettings | None = None,
+        events: EventSettings | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -120,6 +124,15 @@ class KVManager:
         if store is not None:
             assert keeping is None, "what selections leave is no whole block"
             self.stored = StoredBlocks(store, self.swaps, self.groups, self._outbox, block_size)
+        self.events: EventRecorder | None = None
+        """What has changed in the prefix cache, its tier and the store. None: nobody asks."""
+        if events is not None:
+            assert self._paged, "there are no blocks"
+            names = BlockNames(events.secret, "", block_size) if self.stored is None else self.stored.names
+            index = None if self.stored is None else self.stored.index
+            self.events = EventRecorder(names, include_token_ids=events.include_token_ids, store=index)
+            self._sharing.events = self._room.events = self.events
+            self.swaps.tell(self.events)
         self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
@@ -496,6 +509,8 @@ class KVManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all blocks and checkpoints. What runs, or is swapped out, goes on, and enters the cache no more."""
+        if self.events is not None:
+            self.events.emptied()
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
         self._leaving.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.core.protocols import BlockTier
+from penstock.kv.events import EventRecorder
 
 Block = tuple[int, ...]
 """One slab, or one id of the tier, per cache group."""
@@ -25,6 +26,7 @@ class PrefixOffload:
         self.num_stored = self.num_loaded = self.num_kept = 0
         self._tier = tier
         self._groups = range(num_groups)
+        self.events: EventRecorder | None = None
 
     @property
     def num_free(self) -> int:
@@ -40,10 +42,15 @@ class PrefixOffload:
             self._tier.store(group, slabs, ids[group])
         self.num_stored += len(blocks)
         self.num_kept += len(blocks)
-        return list(zip(*ids, strict=True))
+        copies: list[Block] = list(zip(*ids, strict=True))
+        if self.events is not None:
+            self.events.copied(blocks, copies)
+        return copies
 
     def drop(self, copies: Sequence[Block]) -> None:
         """What the tree had in the tier is given up; whoever is loading it has its own hold on it."""
         if copies:
+            if self.events is not None:
+                self.events.dropped(copies)
             self.num_kept -= len(copies)
             self._tier.free(list(zip(*copies, strict=True)))

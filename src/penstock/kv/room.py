@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from penstock.core.protocols import PrefixCache
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.events import EventRecorder
 from penstock.kv.window_pool import WindowPool
 
 Slabs = tuple[int, ...]
@@ -34,6 +35,7 @@ class Room:
         self._slots = slots
         self._pools = pools
         self._cache = cache
+        self.events: EventRecorder | None = None
 
     def reserve(self, wants: list[Want]) -> bool:
         """Hollow and evict until the pools have what is wanted. False, and nothing given up, if that cannot be."""
@@ -73,6 +75,8 @@ class Room:
 
     def drop(self, blocks: list[Slabs], checkpoints: list[Slabs], *, unseen: bool) -> None:
         """Take back the references of the prefix cache to what it has let go."""
+        if self.events is not None:
+            self.events.left(blocks)
         for groups, entries in ((self._paged, blocks), (self._slots, checkpoints)):
             for group, slabs in zip(groups, zip(*entries, strict=True), strict=False):
                 pool = self._pools[group]

@@ -12,6 +12,7 @@ from penstock.core.protocols import PrefixCache
 from penstock.core.sequence import Sequence as Seq
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import PrefixCursor
+from penstock.kv.events import EventRecorder
 from penstock.kv.outbox import Outbox
 from penstock.kv.windows import Block, Windows
 
@@ -34,6 +35,7 @@ class Sharing:
         self._cache = cache
         self._outbox = outbox
         self._block_size = block_size
+        self.events: EventRecorder | None = None
 
     def enter(self, seq: Seq, blocks: list[Block]) -> None:
         """Fill the empty tables of an admitted sequence with matched blocks. Mutates: seq.tables, references."""
@@ -60,6 +62,8 @@ class Sharing:
         cursor.entry, existing, num_new = self._cache.insert(cursor.entry, tokens, blocks)
         known = len(existing)
         cursor.num_blocks = first + known + num_new
+        if num_new and self.events is not None:
+            self.events.entered(seq, first + known, blocks[known : known + num_new])
         for j, g in enumerate(self.groups):
             pool, mine = self._pools[g], columns[j]
             theirs = [block[j] for block in existing]

@@ -69,8 +69,9 @@ class StoreIndex:
         self._coming: dict[str, _Entry] = {}
         self._queue: list[tuple[int, int, str]] = []
         self._tick = 0
-        self._stored: list[str] = []
-        self._removed: list[str] = []
+        self.keeps_changes = False
+        """Somebody asks for them again and again."""
+        self._changes: list[tuple[str, bool]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -164,10 +165,9 @@ class StoreIndex:
         if good and path not in self._entries:
             self._enter(path, entry)
 
-    def take_changes(self) -> tuple[list[str], list[str]]:
-        """Paths that came, and that went, since this was last asked, in order."""
-        changes = self._stored, self._removed
-        self._stored, self._removed = [], []
+    def take_changes(self) -> list[tuple[str, bool]]:
+        """(path, whether it came or went) since this was last asked, in order, if `keeps_changes`."""
+        changes, self._changes = self._changes, []
         return changes
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ class StoreIndex:
     def _enter(self, path: str, entry: _Entry) -> None:
         self._entries[path] = entry
         self.num_bytes += entry.num_bytes
-        self._stored.append(path)
+        if self.keeps_changes:
+            self._changes.append((path, True))
         self._push(path, entry)
 
     def _push(self, path: str, entry: _Entry) -> None:
@@ -197,7 +198,8 @@ class StoreIndex:
         if entry is not None:
             self.num_bytes -= entry.num_bytes
             self.version += 1
-            self._removed.append(path)
+            if self.keeps_changes:
+                self._changes.append((path, False))
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless bytes are counted and whatever may go can be found."""

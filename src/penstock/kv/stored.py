@@ -17,9 +17,10 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.sequence import LOST_LOAD
+from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
-from penstock.kv.store_index import Kept, StoreIndex, names_after, root_name
+from penstock.kv.store_index import Kept, StoreIndex, root_name
 from penstock.kv.store_load import Front
 from penstock.kv.swap import Swapped, Swaps
 
@@ -54,6 +55,7 @@ class StoredBlocks:
 
     Attributes:
         index: what the store holds.
+        names: of its blocks.
         num_stored, num_loaded: blocks (and states) that were written, and that were read, since start.
         num_refused: those that found no room, or could not be written.
         num_lost: those that could not be read.
@@ -70,6 +72,7 @@ class StoredBlocks:
         block_size: int,
     ) -> None:
         self.index = StoreIndex(settings.limit_bytes)
+        self.names = BlockNames(settings.secret, settings.fingerprint, block_size)
         self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
         self.num_query_tokens = self.num_hit_tokens = 0
         self.waiting = 0
@@ -81,7 +84,6 @@ class StoredBlocks:
         self._has_blocks = len(self._slots) < len(self._groups)
         self._outbox = outbox
         self._block_size = block_size
-        self._block_bytes = 4 * block_size
         self._puts: dict[int, str] = {}
         self._gets: dict[int, str] = {}
         self._loads: dict[int, int] = {}  # blocks and states by move
@@ -91,13 +93,8 @@ class StoredBlocks:
 
     def paths(self, seq: Seq, first: int, end: int) -> list[str]:
         """Where blocks `first` to `end` of `seq` are, or would be. Mutates: seq.names."""
-        known, size, settings, request = seq.names, self._block_size, self._settings, seq.request
-        if len(known) < end:
-            tainted = request.namespace + b"\0" + request.taint.encode()
-            last = known[-1] if known else root_name(settings.secret, settings.fingerprint, tainted)
-            tokens = seq.token_ids[len(known) * size : end * size].tobytes()
-            known += names_after(settings.secret, last, tokens, self._block_bytes)
-        place = f"{settings.fingerprint}/{space_of(settings.secret, request.tenant)}"
+        known, settings = self.names.of(seq, end), self._settings
+        place = f"{settings.fingerprint}/{space_of(settings.secret, seq.request.tenant)}"
         return [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[first:end], first)]
 
     # -- in ------------------------------------------------------------------------------------------------------

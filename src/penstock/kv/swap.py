@@ -15,6 +15,7 @@ from penstock.core.protocols import BlockTier, PrefixCache
 from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import PrefixCursor
+from penstock.kv.events import EventRecorder
 from penstock.kv.offload import PrefixOffload
 from penstock.kv.prefix.tree import PrefixTree
 
@@ -66,6 +67,11 @@ class Swaps:
         assert all(group.spec.kind == "paged" for group in self._groups), "only full groups can be offloaded"
         self._tree = cache
         self._offload = cache.offload = PrefixOffload(self.tier, len(self._groups))
+
+    def tell(self, events: EventRecorder) -> None:
+        """From now on what the prefix cache has in the tier is told, too."""
+        if self._offload is not None:
+            self._offload.events = events
 
     @property
     def num_blocks(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from penstock.engine.grower import Grower
 from penstock.executor import EXECUTORS
 from penstock.executor.rank import Progress, RankFactory, RankSpec
 from penstock.kv import KV_MANAGERS
+from penstock.kv.events import EventSettings
 from penstock.kv.manager import KVManager
 from penstock.kv.stored import StoreSettings
 from penstock.launch.backend import backend_of
@@ -180,6 +181,7 @@ def engine_core(
     check_invariants: bool = False,
     drafts: DraftController | None = None,
     store: StoreSettings | None = None,
+    events: EventSettings | None = None,
 ) -> EngineCore:
     """Scheduler, KV manager and loop on any executor and clock: a rank, a simulated device, a recorded run.
 
@@ -200,6 +202,7 @@ def engine_core(
         keeping=keeping_of(config),
         offload=config.cache.enable_hierarchical_cache,
         store=store,
+        events=events,
     )
     scheduler = Scheduler(
         kv,

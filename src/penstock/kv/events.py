@@ -1,0 +1,121 @@
+"""What enters and leaves the prefix cache, its tier and the store, as events for whoever routes requests.
+
+Integers only. Without a recorder nothing is kept and nothing is named. It knows of a block on the device what the
+prefix cache calls it: its slabs, one per group with blocks, which are its own as long as it is there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.kv.store_index import NAME_BYTES
+
+if TYPE_CHECKING:
+    from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.block_names import BlockNames
+    from penstock.kv.store_index import StoreIndex
+
+Slabs = tuple[int, ...]
+_BLOCK = re.compile(f"/([0-9a-f]{{{2 * NAME_BYTES}}})-[0-9a-f]+$")
+
+
+class EventSettings(NamedTuple):
+    """`secret`: of the names, where no store has one. `include_token_ids`: tell what blocks hold."""
+
+    secret: bytes
+    include_token_ids: bool = False
+
+
+class EventRecorder:
+    """A part of the KV manager. `store`: whose changes are told, too."""
+
+    def __init__(self, names: BlockNames, *, include_token_ids: bool, store: StoreIndex | None = None) -> None:
+        self._names = names
+        self._tells_tokens = include_token_ids
+        self._store = store
+        if store is not None:
+            store.keeps_changes = True
+        self._device: dict[Slabs, int] = {}
+        self._host: dict[Slabs, int] = {}
+        self._events: list[KVEvent] = [AllBlocksCleared()]  # whoever followed another engine here starts afresh
+
+    def entered(self, seq: Seq, first: int, blocks: Sequence[Slabs]) -> None:
+        """Blocks of `seq` from number `first` on are in the prefix cache now. Mutates: the names its cursor knows."""
+        end = first + len(blocks)
+        names = self._names.of(seq, end)
+        hashes = [hash_of(name) for name in names[first:end]]
+        self._device.update(zip(blocks, hashes, strict=True))
+        size = self._names.block_size
+        tokens = seq.token_ids[first * size : end * size].tolist() if self._tells_tokens else []
+        self._stored(hashes, hash_of(names[first - 1]) if first else None, tokens, DEVICE)
+
+    def left(self, blocks: Iterable[Slabs]) -> None:
+        """The prefix cache has let go of blocks on the device."""
+        self._removed(_forgotten(self._device, blocks), DEVICE)
+
+    def copied(self, blocks: Iterable[Slabs], copies: Iterable[Slabs]) -> None:
+        """What the prefix cache has on the device as `blocks` it has in the tier as `copies`, too."""
+        hashes = [self._device[block] for block in blocks]
+        self._host.update(zip(copies, hashes, strict=True))
+        self._stored(hashes, None, [], HOST)
+
+    def dropped(self, copies: Iterable[Slabs]) -> None:
+        """The prefix cache has let go of blocks in the tier."""
+        self._removed(_forgotten(self._host, copies), HOST)
+
+    def emptied(self) -> None:
+        """The prefix cache is about to forget everything; what a store holds stays."""
+        if self._store is None:
+            self._events = [AllBlocksCleared()]  # whatever was told before in this step is void
+        else:
+            self._removed(list(self._device.values()), DEVICE)
+            self._removed(list(self._host.values()), HOST)
+        self._device.clear()
+        self._host.clear()
+
+    def take(self) -> list[KVEvent]:
+        """What has changed since this was last asked, in order."""
+        if self._store is not None:
+            for came, changes in groupby(self._store.take_changes(), key=itemgetter(1)):
+                hashes = self._on_disk(path for path, _ in changes)
+                if came:
+                    self._stored(hashes, None, [], DISK)
+                else:
+                    self._removed(hashes, DISK)
+        events, self._events = self._events, []
+        return events
+
+    def _on_disk(self, paths: Iterable[str]) -> list[int]:
+        """Names of those of this model: `FINGERPRINT/TENANT/NAME-NUMBER`. States are none, and anything may lie there."""
+        mine = f"{self._names.fingerprint}/"
+        found = (_BLOCK.search(path) for path in paths if path.startswith(mine))
+        return [hash_of(bytes.fromhex(match[1])) for match in found if match is not None]
+
+    def _stored(self, hashes: list[int], parent: int | None, tokens: list[int], medium: str) -> None:
+        if hashes:
+            size = self._names.block_size
+            self._events.append(BlockStored(hashes, parent, tokens, size, None, medium, None))
+
+    def _removed(self, hashes: list[int], medium: str) -> None:
+        if not hashes:
+            return
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.extend(hashes)
+        else:
+            self._events.append(BlockRemoved(hashes, medium))
+
+
+def hash_of(name: bytes) -> int:
+    """The name of a block as routers get it: its last 64 bits, as vLLM does."""
+    return int.from_bytes(name[-8:], "big")
+
+
+def _forgotten(known: dict[Slabs, int], blocks: Iterable[Slabs]) -> list[int]:
+    """What was known by `blocks`, which is not known any more; nothing of those that `emptied` has told of."""
+    return [known.pop(block) for block in blocks if block in known]
