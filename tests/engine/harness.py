@@ -137,6 +137,7 @@ def fake_engine(
     timer: Any = None,
     drafter: Any = None,
     drafts: Any = None,
+    events: Any = None,
 ) -> tuple[EngineCore, FakeForward]:
     """An engine over the suspicious mock model: for laws that need thousands of steps."""
     spec = fake_spec(slots=slots, windows=windows)
@@ -147,7 +148,7 @@ def fake_engine(
         drafts = drafts or FixedDrafts(k.num_drafts, k.draft_depth)
     core = connect(
         config_for(k), plan, forward, spec.vocab_size, check_invariants=True, poison=True, wire=k.wire, timer=timer,
-        drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan),
+        drafter=drafter, drafts=drafts, store=open_store(config_for(k), lambda: "fake", plan), events=events,
     )  # fmt: skip
     return core, forward
 
@@ -155,6 +156,7 @@ def fake_engine(
 def real_engine(
     spec: ModelSpec, weights: Any, k: Knobs, *, drafter: Any = None, drafts: Any = None,
     speculation: dict[str, Any] | None = None, draft_models: Sequence[tuple[ModelSpec, Any]] = (),
+    events: Any = None,
 ) -> EngineCore:  # fmt: skip
     """An engine over a real (tiny, random) model and the reference operations (or those of `k.ops`).
 
@@ -174,6 +176,7 @@ def real_engine(
         drafter=drafter,
         drafts=drafts,
         loaded_drafts=draft_models,
+        events=events,
     )
 
 

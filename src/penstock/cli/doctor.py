@@ -19,7 +19,10 @@ _PROBE_BYTES = 256 << 20
 _BILLIONS = (0.5, 1.5, 4, 8, 14, 32, 70)
 _STORED = ((4.5, "4 bits"), (8.5, "8 bits"), (16.0, "16 bits"))
 """Bits of a weight, scales included, and the format."""
-_EXTRAS = {"opentelemetry": "OpenTelemetry traces (--otlp-traces-endpoint): pip install 'penstock[otel]'"}
+_EXTRAS = {
+    "opentelemetry": "OpenTelemetry traces (--otlp-traces-endpoint): pip install 'penstock[otel]'",
+    "zmq": "events of KV blocks (--kv-events-config): pip install 'penstock[events]'",
+}
 """Package -> what is not there without it."""
 
 

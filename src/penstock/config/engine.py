@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 from penstock.config.graphs import parse_sizes
+from penstock.config.kv_events import parse_kv_events
 from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
@@ -160,6 +161,12 @@ class CacheConfig(Section):
         "front while they are read from its end, until both meet; where all layers keep their whole context.",
         choices=("wait", "cake"),
     )
+    kv_events_config: str | None = setting(
+        None,
+        "Tell other processes, such as routers, over ZeroMQ which blocks are kept for reuse, as a JSON object with "
+        'vLLM\'s names: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}. Needs penstock[events].',
+        takes_object=True,
+    )
     slot_checkpoint_tokens: int = setting(
         512, "Recurrent states are kept for reuse at prompt ends and every so many tokens.", minimum=1
     )
@@ -294,6 +301,7 @@ class EngineConfig:
         if cache.kv_cache_dtype != "auto":
             parse_kv_format(cache.kv_cache_dtype)
         parse_selection(cache.kv_selector, cache.kv_budget, cache.kv_selector_config)
+        parse_kv_events(cache.kv_events_config)
         parse_sizes(self.execution.cudagraph_capture_sizes)
         if cache.kv_cache_memory_bytes is not None and cache.num_gpu_blocks_override is not None:
             raise ConfigError(

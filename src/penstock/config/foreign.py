@@ -150,7 +150,6 @@ _add("images and sound aren't in this version; leave it away", "mmproj mmproj_ur
      "mm_processor_kwargs allowed_media_domains allowed_local_media_path")  # fmt: skip
 _add("moving KV between machines isn't in this version", "kv_transfer_config")
 _add("prefill and decode run in one engine in this version", "disaggregation_mode", "null")
-_add("a stream of cache events isn't in this version", "kv_events_config")
 _add("sleeping isn't in this version", "enable_sleep_mode", False, switch=True)
 _add("a model stays loaded until its server ends", "keepalive sleep_idle_seconds", -1)
 _add("an engine without a server isn't in this version", "headless", False, switch=True)

@@ -38,6 +38,7 @@ from penstock.sched.scheduler import Scheduler
 from penstock.weights.load import fingerprint
 
 if TYPE_CHECKING:
+    from penstock.launch.kv_events import KVEvents
     from penstock.launch.kv_store import KVStore
     from penstock.runner.logits.grammar_cache import GrammarCache
 
@@ -97,18 +98,24 @@ def engine_over(
     box: BlackBox | None = None,
     ask: Callable[[], Free] = free_memory,
     store: KVStore | None = None,
+    events: KVEvents | None = None,
     **engine: Any,
 ) -> EngineCore:
     """The engine over the rank that `spec` describes, on the executor that `config` names.
 
     `build` makes the rank if it lives in this process; `loading` hears of bytes of weights, `box` is where the rank
-    counts its operations. `ask`: what of the machine's memory is free now. `store`: of blocks, open. Else as
-    `engine_core`.
+    counts its operations. `ask`: what of the machine's memory is free now. `store`: of blocks, open. `events`: of them,
+    open. Else as `engine_core`.
     """
     made = EXECUTORS.get(config.execution.executor)
     executor: Executor = made(spec, build, depth=config.execution.depth, loading=loading, box=box)
-    core = engine_core(config, plan, executor, clock, store=None if store is None else store.settings, **engine)
+    core = engine_core(
+        config, plan, executor, clock, store=None if store is None else store.settings,
+        events=None if events is None else events.settings, **engine,
+    )  # fmt: skip
     core.store_news = None if store is None else store.news
+    if events is not None:
+        events.follow(core)
     # Baselines reserve, and poisoned memory was written to: neither grows.
     if config.cache.kv_allocator == "paged" and not spec.poison:
         core.grower = Grower(ask, executor.back, takes_all=config.sizes_kv)

@@ -27,6 +27,7 @@ from penstock.launch.assemble import engine_over
 from penstock.launch.backend import backend_decisions, choose_ops, device_of, machine_of, traits_of
 from penstock.launch.drafts import check_tokens, choose_mtp, draft_specs, open_drafts
 from penstock.launch.hub import local_path
+from penstock.launch.kv_events import events_decision, open_events
 from penstock.launch.kv_store import fingerprint, open_store
 from penstock.launch.names import check_names
 from penstock.launch.progress import loading
@@ -119,6 +120,7 @@ def start(
     store = open_store(
         config, partial(fingerprint, config, checkpoint, plan, BACKENDS.get(config.execution.ops).why()), plan
     )
+    events = open_events(config)
     # Offline nobody waits for a stream, so steps are not bounded in seconds; preemption still weighs its costs.
     device = device_of(config, machine.num_cores)
     core = engine_over(
@@ -132,13 +134,14 @@ def start(
         timer=RooflineTimer(checkpoint.spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype),
         seconds_budget=serving,
         store=store,
+        events=events,
     )
     limits = limits_of(checkpoint.spec, checkpoint.generation_config, plan)
     unread = unread_decision(checkpoint.spec)
     for decision in unread:
         log.warning("%s are %s: %s", decision.name, decision.value, decision.why)
     decisions = (*chosen, *speculates, *unread, *stretch_decision(files.stored, checkpoint.spec), *plan.decisions)
-    decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan))
+    decisions = (*decisions, *backend_decisions(config, checkpoint.spec, plan), *events_decision(config))
     defaults = None
     if not serving:
         defaults, said = _sampling(checkpoint.generation_config, limits, config)
@@ -168,7 +171,7 @@ def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     machine = machine_of(config, machine or probe(), spec)
     plan = resolve(config, spec, machine, draft_specs(config, head), keeping_of(config), stored, traits_of(config))
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
-    decided = backend_decisions(config, spec, plan)
+    decided = (*backend_decisions(config, spec, plan), *events_decision(config))
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]
     return msgspec.structs.replace(plan, decisions=(*chosen, *speculates, *changed, *plan.decisions, *decided, said))
 

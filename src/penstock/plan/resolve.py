@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.kv_events import parse_kv_events
 from penstock.config.offload import disk_store
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
@@ -207,6 +208,8 @@ def _host_slabs(
         _check_offload(config, groups, "enable_hierarchical_cache")
     if disk_store(config.cache.kv_offload) is not None:
         _check_offload(config, groups, "kv_offload")
+    if parse_kv_events(config.cache.kv_events_config) is not None:
+        _check_events(config, groups)
     if total == 0 and config.scheduler.preemption_mode == "swap":
         raise ConfigError(
             "preemption_mode: swap needs host memory; give swap_space (GiB), or use recompute", field="preemption_mode"
@@ -239,6 +242,18 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: 
         problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
     if problem:
         raise ConfigError(f"{field}: {problem}", field=field)
+
+
+def _check_events(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None:
+    """Raises ConfigError, with what to change, where there are no blocks to tell of."""
+    cache = config.cache
+    problem = ""
+    if not cache.enable_prefix_caching or cache.prefix_cache == "none" or cache.kv_allocator != "paged":
+        problem = "tells what the prefix cache keeps, which is off; enable_prefix_caching, with kv_allocator paged"
+    elif not any(group.spec.per_token for group in groups):
+        problem = "tells of blocks, and this model has none, only states; leave it off"
+    if problem:
+        raise ConfigError(f"kv_events_config: {problem}", field="kv_events_config")
 
 
 def _dtype(
