@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from penstock.base.hashing import digest
 from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.core.page_ops import STATE
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
-from penstock.kv.block_names import names_after
 from penstock.kv.events import EventSettings, hash_of
+from penstock.kv.store_index import names_after
 
 SECRET = b"s" * 32
 Held = dict[str, set[int]]
@@ -74,7 +75,8 @@ def kept(core: EngineCore, requests: Iterable[Request]) -> Held:
             held[DEVICE if node.slabs else HOST] |= hashes
             stack += [(child, chain[-1]) for child in node.children.values()]
     if core.kv.stored is not None:
-        paths = (path.rpartition("/")[2] for path in core.kv.stored.index._entries)
+        entries = core.kv.stored.index._entries
+        paths = (path.rpartition("/")[2] for path in entries if not path.endswith(STATE))
         held[DISK] = {hash_of(bytes.fromhex(name.partition("-")[0])) for name in paths}
     return held
 

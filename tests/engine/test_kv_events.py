@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from penstock.core.kv_events import DEVICE, DISK, HOST, AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.page_ops import STATE
 from penstock.core.request import Control, Request
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
-from penstock.kv.block_names import BlockNames, names_after
+from penstock.kv.block_names import BlockNames
 from penstock.kv.events import EventRecorder, hash_of
-from penstock.kv.store_index import Kept, StoreIndex
+from penstock.kv.store_index import Kept, StoreIndex, names_after
 from penstock.launch.assemble import engine_core
 from tests.engine.events import SECRET, Follower, checked
 from tests.engine.harness import Knobs, config_for, disturbed, fake_engine, plan_for, real_engine, request, run, tiny
@@ -23,7 +24,7 @@ from tests.engine.test_kv_store import ended, written
 from tests.engine.test_laws_models import CONTROLS, check, draw_knobs, workload
 
 FULL = ["llama_gqa", "latent"]
-"""Only blocks of whole contexts go to tiers."""
+"""Only blocks of whole contexts go to the host."""
 TIERS = ["none", "host", "disk", "both"]
 
 
@@ -63,13 +64,15 @@ def strangers(vocab: int, rng: random.Random) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "tiers"), [*((name, tiers) for name in FULL for tiers in TIERS), ("windowed", "none"), ("slots", "none")]
-)
+CASES = [(name, tiers) for name in FULL for tiers in TIERS]
+CASES += [(name, tiers) for name in ("windowed", "slots") for tiers in ("none", "disk")]
+
+
+@pytest.mark.parametrize(("name", "tiers"), CASES)
 def test_who_applies_the_events_has_what_the_engine_keeps(name: str, tiers: str, tmp_path: Path) -> None:
     rng = random.Random(f"events-{name}-{tiers}")
     kinds: set[tuple[type, Any]] = set()
-    for _ in range(3):
+    for _ in range(2):
         follower = Follower()
         turmoil(name, tiers, tmp_path, rng, follower)
         assert follower.heard[0] == AllBlocksCleared()
@@ -154,11 +157,15 @@ def test_strange_files_of_a_store_are_no_events(tmp_path: Path) -> None:
     index = StoreIndex(1 << 20)
     recorder = EventRecorder(BlockNames(SECRET, "model", 4), include_token_ids=False, store=index)
     name = bytes(range(16))
-    paths = ("model/a/notes.txt", f"model/a/{name.hex()}-0", f"other/a/{name.hex()}-0", "model/a/-1", "x")
-    index.found([Kept(path, 10, 0) for path in paths])
+    path = f"model/a/{name.hex()}-0"
+    strange = ["model/a/notes.txt", f"other/a/{name.hex()}-0", f"{path}{STATE}", f"{path}\n", "model/a/-1", "x"]
+    index.found([Kept(path, 10, 0), *(Kept(path, 10, 0) for path in strange)])
     assert recorder.take()[1:] == [BlockStored([hash_of(name)], None, [], 4, None, DISK, None)]
-    index.found([], gone=paths)
-    index.found([Kept(paths[1], 10, 0)])
+    index.found([Kept(f"model/b/{name.hex()}-0", 10, 0)], gone=strange)
+    assert recorder.take() == [], "another tenant has the same one"
+    index.found([], gone=[path])
+    assert recorder.take() == []
+    index.found([Kept(path, 10, 0)], gone=[f"model/b/{name.hex()}-0"])
     assert recorder.take() == [
         BlockRemoved([hash_of(name)], DISK), BlockStored([hash_of(name)], None, [], 4, None, DISK, None)
     ]  # fmt: skip

@@ -7,7 +7,8 @@ prefix cache calls it: its slabs, one per group with blocks, which are its own a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.kv.store_index import StoreIndex
 
 Slabs = tuple[int, ...]
-_BLOCK = re.compile(f"/([0-9a-f]{{{2 * NAME_BYTES}}})-[0-9a-f]+$")
+_BLOCK = re.compile(rf"/([0-9a-f]{{{2 * NAME_BYTES}}})-[0-9a-f]+\Z")
 
 
 class EventSettings(NamedTuple):
@@ -42,6 +43,7 @@ class EventRecorder:
             store.keeps_changes = True
         self._device: dict[Slabs, int] = {}
         self._host: dict[Slabs, int] = {}
+        self._disk: Counter[int] = Counter()
         self._events: list[KVEvent] = [AllBlocksCleared()]  # whoever followed another engine here starts afresh
 
     def entered(self, seq: Seq, first: int, blocks: Sequence[Slabs]) -> None:
@@ -84,17 +86,32 @@ class EventRecorder:
             for came, changes in groupby(self._store.take_changes(), key=itemgetter(1)):
                 hashes = self._on_disk(path for path, _ in changes)
                 if came:
-                    self._stored(hashes, None, [], DISK)
+                    self._stored(list(self._more(hashes)), None, [], DISK)
                 else:
-                    self._removed(hashes, DISK)
+                    self._removed(list(self._fewer(hashes)), DISK)
         events, self._events = self._events, []
         return events
 
-    def _on_disk(self, paths: Iterable[str]) -> list[int]:
-        """Names of those of this model: `FINGERPRINT/TENANT/NAME-NUMBER`. States are none, and anything may lie there."""
+    def _on_disk(self, paths: Iterable[str]) -> Iterator[int]:
+        """Of those of this model: `FINGERPRINT/TENANT/NAME-NUMBER`. States are none, and anything may lie there."""
         mine = f"{self._names.fingerprint}/"
         found = (_BLOCK.search(path) for path in paths if path.startswith(mine))
-        return [hash_of(bytes.fromhex(match[1])) for match in found if match is not None]
+        return (hash_of(bytes.fromhex(match[1])) for match in found if match is not None)
+
+    def _more(self, hashes: Iterable[int]) -> Iterator[int]:
+        """Those that were not in the store. Mutates: how often blocks are there: tenants may have the same one."""
+        for name in hashes:
+            self._disk[name] += 1
+            if self._disk[name] == 1:
+                yield name
+
+    def _fewer(self, hashes: Iterable[int]) -> Iterator[int]:
+        """Those that are in the store no more. Mutates: as `_more`."""
+        for name in hashes:
+            self._disk[name] -= 1
+            if not self._disk[name]:
+                del self._disk[name]
+                yield name
 
     def _stored(self, hashes: list[int], parent: int | None, tokens: list[int], medium: str) -> None:
         if hashes:

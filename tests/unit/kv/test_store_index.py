@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from penstock.kv.block_names import names_after, root_name
-from penstock.kv.store_index import Kept, StoreIndex, depth_of
+from penstock.kv.store_index import Kept, StoreIndex, depth_of, names_after, root_name
 
 
 def stored(index: StoreIndex, *paths: str, tick: int = 0) -> None:
