@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 OTHER_VALUES: dict[str, Any] = {
     "speculative_config": {"method": "ngram"}, "kv_cache_dtype": "int8", "kv_selector": "streaming", "kv_budget": "64",
-    "kv_selector_config": {"sinks": 4}, "rope_scaling": {"factor": 2.0, "rope_type": "linear"}, "seed": 5,
+    "kv_selector_config": {"sinks": 4}, "kv_events_config": {"enable_kv_cache_events": True},
+    "rope_scaling": {"factor": 2.0, "rope_type": "linear"}, "seed": 5,
     "gpu_memory_utilization": 0.25, "threads": 3, "port": 9000, "probe_port": 9001,
     "cudagraph_capture_sizes": "1,8",
 }  # fmt: skip
