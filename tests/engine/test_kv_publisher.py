@@ -224,6 +224,8 @@ def test_a_slow_reader_of_a_replay_holds_nobody_up(tmp_path: Path) -> None:
     with publisher(tmp_path, buffer_steps=20) as made, subscriber(tmp_path) as who:
         for _ in range(20):
             made.publish([BlockRemoved(list(range(30_000)), DEVICE)])
+        while len(made._kept) < 20:
+            time.sleep(0.001)
         with subscriber(tmp_path) as slow:
             slow.missed.setsockopt(zmq.RCVHWM, 1)
             for _ in range(200):
@@ -237,6 +239,16 @@ def test_a_slow_reader_of_a_replay_holds_nobody_up(tmp_path: Path) -> None:
                 if number == made.num_batches - 1:
                     break
             assert time.monotonic() - before < 5
+            came: list[int] = []
+            num_ends = 0
+            while slow.missed.poll(500):
+                number = int.from_bytes(slow.missed.recv_multipart()[1], "big", signed=True)
+                if number >= 0:
+                    came = [*came, number] if came and number == came[-1] + 1 else [number]
+                else:
+                    num_ends += 1
+                    assert len(came) == 20, "an end is told only to who has got all"
+            assert 0 < num_ends < 200, "some had to ask again"
 
 
 def test_a_full_queue_drops_counts_and_shows_the_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

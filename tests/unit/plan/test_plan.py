@@ -454,6 +454,22 @@ def test_a_hierarchical_cache_is_refused_where_it_cannot_be(layers: Any, setting
         plan(model(*layers), **asked)
 
 
+@pytest.mark.parametrize(
+    ("layers", "settings", "change"),
+    [
+        ([FULL], {"prefix_cache": "none"}, "enable_prefix_caching"),
+        ([FULL], {"enable_prefix_caching": False}, "enable_prefix_caching"),
+        ([FULL], {"kv_allocator": "virtual"}, "kv_allocator paged"),
+        ([SLOT], {}, "leave it off"),
+    ],
+)
+def test_events_of_blocks_are_refused_where_there_are_none(layers: Any, settings: Any, change: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_events_config: .*{change}"):
+        plan(model(*layers), kv_events_config={"enable_kv_cache_events": True}, **settings)
+    assert plan(model(*layers), kv_events_config={"enable_kv_cache_events": False}, **settings)
+    assert plan(model(FULL, SLIDING, SLOT), kv_events_config={"enable_kv_cache_events": True})
+
+
 def test_a_hierarchical_cache_has_the_memory_of_swap_space() -> None:
     spec = model(FULL, LATENT)
     alone = plan(spec, swap_space=0.001)
