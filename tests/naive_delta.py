@@ -35,7 +35,7 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
     share = sigmoid(model._linear(h, p + "beta")) * np.float32(m.beta_scale)
     out = np.empty_like(v)
     for j in range(m.value_heads):
-        i = j * m.key_heads // m.value_heads
+        i = j % m.key_heads if m.in_turn else j * m.key_heads // m.value_heads
         state = np.zeros((m.key_dim, m.value_dim), np.float32)
         for n in range(t):
             state = fade[n, j][:, None] * state

@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 10
+#define PST_ABI 11
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -230,8 +230,9 @@ typedef struct pst_register {
  * PST_WKV7       r in0, w in1, k in2 [T, n3, K], v in3 [T, n3, W], removal in4, rate in5 [T, n3, K]:
  *                S = e^(-e^-0.5 sigmoid(w)) S - (removal rate) (removal S) + k v; out = r S
  * PST_DELTA      q in0, k in1 [T, n6, K], n6 heads of keys, v in2 [T, n3, W], dt in3 [T, n3] or [T, n3, K], beta in4
- *                [T, n3]; p0 a [n3], f0 eps, f1 factor; q and k become unit vectors, x / sqrt(sum of x^2 + f0), and q is
- *                multiplied by K^-0.5; S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ *                [T, n3]; n3/n6 heads in a row share a key, or, if n7, every n6-th does; p0 a [n3], f0 eps, f1 factor; q and
+ *                k become unit vectors, x / sqrt(sum of x^2 + f0), and q is multiplied by K^-0.5;
+ *                S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
  * RWKV-7's rows, which keep nothing; n0 heads:
  * PST_REMOVAL_KEY      in0 * p0 [width], every head divided by its length, 1e-12 at least
  * PST_REPLACEMENT_KEY  in0 * (1 + (in1 - 1) * p0 [width]): in place

@@ -122,13 +122,13 @@ struct Delta : Shape {
     View q, k, dt, beta;
     const float* a;
     float eps, factor, scale;
-    bool by_key;
+    bool by_key, in_turn;
 
     Delta(const pst_op& op, const Maker& maker)
         : Shape(op, maker, 2), groups(op.n[6]), per(per_group(heads, groups)),
           q(input(op, maker, 0, int64_t(groups) * keys)), k(input(op, maker, 1, int64_t(groups) * keys)),
           dt(maker.reg(op.in[3])), beta(input(op, maker, 4, heads)), a(fixed(op, 0)), eps(op.f[0]), factor(op.f[1]),
-          scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads) {
+          scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads), in_turn(op.n[7] != 0) {
         check_tokens(maker.reg(op.in[3]), by_key ? int64_t(heads) * keys : heads);
     }
     void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
@@ -137,7 +137,7 @@ struct Delta : Shape {
     }
     void row(int64_t t, int head, const float* numbers, Row& row) const {
         int size = Wkv7::padded(keys);
-        int64_t at = int64_t(head / per) * keys;
+        int64_t at = int64_t(in_turn ? head % groups : head / per) * keys;
         float *read = row.own, *write = read + size, *find = write + size, *fades = find + size;
         const float by_q = of_unit(q.row(t) + at) * scale, by_k = of_unit(k.row(t) + at);
         const float* decay = dt.row(t) + int64_t(head) * keys;

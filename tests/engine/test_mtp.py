@@ -15,9 +15,12 @@ from penstock import LLM, SamplingParams
 from penstock.base.errors import ConfigError
 from penstock.drafters.mtp import MtpDrafter
 from penstock.families.registry import open_model
+from penstock.formats.gguf import read_gguf
 from penstock.ops.native.library import best_library
 from penstock.weights.load import load_weights
+from tests.ggml import write_gguf
 from tests.heads import CONFIGS, SIZE, write
+from tests.models.gguf_writer import write_with_head
 from tests.paged import Paged
 
 native_only = pytest.mark.skipif(best_library() is None, reason="no native library was built")
@@ -86,6 +89,65 @@ def test_a_head_that_is_right_is_always_right(case: str, ops: str, right: str, t
     assert stats.num_draft_tokens == stats.num_accepted_tokens > 0
     # One token comes with the prompt, the others in steps of four.
     assert stats.num_drafts == 3 * -(-23 // 4)
+
+
+GGUF = {"deepseek_v3": "deepseek2", "glm4_moe": "glm4moe", "qwen3_next": "qwen3next", "qwen3_5": "qwen35"}
+
+
+@pytest.mark.parametrize("case", GGUF)
+@each_ops
+@pytest.mark.parametrize("right", ["", "token", "hidden"])
+def test_the_block_behind_the_layers_of_a_gguf_file_is_the_head(
+    case: str, ops: str, right: str, tmp_path: Path
+) -> None:
+    """The same weights as in the folder; found without being asked for, and no token changes."""
+    folder = open_model(write(tmp_path / "folder", case, right=right))
+    assert folder.head is not None
+    parts = [
+        (c.spec, {n: np.array(a) for n, a in load_weights(c, c.spec, "float32").items()}) for c in (folder, folder.head)
+    ]
+    (spec, weights), (head, own) = parts
+    path = write_with_head(tmp_path / "m.gguf", spec, weights, head, own, GGUF[case])
+    found = open_model(path).head
+    assert found is not None
+    read = load_weights(found, found.spec, "float32")
+    if case == "deepseek_v3":
+        assert read["layers.0.k_b"].shape == (24, 12), "halves of kv_b"
+    else:
+        offset = 0.0 if head.final_norm is None else head.final_norm.offset
+        for name, array in read.items():
+            norm = name.endswith("norm") and not name.endswith("head_norm")
+            np.testing.assert_allclose(array, own[name] + (offset if norm else 0.0), atol=1e-6)
+    given, params = prompts((40, 2, 17)), [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)] * 3
+    plain, llm = (made(path, ops, s, max_num_batched_tokens=24) for s in ({"method": "none"}, FIXED))
+    assert (
+        texts(llm, given, params)
+        == texts(plain, given, params)
+        == texts(made(tmp_path / "folder", ops, {"method": "none"}, max_num_batched_tokens=24), given, params)
+    )
+    stats = llm.engine.core.stats
+    assert stats.num_draft_tokens > 0
+    assert not right or stats.num_draft_tokens == stats.num_accepted_tokens
+    drafter_of(llm)
+    assert {d.name: d.value for d in made(path, ops, None).engine.plan.decisions}["speculative_config"] == "mtp"
+
+
+def test_a_gguf_file_without_its_head_has_none(tmp_path: Path) -> None:
+    folder = open_model(write(tmp_path / "folder", "glm4_moe"))
+    assert folder.head is not None
+    (spec, weights), (head, own) = [
+        (c.spec, {n: np.array(a) for n, a in load_weights(c, c.spec, "float32").items()}) for c in (folder, folder.head)
+    ]
+    path = write_with_head(tmp_path / "m.gguf", spec, weights, head, own, "glm4moe")
+    gguf = read_gguf(path)
+    for missing in ("nextn.eh_proj.weight", "nextn.enorm.weight", "attn_q.weight", "ffn_down_exps.weight"):
+        tensors = {n: ("F32", np.zeros(ref.shape, np.float32)) for n, ref in gguf.tensors.items()
+                   if n != f"blk.2.{missing}"}  # fmt: skip
+        assert open_model(write_gguf(tmp_path / "less.gguf", gguf.metadata, tensors)).head is None
+    tensors = {n: ("F32", np.zeros(ref.shape, np.float32)) for n, ref in gguf.tensors.items() if "shared_head" not in n}
+    found = open_model(write_gguf(tmp_path / "less.gguf", gguf.metadata, tensors)).head
+    assert found is not None
+    assert found.weights["final_norm"].tensor.name == "output_norm.weight", "the model's own stands in"
 
 
 @each_ops

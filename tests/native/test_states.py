@@ -145,16 +145,18 @@ def wkv7(heads: int, dim: int) -> Case:
     )  # fmt: skip
 
 
-def gated_delta(heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0) -> Case:
+def gated_delta(
+    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False
+) -> Case:
     a = -np.exp(normal(10, heads))
 
     def ref(x: list[F32], step: Step) -> F32:
         q, k, v = split(x[0], groups), split(x[1], groups), split(x[2], heads)
-        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor).reshape(len(v), -1)
+        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor, in_turn).reshape(len(v), -1)
 
     return Case(
         Kind.DELTA, [groups * keys, groups * keys, heads * width, heads * (keys if by_key else 1), heads], 2,
-        {"state": (heads, keys * width)}, (0, heads, keys, width, groups), ref, (1e-6, factor), (a,),
+        {"state": (heads, keys * width)}, (0, heads, keys, width, groups, int(in_turn)), ref, (1e-6, factor), (a,),
     )  # fmt: skip
 
 
@@ -166,6 +168,7 @@ CASES = {
     "recurrent": recurrent(3, 5, 7), "recurrent, strips": recurrent(2, 16, 80), "retention": retention(3, 5, 7),
     "wkv7": wkv7(3, 8), "wkv7, whole": wkv7(2, 64),
     "delta": gated_delta(6, 2, 5, 7, False), "delta, strips": gated_delta(2, 1, 32, 128, False, 2.0),
+    "delta, in turn": gated_delta(6, 2, 5, 7, False, in_turn=True),
     "delta by key": gated_delta(3, 3, 6, 48, True), "delta by key, whole": gated_delta(2, 2, 40, 33, True),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock.core.model_spec import ModelSpec, Norm, Pair, cache_spec
+from penstock.core.model_spec import Layer, ModelSpec, Norm, Pair, cache_spec
 from penstock.core.protocols import ModelFamily
 from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.fields import Fields
@@ -72,12 +72,7 @@ def mtp_head(family: ModelFamily, spec: ModelSpec) -> MtpHead | None:
     keeps = cache_spec(last, "float32")
     if keeps is None or not keeps.per_token:
         return None
-    norm = Norm() if spec.final_norm is None else spec.final_norm
-    head = ModelSpec(
-        family=spec.family, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, layers=(last,), final_norm=norm,
-        max_position=spec.max_position, bos_token_id=spec.bos_token_id, eos_token_ids=spec.eos_token_ids,
-        dtype=spec.dtype, embed_size=2 * spec.hidden_size, pair=Pair(norm=norm, hidden_first=names.hidden_first),
-    )  # fmt: skip
+    head = head_spec(spec, last, hidden_first=names.hidden_first)
     block = names.block.format(n=n)
     longer = msgspec.structs.replace(spec, layers=(*spec.layers, last))
     own, stored = f"layers.{n}.", f"model.layers.{n}."
@@ -89,6 +84,16 @@ def mtp_head(family: ModelFamily, spec: ModelSpec) -> MtpHead | None:
     for name in ("token_norm", "hidden_norm", "embed_in", "final_norm"):
         places[name] = getattr(names, name).format(block=block) + ".weight"
     return MtpHead(head, places)
+
+
+def head_spec(spec: ModelSpec, layer: Layer, *, hidden_first: bool = False) -> ModelSpec:
+    """A head on a model of `spec` whose block is `layer`."""
+    norm = Norm() if spec.final_norm is None else spec.final_norm
+    return ModelSpec(
+        family=spec.family, vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, layers=(layer,), final_norm=norm,
+        max_position=spec.max_position, bos_token_id=spec.bos_token_id, eos_token_ids=spec.eos_token_ids,
+        dtype=spec.dtype, embed_size=2 * spec.hidden_size, pair=Pair(norm=norm, hidden_first=hidden_first),
+    )  # fmt: skip
 
 
 def says_mtp(family: ModelFamily, config: Mapping[str, Any]) -> bool:

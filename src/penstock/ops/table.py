@@ -127,7 +127,8 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("gated_delta", "the gated delta rule, token by token from the sequence's state (ops.ref.delta)",
                "q, k [T, G, K]; v [T, H, W]; dt [T, H] or [T, H*K] before softplus; beta [T, H] before the "
                "sigmoid; step",
-               "group; layer of the group; a [H]; eps of unit vectors; what beta is multiplied by", "[T, H, W]",
+               "group; layer of the group; a [H]; eps of unit vectors; what beta is multiplied by; whether every G-th "
+               "head shares a key head, not those in a row", "[T, H, W]",
                mutates="plane `state` of the group"),
 )  # fmt: skip
 

@@ -154,7 +154,7 @@ def wkv7(
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, step: TorchStep, group: int, layer: int, a: Tensor,
-    norm_eps: float, beta_scale: float,
+    norm_eps: float, beta_scale: float, in_turn: bool = False,
 ) -> Tensor:  # fmt: skip
     plane = step.tensor(group, "state")
     t, heads, width = v.shape
@@ -162,7 +162,8 @@ def gated_delta(
 
     def unit(x: Tensor) -> Tensor:
         norm = _each(lambda row: torch.sqrt((row * row).sum(-1, keepdim=True) + norm_eps), x)
-        return (x / norm).repeat_interleave(heads // x.shape[1], dim=1)
+        share = heads // x.shape[1]
+        return (x / norm).repeat(1, share, 1) if in_turn else (x / norm).repeat_interleave(share, dim=1)
 
     q, k = unit(q) * dim**-0.5, unit(k)
     keep = _each(torch.exp, _each(softplus, dt).reshape(t, heads, -1) * a[:, None])[..., None]

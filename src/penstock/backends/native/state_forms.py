@@ -97,8 +97,9 @@ def _wkv7(node: Node, planes: Planes) -> Form:
 
 
 def _delta(node: Node, planes: Planes) -> Form:
-    a, eps, factor = node.bound[2:]
-    return _matrix(Kind.DELTA, node, planes, 1, 2, f=(float(eps), float(factor)), pointers=(_numbers(a),))
+    a, eps, factor, in_turn = node.bound[2:]
+    form = _matrix(Kind.DELTA, node, planes, 1, 2, f=(float(eps), float(factor)), pointers=(_numbers(a),))
+    return form._replace(n=(*form.n, int(in_turn)))
 
 
 def _wkv4(node: Node, planes: Planes) -> Form:

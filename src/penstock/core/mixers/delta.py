@@ -11,7 +11,8 @@ from penstock.core.mixers import Shapes
 
 
 class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
-    """Gated delta net: `value_heads` states [key_dim, value_dim]; as many of them in a row share a key head.
+    """Gated delta net: `value_heads` states [key_dim, value_dim]; as many of them in a row share a key head. `in_turn`:
+    value head h has key head h modulo `key_heads` instead, as files of llama.cpp have it.
 
     Queries, keys and values go through causal convolutions of `conv` taps and silu; queries and keys become unit
     vectors (with `norm_eps` under the root), queries also times key_dim^-0.5. A state fades by exp(A softplus(dt)),
@@ -36,6 +37,7 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     gate_rank: int | None = None
     beta_scale: float = 1.0
     decay_is_log: bool = True
+    in_turn: bool = False
 
     @property
     def keys(self) -> int:

@@ -15,9 +15,10 @@ from penstock.ops.step import Step
 
 def gated_delta(
     q: F32, k: F32, v: F32, dt: F32, beta: F32, step: Step, group: int, layer: int, a: F32, norm_eps: float,
-    beta_scale: float,
+    beta_scale: float, in_turn: bool = False,
 ) -> F32:  # fmt: skip
-    """q, k [T, G, K], v [T, H, W], dt [T, H] or [T, H*K], beta [T, H], a [H] -> [T, H, W]; H/G heads share q and k.
+    """q, k [T, G, K], v [T, H, W], dt [T, H] or [T, H*K], beta [T, H], a [H] -> [T, H, W]; H/G heads share q and k,
+    those in a row or, `in_turn`, every G-th.
 
     Of each head, with unit vectors of q and k and q times K^-0.5: state = state * exp(a softplus(dt));
     state += k^T (beta_scale * sigmoid(beta) * (v - k state)); out = q state. dt has its bias already; with H*K numbers
@@ -28,7 +29,8 @@ def gated_delta(
     plane = step.planes[group]["state"]
     t, heads, width = v.shape
     dim = q.shape[2]
-    q, k = (np.repeat(unit(x, norm_eps), heads // x.shape[1], axis=1) for x in (q, k))
+    turn = np.arange(heads) % q.shape[1] if in_turn else np.arange(heads) * q.shape[1] // heads
+    q, k = (unit(x, norm_eps)[:, turn] for x in (q, k))
     q = q * np.float32(dim**-0.5)
     keep = np.exp(softplus(dt).reshape(t, heads, -1) * a[:, None])[..., None]
     share = (sigmoid(beta) * np.float32(beta_scale))[:, :, None, None]
