@@ -47,8 +47,8 @@ TURNED = {
 """Rows of q and k are put in an order in which rotary pairs, halves of a head before, are neighbours."""
 FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3"}
 FUSED_UP = {"phi3", "glm4", "chatglm"}
-UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm", "phimoe",
-          "jamba"}  # fmt: skip
+UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm",
+          "phimoe", "jamba"}  # fmt: skip
 """Their files say no size of a head."""
 BLOCKS_ARE_HALVES = {"nemotron_h", "nemotron_h_moe"}
 LAYERS_OF_BLOCKS = {"falcon-h1": 3}
@@ -202,6 +202,8 @@ def half(layer: Layer, own: Weights, arch: str) -> Weights:
             array = array + np.float32(layer.mixer.qk_norm.offset)
         if arch == "falcon" and layer.parallel and not layer.shared_norm and base.endswith("_norm"):
             out[f"{'attn_norm_2' if base == 'attn_norm' else 'attn_norm'}.{ending}"] = array
+        elif arch == "falcon-h1" and base == "ffn_norm":
+            out["ffn_norm"] = array  # as the package of names has it
         elif base in names:
             ssm = base == "o" and isinstance(layer.mixer, Mamba | Mamba2)
             short = base == "o" and isinstance(layer.mixer, ShortConv)

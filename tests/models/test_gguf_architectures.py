@@ -88,7 +88,7 @@ HYBRID = GRANITE | {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 CONVOLVED = {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
-INDEX = {"index_n_heads": 24, "index_head_dim": 8, "index_topk": 9, "num_key_value_heads": 4}
+INDEX = {"index_n_heads": 24, "index_head_dim": 64, "index_topk": 9, "num_key_value_heads": 4}
 TRINITY = {
     "num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8,
     "sliding_window": 9, "route_scale": 1.7, "mup_enabled": True,
@@ -104,7 +104,7 @@ H1 = {
 }  # fmt: skip
 MIMO = {
     "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12, "v_head_dim": 8,
-    "sliding_window": 9, "num_key_value_heads": 1, "routed_scaling_factor": 1.7, "rope_parameters": {
+    "sliding_window": 9, "num_key_value_heads": 1, "rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
 }  # fmt: skip
@@ -117,8 +117,8 @@ KIMI = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 RWKV7 = {
-    "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 32,
-    "num_hidden_layers": 3, "head_dim": 8, "intermediate_size": 56, "decay_low_rank_dim": 6, "a_low_rank_dim": 5,
+    "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 128,
+    "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 56, "decay_low_rank_dim": 6, "a_low_rank_dim": 5,
     "v_low_rank_dim": 3, "gate_low_rank_dim": 7, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -130,7 +130,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "prefix_dense_intermediate_size": 40}),
     "deepseek32": ("DeepseekV32", MLA | INDEX),
     "deepseek32-yarn": ("DeepseekV32", MLA | INDEX | {"index_topk": 200, "rope_parameters": YARN | {
-        "mscale": 0.7, "mscale_all_dim": 0.7}}),
+        "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "exaone-moe": ("ExaoneMoe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                                  "layer_types": KINDS, "sliding_window": 9}),
     "falcon-h1": ("FalconH1", H1),

@@ -102,7 +102,8 @@ _LATENT: dict[str, Source] = {
 _INDEXED: dict[str, Source] = {
     **_LATENT, "num_experts_per_tok": r.gated_as(r.SIGMOID), "n_group": u.groups("expert_group_count"),
     "topk_group": u.groups("expert_group_used_count"), "first_k_dense_replace": u.num_dense,
-    "index_n_heads": "attention.indexer.head_count", "index_head_dim": "attention.indexer.key_length", "index_topk": "attention.indexer.top_k",
+    "index_n_heads": "attention.indexer.head_count", "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
 }  # fmt: skip
 _KINDS: dict[str, Source] = {
     **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": u.of_kind("attention.head_count", FULL), "head_dim": u.key_dim,
@@ -264,7 +265,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "rope_parameters": r.two_ropes(10000.0),
     }),
     "glm-dsa": Architecture(("glm_moe_dsa",), {
-        **_INDEXED, "rope_parameters": s.latent_rope, "indexer_types": u.indexer_types,
+        **_INDEXED, "indexer_types": u.indexer_types,
     }, neighbours=True),
     "glm4": Architecture(("glm4",), _LLAMA, neighbours=True),
     "glm4moe": Architecture(("glm4_moe",), {
