@@ -429,6 +429,7 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         "exaone-moe",
         "cohere2moe",
         "step35",
+        "ernie4_5-moe",
     ):
         own |= {"expert_shared_feed_forward_length": ffn.shared.width}
     if ffn.shared is not None and arch in SAY_SHARED:

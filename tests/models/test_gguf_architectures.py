@@ -19,6 +19,8 @@ import pytest
 import transformers
 from safetensors.numpy import save_file
 
+from penstock.backends.native.backend import NativeBackend
+from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import (
     Attention,
@@ -35,11 +37,13 @@ from penstock.families.gguf.architectures import ARCHITECTURES
 from penstock.families.gguf.missing import NEEDS
 from penstock.families.registry import FAMILIES, find_family, open_model
 from penstock.formats.gguf import read_gguf
+from penstock.ops.native.library import best_library
+from penstock.ops.native.program import Pool
 from penstock.weights.load import load_weights
 from tests.ggml import stored_values, write_gguf
 from tests.models.gguf_writer import TURNED, file_metadata, file_tensors, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
-from tests.models.parity import VOCAB, random_model
+from tests.models.parity import TORCH, VOCAB, random_model
 from tests.models.test_parity_delta import restore
 from tests.models.test_step_parity import TEXT as STEP_TEXT
 from tests.models.test_step_parity import VISION as STEP_VISION
@@ -152,7 +156,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "step35-limits": ("Step3p7", STEP | {"swiglu_limits": [0.0, 0.0, 0.0, 0.4, 0.0],
                                          "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.3, 0.0]}),
     "dots1": ("Dots1", ROUTED | {"first_k_dense_replace": 1, "norm_topk_prob": True, "head_dim": 8,
-                                 "sliding_window": None, "routed_scaling_factor": 2.5}),
+                                 "sliding_window": None, "routed_scaling_factor": 2.5, "num_key_value_heads": 4}),
     "ernie4_5-moe": ("Ernie4_5_Moe", {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 8}),
     "granitehybrid": ("GraniteMoeHybrid", HYBRID),
     "granitehybrid-dense": ("GraniteMoeHybrid", HYBRID | {"num_local_experts": 0}),
@@ -449,7 +453,7 @@ def test_value_heads_in_another_order_stay_blocks(tmp_path: Path) -> None:
     assert kept >= {"q", "k", "v", "z", "beta", "dt", "o"}
 
 
-@pytest.mark.parametrize("case", ["deepseek2-v3", "mamba", "mamba2"])
+@pytest.mark.parametrize("case", ["deepseek2-v3", "mamba", "mamba2", "qwen35"])
 def test_the_naive_loop_equals_the_program_bit_for_bit(case: str, tmp_path: Path) -> None:
     """Where files hold other weights than folders: halves of latent attention, decays that are no logarithms."""
     _, gguf = both(case, tmp_path)
@@ -457,6 +461,29 @@ def test_the_naive_loop_equals_the_program_bit_for_bit(case: str, tmp_path: Path
     ids = np.random.default_rng(3).integers(3, VOCAB, 40).tolist()
     want = NaiveModel(gguf.spec, weights).logits(ids)
     np.testing.assert_array_equal(Paged(gguf.spec, weights).chunked("a", ids, (7, 1, 16)), want)
+
+
+OTHER_THAN_FOLDERS = ["qwen35", "qwen35moe", "kimi-linear", "rwkv7", "jamba", "falcon-h1", "mimo2", "glm-dsa-shared"]
+"""Where a file's weights are others than a folder's, or the family has no other suite."""
+
+
+@pytest.mark.parametrize("case", OTHER_THAN_FOLDERS)
+def test_every_backend_computes_the_same_of_a_file(case: str, tmp_path: Path) -> None:
+    own, gguf = both(case, tmp_path)
+    weights, ids = load_weights(gguf, gguf.spec, "float32"), np.random.default_rng(1).integers(3, VOCAB, 60).tolist()
+    expected = logits(own, ids)
+
+    def on(backend: Any) -> Paged:
+        return Paged(gguf.spec, weights, max_model_len=192).on(backend)
+
+    torched = on(TORCH).chunked("a", ids, (23, 1, 16))
+    np.testing.assert_allclose(torched, expected, atol=3e-4)
+    if best_library() is None or native_obstacle(gguf.spec) is not None:
+        return
+    native = NativeBackend(Pool(best_library(), 2))
+    whole = on(native).one_go("a", ids)
+    np.testing.assert_allclose(whole, expected, atol=3e-4)
+    np.testing.assert_array_equal(on(native).chunked("a", ids, (7, 1, 16, 3)), whole)
 
 
 def test_every_architecture_has_a_case_and_a_family() -> None:
@@ -477,7 +504,10 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"])
+@pytest.mark.parametrize("case", [
+    "deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe", "cohere2moe-dense",
+    "glm-dsa-shared", "jamba", "kimi-linear", "mimo2", "rwkv7", "step35-limits",
+])  # fmt: skip
 def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
     _, checkpoint = both(case, tmp_path)
     gguf, arch = read_gguf(checkpoint.path), architecture(case)

@@ -54,8 +54,8 @@ class Rwkv7Family:
             max_position=UNLIMITED_POSITION,
         )
         e = sizes.hidden_size
-        for name, value in (("hidden_act", "sqrelu"), ("norm_first", True), ("norm_bias", True), ("attn", None)):
-            require(fields, name, value)
+        for name, only in (("hidden_act", "sqrelu"), ("norm_first", True), ("norm_bias", True), ("attn", None)):
+            require(fields, name, only)
         head_dim = fields.integer("head_dim", high=e, default=64)
         if e % head_dim:
             raise ModelError(f"{WHERE}: head_dim {head_dim} does not divide the hidden size {e}")
