@@ -430,6 +430,21 @@ def test_a_written_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(gguf, ids), expected, atol=1e-4)
 
 
+def test_values_that_are_smaller_than_keys_lie_below_them_in_one_tensor(tmp_path: Path) -> None:
+    """As in files of MiMo-V2.5."""
+    own, gguf = both("mimo2", tmp_path)
+    weights = {name: np.array(a) for name, a in load_weights(own, own.spec, "float32").items()}
+    tensors = file_tensors(own.spec, weights, "mimo2")
+    for i in range(len(own.spec.layers)):
+        parts = [tensors.pop(f"blk.{i}.attn_{name}.weight") for name in "qkv"]
+        tensors[f"blk.{i}.attn_qkv.weight"] = np.concatenate(parts)
+    kinds = {name: ("F32", array) for name, array in tensors.items()}
+    fused = open_model(write_gguf(tmp_path / "fused.gguf", file_metadata(own.spec, "mimo2"), kinds))
+    assert fused.spec == gguf.spec
+    want, got = (load_weights(c, c.spec, "float32") for c in (gguf, fused))
+    assert all(np.array_equal(got[name], array) for name, array in want.items())
+
+
 def test_value_heads_in_another_order_stay_blocks(tmp_path: Path) -> None:
     """Qwen3.5, whose heads lie so that each next one has the next key head; columns of o lie so, too."""
     CASES["qwen35-wide"] = ("Qwen3_5", GATED | {"linear_key_head_dim": 16, "linear_value_head_dim": 16})
