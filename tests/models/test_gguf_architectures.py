@@ -430,6 +430,26 @@ def test_a_written_file_is_the_same_model(case: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(gguf, ids), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["mimo2", "step35", "exaone-moe", "cohere2moe", "glm-dsa-shared", "deepseek32"])
+def test_blocks_behind_the_layers_are_passed_over(case: str, tmp_path: Path) -> None:
+    """Lists of the metadata have entries for them, too."""
+    _, gguf = both(case, tmp_path)
+    file, arch = read_gguf(gguf.path), architecture(case)
+    n = file.metadata[f"{arch}.block_count"]
+    assert isinstance(n, int)
+    more: dict[str, Any] = {
+        key: [*value, value[-1]] for key, value in file.metadata.items() if isinstance(value, list) and len(value) == n
+    }
+    tensors = {name: ref.shape for name, ref in file.tensors.items()}
+    tensors |= {name.replace(f"blk.{n - 1}.", f"blk.{n}."): shape for name, shape in tensors.items()}
+    tensors[f"blk.{n}.nextn.eh_proj.weight"] = (32, 64)
+    metadata = file.metadata | more | {f"{arch}.block_count": n + 1, f"{arch}.nextn_predict_layers": 1}
+    zeros = {name: ("F32", np.zeros(shape, np.float32)) for name, shape in tensors.items()}
+    longer = open_model(write_gguf(tmp_path / "longer.gguf", metadata, zeros))
+    assert longer.spec == gguf.spec
+    assert longer.head is None
+
+
 def test_values_that_are_smaller_than_keys_lie_below_them_in_one_tensor(tmp_path: Path) -> None:
     """As in files of MiMo-V2.5."""
     own, gguf = both("mimo2", tmp_path)

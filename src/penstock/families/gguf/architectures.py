@@ -318,7 +318,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     }),
     "kimi-linear": Architecture(("kimi_linear",), {
         **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": u.query_heads, "linear_attn_config": u.kimi_layers,
-        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank?",
+        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": s.query_rank,
         "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
         "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
         "num_experts_per_token": r.gated_as(r.SIGMOID), "num_shared_experts": m.num_shared,
