@@ -65,7 +65,7 @@ def text(vocab: int, n: int = 70) -> tuple[int, ...]:
 def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
-            "sandwich", "windowed", "all_windowed", "experts", "latent", "slots", "mamba", "mamba2", "mamba2_hybrid",
+            "sandwich", "windowed", "all_windowed", "experts", "latent", "indexed", "slots", "mamba", "mamba2", "mamba2_hybrid",
             "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
 
 
