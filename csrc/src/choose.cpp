@@ -34,6 +34,19 @@ struct Some {
     int32_t slots;  // of the last one's
 };
 
+// Where a unit of work falls: its block, and how many units and tokens the blocks before it have.
+struct Place {
+    int block = 0;
+    int64_t units = 0, tokens = 0;
+
+    // `each`: units of a block. A thread's units ascend, but for those that it takes from others.
+    template <class Each>
+    void find(const Some* blocks, int64_t unit, Each each) {
+        if (unit < units) *this = Place();
+        for (; unit >= units + each(blocks[block]); block++) units += each(blocks[block]), tokens += blocks[block].count;
+    }
+};
+
 class Choose final : public Op {
   public:
     Choose(const pst_op& op, const Maker& maker)
@@ -104,15 +117,14 @@ class Choose final : public Op {
     void score(Team& team, const Context& context, const Some* blocks, int count) const {
         int64_t units = 0;
         for (int i = 0; i < count; i++) units += (blocks[i].slots + CHUNK - 1) / CHUNK;
-        int at = 0;
-        int64_t before = 0, row = 0, ready = -1;  // units and tokens of the blocks before `at`
+        Place at;
+        int ready = -1;
         for (int64_t unit, end; team.next(1, units, unit, end);)
             for (; unit < end; unit++) {
-                for (int64_t own; unit >= before + (own = (blocks[at].slots + CHUNK - 1) / CHUNK); at++)
-                    before += own, row += blocks[at].count;
-                if (ready != at) take_queries(blocks[at], context.own_scratch + queries_at_);
-                ready = at;
-                score_chunk(context, blocks[at], int(unit - before) * CHUNK, row);
+                at.find(blocks, unit, [](const Some& some) { return (some.slots + CHUNK - 1) / CHUNK; });
+                if (ready != at.block) take_queries(blocks[at.block], context.own_scratch + queries_at_);
+                ready = at.block;
+                score_chunk(context, blocks[ready], int(unit - at.units) * CHUNK, at.tokens);
             }
     }
 
@@ -151,13 +163,12 @@ class Choose final : public Op {
     }
 
     void choose(Team& team, const Context& context, const Some* blocks, int64_t tokens) const {
-        int at = 0;
-        int64_t before = 0;
+        Place at;
         for (int64_t i, end; team.next(1, tokens, i, end);)
             for (; i < end; i++) {
-                for (; i >= before + blocks[at].count; at++) before += blocks[at].count;
+                at.find(blocks, i, [](const Some& some) { return some.count; });
                 auto* scores = reinterpret_cast<const float*>(context.shared_scratch) + i * stride_;
-                choose_one(context, blocks[at].sequence, blocks[at].first + int(i - before), scores);
+                choose_one(context, blocks[at.block].sequence, blocks[at.block].first + int(i - at.tokens), scores);
             }
     }
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.backends.native.obstacle import native_obstacle
-from penstock.families.registry import find_family, open_model
+from penstock.families.registry import open_model
 from penstock.weights.load import load_weights
-from tests.models.llama_like_cases import CASES, MAX_MODEL_LEN, config_of, make, restored
+from tests.models.llama_like_cases import CASES, MAX_MODEL_LEN, make, restored
 from tests.models.parity import VOCAB, check, oracle, save
 from tests.paged import Paged
 

@@ -123,8 +123,8 @@ def test_choices_are_the_references(isa: str, dtype: str, shape: tuple[int, int,
 def test_nodes_of_a_tree_choose_among_their_paths(isa: str, kind: str) -> None:
     rule, rng = indexed(5, 6), np.random.default_rng(len(kind))
     for start, count, top in ((0, 12, 2), (5, 14, 6), (250, 20, 9), (700, 9, 40)):
-        step = [Drafting(whole(rng, rule, 300, 297)), drafts(rng, rule, start, count, kind), Drafting(whole(rng, rule, 20))]
-        step[1] = replace(step[1], text=whole(rng, rule, start + count, start))
+        tree = replace(drafts(rng, rule, start, count, kind), text=whole(rng, rule, start + count, start))
+        step = [Drafting(whole(rng, rule, 300, 297)), tree, Drafting(whole(rng, rule, 20))]
         weights = [shares(rng, n, 5) for n in (3, count, 20)]
         for threads in (1, 3):
             got, plan, planes = chosen(isa, threads, step, rule, weights, top)
@@ -285,7 +285,9 @@ def test_it_is_the_references_attention(isa: str) -> None:
     planes, group = paged([g.text for g in step], rule, "float32", 16, np.random.default_rng(0))
     plan = tree_plan(step, group)
     slots = at_random(rng, plan, 20)
-    chose = [np.arange(p + 1) if np.isnan(s[0]) else s.astype(np.int64) for p, s in zip(plan.positions, slots, strict=True)]
+    chose = [
+        np.arange(p + 1) if np.isnan(s[0]) else s.astype(np.int64) for p, s in zip(plan.positions, slots, strict=True)
+    ]
     q = np.concatenate([g.text.q[g.text.start : g.text.stop] for g in step])
     want = attend_chosen(q, chose, Step(plan, [planes]), 0, LAYER, keys=("k", "more"), value="k", scale=rule.factor)
     np.testing.assert_allclose(attended(isa, 2, step, rule, slots, "float32"), want, atol=2e-6)

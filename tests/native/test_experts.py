@@ -105,9 +105,11 @@ def test_ties_go_to_the_lower_id_and_extremes_stay_finite(isa: str) -> None:
 
 @each_isa
 def test_sparse_mixers_experts_share_with_those_that_are_near(isa: str) -> None:
-    """Source: Liu et al., GRIN, arXiv 2409.12136, section 2.2: how far an expert may be goes by the larger of the two."""
+    """How far one may be goes by the larger of the two. Source: Liu et al., GRIN, arXiv 2409.12136, section 2.2."""
     router = Router(score="sparse_mixer", jitter=0.25)
-    logits = np.array([[2.0, 1.0, 1.1, 3.0], [-1.0, -1.5, -1.9, -3.0], [0.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 2.0]], np.float32)
+    logits = np.array(
+        [[2.0, 1.0, 1.1, 3.0], [-1.0, -1.5, -1.9, -3.0], [0.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 2.0]], np.float32
+    )
     got = routed(isa, 1, logits, 2, router, None)
     e = np.exp
     assert got.ids.tolist() == [[0, 3], [0, 1], [0, 1], [0, 1]]

@@ -119,7 +119,9 @@ def run(isa: str, threads: int, case: Case, inputs: list[F32]) -> F32:
 def test_xielu_near_zero_and_far_out(isa: str) -> None:
     case = next(case for case in CASES if case.name == "xielu")
     near = [s * m * 10.0**-e for s in (1, -1) for e in range(1, 30) for m in (1.0, 3.7)]
-    x = np.array([[*near, 0.0, -0.0, 5e-7, -5e-7, 1e-6, -1e-6, 90.0, -90.0, -200.0, 1e4, -1e4, 1e18, -1e30]], np.float32)
+    x = np.array(
+        [[*near, 0.0, -0.0, 5e-7, -5e-7, 1e-6, -1e-6, 90.0, -90.0, -200.0, 1e4, -1e4, 1e18, -1e30]], np.float32
+    )
     want = xielu(x)
     within(run(isa, 1, case, [x]), want, 3e-7 * np.abs(want) + 1e-12)
     ends = run(isa, 1, case, [np.array([[np.inf, np.nan]], np.float32)])[0]
