@@ -279,6 +279,29 @@ def test_nodes_attend_as_their_paths_do(isa: str, kind: str) -> None:
 
 
 @each_isa
+def test_a_line_that_has_forgotten_tokens_is_the_same_with_slots_for_positions(isa: str) -> None:
+    gone, top = 37, 9
+    rng = np.random.default_rng(12)
+    forgotten = {"dropped": (np.array([0, gone, 0], np.int32),)}
+    for rule, op in ((indexed(5, 6), choose_op), (latent(8), None)):
+        t = text(rng, rule, 60, 5)
+        planes, group = paged([t], rule, "float32", 16, rng)
+        plan, later = (plan_of([0, 55], [at], [group]) for at in (5, 5 + gone))
+        later = replace(later, groups=(replace(group, **forgotten),))
+        second = shares(rng, 55, 5) if op is not None else at_random(rng, plan, top)
+
+        def make(i: list[int], o: int, rule: Rule = rule, op: Any = op) -> NativeOp:
+            return replace(attend_op(rule, i, o), inputs=tuple(i)) if op is None else op(rule, top, i, o)
+
+        width = rule.heads * rule.width if op is None else top
+        want, got = (
+            execute(isa, 2, [t.q[5:].reshape(55, -1), second], width, make, plan=p, planes=[planes])
+            for p in (plan, later)
+        )
+        same(got, want)
+
+
+@each_isa
 def test_it_is_the_references_attention(isa: str) -> None:
     rule, rng = latent(4), np.random.default_rng(2)
     step = [Drafting(text(rng, rule, 200, 150)), Drafting(text(rng, rule, 9))]
