@@ -19,10 +19,9 @@ constexpr int QUERY_ROWS = 256;
 constexpr int GROUP = 8;  // rows whose products exist at once
 constexpr int TREE = 64;  // nodes of a tree, which have slots behind all positions
 
-// Larger scores are smaller keys, a NaN's is the largest; the two zeros are equal.
+// Larger scores are smaller keys, a NaN's is the largest. There is one zero: sums begin with it.
 inline uint32_t key_of(float score) {
     if (std::isnan(score)) return UINT32_MAX;
-    score += 0.0f;
     uint32_t bits;
     std::memcpy(&bits, &score, 4);
     return bits >> 31 ? bits : ~(bits | 0x80000000u);
