@@ -19,7 +19,7 @@ from tests.paged import Paged
 def test_of_equal_scores_the_lower_position_is_chosen() -> None:
     scores = np.array([0.0, 2.0, 0.0, -1.0, 2.0, 0.0], np.float32)
     assert best(scores, range(6), 3) == [0, 1, 4]
-    assert best(scores, range(6), 9) == [0, 1, 2, 3, 4, 5]
+    assert best(scores, range(6), 6) == [0, 1, 2, 3, 4, 5]
     assert best(np.zeros(5, np.float32), range(5), 2) == [0, 1]
 
 
@@ -27,6 +27,7 @@ def test_only_what_is_seen_is_chosen_and_numbers_before_others() -> None:
     scores = np.array([np.nan, -np.inf, 2.0, np.nan, 9.0, 9.0], np.float32)
     assert best(scores, range(4), 1) == [2]
     assert best(scores, range(4), 3) == [0, 1, 2]
+    assert best(scores, range(4), 4) == [0, 1, 2, 3]
     rows = np.stack([scores, scores])
     assert [x.tolist() for x in best_of(rows, [np.arange(4), np.arange(5)], 2)] == [[1, 2], [2, 4]]
     # The places of a tree's path are among those that it sees.
@@ -34,7 +35,11 @@ def test_only_what_is_seen_is_chosen_and_numbers_before_others() -> None:
 
 
 def best(scores: F32, seen: Sequence[int], top_k: int) -> list[int]:
-    return best_of(scores[None], [np.array(seen)], top_k)[0].tolist()
+    """Alone, and beside another row, which is another way."""
+    alone, own = best_of(scores[None], [np.array(seen)], top_k)[0].tolist(), np.array(seen)
+    beside = best_of(np.stack([scores, scores]), [own, own], top_k)
+    assert [x.tolist() for x in beside] == [alone, alone]
+    return alone
 
 
 def test_scores_equal_the_formula_in_float64() -> None:

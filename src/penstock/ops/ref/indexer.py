@@ -1,7 +1,7 @@
 """Sparse latent attention: an indexer scores every token that a query may see, attention reads the best of them.
 
-Tokens of a sequence are scored together, a chunk of keys of one size after the other, so that a score's products have
-the same shape in any step; so have those of attention over equally many tokens.
+Tokens of a sequence are scored together, by chunks of keys of one size, so that a score's products have the same shape
+in any step; so have those of attention over equally many tokens.
 
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1 (the lightning indexer and fine-grained token selection). Shape
 letters: T tokens, H heads, D head dim, n tokens in a token's reach, R some of the tokens, K chosen ones.
@@ -23,7 +23,7 @@ Chosen = list[npt.NDArray[np.int64]]
 """For every token of a step the places of the tokens it reads among those it may see, ascending."""
 _CHUNK = 256
 _MOST_NUMBERS = 1 << 22
-"""Scores, or numbers of keys, that exist at once."""
+"""Products with keys, or numbers of chosen keys, that exist at once."""
 
 
 def choose_tokens(
@@ -40,7 +40,7 @@ def choose_tokens(
                 out[t] = np.arange(seen.size)
         left = [t for t, seen in own.seen.items() if seen.size > top_k]
         (keys,) = own.held
-        at_once = max(1, _MOST_NUMBERS // max(1, len(keys)))
+        at_once = max(1, _MOST_NUMBERS // (len(keys) * q.shape[1]))
         for first in range(0, len(left), at_once):
             rows = left[first : first + at_once]
             scores = index_scores(q[rows], weights[rows], keys[:, 0], scale)
@@ -52,24 +52,29 @@ def choose_tokens(
 def index_scores(q: F32, weights: F32, keys: F32, scale: float) -> F32:
     """q [R, H, D], weights [R, H], keys [n, D] -> [R, n]."""
     n, dim = keys.shape
-    padded = np.zeros((-(-n // _CHUNK) * _CHUNK, dim), np.float32)
-    padded[:n] = keys
-    out = np.empty((len(q), len(padded)), np.float32)
-    for first in range(0, n, _CHUNK):
-        of = slice(first, first + _CHUNK)
-        shares = np.maximum(np.matmul(q, padded[of].T) * np.float32(scale), np.float32(0.0))
-        out[:, of] = np.matmul(weights[:, None], shares)[:, 0]
-    return out[:, :n]
+    padded = np.zeros((-(-n // _CHUNK), _CHUNK, dim), np.float32)
+    padded.reshape(-1, dim)[:n] = keys
+    products = np.matmul(q[:, None], padded.transpose(0, 2, 1)) * np.float32(scale)
+    out = np.matmul(weights[:, None, None], np.maximum(products, np.float32(0.0)))
+    return out.reshape(len(q), -1)[:, :n]
 
 
 def best_of(scores: F32, seen: Sequence[npt.NDArray[np.int64]], top_k: int) -> Chosen:
-    """Of each row of scores [R, n] places, ascending, of the `top_k` best of those `seen`; of equal ones the first."""
-    if not all(len(s) == s[-1] + 1 for s in seen):  # not the first ones: paths of a tree
+    """Of each row of scores [R, n] places, ascending, of the `top_k` best of those `seen`; of equal ones the first.
+
+    NaN come last. Every row sees `top_k` at least.
+    """
+    if len(seen) == 1 or not all(len(s) == s[-1] + 1 for s in seen):  # one row, or paths of a tree
         return [np.sort(np.argsort(-x[s], kind="stable")[:top_k]) for x, s in zip(scores, seen, strict=True)]
     counts = np.array([len(s) for s in seen])[:, None]
-    # What is not seen stands behind what is, and so behind it among those that are no numbers, which come last.
+    # What is not seen is no number, and stands behind all that is seen and none.
     worth = np.where(np.arange(scores.shape[1]) < counts, -scores, np.float32(np.nan))
-    return list(np.sort(np.argsort(worth, axis=1, kind="stable")[:, :top_k], axis=1))
+    last, none = np.partition(worth, top_k - 1, axis=1)[:, top_k - 1, None], np.isnan(worth)
+    better = (worth < last) | (np.isnan(last) & ~none)
+    equal = (worth == last) | (np.isnan(last) & none)
+    left = top_k - np.count_nonzero(better, axis=1)[:, None]
+    chosen = better | (equal & (np.cumsum(equal, axis=1) <= left))
+    return list(np.nonzero(chosen)[1].reshape(len(scores), top_k))
 
 
 def attend_chosen(
