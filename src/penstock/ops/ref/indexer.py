@@ -107,14 +107,14 @@ def _attend(q: F32, k: F32, v: F32, scale: float) -> F32:
     return out
 
 
-class Context(NamedTuple):
+class _Context(NamedTuple):
     """What the planes hold of a sequence, [n, 1, W] each, and which of these each of its tokens in the step sees."""
 
     held: list[F32]
     seen: dict[int, npt.NDArray[np.int64]]
 
 
-def contexts(step: Step, group: int, layer: int, names: Sequence[str]) -> Iterator[Context]:
+def contexts(step: Step, group: int, layer: int, names: Sequence[str]) -> Iterator[_Context]:
     """Of every sequence that has tokens in the step."""
     plan, where = step.plan, step.plan.groups[group]
     for b in range(step.num_sequences):
@@ -130,4 +130,4 @@ def contexts(step: Step, group: int, layer: int, names: Sequence[str]) -> Iterat
             seen = {t: slots[: int(plan.positions[t]) - gone + 1] for t in range(lo, hi)}
         else:
             seen = {t: np.array([*range(start), *(n + start - lo for n in paths[t - lo])]) for t in range(lo, hi)}
-        yield Context(held, seen)
+        yield _Context(held, seen)
