@@ -55,7 +55,7 @@ def index_scores(q: F32, weights: F32, keys: F32, scale: float) -> F32:
     padded = np.zeros((-(-n // _CHUNK), _CHUNK, dim), np.float32)
     padded.reshape(-1, dim)[:n] = keys
     products = np.matmul(q[:, None], padded.transpose(0, 2, 1)) * np.float32(scale)
-    out = np.matmul(weights[:, None, None], np.maximum(products, np.float32(0.0)))
+    out: F32 = np.matmul(weights[:, None, None], np.maximum(products, np.float32(0.0)))
     return out.reshape(len(q), -1)[:, :n]
 
 
