@@ -185,10 +185,15 @@ typedef struct pst_register {
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
  *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys. p3? pst_pages: it sees
- *                the likeliest pages only
+ *                the likeliest pages only. in1? routes of PST_CHOOSE: a token that sees more than in1 is wide reads the
+ *                tokens in those slots, as if there were no others; then without window, chunk, slopes, p2 and p3
+ * PST_CHOOSE     out [T, K] = the slots of the K tokens whose scores are best of those that a token sees, ascending, for
+ *                tokens that see more than K (the others' rows are left as they are); of equal scores the lowest slots,
+ *                a NaN last. A token is worth the sum over the heads, in order, of in1 [T, n2] * max(0, f0 q.k) of in0 q
+ *                [T, n2, n3] and keys k [n3] of layer n1 of group n0, in plane n4. No sequence has more than n5 tokens
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
- * PST_ACT        n0 activation of in0: in place
+ * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
  * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
  * PST_GATE_ROWS  in0 * sigmoid(in1), in1 of width 1 or as in0: in place on in0
  * PST_SCALE_QUERIES  in0 * (1 + f0 * log(1 + floor((position + f2) / f1))): in place
@@ -198,7 +203,8 @@ typedef struct pst_register {
  *                a router. Scores: n1 0 their softmax, 1 their sigmoid. The best n0 are chosen, equals in order of their
  *                ids, a NaN last, by scores + p0? [X]; of n2 equal groups only the best n3 take part, a group being worth
  *                its best (n4 0) or its two best together (n4 1). They weigh their scores (n6 1: the softmax of the chosen
- *                logits); n5 1: divided by their sum (+ 1e-20 of sigmoids); then times f0
+ *                logits); n5 1: divided by their sum (+ 1e-20 of sigmoids); then times f0, and p1? [X].
+ *                n1 2: SparseMixer (penstock.core.model_spec.Router), f1 twice its jitter; only n0, f0 and p1 matter then
  * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
  *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies
@@ -242,15 +248,18 @@ enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
-    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS
+    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
 
 /* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped (gated only): as
- * penstock.core.model_spec.FeedForward says */
+ * penstock.core.model_spec.FeedForward says; xielu (PST_ACT only): f0 x^2 + x / 2 above 0, else f1 (e^min(x, -1e-6) - 1 - x)
+ * + x / 2. The limit of a gate, if there is one, cuts act(gate) to f0 at most, and up to -f0 ... f0; of swiglu_clamped the
+ * gate before its activation. */
 enum pst_activation {
-    PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU
+    PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU,
+    PST_XIELU
 };
 
 /* PST_ATTEND of raw keys, kept as they were before their rotation: they turn when they are read, as PST_ROPE turns them,

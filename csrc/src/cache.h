@@ -10,6 +10,7 @@ struct Pages {
     const int32_t* ids;
     int64_t factor, offset;
     int block_size;
+    const int32_t* slots = nullptr;  // if there are any: which one has the place of each that is looked up
 
     Pages(const pst_group& group, int sequence, int line) : block_size(group.block_size) {
         // A shared table names slabs that hold a page of every line; a ragged one has its pages line by line.

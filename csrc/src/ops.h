@@ -65,7 +65,7 @@ using OpPtr = std::unique_ptr<Op>;
 
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
-// PST_ATTEND; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; state.h: those with states.
+// PST_ATTEND; choose.cpp: PST_CHOOSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
 OpPtr make_norm(const pst_op& op, const Maker& maker);
@@ -73,6 +73,7 @@ OpPtr make_linear(const pst_op& op, const Maker& maker);
 OpPtr make_latent(const pst_op& op, const Maker& maker);
 OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
+OpPtr make_choose(const pst_op& op, const Maker& maker);
 OpPtr make_route(const pst_op& op, const Maker& maker);
 OpPtr make_experts(const pst_op& op, const Maker& maker);
 OpPtr make_state(const pst_op& op, const Maker& maker);

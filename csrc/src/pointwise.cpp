@@ -115,6 +115,10 @@ OpPtr for_activation(int activation, Make make) {
 }
 
 OpPtr make_activation(const Registers& r) {
+    if (r.op.n[0] == PST_XIELU) {
+        float positive = r.op.f[0], negative = r.op.f[1];
+        return r.unary([=](F x) { return xielu(x, positive, negative); });
+    }
     auto make = [&](auto a) { return r.unary([](F x) { return activate(x, decltype(a)::value); }); };
     return for_activation(r.op.n[0], make);
 }

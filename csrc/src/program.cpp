@@ -22,6 +22,7 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_ROPE: return make_rope(op, maker);
         case PST_WRITE:
         case PST_ATTEND: return make_cache(op, maker);
+        case PST_CHOOSE: return make_choose(op, maker);
         case PST_ROUTE: return make_route(op, maker);
         case PST_EXPERTS: return make_experts(op, maker);
         case PST_LERP:

@@ -195,6 +195,8 @@ std::string products_fault() {
     return "";
 }
 
+constexpr double POSITIVE = 0.75, NEGATIVE = 1.5;
+
 double activated(int a, double x) {
     switch (a) {
         case PST_SILU: return x * sigmoid(x);
@@ -204,7 +206,8 @@ double activated(int a, double x) {
         case PST_RELU2: return std::max(x, 0.0) * std::max(x, 0.0);
         case PST_SIGMOID: return sigmoid(x);
         case PST_TANH: return std::tanh(x);
-        default: return x * sigmoid(1.702 * x);  // PST_QUICK_GELU
+        case PST_QUICK_GELU: return x * sigmoid(1.702 * x);
+        default: return (x > 0 ? POSITIVE * x * x : NEGATIVE * (std::expm1(std::min(x, -1e-6)) - x)) + x / 2;  // PST_XIELU
     }
 }
 
@@ -212,8 +215,8 @@ std::string activations_fault() {
     constexpr int N = 101;
     constexpr float LIMIT = 7;
     const char* names[] = {"silu",    "gelu", "gelu_tanh",      "relu",      "relu2",
-                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu"};
-    for (int a = PST_SILU; a <= PST_QUICK_GELU; a++) {
+                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu", "xielu"};
+    for (int a = PST_SILU; a <= PST_XIELU; a++) {
         bool clamped = a == PST_SWIGLU_CLAMPED;
         Tiny tiny(1);
         Numbers x(N), up(N);
@@ -221,7 +224,7 @@ std::string activations_fault() {
         int32_t in = tiny.add(x), other = tiny.add(up), out = tiny.add(Numbers(N));
         pst_op& op = tiny.op(clamped ? PST_GATED : PST_ACT, in, other, out);
         op.n[0] = a;
-        op.f[0] = LIMIT;
+        op.f[0] = clamped ? LIMIT : float(POSITIVE), op.f[1] = float(NEGATIVE);
         std::string name = std::string("activation ") + names[a], fault = tiny.run(name);
         for (size_t i = 0; i < N && fault.empty(); i++) {
             double gate = x[i], expected = activated(a, gate);
@@ -365,7 +368,7 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
     std::string fault;
     try {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
-                          pst::heads_fault, pst::attention_fault, pst::experts_fault, pst::states_fault})
+                          pst::heads_fault, pst::attention_fault, pst::choose_fault, pst::experts_fault, pst::states_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

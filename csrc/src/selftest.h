@@ -92,7 +92,8 @@ struct Tiny {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// selftest_experts.cpp, selftest_states.cpp
+// selftest_choose.cpp, selftest_experts.cpp, selftest_states.cpp
+std::string choose_fault();
 std::string experts_fault();
 std::string states_fault();
 

@@ -35,6 +35,7 @@ void test_model();
 void test_lines();
 void test_experts();
 void test_latent();
+void test_choose();
 void test_states();
 
 using Numbers = std::vector<float>;

@@ -82,6 +82,7 @@ int main(int argc, char** argv) {
     run("lines", test_lines);
     run("experts", test_experts);
     run("latent", test_latent);
+    run("choose", test_choose);
     run("states", test_states);
     std::printf("results %016llx\n", static_cast<unsigned long long>(noted));
     std::printf(failures ? "%d FAILED\n" : "all well\n", failures);

@@ -48,8 +48,7 @@ def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) ->
     sizes = [(m.head_dim, m.num_kv_heads) for layer in found.spec.layers if isinstance(m := layer.mixer, Attention)]
     kv_heads = 1 if case != "values of their own" else 2
     assert sizes == [(8, 2), (16, kv_heads)] * 2
-    wanted = "learned weights of experts beside the router's" if case == "experts" else None
-    assert native_obstacle(found.spec) == wanted
+    assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
 
 
 def test_the_last_layer_is_global_whatever_the_list_says() -> None:

@@ -26,8 +26,8 @@ from tests.paged import Paged, nan_of
 pytestmark = pytestmark_native
 
 KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention",
-           "wkv4", "wkv7", "gated_delta"}  # fmt: skip
-"""Operations that all tokens pass through, or (attention) that see what others keep."""
+           "wkv4", "wkv7", "gated_delta", "choose_tokens", "attend_chosen"}  # fmt: skip
+"""Operations that all tokens pass through, or (attention, those over a choice) that see what others keep."""
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
 SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")
 DTYPES = {"float32": lambda w: w, "bfloat16": narrow, "float16": lambda w: w.astype(np.float16)}
@@ -65,8 +65,8 @@ def text(vocab: int, n: int = 70) -> tuple[int, ...]:
 def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
-            "sandwich", "windowed", "all_windowed", "experts", "latent", "slots", "mamba", "mamba2", "mamba2_hybrid",
-            "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
+            "sandwich", "windowed", "all_windowed", "experts", "latent", "indexed", "slots", "mamba", "mamba2",
+            "mamba2_hybrid", "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
 
 
 @each_isa
@@ -236,7 +236,11 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
     nodes = [node.op for node in traced.nodes]
     last = max(i for i, op in enumerate(nodes) if op in KEEPING)
     # What keeping needs is made of all tokens; attention's own result is not kept.
-    needed = {id(node) for node in traced.nodes[: last + (nodes[last] != "attention")] if node.op in KEEPING}
+    needed = {
+        id(node)
+        for node in traced.nodes[: last + (nodes[last] not in ("attention", "attend_chosen"))]
+        if node.op in KEEPING
+    }
     for node in reversed(traced.nodes):
         if node.op == "write_kv" or node.op in KEEPING or id(node) in needed:
             needed |= {id(v.maker) for v in inputs_of(node)}

@@ -87,10 +87,13 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 BY_ROWS = {
     "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
-    "gate_rows", "interpolate", "value_bonus", "attention", "latent_output", "route", "experts",
+    "gate_rows", "interpolate", "value_bonus", "attention", "attend_chosen", "latent_output", "route", "experts",
 }  # fmt: skip
-"""Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
-some rows; rotations and scales of queries look up where a token stands."""
+"""Calls whose result at a token needs their inputs at that token only. Attention reads queries (and what they
+chose) of all tokens and gives some rows; rotations and scales of queries look up where a token stands."""
+
+
+_OF_ALL_TOKENS = ("attention", "attend_chosen")
 
 
 def _selection(graph: Graph) -> None:
@@ -102,7 +105,7 @@ def _selection(graph: Graph) -> None:
     for node in graph.nodes:
         for v in inputs_of(node):
             # Queries are read at all tokens: what makes them leads to more than selected rows.
-            read_by.setdefault(id(v.maker), []).append(0 if node.op == "attention" else id(node))
+            read_by.setdefault(id(v.maker), []).append(0 if node.op in _OF_ALL_TOKENS else id(node))
     for node in reversed(graph.nodes[: graph.nodes.index(select)]):
         if node.op in BY_ROWS and id(node) in read_by and only.issuperset(read_by[id(node)]):
             only.add(id(node))
@@ -113,7 +116,7 @@ def _selection(graph: Graph) -> None:
         if id(node) in only and node is not select:
             assert node.out is not None
             node.out.rows = SELECTED
-            if node.op != "attention":
+            if node.op not in _OF_ALL_TOKENS:
                 node.inputs = [_selected(v, only, nodes) for v in node.inputs]
         nodes.append(node)
     graph.head += len(nodes) - len(graph.nodes)

@@ -72,6 +72,8 @@ def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, Run]:
     return found
 
 
+SCORES = ("softmax", "sigmoid", "sparse_mixer")
+"""How PST_ROUTE counts `core.model_spec.Router.score`."""
 _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
 
@@ -231,7 +233,7 @@ class _Emitter:
             kind, (weight, bias, eps) = "layer", norm.bound
         activation = more.get("activation")
         then = 0 if activation is None else 2 if more["pair"] else 1
-        limit = _limit(activation, more.get("limit"))
+        limit = more.get("limit") or 0.0
         # Rows are read again for every stretch of outputs: the result must not lie on them.
         in_place = [] if residual is None or residual.maker is x.maker else [residual]
         out = self._out(i, node, *in_place)
@@ -270,7 +272,9 @@ class _Emitter:
             group, layer, a.heads, a.width // a.heads, b.heads, b.width // b.heads,
             *(planes.index(name) for name in (*names, *(node.named.get("bounds") or ()))),
         )  # fmt: skip
-        self._add_op(Kind.WRITE, f"group {group} layer {layer}", (self.register(a), self.register(b)), -1, n=n)
+        # One plane of which the same rows are written twice is written once.
+        inputs = (a,) if a.same(b) and names[0] == names[1] else (a, b)
+        self._add_op(Kind.WRITE, f"group {group} layer {layer}", tuple(map(self.register, inputs)), -1, n=n)
 
     def _planes(self, group: int) -> list[str]:
         return plane_names(self._groups[group])
@@ -309,7 +313,7 @@ class _Emitter:
         if (reads := named.get("pages")) is not None:
             low, high = (self._planes(group).index(name) for name in BOUNDS)
             pointers += [None] * (3 - len(pointers)) + [ChosenPages(reads, low, high, self._max_tokens)]
-        inputs = (self.register(q),)
+        inputs = tuple(self.register(v) for v in node.inputs)
         f = (named["scale"], named.get("soft_cap") or 0.0)
         self._add_op(
             Kind.ATTEND,
@@ -320,6 +324,17 @@ class _Emitter:
             f=f,
             pointers=tuple(pointers),
         )
+
+    def _attend_chosen(self, i: int, node: Node) -> None:
+        self._attention(i, node)
+
+    def _choose_tokens(self, i: int, node: Node) -> None:
+        q, weights = node.inputs
+        group, layer, plane, _, scale = node.bound
+        assert q.heads is not None
+        n = (group, layer, q.heads, q.width // q.heads, self._planes(group).index(plane), self._max_tokens)
+        inputs, label = (self.register(q), self.register(weights)), f"group {group} layer {layer}"
+        self._add_op(Kind.CHOOSE, label, inputs, self._new_home(node), n=n, f=(float(scale),))
 
     def _latent_query(self, i: int, node: Node) -> None:
         num_heads, nope, rank = node.bound[0].shape
@@ -354,7 +369,10 @@ class _Emitter:
 
     def _activate_gated(self, i: int, node: Node) -> None:
         activation, limit = (*node.bound, None)[:2]
-        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(_limit(activation, limit),))
+        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(limit or 0.0,))
+
+    def _xielu(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.ACT, n=(ACTIVATIONS["xielu"],), f=tuple(map(float, node.bound)))
 
     def _gate_rows(self, i: int, node: Node) -> None:
         x, gate = node.inputs
@@ -371,20 +389,17 @@ class _Emitter:
         self._in_place(node, x)
 
     def _route(self, i: int, node: Node) -> None:
-        top_k, router, correction, *scales = node.bound
-        if scales:
-            raise NotNativeError("learned weights of experts beside the router's")
-        if router.score == "sparse_mixer":
-            raise NotNativeError("experts that SparseMixer weighs")
+        top_k, router, *vectors = node.bound
         inputs = (self.register(node.inputs[0]),)
         n = (
-            top_k, int(router.score == "sigmoid"), router.groups, router.top_groups, int(router.group_score == "top2"),
+            top_k, SCORES.index(router.score), router.groups, router.top_groups, int(router.group_score == "top2"),
             int(router.renormalize), int(router.chosen_only),
         )  # fmt: skip
-        pointers = (None if correction is None else np.ascontiguousarray(correction, np.float32),)
+        # What is added to the scores for the choice, and what the experts' weights are multiplied by.
+        pointers = tuple(None if x is None else np.ascontiguousarray(x, np.float32) for x in vectors)
         # An id and a weight of each of the K experts, where the node has K of what nobody names.
         out = self._new_home(node, 2 * top_k)
-        self._add_op(Kind.ROUTE, "", inputs, out, n=n, f=(router.scale,), pointers=pointers)
+        self._add_op(Kind.ROUTE, "", inputs, out, n=n, f=(router.scale, 2 * router.jitter), pointers=pointers)
 
     def _experts(self, i: int, node: Node) -> None:
         x, routes = node.inputs
@@ -400,19 +415,12 @@ class _Emitter:
         label = f"{weights[0].name}... of {len(weights)}"
         # Rows are read again for every panel: the result must not lie on them.
         out = self._new_home(node)
-        f = (_limit(named["activation"], named["limit"]),)
+        f = (named["limit"] or 0.0,)
         self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=f, pointers=pointers)
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound
         self._elementwise(i, node, Kind.SCALE_QUERIES, f=(float(beta), float(floor), float(shift)))
-
-
-def _limit(activation: str | None, limit: float | None) -> float:
-    """What a gated activation cuts at, 0 for nothing."""
-    if limit is not None and activation != "swiglu_clamped":
-        raise NotNativeError(f"a limit behind the activation {activation}")
-    return limit or 0.0
 
 
 def _last_reads(graph: Graph) -> dict[int, int]:

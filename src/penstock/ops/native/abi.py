@@ -107,6 +107,7 @@ class Kind(IntEnum):
     REMOVAL_KEY = 30
     REPLACEMENT_KEY = 31
     VALUE_BONUS = 32
+    CHOOSE = 33
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -120,6 +121,7 @@ ACTIVATIONS = {
     "tanh": 6,
     "swiglu_clamped": 7,
     "quick_gelu": 8,
+    "xielu": 9,
 }
 
 
