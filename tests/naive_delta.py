@@ -47,15 +47,23 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
 
 def lightning(model: NaiveModel, h: F32, p: str, m: Lightning) -> F32:
     t = len(h)
-    q, k, v = (silu(model._linear(h, p + name)).reshape(t, m.num_heads, m.head_dim) for name in "qkv")
+    q, k, v = (model._linear(h, p + name) for name in "qkv")
+    if m.activation == "silu":
+        q, k, v = silu(q), silu(k), silu(v)
+    q, k, v = (x.reshape(t, m.num_heads, -1) for x in (q, k, v))
+    if m.rope is not None:
+        q, k = model._rope(q, m.rope), model._rope(k, m.rope)
+    q = q * np.float32(m.scale)
     out = np.empty_like(v)
     for j, keep in enumerate(np.array(m.decay, np.float32)):
-        state = np.zeros((m.head_dim, m.head_dim), np.float32)
+        state = np.zeros((m.head_dim, m.value_dim), np.float32)
         for n in range(t):
             state = keep * state + np.outer(k[n, j], v[n, j])
             out[n, j] = q[n, j] @ state
-    read = rms_norm(out.reshape(t, -1), model._vector(p + "state_norm"), m.eps)
-    return model._linear(read * sigmoid(model._linear(h, p + "z")), p + "o")
+    whole = out.reshape(t, -1) if m.norm == "all" else out
+    read = rms_norm(whole, model._vector(p + "state_norm"), m.eps).reshape(t, -1)
+    gate = model._linear(h, p + "z")
+    return model._linear(read * sigmoid(gate) if m.gate == "sigmoid" else silu(gate) * read, p + "o")
 
 
 def convolved(x: F32, weight: F32) -> F32:

@@ -19,16 +19,19 @@ from penstock.core.kv_format import LayerFormat, parse_kv_format
 from penstock.core.model_spec import (
     Attention,
     ChannelMix,
+    Diagonal,
     Experts,
     FeedForward,
     FeedForwardKind,
     GatedDelta,
+    GatedLru,
     Indexer,
     Latent,
     Layer,
     Lightning,
     Mamba,
     Mamba2,
+    Mlstm,
     ModelSpec,
     Norm,
     QkNorm,
@@ -36,6 +39,7 @@ from penstock.core.model_spec import (
     Rope,
     Rwkv4,
     Rwkv7,
+    SharedBlock,
     ShortConv,
 )
 from penstock.ops.ref.norm import layer_norm, rms_norm
@@ -43,7 +47,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-from tests import naive_delta, naive_kv, naive_rwkv
+from tests import naive_delta, naive_kv, naive_recurrent, naive_rwkv
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -77,6 +81,7 @@ class NaiveModel:
                 x = x + as_float32(self.weights["positions"])[: len(x)]
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
+            self._embedded = x
             for n, layer in enumerate(spec.layers):
                 read = None if layer.mixer is None else self._read(x, n, layer)
                 before, x = x, self._layer(x, f"layers.{n}.", layer, read)
@@ -94,7 +99,7 @@ class NaiveModel:
 
     def _read(self, x: F32, n: int, layer: Layer) -> F32 | None:
         """What the mixer reads, if it is not the normed x: that of the layer before, or a multiple."""
-        if not layer.beside and layer.mixer_scale == 1.0:
+        if not layer.beside and not layer.forgets and layer.mixer_scale == 1.0:
             return None
         assert layer.placement == "pre"
         x, at = (self._before, n - 1) if layer.beside else (x, n)
@@ -107,6 +112,7 @@ class NaiveModel:
             both = self._feed_forward(other, p, layer.ffn) + self._mixer(h, p, layer)
             return x + both * np.float32(layer.residual_scale)
         if read is not None:
+            x = self._before if layer.forgets else x
             x = x + self._mixer(read, p, layer) * np.float32(layer.residual_scale)
         elif layer.mixer is not None:
             x = self._half(x, p + "attn", layer, lambda h: self._mixer(h, p, layer))
@@ -124,6 +130,8 @@ class NaiveModel:
             case "both":
                 inner = f(self._norm(x, name + "_norm", layer.norm))
                 return x + self._norm(inner, name + "_post_norm", layer.norm) * by
+            case "bare":
+                return x + f(x) * by
             case "sum":
                 return self._norm(x + f(x) * by, name + "_norm", layer.norm)
             case "normed":
@@ -132,6 +140,14 @@ class NaiveModel:
 
     def _mixer(self, h: F32, p: str, layer: Layer) -> F32:
         match layer.mixer:
+            case SharedBlock() as m:
+                return naive_recurrent.shared_block(self, h, self._embedded, p, m)
+            case GatedLru() as m:
+                return naive_recurrent.gated_lru(self, h, p, m)
+            case Mlstm() as m:
+                return naive_recurrent.mlstm(self, h, p, m)
+            case Diagonal() as m:
+                return naive_recurrent.diagonal(self, h, p, m)
             case Attention() as m:
                 return self._attention(h, p, m)
             case Latent() as m:
@@ -179,10 +195,16 @@ class NaiveModel:
         """What is left of x after a stay in the cache."""
         return naive_kv.rounded(x if x.ndim == 3 else x[:, None], self.kv_dtype).reshape(x.shape)
 
-    def _attention(self, h: F32, p: str, m: Attention) -> F32:
+    def _attention(self, h: F32, p: str, m: Attention, product: Callable[[F32, str], F32] | None = None) -> F32:
+        """`product`: what multiplies with the matrix q, k, v or o, if they are not the layer's own."""
         t = len(h)
-        q, k = (self._linear(h, p + name) for name in "qk")
-        v = k if m.v_from_k else self._linear(h, p + "v")
+        if product is None:
+
+            def product(x: F32, name: str) -> F32:
+                return self._linear(x, p + name)
+
+        q, k = (product(h, name) for name in "qk")
+        v = k if m.v_from_k else product(h, "v")
         norm = m.qk_norm
         if norm is not None and norm.over == "all":
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
@@ -228,7 +250,7 @@ class NaiveModel:
         out = out.reshape(t, -1)
         if m.output_gate:
             out = out * sigmoid(self._linear(h, p + "o_gate"))
-        return self._linear(out, p + "o")
+        return product(out, "o")
 
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
         if norm.kind == "unit":

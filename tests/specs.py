@@ -17,9 +17,11 @@ from penstock.core.model_spec import (
     Alibi,
     Attention,
     ChannelMix,
+    Diagonal,
     Experts,
     FeedForward,
     GatedDelta,
+    GatedLru,
     Indexer,
     Latent,
     Layer,
@@ -27,6 +29,7 @@ from penstock.core.model_spec import (
     Mamba,
     Mamba2,
     Mixer,
+    Mlstm,
     ModelSpec,
     Norm,
     QkNorm,
@@ -36,6 +39,7 @@ from penstock.core.model_spec import (
     Router,
     Rwkv4,
     Rwkv7,
+    SharedBlock,
     ShortConv,
     weight_shapes,
 )
@@ -104,6 +108,11 @@ _DELTA_CHANNELS = GatedDelta(
     beta_scale=2.0,
     decay_is_log=False,
 )
+_SHARED = SharedBlock(
+    num_heads=4, num_kv_heads=4, head_dim=16, rope=Rope(dim=16), scale=8**-0.5, block=0, ffn_width=43, ffn_rank=5,
+    qkv_rank=3,
+)  # fmt: skip
+_SHARED_PLAIN = msgspec.structs.replace(_SHARED, block=1, num_kv_heads=2, rope=None, ffn_rank=0, qkv_rank=0)
 _PLAIN = FeedForward(width=45, activation="gelu_tanh", gated=False, bias=True)
 _UNBIASED = Norm(kind="layer", bias=False)
 
@@ -189,6 +198,27 @@ _SPECS: dict[str, ModelSpec] = {
     # Windows shorter than any prompt worth caching: with full layers between them, and with nothing else.
     "windowed": _spec(_attention(4, 2, window=5), _attention(4, 2), _attention(4, 2, window=5)),
     "all_windowed": _spec(_attention(4, 2, window=5), _attention(4, 2, window=5)),
+    "gated_lru": _spec(
+        GatedLru(width=36, blocks=4, conv=4), _attention(4, 1, window=11), GatedLru(width=E, blocks=1, conv=2)
+    ),
+    "mlstm": _spec(
+        Mlstm(num_heads=3, key_dim=5, value_dim=7), _attention(4, 2), Mlstm(num_heads=2, key_dim=8, value_dim=6)
+    ),
+    "diagonal": _spec(
+        Diagonal(inner=37, state=5, activation="gelu"), _attention(4, 2), Diagonal(inner=21, form="lru"), width=45
+    ),
+    "retention": _spec(
+        Lightning(num_heads=4, head_dim=6, v_dim=10, decay=(0.6, 0.9, 0.97, 0.99), activation=None, rope=Rope(dim=6),
+                  scale=6**-0.5, norm="head", gate="silu"),
+        _attention(4, 2),
+    ),
+    # A block that two layers share, one of another kind, and Mamba-2 that alone reads what they add.
+    "shared": _stack(
+        Layer(mixer=_MAMBA2_PLAIN, ffn=None),
+        Layer(mixer=_SHARED, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+        Layer(mixer=_SHARED_PLAIN, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+        Layer(mixer=_SHARED, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+    ),
 }  # fmt: skip
 
 ALL = list(_SPECS)
@@ -199,6 +229,7 @@ _SEEDS = {
     "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0), "gated": (17, 0),
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
+    "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 
@@ -222,7 +253,9 @@ def _weights(name: str) -> Weights:
             out[weight] = noise
         else:
             # Larger than usual: what the layers add must outweigh the embedding, or a tied model repeats its input.
-            out[weight] = (noise * (2.0 / np.sqrt(shape[1]))).astype(np.float32)
+            # But four products of a shared block follow each other with no residual between them.
+            gain = 1.0 if name == "shared" else 2.0
+            out[weight] = (noise * (gain / np.sqrt(shape[1]))).astype(np.float32)
     return out
 
 

@@ -224,6 +224,16 @@ typedef struct pst_register {
  * PST_LERP       in0 + (in1 - in0) * w, w p0? [width] or in2: in place. It keeps nothing
  * PST_SCAN       Mamba's: x in0, dt in1 [T, I], b in2, c in3 [T, N]; p0 a [I, N], p1 d [I]; plane [N, I]: with
  *                dt' = softplus(dt), S = S e^(dt' a) + dt' x b; out = c S + d x: in place on in0
+ * PST_RG_LRU     x in0, gates of the input in1 and of the state in2 [T, I]; p0 a, p1, p2 biases of the gates, all [I]; plane
+ *                [I]: with f = e^(a sigmoid(in2 + p2)), S = f S + x sigmoid(in1 + p1) sqrt(1 - f^2), where the root is left
+ *                out at position 0; out = S: in place on in0
+ * PST_DIAGONAL   x in0 [T, I]; complex p0 a, p1 c, both [2, I, n4], real parts first; p2 d [I]; planes n2, n3 [n4, I], real
+ *                and imaginary parts of S: S = a S + x; out = real part of (sum over n4 of c S) + d x: in place on in0.
+ *                n5 1: in0 and out [T, 2 I] are complex, real parts first; out = sum of c S, and p2 is not looked at
+ * PST_MLSTM_GATES  gates of the input in0, of the state in1 [T, n4], q in2, k in3 [T, n4, n5]; f0 eps; planes n2 [n4, n5] N,
+ *                n3 [n4, 1] m: with l = log(sigmoid(in1)), m' = max(l + m, in0), by = e^(l + m - m'), N = by N + e^(in0 - m') k:
+ *                out [T, 3 n4] = by of every head, then e^(in0 - m') of every head, then of every head
+ *                K^-0.5 / (max(|q K^-0.5 N|, e^-m') + f0)
  * The others have a matrix S [K, W] per head: n3 heads, n4 keys K, n5 width W; plane [n3, K, W]. In place on the input
  * [T, n3, W].
  * PST_SCAN2      Mamba-2's: x in0 [T, n3, W], dt in1 [T, n3], b in2, c in3 [T, n6, K], n6 groups of heads; p0 a, p1 d,
@@ -239,6 +249,8 @@ typedef struct pst_register {
  *                [T, n3]; n3/n6 heads in a row share a key, or, if n7, every n6-th does; p0 a [n3], f0 eps, f1 factor; q and
  *                k become unit vectors, x / sqrt(sum of x^2 + f0), and q is multiplied by K^-0.5;
  *                S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ * PST_MLSTM      q in0, k in1 [T, n3, K], v in2 [T, n3, W], in3 [T, 3 n3] of PST_MLSTM_GATES: S = by S + k (e v);
+ *                out = (q S) times the third
  * RWKV-7's rows, which keep nothing; n0 heads:
  * PST_REMOVAL_KEY      in0 * p0 [width], every head divided by its length, 1e-12 at least
  * PST_REPLACEMENT_KEY  in0 * (1 + (in1 - 1) * p0 [width]): in place
@@ -248,7 +260,8 @@ enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
-    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33
+    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
+    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

@@ -1,4 +1,4 @@
-// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA: the rules of state_heads.h.
+// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA, MLSTM: the rules of state_heads.h.
 #include "activation.h"
 #include "norm_row.h"
 #include "state_heads.h"
@@ -167,6 +167,29 @@ struct Delta : Shape {
     F result(const Row&, int, F, F y) const { return y; }
 };
 
+// What is not linear in it is PST_MLSTM_GATES' (state_mlstm.cpp).
+struct Mlstm : Shape {
+    static constexpr bool FINDS = false, ERASES = false;
+    View q, k, gates;
+
+    Mlstm(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2), q(input(op, maker, 0, int64_t(heads) * keys)),
+          k(input(op, maker, 1, int64_t(heads) * keys)), gates(input(op, maker, 3, int64_t(3) * heads)) {}
+    void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
+        store(numbers[0], gather(gates, t, count, head));
+        store(numbers[1], gather(gates, t, count, heads + head));
+    }
+    void row(int64_t t, int head, const float* numbers, Row& row) const {
+        row.fade = numbers, row.fade_step = 0;
+        row.scale = numbers[BATCH];
+        row.own[0] = gates.row(t)[2 * heads + head];
+        row.write = k.row(t) + int64_t(head) * keys;
+        row.read = q.row(t) + int64_t(head) * keys;
+    }
+    F value(const Row& row, F x, F) const { return x * all(row.scale); }
+    F result(const Row& row, int, F, F y) const { return y * all(row.own[0]); }
+};
+
 }  // namespace
 
 OpPtr make_heads(const pst_op& op, const Maker& maker) {
@@ -174,6 +197,7 @@ OpPtr make_heads(const pst_op& op, const Maker& maker) {
         case PST_SCAN2: return std::make_unique<Heads<Scan2>>(op, maker);
         case PST_RECURRENT: return std::make_unique<Heads<Gated>>(op, maker);
         case PST_WKV7: return std::make_unique<Heads<Wkv7>>(op, maker);
+        case PST_MLSTM: return std::make_unique<Heads<Mlstm>>(op, maker);
         default: return std::make_unique<Heads<Delta>>(op, maker);
     }
 }

@@ -16,6 +16,7 @@ from penstock.families.registry import FAMILIES, find_family
 from tests.models.llama_like_cases import CASES, HERE, KINDS, LINEAR, MISTRAL3, YARN, Config, config_of
 from tests.models.test_parity_delta import CASES as DELTA_CASES
 from tests.models.test_parity_mixed import CASES as MIXED_CASES
+from tests.models.test_parity_recurrent import CASES as RECURRENT_CASES
 from tests.models.test_parity_sparse import CASES as SPARSE_CASES
 from tests.models.test_parity_sparse_more import CASES as MORE_CASES
 from tests.shared import shared
@@ -55,8 +56,8 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family: str) -> Non
 def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
-    others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES)}
-    others |= {"gemma4_text", "step3p7"}  # in files of their own
+    others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES, *RECURRENT_CASES)}
+    others |= {"gemma4_text", "step3p7", "retnet"}  # in files of their own
     assert users <= set(HERE) | others <= set(modules) | {"llama4"}
 
 

@@ -15,7 +15,8 @@ from penstock.base.errors import EngineError
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, StepMemory
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.ref import delta, mamba, recurrence, rwkv
+from penstock.ops.ref import delta, diagonal, mamba, recurrence, rwkv
+from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.step import Step
 from tests.native.running import ISAS, THREADS, each_isa, execute, plan_of, pool, pytestmark_native
 
@@ -40,10 +41,11 @@ class Case:
     pointers: tuple[Any, ...] = ()
     in_place: bool = True
     scales: tuple[float, ...] = ()
+    out_width: int | None = None
 
     @property
     def width(self) -> int:
-        return self.widths[self.value]
+        return self.widths[self.value] if self.out_width is None else self.out_width
 
     def op(self, ins: list[int], out: int) -> NativeOp:
         return NativeOp(self.kind, tuple(ins), out, (0, 0, *self.n), self.f, self.pointers)
@@ -160,6 +162,50 @@ def gated_delta(
     )  # fmt: skip
 
 
+def rg_lru(width: int) -> Case:
+    a = -np.abs(normal(11, width))
+    biases = normal(12, width), normal(13, width)
+    a[:3] = -1e-4, -30.0, 0.0  # hardly fades, is gone at once, stays for ever
+    return Case(
+        Kind.RG_LRU, [width] * 3, 0, {"state": (1, width)}, (0,),
+        lambda x, s: diagonal.rg_lru(*x, s, 0, 0, a, *biases), pointers=(a, *biases),
+    )  # fmt: skip
+
+
+def diagonal_scan(width: int, states: int, pairs: bool) -> Case:
+    angle, size = normal(14, width, states), np.exp(-np.abs(normal(15, width, states)))
+    a = np.stack([size * np.cos(angle), size * np.sin(angle)]).astype(np.float32)
+    c, d = normal(16, 2, width, states), None if pairs else normal(17, width)
+    return Case(
+        Kind.DIAGONAL, [2 * width if pairs else width], 0, {"im": (states, width), "re": (states, width)},
+        (1, 0, states, int(pairs)), lambda x, s: diagonal.diagonal_scan(x[0], s, 0, 0, a, c, d), pointers=(a, c, d),
+    )  # fmt: skip
+
+
+def gates_of_mlstm(heads: int, keys: int) -> Case:
+    """The result is as wide as no input, so it never takes one's place."""
+
+    def ref(x: list[F32], step: Step) -> F32:
+        return mlstm_gates(x[0], x[1], split(x[2], heads), split(x[3], heads), step, 0, 0, 1e-6)
+
+    return Case(
+        Kind.MLSTM_GATES, [heads, heads, heads * keys, heads * keys], 0,
+        {"norm": (heads, keys), "other": (1, 3), "max": (heads, 1)}, (0, 2, heads, keys), ref, (1e-6,),
+        in_place=False, scales=(4, 4, 1, 1), out_width=3 * heads,
+    )  # fmt: skip
+
+
+def mlstm_matrix(heads: int, keys: int, width: int) -> Case:
+    def ref(x: list[F32], step: Step) -> F32:
+        q, k, v = (split(part, heads) for part in x[:3])
+        return mlstm(q, k, v, x[3], step, 0, 0).reshape(len(v), -1)
+
+    return Case(
+        Kind.MLSTM, [heads * keys, heads * keys, heads * width, 3 * heads], 2, {"state": (heads, keys * width)},
+        (0, heads, keys, width), ref, scales=(1, 1, 1, 0.3),
+    )  # fmt: skip
+
+
 CASES = {
     "conv": conv(70, 4, True, True), "conv of 2": conv(16, 2, False, False), "conv, wide": conv(600, 3, True, False),
     "shift": shift(37), "shift, wide": shift(515), "scan": scan(44, 5), "scan of 16": scan(160, 16),
@@ -169,6 +215,11 @@ CASES = {
     "wkv7": wkv7(3, 8), "wkv7, whole": wkv7(2, 64),
     "delta": gated_delta(6, 2, 5, 7, False), "delta, strips": gated_delta(2, 1, 32, 128, False, 2.0),
     "delta, in turn": gated_delta(6, 2, 5, 7, False, in_turn=True),
+    "rg_lru": rg_lru(37), "rg_lru, wide": rg_lru(200),
+    "diagonal": diagonal_scan(21, 5, False), "diagonal, strips": diagonal_scan(150, 3, False),
+    "diagonal of pairs": diagonal_scan(70, 1, True), "diagonal of pairs, more": diagonal_scan(16, 4, True),
+    "mlstm_gates": gates_of_mlstm(3, 5), "mlstm_gates, wide": gates_of_mlstm(2, 64),
+    "mlstm": mlstm_matrix(3, 5, 7), "mlstm, strips": mlstm_matrix(2, 16, 144),
     "delta by key": gated_delta(3, 3, 6, 48, True), "delta by key, whole": gated_delta(2, 2, 40, 33, True),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)
@@ -281,6 +332,9 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
     ("wkv4", {"pointers": ()}, "decay and a bonus"), ("scan2", {"pointers": ()}, "has weights"),
     ("scan2", {"n": (0, 0, 0, 6, 5, 7, 4)}, "equal groups"), ("scan2", {"n": (0, 0, 0, 6, 5, 8, 2)}, "does not fit"),
     ("recurrent", {"n": (0, 0, 0, 3, 6, 7)}, "does not fit"), ("wkv7", {"n": (0, 0, 0, 0, 8, 8)}, "heads, keys and"),
+    ("rg_lru", {"pointers": ()}, "has a, and biases"), ("diagonal", {"pointers": ()}, "has a, c and, of real rows, d"),
+    ("diagonal", {"n": (0, 0, 1, 0, 4, 0)}, "plane does not hold"),
+    ("mlstm", {"n": (0, 0, 0, 3, 6, 7)}, "does not fit"),
     ("delta", {"n": (0, -1, 0, 6, 5, 7, 2)}, "no such layer"),
 ]  # fmt: skip
 

@@ -173,7 +173,7 @@ def parse_scheme(text: str) -> Scheme:
 
 _KEPT = ("router", "shared_gate")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
-_ELEMENTWISE = ("conv", "a_log", "q_norm", "k_norm", "bias")
+_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias")
 _LATENT = ("kv_b", "k_b", "v_b")
 """Multiplied by, but not with rows (`model.attention.latent`)."""
 TABLES = ("embed", "positions")

@@ -17,23 +17,30 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Indexer, Latent, QkNorm
 from penstock.core.mixers.delta import GatedDelta
+from penstock.core.mixers.diagonal import Diagonal
+from penstock.core.mixers.gated_lru import GatedLru
 from penstock.core.mixers.lightning import Lightning
 from penstock.core.mixers.mamba import Mamba, Mamba2
+from penstock.core.mixers.mlstm import Mlstm
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pair", "QkNorm",
-    "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec",
-    "cache_specs", "layer_shapes", "weight_shapes",
+    "Activation", "Alibi", "Attention", "ChannelMix", "Diagonal", "Experts", "FeedForward", "FeedForwardKind",
+    "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm",
+    "ModelSpec", "Norm", "Pair", "QkNorm", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "SharedBlock",
+    "ShortConv", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
-Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning
+Mixer = (
+    Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning | GatedLru
+    | Mlstm | Diagonal | SharedBlock
+)  # fmt: skip
 
 
 class Norm(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,19 +138,21 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A mixer half and a feed-forward half; either may be missing.
 
     placement: `pre` x += f(norm(x)); `post` x += norm(f(x)); `both` x += norm'(f(norm(x))); `sum` x = norm(x + f(x));
-    `normed` x = norm(x), then x = `keep` x + f(x).
+    `normed` x = norm(x), then x = `keep` x + f(x); `bare` x += f(x).
     Weights `attn_norm` and `ffn_norm` are the norm of a half's input (`post`, `sum`: the only one there is);
     `attn_post_norm` and `ffn_post_norm` exist for `both`. `parallel` (with `pre`): x += mixer(norm(x)) + ffn(norm'(x)),
     where `shared_norm` means that both read the same normed input (no `ffn_norm`). `residual_scale` multiplies what a
     half adds, `mixer_scale` what the mixer reads. `beside` (with `pre`): the mixer reads what that of the layer before
     read, as if both stood in one layer; it has no `attn_norm`, and the layer before has no feed-forward.
+    `forgets` (with `pre`): what the layer before added is read here and nowhere else; what the mixer gives is added to
+    what the layer before read. The layer before has no feed-forward, nor has this one.
     `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
     """
 
     mixer: Mixer | None
     ffn: FeedForwardKind | None
     norm: Norm = Norm()
-    placement: Literal["pre", "post", "both", "sum", "normed"] = "pre"
+    placement: Literal["pre", "post", "both", "sum", "normed", "bare"] = "pre"
     keep: float = 1.0
     parallel: bool = False
     shared_norm: bool = False
@@ -151,6 +160,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     output_scale: bool = False
     mixer_scale: float = 1.0
     beside: bool = False
+    forgets: bool = False
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,6 +280,9 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
         out["embed_in"] = (e, width)
     out |= norm_shapes("embed_norm", spec.embed_norm, e)
     for i, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, SharedBlock):
+            own = layer.mixer.shared_shapes(e)
+            out |= {layer.mixer.shared + name: shape for name, shape in own.items()}
         out |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, e).items()}
     out |= norm_shapes("final_norm", spec.final_norm, e)
     if spec.pair is not None:
@@ -287,7 +300,7 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
     """The same for one layer, names without its prefix."""
     out: Shapes = {}
     if layer.mixer is not None:
-        if not layer.beside:
+        if not layer.beside and layer.placement != "bare":
             out |= norm_shapes("attn_norm", layer.norm, e)
         out |= layer.mixer.weight_shapes(e)
         if layer.placement == "both":

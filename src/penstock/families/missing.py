@@ -14,11 +14,8 @@ MISSING: dict[str, str] = {
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
-    "RecurrentGemmaForCausalLM": "real-gated linear recurrent units (RG-LRU)",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",
-    "xLSTMForCausalLM": "matrix memories with exponential gates (mLSTM)",
-    "Zamba2ForCausalLM": "attention blocks that several layers share, each with an adapter of its own",
 }
 """Entry of `architectures` in config.json -> what running it would need."""
 

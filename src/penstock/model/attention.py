@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,19 @@ from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.rotary import rope_table
 
 
-def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) -> None:
-    """Register x -> register y; `p`: prefix of the layer's weights."""
+def attention(
+    b: Emitter, p: str, m: Attention, place: Place, x: str, y: str,
+    product: Callable[[str, str, str], None] | None = None,
+) -> None:  # fmt: skip
+    """Register x -> register y; `p`: prefix of the layer's weights. `product`: what multiplies a register, to another,
+    with the matrix `q`, `k`, `v` or `o`, if they are not the layer's own."""
+    if product is None:
+        product = partial(_product, b, p)
     for name, heads in (("q", m.num_heads), ("k", m.num_kv_heads), ("v", m.num_kv_heads)):
         if name == "v" and m.v_from_k:
             b.values["v"] = b.values["k"]
         else:
-            b.linear(x, name, p + name)
+            product(x, name, name)
         if name != "v" and m.qk_norm is not None and m.qk_norm.over == "all":
             _qk_norm(b, p, name, m.qk_norm)
         if m.clip is not None:
@@ -71,7 +79,11 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
     if m.output_gate:
         b.linear(x, "gate", p + "o_gate")
         b.emit("gate_rows", ("a", "gate"), "a")
-    b.linear("a", y, p + "o")
+    product("a", y, "o")
+
+
+def _product(b: Emitter, p: str, x: str, y: str, name: str) -> None:
+    b.linear(x, y, p + name)
 
 
 def _qk_norm(b: Emitter, p: str, name: str, norm: QkNorm) -> None:

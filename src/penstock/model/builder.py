@@ -34,9 +34,9 @@ def build(
     residuals = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
-        if layer.beside:
+        if layer.beside or layer.forgets:
             assert n, "there is a layer before"
-            assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer"
+            assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer, or reads what one added"
             b.values["before"] = residuals[n - 1]
         _layer(b, f"layers.{n}.", layer, places.get(n))
         residuals.append(b.values["x"])
@@ -57,6 +57,7 @@ def _embedding(b: Emitter) -> None:
         b.emit("add", ("x", "y"), "x")
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
+    b.values["embedded"] = b.values["x"]
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
@@ -105,7 +106,7 @@ def _after(b: Emitter, half: str, layer: Layer) -> None:
         b.norm("y", "y", half + "_post_norm", layer.norm)
     b.scale("y", layer.residual_scale)
     b.scale("x", layer.keep)
-    b.emit("add", ("x", "y"), "x")
+    b.emit("add", ("before" if layer.forgets else "x", "y"), "x")
     if layer.placement == "sum":
         b.norm("x", "x", half + "_norm", layer.norm)
 

@@ -207,13 +207,17 @@ def _activations(graph: Graph) -> None:
 
 
 def _siblings(graph: Graph, same: Same, together: Same) -> None:
-    """Products of one input, as q, k and v, become one with their outputs side by side."""
+    """Products of one input, as q, k and v, become one with their outputs side by side.
+
+    What layers share stays apart from what is a layer's own: it would be stored once for each of them.
+    """
     plain = [n for n in graph.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
     families: list[list[Node]] = []
     for node in plain:
         for family in families:
             first = family[0]
-            if first.inputs[0].same(node.inputs[0]) and together(_weight(first), _weight(node)):
+            one_owner = first.inputs[0].same(node.inputs[0]) and _owner(first) == _owner(node)
+            if one_owner and together(_weight(first), _weight(node)):
                 places = [i for i, other in enumerate(family, 1) if same(_weight(other), _weight(node))]
                 family.insert(places[-1] if places else len(family), node)
                 break
@@ -233,6 +237,11 @@ def _siblings(graph: Graph, same: Same, together: Same) -> None:
         # The node's own value is all of it; those who read the first part keep a view of their own.
         first.out = Value(first, width, first.out.rows)
         _remove(graph, others)
+
+
+def _owner(node: Node) -> str:
+    """`layers`, or `shared`."""
+    return node.weights[0].partition(".")[0]
 
 
 def _residuals(graph: Graph) -> None:

@@ -142,7 +142,11 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             width = node.bound[0]
         case "removal_key":
             heads = node.bound[1]
-        case "recurrent" | "retention" | "value_bonus" | "gated_delta":
+        case "mlstm_gates":
+            width, heads = 3 * first.width, None
+        case "concat":
+            width, heads = first.width + node.inputs[1].width, None
+        case "recurrent" | "retention" | "value_bonus" | "gated_delta" | "mlstm":
             width, heads = node.inputs[2].width, node.inputs[2].heads
         case "latent_query":
             num_heads, nope, rank = node.bound[0].shape

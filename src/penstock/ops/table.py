@@ -92,8 +92,8 @@ CONTRACTS: tuple[OpContract, ...] = (
                "T arrays of up to top_k places among the tokens seen, ascending"),
     OpContract("attend_chosen", "softmax attention of each token over the tokens it has chosen",
                "q [T, H, D]; chosen; step", "group; layer of the group; keys; value; scale", "[T, H, W]"),
-    OpContract("latent_output", "values of absorbed latent attention out of the attended latent", "x [T, H, C]",
-               "value [H, W, C]", "[T, H, W]"),
+    OpContract("latent_output", "each head times a matrix: values out of the attended latent, gates by blocks",
+               "x [T, H, C]", "value [H, W, C]", "[T, H, W]"),
     OpContract("recurrent", "gated linear attention, token by token from the sequence's state",
                "q, k [T, H, K]; v [T, H, W]; decay [T, H] before the sigmoid; step", "group; layer of the group",
                "[T, H, W]", mutates="plane `state` of the group"),
@@ -129,6 +129,21 @@ CONTRACTS: tuple[OpContract, ...] = (
                "sigmoid; step",
                "group; layer of the group; a [H]; eps of unit vectors; what beta is multiplied by; whether every G-th "
                "head shares a key head, not those in a row", "[T, H, W]",
+               mutates="plane `state` of the group"),
+    OpContract("concat", "x and y side by side", "x [T, N]; y [T, M]", "", "[T, N+M]"),
+    OpContract("rg_lru", "a real-gated linear recurrent unit, from the sequence's state (ops.ref.diagonal)",
+               "x, gates of the input and of the state (both before bias and sigmoid) [T, N]; step",
+               "group; layer of the group; a [N] below zero; the gates' biases [N]", "[T, N]",
+               mutates="plane `state` of the group"),
+    OpContract("diagonal_scan", "a complex diagonal recurrence, token by token from the sequence's state "
+               "(ops.ref.diagonal)", "x [T, N], complex rows as real, then imaginary parts; step",
+               "group; layer of the group; a, c [2, N, K] real and imaginary parts; d [N], or None for complex rows",
+               "as x", mutates="planes `re` and `im` of the group"),
+    OpContract("mlstm_gates", "of an mLSTM what is not linear: decay, share of the new, and scale of each head",
+               "gates of the input and of the state [T, H]; q, k [T, H, K]; step", "group; layer of the group; eps",
+               "[T, 3*H]", mutates="planes `norm` and `max` of the group"),
+    OpContract("mlstm", "the mLSTM's matrices, token by token from the sequence's state (ops.ref.mlstm)",
+               "q, k [T, H, K]; v [T, H, W]; gates [T, 3*H]; step", "group; layer of the group", "[T, H, W]",
                mutates="plane `state` of the group"),
 )  # fmt: skip
 

@@ -100,6 +100,10 @@ def columns(x: Tensor, start: int, stop: int) -> Tensor:
     return x[:, start:stop].contiguous()
 
 
+def concat(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, y], dim=1)
+
+
 def rope_angles(positions: Tensor, table: Tensor) -> Tensor:
     return table[:, positions]
 
@@ -272,7 +276,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
         xielu, add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
-        interpolate, removal_key, replacement_key, value_bonus, route,
+        interpolate, removal_key, replacement_key, value_bonus, route, concat,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {

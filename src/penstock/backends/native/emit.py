@@ -78,7 +78,7 @@ _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
 
 def _latent_name(node: Node) -> str:
-    return f"layers.{node.layer}.{_LATENT[node.op]}"
+    return node.weights[0] if node.weights else f"layers.{node.layer}.{_LATENT[node.op]}"
 
 
 def emit(
@@ -348,6 +348,15 @@ class _Emitter:
         name, inputs = _latent_name(node), (self.register(node.inputs[0]),)
         pointers = (self._matrices[name],)
         self._add_op(Kind.LATENT, name, inputs, self._new_home(node), n=(heads, width, 0, rest), pointers=pointers)
+
+    def _concat(self, i: int, node: Node) -> None:
+        assert node.out is not None
+        self._new_home(node)
+        start = 0
+        for x in node.inputs:
+            part = self.register(node.out.view(start, x.width))
+            self._add_op(Kind.SCALE, "side by side", (self.register(x),), part, f=(1.0,))
+            start += x.width
 
     def _add(self, i: int, node: Node) -> None:
         self._elementwise(i, node, Kind.ADD)

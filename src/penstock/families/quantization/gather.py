@@ -111,7 +111,7 @@ def expected_codes(method: Method, spec: ModelSpec, places: WeightMap) -> dict[s
     """
     out: dict[str, MatrixFormat] = {}
     for name, shape in rounded_matrices(spec).items():  # what chooses experts is left alone by others, too
-        if not name.startswith("layers.") and not method.lm_head:
+        if not name.startswith(("layers.", "shared.")) and not method.lm_head:
             continue
         place = places[name]
         stored = place.name if isinstance(place, Cut) else place

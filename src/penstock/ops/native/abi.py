@@ -108,6 +108,10 @@ class Kind(IntEnum):
     REPLACEMENT_KEY = 31
     VALUE_BONUS = 32
     CHOOSE = 33
+    RG_LRU = 40
+    MLSTM_GATES = 41
+    MLSTM = 42
+    DIAGONAL = 43
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

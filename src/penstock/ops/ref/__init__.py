@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from penstock.ops.ref.attention.kept import write_kept
 from penstock.ops.ref.delta import gated_delta
+from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
 from penstock.ops.ref.experts import experts, route
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
+from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import (
     activate,
@@ -20,6 +22,7 @@ from penstock.ops.ref.pointwise import (
     add,
     clip,
     columns,
+    concat,
     flat,
     gate_rows,
     heads,
@@ -91,6 +94,11 @@ REF = OpTable(
         "mamba_scan": mamba_scan,
         "mamba2_scan": mamba2_scan,
         "gated_delta": gated_delta,
+        "concat": concat,
+        "rg_lru": rg_lru,
+        "diagonal_scan": diagonal_scan,
+        "mlstm_gates": mlstm_gates,
+        "mlstm": mlstm,
     },
 )
 """Every op but attention, which `ops.attention.ATTENTION_BACKENDS` names."""

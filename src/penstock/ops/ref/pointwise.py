@@ -164,6 +164,11 @@ def flat(x: F32) -> F32:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
 
 
+def concat(x: F32, y: F32) -> F32:
+    """x [T, N], y [T, M] -> [T, N+M]."""
+    return np.concatenate([x, y], axis=1)
+
+
 def columns(x: F32, start: int, stop: int) -> F32:
     """A contiguous copy of columns start ... stop of x [T, N]."""
     return x[:, start:stop].copy()
