@@ -92,8 +92,9 @@ struct Tiny {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// selftest_experts.cpp, selftest_states.cpp
+// selftest_experts.cpp, selftest_states.cpp, selftest_streams.cpp
 std::string experts_fault();
 std::string states_fault();
+std::string streams_fault();
 
 }  // namespace pst

@@ -49,6 +49,17 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25, 1.5, 1.75],
     "long_factor": [1.5, 2.5, 6.0, 9.0], "original_max_position_embeddings": 20,
 }  # fmt: skip
+GEMMA3N = {
+    "head_dim": 8, "num_hidden_layers": 6, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 9, "num_kv_shared_layers": 3, "laurel_rank": 5, "final_logit_softcapping": 5.0,
+    "activation_sparsity_pattern": [0.7, 0.0, 0.95, 0.0, 0.3, 0.0],
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "sliding")],
+}  # fmt: skip
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 9, "final_logit_softcapping": 5.0,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
+}  # fmt: skip
 GEMMA3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -111,6 +122,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 10, "rope_parameters": GEMMA3,
                           "layer_types": KINDS}),
+    "gemma3n": ("Gemma3n", GEMMA3N),
+    "gemma4": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}),
+    "gemma4-same": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "attention_k_eq_v": True,
+                                        "num_global_key_value_heads": 1, "num_kv_shared_layers": 2,
+                                        "use_double_wide_mlp": True}),
+    "gemma4-moe": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+                                       "top_k_experts": 2, "moe_intermediate_size": 21}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "glm4moe": ("Glm4Moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "head_dim": 8,
                             "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
@@ -171,8 +189,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 1.4 / 3**0.5,
                             "attention_multiplier": 8**-0.5}),
 }  # fmt: skip
-TEXTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-TEXTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+TEXTS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 OTHER_FIELDS = ("Falcon", "GPTNeoX")
 NO_BASE = ("GPT2", "GPTBigCode", "Mamba", "Mamba2", "Mpt", "Bloom")
 EDITS = {"exaone": as_exaone, "internlm2": as_internlm2, "minicpm": as_minicpm}

@@ -66,7 +66,7 @@ def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
             "sandwich", "windowed", "all_windowed", "experts", "latent", "slots", "mamba", "mamba2", "mamba2_hybrid",
-            "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
+            "rwkv4", "rwkv7", "delta", "short_conv", "lightning", "shared_kv", "streams"} <= set(NATIVE)  # fmt: skip
 
 
 @each_isa

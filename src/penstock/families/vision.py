@@ -20,6 +20,7 @@ from penstock.core.weight_map import WeightMap
 from penstock.families.deepseek import DeepseekV3
 from penstock.families.fields import Fields
 from penstock.families.gemma import Gemma3
+from penstock.families.gemma3n import Gemma3n
 from penstock.families.gemma4 import Gemma4
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
@@ -184,6 +185,10 @@ _GEMMA3: dict[str, Any] = {
     "num_attention_heads": 8,
 }  # fmt: skip
 
+_GEMMA3N: dict[str, Any] = {
+    "vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35,
+}  # fmt: skip
+
 
 class Qwen2VL(TextPart):
     """The `ModelFamily` of Qwen2VLForConditionalGeneration."""
@@ -258,6 +263,16 @@ class Gemma3Seeing(TextPart):
     published = LAYOUTS[1]
     tied = True
     defaults = _GEMMA3
+
+
+class Gemma3nSeeing(TextPart):
+    """The `ModelFamily` of Gemma3nForConditionalGeneration, which hears, too."""
+
+    name = "gemma3n"
+    architectures = ("Gemma3nForConditionalGeneration",)
+    texts = (("gemma3n_text", Gemma3n),)
+    tied = True
+    defaults = _GEMMA3N
 
 
 class Gemma4Seeing(TextPart):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
+from penstock.model import altup, per_layer
 from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
@@ -57,6 +58,10 @@ def _embedding(b: Emitter) -> None:
         b.emit("add", ("x", "y"), "x")
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
+    if b.spec.per_layer is not None:
+        per_layer.prepare(b, b.spec.per_layer, b.spec.layers[0].norm)
+    if b.spec.altup is not None:
+        altup.begin(b, b.spec.altup)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
@@ -64,14 +69,35 @@ def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     if layer.parallel:
         _parallel(b, p, layer, place)
         return
+    if layer.altup is not None:
+        altup.predict(b, p, layer.altup, layer.norm)
     if layer.mixer is not None:
-        _mixer(b, p, layer, place, _read(b, p, layer), "y")
+        x = _read(b, p, layer)
+        if layer.laurel is not None:
+            _laurel(b, p, layer, x)
+        _mixer(b, p, layer, place, x, "y")
         _after(b, p + "attn", layer)
+        if layer.laurel is not None:
+            b.emit("add", ("x", "laurel"), "x")
+            b.scale("x", 2.0**-0.5)
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
+    if layer.altup is not None:
+        altup.correct(b, p, layer.altup, layer.norm)
+    if layer.per_layer is not None:
+        per_layer.given(b, p, layer.per_layer, layer.norm, "x" if layer.altup is None else "active")
+        b.emit("add" if layer.altup is None else "add_streams", ("x", "y"), "x")
     if layer.output_scale:
         b.scale("x", float(b.array(p + "layer_scale")[0]))
+
+
+def _laurel(b: Emitter, p: str, layer: Layer, x: str) -> None:
+    """Register "laurel": what the mixer reads, and a path of low rank beside it."""
+    b.linear(x, "laurel", p + "laurel_in")
+    b.linear("laurel", "laurel", p + "laurel_out")
+    b.norm("laurel", "laurel", p + "laurel_norm", layer.norm)
+    b.emit("add", (x, "laurel"), "laurel")
 
 
 def _read(b: Emitter, p: str, layer: Layer) -> str:
@@ -145,6 +171,8 @@ def _last(b: Emitter) -> None:
     """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
+    if spec.altup is not None:
+        altup.end(b, spec.altup)
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)
     if spec.embed_size is not None and spec.pair is None:

@@ -16,8 +16,6 @@ NEEDS: dict[str, str] = {
     **dict.fromkeys(("deepseek32", "glm-dsa"), "a reader of its GGUF layout (its folders of safetensors are read)"),
     "deepseek4": "compressed sparse attention",
     "clip": "a language model, for it is a vision tower alone",
-    "gemma3n": "an embedding for every layer and alternating updates (altup)",
-    "gemma4": "global layers with a head size of their own",
     "rwkv6": "RWKV-6 time mixing", "rwkv6qwen2": "RWKV-6 time mixing",
     "rwkv7": "a reader of its GGUF layout (RWKV-7 is read from rwkv.cpp files)",
     "arwkv7": "RWKV-7 time mixing with the feed-forward of Qwen2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 10
+ABI = 11
 PANEL = 64
 
 
@@ -107,6 +107,9 @@ class Kind(IntEnum):
     REMOVAL_KEY = 30
     REPLACEMENT_KEY = 31
     VALUE_BONUS = 32
+    CUT_OFF = 45
+    STREAMS = 46
+    MATCH = 47
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
