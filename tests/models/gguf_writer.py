@@ -122,6 +122,9 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     block = 0
     for i, layer in enumerate(spec.layers):
         own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
+        if arch == "gemma3n" and layer.kv_from is not None:  # checkpoints carry along what nobody uses
+            kept = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer.kv_from}.")}
+            own |= {name: np.zeros_like(kept[name]) for name in ("k", "v", "k_norm")}
         ffn = {n for n in own if n.split(".")[0] in FEED_FORWARD} if layer.ffn is not None else set()
         second = block + (arch in BLOCKS_ARE_HALVES and layer.mixer is not None)
         out |= {f"blk.{block}.{n}": a for n, a in half(layer, {n: own[n] for n in own if n not in ffn}, arch).items()}
@@ -477,7 +480,9 @@ def _per_layer(spec: ModelSpec) -> Metadata:
 def _gemma3n(spec: ModelSpec) -> Metadata:
     assert spec.altup is not None
     shares = [layer.ffn.sparsity for layer in spec.layers if isinstance(layer.ffn, FeedForward)]
+    full = next(m.rope for x in spec.layers if isinstance(m := x.mixer, Attention) and m.window is None)
     return _per_layer(spec) | {
+        "rope.freq_base": full.theta,  # type: ignore[union-attr]
         "altup.active_idx": spec.altup.active, "altup.num_inputs": spec.altup.streams,
         "activation_sparsity_scale": [NormalDist().inv_cdf(x) if x else float("-inf") for x in shares],
     }  # fmt: skip

@@ -19,7 +19,7 @@ import pytest
 import transformers
 
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import Attention, FeedForward, GatedDelta, Latent, Mamba, Mamba2, ModelSpec
+from penstock.core.model_spec import Attention, Experts, FeedForward, GatedDelta, Latent, Mamba, Mamba2, ModelSpec
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.gguf.architectures import ARCHITECTURES
 from penstock.families.gguf.missing import NEEDS
@@ -123,6 +123,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 10, "rope_parameters": GEMMA3,
                           "layer_types": KINDS}),
     "gemma3n": ("Gemma3n", GEMMA3N),
+    "gemma3n-deep": ("Gemma3n", GEMMA3N | {"num_hidden_layers": 25, "num_kv_shared_layers": 5, "layer_types": None,
+                                           "hidden_size_per_layer_input": 256, "laurel_rank": 64, "final_logit_softcapping": 30.0,
+                                           "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15}),
     "gemma4": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}),
     "gemma4-same": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "attention_k_eq_v": True,
                                         "num_global_key_value_heads": 1, "num_kv_shared_layers": 2,
@@ -371,7 +374,7 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"])
+@pytest.mark.parametrize("case", ["deci", "deepseek2", "gemma3", "gemma3n", "gemma4-moe", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"])
 def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
     _, checkpoint = both(case, tmp_path)
     gguf, arch = read_gguf(checkpoint.path), architecture(case)
@@ -404,6 +407,7 @@ LLAMA_CPP = "PENSTOCK_LLAMA_CPP"
 UNLIKE = {
     "deepseek2": "a group of experts is worth its two best in llama.cpp, its best in DeepSeek-V2",
     "exaone4": "llama.cpp uses the window in the model with 64 layers only",
+    "gemma3n": "in llama.cpp the first 20 layers share nothing, and some sizes are those of the released files",
     "olmo2-olmo3": "llama.cpp rotates both kinds of layers with one theta, as the released files have it",
     "phi3": "llama.cpp has Phi-3's window switched off",
     "starcoder2": "llama.cpp does not read StarCoder2's window",
@@ -427,5 +431,6 @@ def test_llama_cpp_computes_the_same_of_a_written_file(case: str, tmp_path: Path
     tool = ROOT / "tools" / "oracles" / "llama_cpp_logits.py"
     subprocess.run([python, tool, gguf.path, out, "--ids", ",".join(map(str, ids))], check=True, env=dict(os.environ))
     ffn = gguf.spec.layers[-1].ffn
+    ffn = ffn.expert if isinstance(ffn, Experts) else ffn
     rough = isinstance(ffn, FeedForward) and ffn.activation.startswith("gelu")
     np.testing.assert_allclose(logits(gguf, ids), np.load(out)["logits"], atol=2e-2 if rough else 5e-4)

@@ -87,7 +87,8 @@ class Gemma3n(LlamaNames):
         )  # fmt: skip
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
-        return is_unused(name, spec) or super().ignores(name, spec)
+        unscaled = name.endswith(".altup.correct_output_scale") and spec.altup is not None and not spec.altup.scale
+        return unscaled or is_unused(name, spec) or super().ignores(name, spec)
 
 
 def _altup(fields: Fields) -> AltUp:
