@@ -1,14 +1,14 @@
 """Layers that share keys and values: what it costs to train so, and to go over to it (catalogue rows C10, C13).
 
 C10: a grouped-query model and its twin in which every second layer reads the keys and values of the one before (CLA2;
-Brandon et al., arXiv 2405.12981), with wider feed-forwards, so that both have equally many parameters, are trained on the
-same rows in the same order.
+Brandon et al., arXiv 2405.12981), with wider feed-forwards, so that both have equally many parameters, are trained on
+the same rows in the same order.
 
 C13: the first of them goes over to fewer keys and values and on training for some steps: multi-query attention (a head
 for each layer), CLA2, and both (MLKV; Zuhri et al., arXiv 2406.09297: heads of layers, too, become their mean). So does
 itself, as the point that costs nothing. All read the same held-out prose.
 
-`PYTHONPATH=.:src:tools python benchmarks/quality/cla.py --data build/corpus --corpus CORPUS` (half an hour of one core).
+`PYTHONPATH=.:src:tools python benchmarks/quality/cla.py --data build/corpus --corpus CORPUS` (half an hour of a core).
 `--data` has to be prepared with pico's tokenizer: see `benchmarks/quality/gqa.py`.
 """
 
@@ -22,15 +22,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.quality.gqa import LENGTH, Weights, perplexity, trained
 from tokenizers import Tokenizer
 
-from benchmarks.quality.gqa import LENGTH, Weights, perplexity, trained
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Rope, cache_groups
 from train.interpreter import SpecModule
 from train.recipes import CONTEXT, NORM, THETA, VOCAB
 from train.text import held_out_prose
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, WIDTH = 6, 96, 6, 3, 16, 256
+CONVERSIONS = (("gqa", KV_HEADS, 1), ("mqa", 1, 1), ("cla2", KV_HEADS, 2), ("mlkv", 1, 2), ("mlkv3", 1, 3))
+"""Name, kv heads of a layer that keeps some, layers that share."""
 
 
 def model(kv_heads: int = KV_HEADS, share: int = 1, width: int = WIDTH) -> ModelSpec:
@@ -43,9 +45,10 @@ def model(kv_heads: int = KV_HEADS, share: int = 1, width: int = WIDTH) -> Model
         )
         for n in range(LAYERS)
     ]  # fmt: skip
+    layers = tuple(Layer(mixer=m, ffn=FeedForward(width=width), norm=NORM) for m in mixers)
     return ModelSpec(
-        family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, final_norm=NORM, tie_embeddings=True, max_position=CONTEXT,
-        layers=tuple(Layer(mixer=m, ffn=FeedForward(width=width), norm=NORM) for m in mixers), bos_token_id=0,
+        family="llama", vocab_size=VOCAB, hidden_size=HIDDEN, final_norm=NORM, tie_embeddings=True, bos_token_id=0,
+        max_position=CONTEXT, layers=layers,
     )  # fmt: skip
 
 
@@ -87,7 +90,8 @@ def measured(args: argparse.Namespace, seed: int, texts: torch.Tensor) -> dict[s
     started = time.process_time()
     plain, shared = model(), twin(2)
     out: dict[str, Any] = {
-        "seed": seed, "params": plain.num_params, "tokens": args.steps * args.rows * LENGTH, "trained": [], "converted": []
+        "seed": seed, "params": plain.num_params, "tokens": args.steps * args.rows * LENGTH, "trained": [],
+        "converted": [],
     }  # fmt: skip
     kept: Weights = {}
     for name, spec in (("gqa", plain), ("cla2", shared)):
@@ -96,7 +100,7 @@ def measured(args: argparse.Namespace, seed: int, texts: torch.Tensor) -> dict[s
         line = {"model": name, "kv_bytes": kv_bytes(spec), "perplexity": round(perplexity(found, texts), 2)}
         out["trained"].append(line)
         print(seed, line, flush=True)
-    for name, kv_heads, share in (("gqa", KV_HEADS, 1), ("mqa", 1, 1), ("cla2", KV_HEADS, 2), ("mlkv", 1, 2), ("mlkv3", 1, 3)):
+    for name, kv_heads, share in CONVERSIONS:
         spec, weights = model(kv_heads, share), converted(kept, kv_heads, share)
         just = perplexity(trained(spec, weights, 0, args, seed), texts)
         after = perplexity(trained(spec, weights, args.more, args, seed + 100), texts)

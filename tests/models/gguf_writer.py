@@ -123,7 +123,9 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     for i, layer in enumerate(spec.layers):
         own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
         if arch == "gemma3n" and layer.kv_from is not None:  # checkpoints carry along what nobody uses
-            kept = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer.kv_from}.")}
+            kept = {
+                name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer.kv_from}.")
+            }
             own |= {name: np.zeros_like(kept[name]) for name in ("k", "v", "k_norm")}
         ffn = {n for n in own if n.split(".")[0] in FEED_FORWARD} if layer.ffn is not None else set()
         second = block + (arch in BLOCKS_ARE_HALVES and layer.mixer is not None)

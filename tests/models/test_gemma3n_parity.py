@@ -1,4 +1,4 @@
-"""Gemma 3n's text part against transformers: streams, embeddings for every layer, sparse gates, shared keys and values."""
+"""Gemma 3n's text part against transformers: streams, embeddings for every layer, sparse gates, shared keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) ->
     assert [layer.kv_from for layer in layers] == sources
     rows = 50 if case == "a smaller table" else VOCAB
     assert found.spec.per_layer == PerLayer(width=12, rows=rows)
-    assert found.spec.altup == (AltUp(streams=3, active=1, scale=False) if case == "three streams" else AltUp(streams=4))
+    assert found.spec.altup == (
+        AltUp(streams=3, active=1, scale=False) if case == "three streams" else AltUp(streams=4)
+    )
 
 
 def test_layers_that_share_keep_nothing() -> None:

@@ -129,9 +129,10 @@ def test_layers_of_hunyuan_share_keys_and_values(factor: int, tmp_path: Path) ->
     assert [layer.kv_from for layer in found.spec.layers] == [n - n % factor if n % factor else None for n in range(4)]
     assert native_obstacle(found.spec) is None
     own = sum(layer.kv_from is None for layer in found.spec.layers)
-    plain, shared = (sum(g.token_bytes(16) for g in cache_groups(spec, "bfloat16")) for spec in (
-        find_family(config.to_dict()).spec(config.to_dict()), found.spec
-    ))
+    plain, shared = (
+        sum(g.token_bytes(16) for g in cache_groups(spec, "bfloat16"))
+        for spec in (find_family(config.to_dict()).spec(config.to_dict()), found.spec)
+    )
     assert (own, shared * 4) == (2, plain * own)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from penstock.base.bf16 import F32
 from penstock.base.errors import EngineError
-from penstock.ops.native.abi import Kind
 from penstock.model.fuse import fuse
 from penstock.model.graph import SELECTED, TOKENS
+from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import NativeOp
 from penstock.ops.ref import streams as ref
 from tests import specs
@@ -39,7 +41,7 @@ def test_streams_are_mixed_and_corrected(isa: str, threads: int, n: int) -> None
         active = n - 1
         got = execute(
             isa, threads, [flat, found, by], n * width,
-            lambda ins, out: NativeOp(Kind.STREAMS, tuple(ins), out, n=(n, 1, active)),
+            lambda ins, out, n=(n, 1, active): NativeOp(Kind.STREAMS, tuple(ins), out, n=n),
         )  # fmt: skip
         expected = ref.correct_streams(x, found, by, active).reshape(5, -1)
         within(got, expected, 1e-5 * (1 + np.abs(expected)))
@@ -60,18 +62,24 @@ def test_gates_are_cut_off_and_rows_made_as_large(isa: str, threads: int) -> Non
         expected = ref.match_magnitude(x, like)
         within(got, expected, 1e-5 * (1 + np.abs(expected)))
         weight = normal(3, width)
-        got = execute(isa, threads, [x], width, lambda ins, out: NativeOp(Kind.SCALE, tuple(ins), out, pointers=(weight,)))
+        got = execute(
+            isa, threads, [x], width, lambda ins, out, w=weight: NativeOp(Kind.SCALE, tuple(ins), out, pointers=(w,))
+        )
         assert np.array_equal(got, ref.scale_columns(x, weight))
+
+
+def one(kind: Kind, f: tuple[float, ...], ins: list[int], out: int) -> NativeOp:
+    return NativeOp(kind, tuple(ins), out, f=f)
 
 
 @each_isa
 def test_a_row_does_not_depend_on_its_company(isa: str) -> None:
     x, like = normal(1, 40, 333), normal(2, 40, 333)
     for kind, inputs, f in ((Kind.CUT_OFF, [x], (0.3,)), (Kind.MATCH, [x, like], (1e-5,))):
-        together = execute(isa, 2, inputs, 333, lambda ins, out: NativeOp(kind, tuple(ins), out, f=f))
+        make = partial(one, kind, f)
+        together = execute(isa, 2, inputs, 333, make)
         for t in (0, 17, 39):
-            rows = [rows[t : t + 1] for rows in inputs]
-            alone = execute(isa, 1, rows, 333, lambda ins, out: NativeOp(kind, tuple(ins), out, f=f))
+            alone = execute(isa, 1, [rows[t : t + 1] for rows in inputs], 333, make)
             assert np.array_equal(alone[0], together[t])
 
 

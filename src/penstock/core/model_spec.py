@@ -26,8 +26,8 @@ from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pair",
+    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind",
+    "GatedDelta", "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pair",
     "PerLayer", "QkNorm",
     "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec",
     "cache_specs", "layer_shapes", "weight_shapes",
@@ -53,10 +53,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
     gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
-    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
-    gate before its activation. `sparsity` (gated only): from every gate is taken the mean of its row and as many
-    standard deviations as a share `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n).
-    `xielu` (Apertus, never
+    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
+    `sparsity` (gated only): from every gate is taken the mean of its row and as many standard deviations as a share
+    `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n). `xielu` (Apertus, never
     gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
     """
 
@@ -249,7 +248,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for n, layer in enumerate(self.layers):
             if (source := layer.kv_from) is not None:
                 assert 0 <= source < n, f"layer {n} reads keys and values of layer {source}"
-                assert _can_read(layer.mixer, self.layers[source].mixer), f"layers {n} and {source} differ in their keys"
+                assert _can_read(layer.mixer, self.layers[source].mixer), (
+                    f"layers {n} and {source} differ in their keys"
+                )
 
     @property
     def per_layer(self) -> PerLayer | None:
@@ -269,7 +270,9 @@ def _can_read(mixer: Mixer | None, source: Mixer | None) -> bool:
     """Whether queries of one layer can meet the keys and values that another keeps."""
     if not isinstance(mixer, Attention) or not isinstance(source, Attention) or source.kv_from is not None:
         return False
-    alike = all(getattr(mixer, name) == getattr(source, name) for name in ("num_kv_heads", "head_dim", "value_dim", "rope"))
+    alike = all(
+        getattr(mixer, name) == getattr(source, name) for name in ("num_kv_heads", "head_dim", "value_dim", "rope")
+    )
     return alike and (source.reach is None or (mixer.reach is not None and mixer.reach <= source.reach))
 
 

@@ -96,9 +96,9 @@ class HunYuanMoe(LlamaNames):
 
 
 def _shared(fields: Fields, mixer: Attention, num_layers: int) -> list[Attention]:
-    """With `use_cla`, the first of every `cla_share_factor` layers keeps keys and values for all of them (Hunyuan-Large,
-    arXiv 2411.02265, section 2.2.2: every two). transformers does not compute it: judged by the tests' own loop."""
-    used, factor = fields.flag("use_cla"), fields.integer("cla_share_factor", high=MAX_LAYERS, default=2)
+    """With `use_cla`, the first of every `cla_share_factor` layers keeps keys and values for all of them
+    (Hunyuan-Large, arXiv 2411.02265, section 2.2.2: of every two). transformers does not compute it."""
+    used, factor = fields.flag("use_cla"), fields.integer("cla_share_factor", high=MAX_LAYERS, default=1)
     if not used:
         return [mixer] * num_layers
     # Every layer has a norm of keys, those of others too.

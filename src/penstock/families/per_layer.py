@@ -1,4 +1,4 @@
-"""What Gemma 3n and Gemma 4 share: embeddings for every layer, and last layers that read earlier ones' keys and values."""
+"""What Gemma 3n and Gemma 4 share: embeddings for every layer, and last layers that read keys and values of others."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ BY_ROWS = {
     "match_magnitude", "scale_columns", "stack_streams", "mix_streams", "correct_streams", "add_streams", "rope",
     "scale_queries",
 }  # fmt: skip
-"""Calls whose result at a token needs their inputs at that token only. Attention may read queries of all tokens and give
-some rows; rotations and scales of queries look up where a token stands."""
+"""Calls whose result at a token needs their inputs at that token only. Attention may read queries of all tokens and
+give some rows; rotations and scales of queries look up where a token stands."""
 
 
 def _selection(graph: Graph) -> None:

@@ -18,9 +18,9 @@ class QkNorm(msgspec.Struct, frozen=True, kw_only=True):
     kinds: `rms`; `layer` (bias too if `bias`); `unit` is an RMS norm without weights. over: `head`, each head by itself
     with shared weights [D]; `each`, each head with weights of its own [H, D]; `split`, the same with a weight [D] per
     head, `q_norm.0`, `q_norm.1`, ... (without bias); `all`, all heads of a token jointly, weights [H*D]. `offset` is
-    added to the weights. `after_rope`: applied to rotated q and k. `in_query` (with `after_rope` and RMS norms over each
-    `head`): the weights of the keys' norm multiply the queries, so that layers with weights of their own can read one
-    plane of keys.
+    added to the weights. `after_rope`: applied to rotated q and k. `in_query` (with `after_rope` and RMS norms over
+    each `head`): the weights of the keys' norm multiply the queries, so that layers with weights of their own can read
+    one plane of keys.
     """
 
     kind: Literal["rms", "layer", "unit"] = "rms"

@@ -48,7 +48,7 @@ def rows_of_table(h: Header) -> int:
 
 
 def shared_layers(default: int) -> r.Read:
-    """How many of the last layers share keys and values; without a word on it, all but the first `default` (0: none)."""
+    """How many last layers share keys and values; without a word on it, all but the first `default` (0: none)."""
 
     def read(h: Header) -> int:
         usual = max(0, h.num_layers - default) if default else 0
@@ -68,7 +68,9 @@ def sparsities(h: Header) -> list[float]:
     """Shares of idle gates; files keep standard deviations, minus infinity for a share of 0."""
     given = h.fields.raw("activation_sparsity_scale")
     scales = given if isinstance(given, list) else [given] * h.num_layers
-    if len(scales) != h.num_layers or any(isinstance(x, bool) or not isinstance(x, int | float) or x != x for x in scales):
+    if len(scales) != h.num_layers or any(
+        isinstance(x, bool) or not isinstance(x, int | float) or x != x for x in scales
+    ):
         raise ModelError(f"{quoted(h.path)} gives activation_sparsity_scale as no list of {h.num_layers} numbers")
     # The nearest share of a few digits: float32 has kept no more of it.
     return [min(round(NormalDist().cdf(max(x, -40.0)), 6), 0.999999) for x in scales]

@@ -84,7 +84,9 @@ def find_places(
     for name, shape in weight_shapes(spec).items():
         if not name.startswith("layers."):
             base, ending = _split(name)
-            out[name] = stream_place(name, spec) or _whole(tensors, f"{names.get(base) or TOP.get(base, base)}.{ending}", shape)
+            out[name] = stream_place(name, spec) or _whole(
+                tensors, f"{names.get(base) or TOP.get(base, base)}.{ending}", shape
+            )
     block = 0
     for i, layer in enumerate(spec.layers):
         for half in _halves(i, layer, spec.hidden_size, block, names, halves_apart):
