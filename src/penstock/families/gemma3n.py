@@ -75,7 +75,12 @@ class Gemma3n(LlamaNames):
         ropes = read_ropes(fields, heads.head_dim, sizes.max_position, _THETAS)
         own = by_kind(mixer, kinds, read_window(fields), ropes)
         sources = read_sources(fields, kinds, default=15)
-        shared = {"norm": norm, "placement": "both", "per_layer": read_per_layer(fields), "altup": _altup(fields)}
+        shared: dict[str, Any] = {
+            "norm": norm,
+            "placement": "both",
+            "per_layer": read_per_layer(fields),
+            "altup": _altup(fields),
+        }
         laurel = fields.integer("laurel_rank", high=MAX_SIZE, default=64)
         layers = [
             Layer(mixer=msgspec.structs.replace(m, kv_from=source), ffn=ffn, laurel=laurel, **shared)
