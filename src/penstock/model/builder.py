@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
-from penstock.model import altup, per_layer
+from penstock.model import residuals
 from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
@@ -32,20 +32,20 @@ def build(
     places, kept = places_of(spec, groups)
     b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
     _embedding(b)
-    residuals = [b.values["x"]]
+    between = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
         if layer.beside:
             assert n, "there is a layer before"
             assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer"
-            b.values["before"] = residuals[n - 1]
+            b.values["before"] = between[n - 1]
         _layer(b, f"layers.{n}.", layer, places.get(n))
-        residuals.append(b.values["x"])
+        between.append(b.values["x"])
     b.layer = NO_LAYER
     _last(b)
     head, hidden = len(b.nodes), b.values["x"]
     _head(b)
-    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(residuals), spec.vocab_size, max_model_len)
+    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(between), spec.vocab_size, max_model_len)
 
 
 def _embedding(b: Emitter) -> None:
@@ -58,10 +58,7 @@ def _embedding(b: Emitter) -> None:
         b.emit("add", ("x", "y"), "x")
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
-    if b.spec.per_layer is not None:
-        per_layer.prepare(b, b.spec.per_layer, b.spec.layers[0].norm)
-    if b.spec.altup is not None:
-        altup.begin(b, b.spec.altup)
+    residuals.begin(b)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
@@ -69,35 +66,19 @@ def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     if layer.parallel:
         _parallel(b, p, layer, place)
         return
-    if layer.altup is not None:
-        altup.predict(b, p, layer.altup, layer.norm)
+    residuals.enter(b, p, layer)
     if layer.mixer is not None:
         x = _read(b, p, layer)
-        if layer.laurel is not None:
-            _laurel(b, p, layer, x)
+        residuals.beside(b, p, layer, x)
         _mixer(b, p, layer, place, x, "y")
         _after(b, p + "attn", layer)
-        if layer.laurel is not None:
-            b.emit("add", ("x", "laurel"), "x")
-            b.scale("x", 2.0**-0.5)
+        residuals.joined(b, layer)
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
-    if layer.altup is not None:
-        altup.correct(b, p, layer.altup, layer.norm)
-    if layer.per_layer is not None:
-        per_layer.given(b, p, layer.per_layer, layer.norm, "x" if layer.altup is None else "active")
-        b.emit("add" if layer.altup is None else "add_streams", ("x", "y"), "x")
+    residuals.leave(b, p, layer)
     if layer.output_scale:
         b.scale("x", float(b.array(p + "layer_scale")[0]))
-
-
-def _laurel(b: Emitter, p: str, layer: Layer, x: str) -> None:
-    """Register "laurel": what the mixer reads, and a path of low rank beside it."""
-    b.linear(x, "laurel", p + "laurel_in")
-    b.linear("laurel", "laurel", p + "laurel_out")
-    b.norm("laurel", "laurel", p + "laurel_norm", layer.norm)
-    b.emit("add", (x, "laurel"), "laurel")
 
 
 def _read(b: Emitter, p: str, layer: Layer) -> str:
@@ -171,8 +152,7 @@ def _last(b: Emitter) -> None:
     """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
-    if spec.altup is not None:
-        altup.end(b, spec.altup)
+    residuals.end(b)
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)
     if spec.embed_size is not None and spec.pair is None:
