@@ -26,7 +26,7 @@ TEXT: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "nothing shared": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 6, "attention_bias": True},
-    "three streams": {"altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False},
+    "three streams": {"altup_num_inputs": 3, "altup_active_idx": 1, "altup_correct_scale": False, "attention_bias": True},
     "a smaller table": {"vocab_size_per_layer_input": 50, "intermediate_size": [43, 43, 43, 50, 50, 50]},
 }
 
