@@ -44,6 +44,7 @@ _OUTSIDE = frozenset({
     "vision_start_token_id", "vision_end_token_id", "image_token_index", "boi_token_index", "eoi_token_index",
     "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "boi_token_id", "eoi_token_id",
     "vision_soft_tokens_per_image", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
+    "audio_soft_tokens_per_image",
 })  # fmt: skip
 _SEEING = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|"
