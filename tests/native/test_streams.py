@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import NativeOp
 from penstock.ops.ref import streams as ref
 from tests import specs
-from tests.native.running import ISAS, each_isa, each_threads, execute, pytestmark_native, within
+from tests.native.running import ISAS, each_isa, each_threads, execute, plan_of, pytestmark_native, within
 from tests.paged import Paged
 
 pytestmark = pytestmark_native
@@ -81,6 +82,28 @@ def test_a_row_does_not_depend_on_its_company(isa: str) -> None:
         for t in (0, 17, 39):
             alone = execute(isa, 1, [rows[t : t + 1] for rows in inputs], 333, make)
             assert np.array_equal(alone[0], together[t])
+
+
+@each_isa
+def test_selected_rows_stand_where_their_tokens_do(isa: str) -> None:
+    """Queries of wanted rows alone turn and grow as among all tokens."""
+    table = np.random.default_rng(5).standard_normal((2, 60, 4)).astype(np.float32)
+    plan, rows = plan_of([0, 5, 12], [3, 40]), np.array([0, 4, 5, 11], np.int32)
+    x = normal(1, 12, 16)
+    turn, grow = {"n": (2, 8, 0, 4, 0, 60), "pointers": (table,)}, {"f": (0.3, 7.0, 1.0)}
+    for kind, more in ((Kind.ROPE, turn), (Kind.SCALE_QUERIES, grow)):
+        own = partial(in_place, kind, more)
+        every = execute(isa, 2, [x], None, lambda ins, out, own=own: own(out), plan=plan)
+        some = execute(
+            isa, 2, [x], 16, lambda ins, out, own=own: [NativeOp(Kind.SELECT, tuple(ins), out), own(out)],
+            plan=plan, rows=rows, out_rows=SELECTED,
+        )  # fmt: skip
+        assert np.array_equal(some, every[rows])
+        assert not np.array_equal(every, x)
+
+
+def in_place(kind: Kind, more: dict[str, Any], register: int) -> NativeOp:
+    return NativeOp(kind, (register,), register, **more)
 
 
 @pytest.mark.parametrize(("n", "words"), [((9, 0), "one to eight"), ((2, 2), "mixed"), ((2, 0), "its weights")])
