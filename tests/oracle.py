@@ -47,7 +47,11 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
+<<<<<<< HEAD
 from tests import naive_delta, naive_kv, naive_recurrent, naive_rwkv
+=======
+from tests import naive_delta, naive_kv, naive_rwkv, naive_streams
+>>>>>>> gemma
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -68,6 +72,7 @@ class NaiveModel:
         self.kv_format = parse_kv_format(kv_dtype)
         self.max_model_len = max_model_len or spec.max_position
         self._chosen: list[npt.NDArray[Any]] = []  # what the last indexer left for later layers
+        self._kept: dict[int, Any] = {}  # keys and values of layers, for those that read them
         self._v_first: F32 | None = None  # what RWKV-7's first layer leaves for the later ones
 
     def logits(self, token_ids: Sequence[int], *, last_only: bool = False) -> F32:
@@ -81,8 +86,20 @@ class NaiveModel:
                 x = x + as_float32(self.weights["positions"])[: len(x)]
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
+<<<<<<< HEAD
             self._embedded = x
             for n, layer in enumerate(spec.layers):
+=======
+            if spec.per_layer is not None:
+                self._given = naive_streams.per_layer_inputs(self, token_ids, x)
+            self._kept = {}
+            if spec.altup is not None:
+                streams = naive_streams.begin(self, x, spec.altup)
+                for n, layer in enumerate(spec.layers):
+                    streams = naive_streams.layer_of_streams(self, streams, f"layers.{n}.", layer)
+                x = naive_streams.end(self, streams, spec.altup)
+            for n, layer in enumerate(spec.layers if spec.altup is None else ()):
+>>>>>>> gemma
                 read = None if layer.mixer is None else self._read(x, n, layer)
                 before, x = x, self._layer(x, f"layers.{n}.", layer, read)
                 self._before = before
@@ -118,6 +135,8 @@ class NaiveModel:
             x = self._half(x, p + "attn", layer, lambda h: self._mixer(h, p, layer))
         if layer.ffn is not None:
             x = self._half(x, p + "ffn", layer, lambda h: self._feed_forward(h, p, layer.ffn))
+        if layer.per_layer is not None:
+            x = x + naive_streams.given(self, x, p, layer)
         return x
 
     def _half(self, x: F32, name: str, layer: Layer, f: Callable[[F32], F32]) -> F32:
@@ -198,6 +217,7 @@ class NaiveModel:
     def _attention(self, h: F32, p: str, m: Attention, product: Callable[[F32, str], F32] | None = None) -> F32:
         """`product`: what multiplies with the matrix q, k, v or o, if they are not the layer's own."""
         t = len(h)
+<<<<<<< HEAD
         if product is None:
 
             def product(x: F32, name: str) -> F32:
@@ -205,6 +225,12 @@ class NaiveModel:
 
         q, k = (product(h, name) for name in "qk")
         v = k if m.v_from_k else product(h, "v")
+=======
+        if m.kv_from is not None:
+            return self._attention_of_others(h, p, m)
+        q, k = (self._linear(h, p + name) for name in "qk")
+        v = k if m.v_from_k else self._linear(h, p + "v")
+>>>>>>> gemma
         norm = m.qk_norm
         if norm is not None and norm.over == "all":
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
@@ -239,6 +265,7 @@ class NaiveModel:
         if how.recent and m.reach is not None:
             how = LayerFormat(("float16",), ("float16",))
         keys, values = (naive_kv.reader(x, c, how, self.block_size) for x, c in ((k, how.keys), (v, how.values)))
+        self._kept[int(p.split(".")[1])] = keys, values, how
         if how.recent:
             out = np.concatenate([attend(q[: i + 1], keys(i), values(i), only=i) for i in range(t)])
         else:
@@ -252,9 +279,34 @@ class NaiveModel:
             out = out * sigmoid(self._linear(h, p + "o_gate"))
         return product(out, "o")
 
+    def _attention_of_others(self, h: F32, p: str, m: Attention) -> F32:
+        """Queries of this layer over the keys and values of another."""
+        t = len(h)
+        q = self._linear(h, p + "q").reshape(t, m.num_heads, m.head_dim)
+        if m.qk_norm is not None and not m.qk_norm.after_rope:
+            q = self._qk_norm(q, p + "q", m.qk_norm)
+        if m.rope is not None:
+            q = self._rope(q, m.rope)
+        if m.qk_norm is not None and m.qk_norm.after_rope:
+            q = self._qk_norm(q, p + "q", m.qk_norm)
+        q = hadamard(q) if self.rotation == "hadamard" else q
+        keys, values, how = self._kept[m.kv_from]
+        scale = m.head_dim**-0.5 if m.scale is None else m.scale
+        attend = partial(softmax_attention, scale=scale, window=m.window)
+        if how.recent:
+            out = np.concatenate([attend(q[: i + 1], keys(i), values(i), only=i) for i in range(t)])
+        else:
+            out = attend(q, keys(t - 1), values(t - 1))
+        out = hadamard(out) if self.rotation == "hadamard" else out
+        return self._linear(out.reshape(t, -1), p + "o")
+
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
         if norm.kind == "unit":
             return rms_norm(x, None, norm.eps)
+        if norm.in_query:
+            p = name[:-1]
+            by = self._vector(p + "q_norm") * self._vector(p + "k_norm") if name.endswith("q") else None
+            return rms_norm(x, by, norm.eps)
         if norm.over == "split":
             heads = [self._vector(f"{name}_norm.{i}") for i in range(x.shape[1])]
             weight = np.stack(heads) + np.float32(norm.offset)
@@ -417,7 +469,10 @@ class NaiveModel:
             inner = np.where(up > 0, positive * up * up, below) + np.float32(0.5) * up
         else:
             act = ACTIVATIONS[f.activation]
-            inner = act(self._linear(h, p + "gate") * np.float32(f.gate_scale)) * up if f.gated else act(up)
+            if f.gated:
+                gate = self._linear(h, p + "gate") * np.float32(f.gate_scale)
+                up = act(naive_streams.cut_off(gate, f.sparsity) if f.sparsity else gate) * up
+            inner = up if f.gated else act(up)
         return self._linear(inner, p + "down")
 
     def _experts(self, h: F32, p: str, f: Experts) -> F32:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from penstock.core.model_spec import (
     Alibi,
+    AltUp,
     Attention,
     ChannelMix,
     Diagonal,
@@ -32,6 +33,7 @@ from penstock.core.model_spec import (
     Mlstm,
     ModelSpec,
     Norm,
+    PerLayer,
     QkNorm,
     QueryScale,
     Recurrent,
@@ -67,6 +69,13 @@ def _stack(*layers: Layer, **more: object) -> ModelSpec:
     return ModelSpec(
         family="test", vocab_size=61, hidden_size=E, layers=layers, max_position=MAX_POSITION, bos_token_id=1,
         **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _streams(mixer: Mixer, sparsity: float = 0.0) -> Layer:
+    return Layer(
+        mixer=mixer, ffn=FeedForward(width=43, activation="gelu_tanh", sparsity=sparsity), placement="both",
+        per_layer=PerLayer(width=6, rows=50), altup=AltUp(streams=3, active=1), laurel=5,
     )  # fmt: skip
 
 
@@ -195,6 +204,19 @@ _SPECS: dict[str, ModelSpec] = {
         Layer(mixer=_attention(4, 2), ffn=FeedForward(width=43), norm=Norm(weight=False), placement="sum"),
         embed_scale=0.6, logit_scale=0.4, logit_soft_cap=3.0,
     ),
+    # Layers that read the keys and values of the one before (CLA2).
+    "shared_kv": _spec(
+        _attention(4, 2), _attention(6, 2, kv_from=0, o_bias=True),
+        *[_attention(4, 2, kv_from=n, qk_norm=QkNorm(after_rope=True, in_query=True)) for n in (None, 2)],
+    ),
+    # All that Gemma 3n does at once: streams, embeddings for every layer, sparse gates, last layers that share.
+    "streams": _stack(
+        _streams(_attention(4, 2, window=7, qk_norm=QkNorm(), v_norm=1e-6), 0.8),
+        _streams(_attention(4, 2)),
+        _streams(_attention(4, 2, window=7, kv_from=0), 0.5),
+        _streams(_attention(4, 2, kv_from=1, qkv_bias=True)),
+        embed_scale=1.5,
+    ),
     # Windows shorter than any prompt worth caching: with full layers between them, and with nothing else.
     "windowed": _spec(_attention(4, 2, window=5), _attention(4, 2), _attention(4, 2, window=5)),
     "all_windowed": _spec(_attention(4, 2, window=5), _attention(4, 2, window=5)),
@@ -230,6 +252,7 @@ _SEEDS = {
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
+    "shared_kv": (19, 0), "streams": (20, 0),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

@@ -163,7 +163,8 @@ typedef struct pst_register {
  * place" is said; otherwise they must not overlap. "?" marks what may be absent (-1, NULL).
  *
  * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions.
- *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order
+ *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order.
+ *                n2 V: ids from there on read row 0; 0: there are none
  * PST_SELECT     out[r] = in0[rows[r]]
  * PST_NORM       every stretch of n0 numbers of a row by itself: in place
  *                n1: 1 rms, x / sqrt(mean(x^2) + f0) * w; 2 layer, (x - mean) / sqrt(var + f0) * w + b
@@ -178,7 +179,8 @@ typedef struct pst_register {
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
  *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
  *                in0, component by component, into planes n8 and n9: see pst_pages
- * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those) over
+ * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those; or in0
+ *                has them only) over
  *                layer n1 of group n0; n2 H, n3 G, n4 D,
  *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none),
  *                n11 numbers of a key that come last and lie in plane n10 (0: all lie in n6; else n7 is n6);
@@ -192,7 +194,7 @@ typedef struct pst_register {
  *                a NaN last. A token is worth the sum over the heads, in order, of in1 [T, n2] * max(0, f0 q.k) of in0 q
  *                [T, n2, n3] and keys k [n3] of layer n1 of group n0, in plane n4. No sequence has more than n5 tokens
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
- * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
+ * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
  * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
  * PST_GATE_ROWS  in0 * sigmoid(in1), in1 of width 1 or as in0: in place on in0
@@ -255,13 +257,18 @@ typedef struct pst_register {
  * PST_REMOVAL_KEY      in0 * p0 [width], every head divided by its length, 1e-12 at least
  * PST_REPLACEMENT_KEY  in0 * (1 + (in1 - 1) * p0 [width]): in place
  * PST_VALUE_BONUS      (sum over a head of in0 * in1 * p0 [width]) * in2: in place
+ * Rows of Gemma 3n:
+ * PST_CUT_OFF    max(in0 - (its mean + f0 * its standard deviation), 0), row by row: in place
+ * PST_STREAMS    n0 streams x_i side by side in in0, at most 8. n1 0: x_i + sum over j of in1_(n0 i + j) x_j, in1 of width
+ *                n0 * n0. n1 1: x_i + (in1 - x_n2) (1 + in2_i), in1 as wide as a stream, in2 of width n0: in place on in0
+ * PST_MATCH      in0 * sqrt(mean(in1^2) / max(mean(in0^2), f0)), row by row: in place on in0
  */
 enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
-    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL
+    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

@@ -194,11 +194,17 @@ struct Attend final : Op {
         return Pages(context.step.groups[group], block.sequence, lines.of(some.first));
     }
 
+    // The first of a block's queries: of all tokens, or of those that are wanted.
+    const float* query_row(const Block& block) const {
+        return queries.data + (queries.rows == PST_ROWS_TOKENS ? block.first : block.row) * queries.stride;
+    }
+
     void take_queries(const Block& block, Heads some, const Own& own) const {
         uint8_t* to = own.queries;
+        const float* queries_of_block = query_row(block);
         for (int g = some.first; g < some.first + some.count; g++)
             for (int r = 0; r < block.count * per; r++, to += query_bytes) {
-                const float* token = queries.data + (block.first + r / per) * queries.stride;
+                const float* token = queries_of_block + r / per * queries.stride;
                 if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
                     for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
                 const float* query = token + (int64_t(g) * per + r % per) * dim;
@@ -391,7 +397,7 @@ struct Attend final : Op {
         int size = pages.block_size, left = (whole.end - 1) / size + 1 - choice.count(whole.end, size);
         if (!left) return attend_alone(pages, whole, some, own);
         for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
-            const float* query = queries.data + block.first * queries.stride + int64_t(one.first) * per * dim;
+            const float* query = query_row(block) + int64_t(one.first) * per * dim;
             const int32_t* chosen = choice.choose(pages, whole.end, lines.in_page(one.first), query, own.choice);
             attend_alone(Pages(chosen, size), block.behind(rule, whole.shift + left * size), one, own);
         }
@@ -476,7 +482,7 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
     made->lines.count = check_plane(keys, made->kv_heads, made->dim - behind);
     check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
-    check(made->queries.rows == PST_ROWS_TOKENS, "queries are by tokens");
+    check(made->queries.rows == PST_ROWS_TOKENS || made->queries.rows == made->out.rows, "queries of all that is wanted");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;

@@ -156,13 +156,31 @@ OpPtr make_gate_rows(const Registers& r) {
     });
 }
 
+// out = in * weight by columns
+struct ScaledColumns final : Op {
+    View in, out;
+    pst_register shape;
+    const float* weight;
+
+    explicit ScaledColumns(const Registers& r)
+        : in(r.in(0)), out(r.out()), shape(r.out()), weight(static_cast<const float*>(r.op.p[0])) {
+        check_same(r.in(0), shape);
+    }
+    void run(Team& team, const Context& context) const override {
+        each_piece(team, context.rows(shape), out.width, [&](int64_t row, int64_t from, int64_t to) {
+            map(in.row(row) + from, weight + from, out.row(row) + from, to - from, [](F x, F w) { return x * w; });
+        });
+    }
+};
+
+OpPtr make_scale_columns(const Registers& r) { return std::make_unique<ScaledColumns>(r); }
+
 OpPtr make_scale_queries(const Registers& r) {
     double beta = double(r.op.f[0]);
     auto floor = int64_t(r.op.f[1]), shift = int64_t(r.op.f[2]);
     check(floor > 0 && shift >= 0, "queries are scaled by floor((position + f2) / f1) for f1 > 0 and f2 >= 0");
-    check(r.out().rows == PST_ROWS_TOKENS, "only rows of tokens have positions");
-    return r.scaled_rows([=](const Context& context, int64_t row) {
-        int64_t turns = (context.step.positions[row] + shift) / floor;
+    return r.scaled_rows([=, shape = r.out()](const Context& context, int64_t row) {
+        int64_t turns = (context.position(shape, row) + shift) / floor;
         return float(1.0 + beta * std::log1p(double(turns)));
     });
 }
@@ -175,7 +193,7 @@ OpPtr make_pointwise(const pst_op& op, const Maker& maker) {
     switch (op.kind) {
         case PST_ADD: return r.binary([](F x, F y) { return x + y; });
         case PST_MUL: return r.binary([](F x, F y) { return x * y; });
-        case PST_SCALE: return r.unary([f0](F x) { return x * all(f0); });
+        case PST_SCALE: return op.p[0] ? make_scale_columns(r) : r.unary([f0](F x) { return x * all(f0); });
         case PST_CLIP: return make_clip(r);
         case PST_SOFT_CAP: return make_soft_cap(r);
         case PST_ACT: return make_activation(r);

@@ -29,6 +29,9 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_REMOVAL_KEY:
         case PST_REPLACEMENT_KEY:
         case PST_VALUE_BONUS: return make_rwkv_rows(op, maker);
+        case PST_CUT_OFF:
+        case PST_STREAMS:
+        case PST_MATCH: return make_streams(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }

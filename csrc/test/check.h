@@ -31,6 +31,7 @@ void test_pool();
 void test_packing();
 void test_blocks();
 void test_rows();
+void test_streams();
 void test_model();
 void test_lines();
 void test_experts();

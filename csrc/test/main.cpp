@@ -78,6 +78,7 @@ int main(int argc, char** argv) {
     run("blocks", test_blocks);
     run("pool", test_pool);
     run("rows", test_rows);
+    run("streams", test_streams);
     run("model", test_model);
     run("lines", test_lines);
     run("experts", test_experts);

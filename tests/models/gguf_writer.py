@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -55,7 +56,8 @@ LAYERS_OF_BLOCKS = {"falcon-h1": 3}
 """Layers of a spec that one block is, where it is several."""
 TOP = {
     "embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd", "final_norm": "output_norm",
-    "lm_head": "output",
+    "lm_head": "output", "ple_embed": "per_layer_token_embd", "ple_in": "per_layer_model_proj",
+    "ple_norm": "per_layer_proj_norm",
 }  # fmt: skip
 LAYER = {
     "attn_norm": "attn_norm", "attn_post_norm": "post_attention_norm", "ffn_norm": "ffn_norm",
@@ -65,16 +67,28 @@ LAYER = {
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp", "q_a": "attn_q_a", "q_b": "attn_q_b",
     "q_a_norm": "attn_q_a_norm", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm", "in": "ssm_in",
     "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm", "experts_in": "ffn_latent_down",
+<<<<<<< HEAD
     "experts_out": "ffn_latent_up", "dt_norm": "ssm_dt_norm", "b_norm": "ssm_b_norm", "c_norm": "ssm_c_norm",
     "o_gate": "attn_gate", "index_q": "indexer.attn_q_b", "index_k": "indexer.attn_k", "index_k_norm": "indexer.k_norm",
     "index_weights": "indexer.proj",
+=======
+    "experts_out": "ffn_latent_up", "ple_gate": "inp_gate", "ple_out": "proj", "ple_post_norm": "post_norm",
+    "layer_scale": "layer_output_scale", "altup_norm": "altup_router_norm", "altup_router": "altup_router",
+    "altup_predict": "altup_predict_coef", "altup_correct": "altup_correct_coef", "altup_scale": "altup_correct_scale",
+    "laurel_in": "laurel_l", "laurel_out": "laurel_r", "laurel_norm": "laurel_post_norm",
+>>>>>>> gemma
 }  # fmt: skip
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
 SHORT = {"in": "shortconv.in_proj", "conv": "shortconv.conv"}
+GEMMA4 = {
+    "experts_norm": "pre_ffw_norm_2", "experts_post_norm": "post_ffw_norm_2", "shared_post_norm": "post_ffw_norm_1",
+    "shared.gate": "ffn_gate", "shared.up": "ffn_up", "shared.down": "ffn_down",
+}  # fmt: skip
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
+<<<<<<< HEAD
     "lfm2": SHORT, "lfm2moe": SHORT,
     "kimi-linear": {
         "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
@@ -86,6 +100,9 @@ RENAMED: dict[str, dict[str, str]] = {
         "down": "channel_mix_value", "k_k": "time_mix_k_k", "k_a": "time_mix_k_a", "r_k": "time_mix_r_k",
         **{f"{part}{n}": f"time_mix_{part}{n}" for part in "wavg" for n in (0, 1, 2)},
     },
+=======
+    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
+>>>>>>> gemma
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
 
@@ -132,13 +149,23 @@ def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     weights = folded(spec, weights) if arch == "falcon-h1" else weights
     norms = {"final_norm": spec.final_norm, "embed_norm": spec.embed_norm}
     for name, array in weights.items():
+        if name.startswith(("altup_in_", "altup_out_")):
+            continue
         if not name.startswith("layers."):
             base, ending = parts_of(name)
             own_name = "token_embd_norm" if arch.startswith("lfm2") and base == "final_norm" else TOP[base]
             out[f"{own_name}.{ending}"] = plus(array, norms.get(name))
+    if spec.altup is not None:
+        for own_name, stored in (("altup_in", "altup_proj"), ("altup_out", "altup_unembd_proj")):
+            out[f"{stored}.weight"] = np.stack([weights[f"{own_name}_{i}"] for i in range(1, spec.altup.streams)])
     block = 0
     for i, layer in enumerate(spec.layers):
         own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
+        if arch == "gemma3n" and layer.kv_from is not None:  # checkpoints carry along what nobody uses
+            kept = {
+                name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer.kv_from}.")
+            }
+            own |= {name: np.zeros_like(kept[name]) for name in ("k", "v", "k_norm")}
         ffn = {n for n in own if n.split(".")[0] in FEED_FORWARD} if layer.ffn is not None else set()
         second = block + (arch in BLOCKS_ARE_HALVES and layer.mixer is not None)
         out |= {f"blk.{block}.{n}": a for n, a in half(layer, {n: own[n] for n in own if n not in ffn}, arch).items()}
@@ -178,7 +205,8 @@ def folded(spec: ModelSpec, weights: Weights) -> Weights:
 
 FEED_FORWARD = {
     "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared",
-    "shared_gate", "experts_in", "experts_out",
+    "shared_gate", "experts_in", "experts_out", "router_norm", "router_scale", "experts_norm", "experts_post_norm",
+    "shared_post_norm",
 }  # fmt: skip
 
 
@@ -237,6 +265,8 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
                     out[f"ffn_{part}_exps.{'bias' if end else 'weight'}"] = np.stack(found)
         if "router_correction" in own:
             out["exp_probs_b.bias"] = out.pop("router_correction")
+        if ffn.apart is not None:
+            out["ffn_gate_inp.scale"], out["ffn_down_exps.scale"] = out.pop("router_norm"), out.pop("router_scale")
         if "shared_gate" in own:
             out["shared_gate"] = own["shared_gate"][0]
     for end in ("", ".bias"):
@@ -314,7 +344,10 @@ def ropes(spec: ModelSpec) -> list[Rope]:
 
 
 def positions_of(spec: ModelSpec) -> Weights:
-    found = [r for r in ropes(spec) if r.kind in ("longrope", "llama3")]
+    found = [r for r in ropes(spec) if r.kind in ("longrope", "llama3", "proportional")]
+    if found and found[0].kind == "proportional":
+        turned = int(found[0].dim * found[0].part / 2)
+        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (found[0].dim // 2 - turned), np.float32)}
     if found and found[0].kind == "llama3":
         return {"rope_freqs.weight": llama3_factors(found[0])}
     if not found:
@@ -541,6 +574,7 @@ def _latent(spec: ModelSpec) -> Metadata:
     )
 
 
+<<<<<<< HEAD
 def _attention_heads(spec: ModelSpec) -> Metadata:
     """Where most layers have other mixers: as those say that attend."""
     own = _mixer(next(layer for layer in spec.layers if isinstance(layer.mixer, Attention)), "falcon-h1")
@@ -587,6 +621,36 @@ def _rwkv7(spec: ModelSpec) -> Metadata:
         "attention.head_count": 0, "wkv.head_size": m.head_dim, "attention.decay_lora_rank": m.decay_rank,
         "attention.iclr_lora_rank": m.rate_rank, "attention.value_residual_mix_lora_rank": m.value_rank,
         "attention.gate_lora_rank": m.gate_rank, "feed_forward_length": ffn.width,  # type: ignore[union-attr]
+=======
+def _per_layer(spec: ModelSpec) -> Metadata:
+    ple, own = spec.per_layer, _local_theta(spec) | {"final_logit_softcapping": spec.logit_soft_cap}
+    shared = sum(layer.kv_from is not None for layer in spec.layers)
+    return own | {"embedding_length_per_layer_input": ple.width if ple else 0, "attention.shared_kv_layers": shared}
+
+
+def _gemma3n(spec: ModelSpec) -> Metadata:
+    assert spec.altup is not None
+    shares = [layer.ffn.sparsity for layer in spec.layers if isinstance(layer.ffn, FeedForward)]
+    full = next(m.rope for x in spec.layers if isinstance(m := x.mixer, Attention) and m.window is None)
+    return _per_layer(spec) | {
+        "rope.freq_base": full.theta,  # type: ignore[union-attr]
+        "altup.active_idx": spec.altup.active, "altup.num_inputs": spec.altup.streams,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(x) if x else float("-inf") for x in shares],
+    }  # fmt: skip
+
+
+def _gemma4(spec: ModelSpec) -> Metadata:
+    mixers = [m for layer in spec.layers if isinstance(m := layer.mixer, Attention)]
+    full, local = (next(m for m in mixers if (m.window is None) == whole) for whole in (True, False))
+    ffns: list[Any] = [layer.ffn for layer in spec.layers]
+    widths = [f.shared.width if isinstance(f, Experts) else f.width for f in ffns]
+    return _per_layer(spec) | {
+        "attention.key_length": full.head_dim, "attention.value_length": full.head_dim,
+        "attention.key_length_swa": local.head_dim, "attention.value_length_swa": local.head_dim,
+        "attention.head_count_kv": [m.num_kv_heads for m in mixers], "feed_forward_length": widths,
+        "rope.dimension_count": full.head_dim, "rope.dimension_count_swa": local.head_dim,
+        "rope.freq_base": full.rope.theta,  # type: ignore[union-attr]
+>>>>>>> gemma
     }  # fmt: skip
 
 
@@ -622,6 +686,8 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
         "attn_logit_softcapping": _first(s).soft_cap, "final_logit_softcapping": s.logit_soft_cap,
     },
     "gemma3": lambda s: _local_theta(s) | ({"final_logit_softcapping": s.logit_soft_cap} if s.logit_soft_cap else {}),
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "olmo2": _local_theta,
     "gptneox": lambda s: {"use_parallel_residual": s.layers[0].parallel},
     "stablelm": lambda s: {"use_parallel_residual": True},

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from penstock.backends.native.backend import NativeBackend
 from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.errors import ModelError
+<<<<<<< HEAD
 from penstock.core.model_spec import (
     Attention,
     FeedForward,
@@ -32,6 +33,9 @@ from penstock.core.model_spec import (
     ModelSpec,
     weight_shapes,
 )
+=======
+from penstock.core.model_spec import Attention, Experts, FeedForward, GatedDelta, Latent, Mamba, Mamba2, ModelSpec
+>>>>>>> gemma
 from penstock.families.checkpoint import Checkpoint
 from penstock.families.gguf.architectures import ARCHITECTURES
 from penstock.families.gguf.missing import NEEDS
@@ -65,6 +69,17 @@ MISTRAL3 = YARN | {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim":
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.25, 1.5, 1.75],
     "long_factor": [1.5, 2.5, 6.0, 9.0], "original_max_position_embeddings": 20,
+}  # fmt: skip
+GEMMA3N = {
+    "head_dim": 8, "num_hidden_layers": 6, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 9, "num_kv_shared_layers": 3, "laurel_rank": 5, "final_logit_softcapping": 5.0,
+    "activation_sparsity_pattern": [0.7, 0.0, 0.95, 0.0, 0.3, 0.0],
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "sliding")],
+}  # fmt: skip
+GEMMA4 = {
+    "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 4, "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": 9, "final_logit_softcapping": 5.0,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "full")],
 }  # fmt: skip
 GEMMA3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -190,6 +205,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                           "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 10, "rope_parameters": GEMMA3,
                           "layer_types": KINDS}),
+    "gemma3n": ("Gemma3n", GEMMA3N),
+    "gemma3n-deep": ("Gemma3n", GEMMA3N | {"num_hidden_layers": 25, "num_kv_shared_layers": 5, "layer_types": None,
+                                           "hidden_size_per_layer_input": 256, "laurel_rank": 64,
+                                           "final_logit_softcapping": 30.0,
+                                           "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15}),
+    "gemma4": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}),
+    "gemma4-same": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 12, "attention_k_eq_v": True,
+                                        "num_global_key_value_heads": 1, "num_kv_shared_layers": 2,
+                                        "use_double_wide_mlp": True}),
+    "gemma4-moe": ("Gemma4", GEMMA4 | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+                                       "top_k_experts": 2, "moe_intermediate_size": 21}),
     "glm4": ("Glm4", {"head_dim": 8}),
     "glm4moe": ("Glm4Moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 21, "head_dim": 8,
                             "first_k_dense_replace": 1, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
@@ -250,8 +276,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm": ("Granite", {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 1.4 / 3**0.5,
                             "attention_multiplier": 8**-0.5}),
 }  # fmt: skip
-TEXTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-TEXTS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+TEXTS = ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 OTHER_FIELDS = ("Falcon", "GPTNeoX")
 NO_BASE = ("GPT2", "GPTBigCode", "Mamba", "Mamba2", "FalconMamba", "Mpt", "Bloom")
 EDITS = {"exaone": as_exaone, "internlm2": as_internlm2, "minicpm": as_minicpm}
@@ -295,6 +320,7 @@ def model_of(case: str) -> Any:
     config_class = f"{name}TextConfig" if name in TEXTS else f"{name}Config"
     config = getattr(transformers, config_class)(**json.loads(json.dumps(fields)))
     head = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+<<<<<<< HEAD
     return corrected(random_model(getattr(transformers, head), config, seed=len(case)))
 
 
@@ -303,6 +329,22 @@ def corrected(model: Any) -> Any:
     for key, value in [*model.named_buffers(), *model.named_parameters()]:
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             value.data.normal_(std=0.3)
+=======
+    model = random_model(getattr(transformers, head), config, seed=len(case))
+    if case == "gemma3n-deep":  # or 25 layers make of any rounding, that of gelu in llama.cpp, another text
+        for key, p in model.named_parameters():
+            calm = (
+                "post_attention_layernorm",
+                "post_feedforward_layernorm",
+                "post_laurel_norm",
+                "per_layer_input_norm",
+            )
+            if key.split(".")[-2].endswith((*calm, "prediction_coefs", "correction_coefs")):
+                p.data.mul_(0.1)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+>>>>>>> gemma
     return model
 
 
@@ -539,10 +581,17 @@ MORE = [
 ]  # fmt: skip
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("case", [
     "deci", "deepseek2", "gemma3", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe", "cohere2moe-dense",
     "glm-dsa-shared", "jamba", "kimi-linear", "mimo2", "rwkv7", "step35-limits",
 ])  # fmt: skip
+=======
+@pytest.mark.parametrize(
+    "case",
+    ["deci", "deepseek2", "gemma3", "gemma3n", "gemma4-moe", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe"],
+)
+>>>>>>> gemma
 def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
     _, checkpoint = both(case, tmp_path)
     gguf, arch = read_gguf(checkpoint.path), architecture(case)
@@ -576,6 +625,7 @@ UNLIKE = {
     "phimoe": "llama.cpp norms by RMS and weighs by a softmax where the model has layer norms and SparseMixer",
     "deepseek2": "a group of experts is worth its two best in llama.cpp, its best in DeepSeek-V2",
     "exaone4": "llama.cpp uses the window in the model with 64 layers only",
+    "gemma3n": "in llama.cpp the first 20 layers share nothing, and some sizes are those of the released files",
     "olmo2-olmo3": "llama.cpp rotates both kinds of layers with one theta, as the released files have it",
     "phi3": "llama.cpp has Phi-3's window switched off",
     "starcoder2": "llama.cpp does not read StarCoder2's window",
@@ -599,5 +649,12 @@ def test_llama_cpp_computes_the_same_of_a_written_file(case: str, tmp_path: Path
     tool = ROOT / "tools" / "oracles" / "llama_cpp_logits.py"
     subprocess.run([python, tool, gguf.path, out, "--ids", ",".join(map(str, ids))], check=True, env=dict(os.environ))
     ffn = gguf.spec.layers[-1].ffn
+    ffn = ffn.expert if isinstance(ffn, Experts) else ffn
     rough = isinstance(ffn, FeedForward) and ffn.activation.startswith("gelu")
-    np.testing.assert_allclose(logits(gguf, ids), np.load(out)["logits"], atol=2e-2 if rough else 5e-4)
+    got, want = logits(gguf, ids), np.load(out)["logits"]
+    if case == "gemma3n-deep":
+        assert np.array_equal(got.argmax(-1), want.argmax(-1))
+        assert np.median(np.abs(got - want).max(-1)) < 0.02 * want.std()
+        return
+    twice = gguf.spec.per_layer is not None  # so many more activations
+    np.testing.assert_allclose(got, want, atol=(4e-2 if twice else 2e-2) if rough else 5e-4)

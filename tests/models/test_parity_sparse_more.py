@@ -11,6 +11,7 @@ import transformers
 
 from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.errors import ModelError
+from penstock.core.model_spec import cache_groups
 from penstock.families.registry import find_family
 from tests.models.parity import VOCAB, check, random_model, save
 
@@ -109,6 +110,44 @@ def test_sparse_families_equal_transformers(case: str, tmp_path: Path) -> None:
     assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
 
 
+@pytest.mark.parametrize("factor", [2, 3])
+def test_layers_of_hunyuan_share_keys_and_values(factor: int, tmp_path: Path) -> None:
+    """transformers does not compute `use_cla`: its layers are given what the first of their number projects."""
+    name, changes = CASES["hunyuan_v1_moe"]
+    config = getattr(transformers, f"{name}Config")(**{**BASE, **changes, "moe_topk": 2, "num_hidden_layers": 4})
+    model = random_model(getattr(transformers, f"{name}ForCausalLM"), config, seed=factor)
+    model.set_experts_implementation("eager")
+    for n, layer in enumerate(model.model.layers):
+        own = model.model.layers[n - n % factor].self_attn
+        if n % factor:
+            layer.self_attn.k_proj, layer.self_attn.v_proj = _Again(own.k_proj), _Again(own.v_proj)
+
+    def told(config: dict[str, Any]) -> None:
+        config |= {"use_cla": True, "cla_share_factor": factor}
+
+    found = check(save(model, tmp_path, told), model, count_params=False)
+    assert [layer.kv_from for layer in found.spec.layers] == [n - n % factor if n % factor else None for n in range(4)]
+    assert native_obstacle(found.spec) is None
+    own = sum(layer.kv_from is None for layer in found.spec.layers)
+    plain, shared = (
+        sum(g.token_bytes(16) for g in cache_groups(spec, "bfloat16"))
+        for spec in (find_family(config.to_dict()).spec(config.to_dict()), found.spec)
+    )
+    assert (own, shared * 4) == (2, plain * own)
+
+
+class _Again(torch.nn.Module):
+    """What another module gave last."""
+
+    def __init__(self, other: torch.nn.Module) -> None:
+        super().__init__()
+        self.last: Any = None
+        other.register_forward_hook(lambda _module, _inputs, out: setattr(self, "last", out))
+
+    def forward(self, x: Any) -> Any:
+        return self.last
+
+
 @pytest.mark.parametrize(("case", "changes", "words"), [
     ("afmoe", {"route_norm": False}, ["route_norm", "'True' only"]),
     ("cohere2_moe", {"expert_selection_fn": "sparsemax"}, ["expert_selection_fn", "softmax, sigmoid"]),
@@ -121,7 +160,7 @@ def test_sparse_families_equal_transformers(case: str, tmp_path: Path) -> None:
     ("granitemoe", {"num_experts_per_tok": 6}, ["num_experts_per_tok", "1 to 5"]),
     ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, ["moe_topk for 2 layers", "has 3"]),
     ("hunyuan_v1_moe", {"moe_topk": 7}, ["moe_topk", "more experts"]),
-    ("hunyuan_v1_moe", {"use_cla": True}, ["use_cla"]),
+    ("hunyuan_v1_moe", {"use_cla": True, "cla_share_factor": 0}, ["cla_share_factor"]),
 ])  # fmt: skip
 def test_what_these_families_do_not_compute_is_refused(case: str, changes: dict[str, Any], words: list[str]) -> None:
     name, given = CASES[case]

@@ -57,7 +57,7 @@ def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
     others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES, *RECURRENT_CASES)}
-    others |= {"gemma4_text", "step3p7", "retnet"}  # in files of their own
+    others |= {"gemma3n_text", "gemma4_text", "step3p7", "retnet"}  # in files of their own
     assert users <= set(HERE) | others <= set(modules) | {"llama4"}
 
 

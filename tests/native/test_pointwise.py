@@ -222,6 +222,12 @@ def test_embed(isa: str, threads: int, dtype: Any, factor: float) -> None:
             )
             actual = execute(isa, threads, [unused], width, op, plan=plan)
             assert np.array_equal(actual, wide[rows] * np.float32(factor))
+        short = lambda _, out, n=(int(number), 0, 30), t=table: NativeOp(  # noqa: E731
+            Kind.EMBED, out=out, n=n, f=(factor,), pointers=(t,)
+        )
+        ids = np.array([*ids[:6], 29, 30, 49], np.int32)
+        actual = execute(isa, threads, [unused], width, short, plan=plan_of([0, 4, 9], [3, 20], token_ids=ids))
+        assert np.array_equal(actual, wide[np.where(ids < 30, ids, 0)] * np.float32(factor)), "ids beyond: row 0"
 
 
 @each_isa
@@ -340,7 +346,6 @@ MISFITS: list[tuple[str, Kind, dict[str, Any], str]] = [
     ("gates only", Kind.ACT, {"inputs": (0,), "out": 0, "n": (7,)}, "gates only"),
     ("cap", Kind.SOFT_CAP, {"inputs": (0,), "out": 0, "f": (0.0,)}, "larger than 0"),
     ("floor", Kind.SCALE_QUERIES, {"inputs": (0,), "out": 0, "f": (0.1, 0.0, 0.0)}, "f1 > 0"),
-    ("positions", Kind.SCALE_QUERIES, {"inputs": (2,), "out": 2, "f": (0.1, 4.0, 0.0)}, "have positions"),
     ("gate", Kind.GATE_ROWS, {"inputs": (0, 1), "out": 0}, "a gate has one number"),
     ("table", Kind.EMBED, {"out": 0, "n": (0, 0)}, "needs a table"),
     ("dtype", Kind.EMBED, {"out": 0, "n": (3, 0), "pointers": (np.zeros(4),)}, "float32, float16 or bfloat16"),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ class SpecModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.max_len = max_len
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors = nn.ParameterDict(
             {_key(name): nn.Parameter(torch.empty(shape)) for name, shape in weight_shapes(spec).items()}
         )
@@ -126,6 +128,8 @@ class SpecModule(nn.Module):
         return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
 
     def _layer(self, x: Tensor, p: str, layer: Layer) -> Tensor:
+        if (layer.per_layer, layer.altup, layer.laurel) != (None, None, None):
+            raise NotImplementedError("no trainable form of residuals of several streams, and of what comes with them")
         if layer.parallel:
             h = self._norm(x, p + "attn_norm", layer.norm)
             other = h if layer.shared_norm else self._norm(x, p + "ffn_norm", layer.norm)
@@ -180,6 +184,9 @@ class SpecModule(nn.Module):
 
     def _qk_norm(self, x: Tensor, name: str, n: QkNorm) -> Tensor:
         weight = None if n.kind == "unit" else self._w(name) + n.offset
+        if n.in_query:
+            before = name.removesuffix("q_norm").removesuffix("k_norm")
+            weight = self._w(name) * self._w(before + "k_norm") if name.endswith("q_norm") else None
         if n.kind == "layer":
             mean = x.mean(-1, keepdim=True)
             out = (x - mean) * torch.rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + n.eps)
@@ -190,6 +197,8 @@ class SpecModule(nn.Module):
 
     def _attention(self, h: Tensor, p: str, m: Attention) -> Tensor:
         b, t, _ = h.shape
+        if m.kv_from is not None:
+            return self._attention_of_others(h, p, m)
         q, k, v = (self._linear(h, p + name) for name in "qkv")
         n = m.qk_norm
         if n is not None and n.over == "all":
@@ -210,6 +219,7 @@ class SpecModule(nn.Module):
             q = q * (1.0 + s.beta * torch.log1p(turns.float())).to(q.dtype)[None, :, None, None]
         scale = m.head_dim**-0.5 if m.scale is None else m.scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        self._kept[int(p.split(".")[1])] = k, v
         if m.soft_cap is None and not m.sinks and m.alibi is None and m.window is None and m.chunk is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         else:
@@ -218,6 +228,23 @@ class SpecModule(nn.Module):
         if m.output_gate:
             out = out * torch.sigmoid(self._linear(h, p + "o_gate"))
         return self._linear(out, p + "o")
+
+    def _attention_of_others(self, h: Tensor, p: str, m: Attention) -> Tensor:
+        """Queries over the keys and values of an earlier layer."""
+        # Only what is trained so.
+        plain = msgspec.structs.replace(m, kv_from=None, scale=None, rope=None, o_bias=False, qk_norm=None)
+        if plain != Attention(num_heads=m.num_heads, num_kv_heads=m.num_kv_heads, head_dim=m.head_dim):
+            raise NotImplementedError(f"no trainable form of {m}")
+        b, t, _ = h.shape
+        assert m.kv_from is not None
+        k, v = self._kept[m.kv_from]
+        q = self._linear(h, p + "q").view(b, t, m.num_heads, m.head_dim)
+        n = m.qk_norm
+        q = q if n is None or n.after_rope else self._qk_norm(q, p + "q_norm", n)
+        q = q if m.rope is None else self._rope(q, m.rope)
+        q = (self._qk_norm(q, p + "q_norm", n) if n is not None and n.after_rope else q).transpose(1, 2)
+        out = self._scored(q, k, v, p, m, m.head_dim**-0.5 if m.scale is None else m.scale)
+        return self._linear(out.transpose(1, 2).reshape(b, t, -1), p + "o")
 
     def _scored(self, q: Tensor, k: Tensor, v: Tensor, p: str, m: Attention, scale: float) -> Tensor:
         """Attention with everything that the fused form cannot do. q [B, H, T, D], k and v [B, G, T, D]."""

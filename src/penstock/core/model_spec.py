@@ -30,10 +30,10 @@ from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "Attention", "ChannelMix", "Diagonal", "Experts", "FeedForward", "FeedForwardKind",
+    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Diagonal", "Experts", "FeedForward", "FeedForwardKind",
     "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm",
-    "ModelSpec", "Norm", "Pair", "QkNorm", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "SharedBlock",
-    "ShortConv", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
+    "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7",
+    "SharedBlock", "ShortConv", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
@@ -59,8 +59,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
     gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
-    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
-    gate before its activation. `xielu` (Apertus, never
+    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
+    `sparsity` (gated only): from every gate is taken the mean of its row and as many standard deviations as a share
+    `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n). `xielu` (Apertus, never
     gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
     """
 
@@ -70,6 +71,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     bias: bool = False
     limit: float | None = None
     gate_scale: float = 1.0
+    sparsity: float = 0.0
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +136,38 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 FeedForwardKind = FeedForward | Experts | ChannelMix
 
 
+class PerLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer adds for a token besides its halves (per-layer embeddings; Gemma 3n, Google, 2025).
+
+    The model has one table for all layers, weight `ple_embed` [rows, L * width], of which a token whose id is `rows` or
+    more reads row 0. What a layer is given of a token is (its part of the row, times sqrt(width), plus norm(part of
+    `ple_in` [L * width, E] times the embedding, divided by sqrt(E))) / sqrt(2); `ple_norm` [width] is the norm's. The
+    layer adds norm'(`ple_out` act(`ple_gate` x) * given), with `ple_post_norm` [E].
+    """
+
+    width: int
+    rows: int
+    activation: Activation = "gelu_tanh"
+
+
+class AltUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Residuals of `streams` times E numbers, of which a layer computes one (Alternating Updates).
+
+    Router: m(x) = tanh(`altup_router` [n, E] norm(x) / E), with `altup_norm`. A layer predicts each stream: s_i +
+    sum over j of (`altup_predict` [n * n, n] m(s_active))_(n i + j) s_j. It works on the active one, giving x, and
+    corrects each prediction p_i by (x - p_active) (1 + (`altup_correct` [n, n] m(x))_i). What a `PerLayer` reads is the
+    corrected active one times `altup_scale` [E], and all streams but the first get what it adds.
+
+    Stream 0 begins as the embedding, stream i as `altup_in_i` [E, E] times it, as large as it in the root mean square;
+    behind the layers the mean of stream 0 and of `altup_out_i` s_i, as large as stream 0, is what is left.
+    Source: Baykal et al., NeurIPS 2023, section 3; Gemma 3n's form of it.
+    """
+
+    streams: int
+    active: int = 0
+    scale: bool = True
+
+
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A mixer half and a feed-forward half; either may be missing.
 
@@ -146,7 +180,10 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     read, as if both stood in one layer; it has no `attn_norm`, and the layer before has no feed-forward.
     `forgets` (with `pre`): what the layer before added is read here and nowhere else; what the mixer gives is added to
     what the layer before read. The layer before has no feed-forward, nor has this one.
-    `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
+    `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]). `per_layer`,
+    `altup`: in all layers of a model or in none. `laurel` (with `both`): half the mixer's sum is another path, x =
+    (x + norm'(mixer) + h + norm''(`laurel_out` `laurel_in` h)) / sqrt(2), where h is what the mixer reads, through so
+    many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`).
     """
 
     mixer: Mixer | None
@@ -161,6 +198,14 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     mixer_scale: float = 1.0
     beside: bool = False
     forgets: bool = False
+    per_layer: PerLayer | None = None
+    altup: AltUp | None = None
+    laurel: int | None = None
+
+    @property
+    def kv_from(self) -> int | None:
+        """The layer whose keys and values this one reads in place of its own."""
+        return self.mixer.kv_from if isinstance(self.mixer, Attention) else None
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,19 +252,47 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_soft_cap: float | None = None
     pair: Pair | None = None
 
+    def __post_init__(self) -> None:
+        assert len({(layer.per_layer, layer.altup) for layer in self.layers}) <= 1, "layers differ in what all share"
+        for n, layer in enumerate(self.layers):
+            if (source := layer.kv_from) is not None:
+                assert 0 <= source < n, f"layer {n} reads keys and values of layer {source}"
+                assert _can_read(layer.mixer, self.layers[source].mixer), (
+                    f"layers {n} and {source} differ in their keys"
+                )
+
+    @property
+    def per_layer(self) -> PerLayer | None:
+        return self.layers[0].per_layer if self.layers else None
+
+    @property
+    def altup(self) -> AltUp | None:
+        return self.layers[0].altup if self.layers else None
+
     @property
     def num_params(self) -> int:
         """Numbers in all weights; a tied head counts once."""
         return sum(prod(shape) for shape in weight_shapes(self).values())
 
 
+def _can_read(mixer: Mixer | None, source: Mixer | None) -> bool:
+    """Whether queries of one layer can meet the keys and values that another keeps."""
+    if not isinstance(mixer, Attention) or not isinstance(source, Attention) or source.kv_from is not None:
+        return False
+    alike = all(
+        getattr(mixer, name) == getattr(source, name) for name in ("num_kv_heads", "head_dim", "value_dim", "rope")
+    )
+    return alike and (source.reach is None or (mixer.reach is not None and mixer.reach <= source.reach))
+
+
 def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> CacheSpec | None:
-    """What one layer keeps between steps; None for a layer without a mixer. Recurrent state is always float32.
+    """What one layer keeps between steps; None for a layer without a mixer, and for one that reads the keys and values
+    of another (`Layer.kv_from`). Recurrent state is always float32.
 
     `lanes`: runs of kv heads with pages of their own (attention only). `bounds`: pages have the bounds of their keys
     (`core.selection.PageReads`; attention without a window only).
     """
-    if layer.mixer is None:
+    if layer.mixer is None or layer.kv_from is not None:
         return None
     spec = layer.mixer.cache(kv_dtype)
     if isinstance(layer.ffn, ChannelMix):
@@ -245,7 +318,7 @@ def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool 
     out: list[tuple[CacheSpec, ...]] = []
     for n, layer in enumerate(spec.layers):
         how = kv.of(n)
-        if how.plain is None and isinstance(layer.mixer, Attention):
+        if how.plain is None and isinstance(layer.mixer, Attention) and layer.kv_from is None:
             out.append(layer.mixer.caches(how))
         else:
             one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
@@ -278,12 +351,18 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
         out["positions"] = (spec.max_position, e)
     if spec.embed_size is not None:
         out["embed_in"] = (e, width)
+    if (ple := spec.per_layer) is not None:
+        columns = len(spec.layers) * ple.width
+        out |= {"ple_embed": (ple.rows, columns), "ple_in": (columns, e), "ple_norm": (ple.width,)}
+    others = range(1, 1 if spec.altup is None else spec.altup.streams)
+    out |= {f"altup_in_{i}": (e, e) for i in others}
     out |= norm_shapes("embed_norm", spec.embed_norm, e)
     for i, layer in enumerate(spec.layers):
         if isinstance(layer.mixer, SharedBlock):
             own = layer.mixer.shared_shapes(e)
             out |= {layer.mixer.shared + name: shape for name, shape in own.items()}
         out |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, e).items()}
+    out |= {f"altup_out_{i}": (e, e) for i in others}
     out |= norm_shapes("final_norm", spec.final_norm, e)
     if spec.pair is not None:
         return out
@@ -311,6 +390,17 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
         out |= _feed_forward_shapes(layer.ffn, e)
         if layer.placement == "both":
             out |= norm_shapes("ffn_post_norm", layer.norm, e)
+    if layer.laurel is not None:
+        out |= {"laurel_in": (layer.laurel, e), "laurel_out": (e, layer.laurel)}
+        out |= norm_shapes("laurel_norm", layer.norm, e)
+    if (up := layer.altup) is not None:
+        n = up.streams
+        out |= {"altup_norm": (e,), "altup_router": (n, e), "altup_predict": (n * n, n), "altup_correct": (n, n)}
+        if up.scale:
+            out["altup_scale"] = (e,)
+    if (ple := layer.per_layer) is not None:
+        out |= {"ple_gate": (ple.width, e), "ple_out": (e, ple.width)}
+        out |= norm_shapes("ple_post_norm", layer.norm, e)
     if layer.output_scale:
         out["layer_scale"] = (1,)
     return out

@@ -68,6 +68,7 @@ _register("exaone4", "penstock.families.exaone:Exaone4", "Exaone4ForCausalLM")
 _register("gemma", "penstock.families.gemma:Gemma", "GemmaForCausalLM")
 _register("gemma2", "penstock.families.gemma:Gemma2", "Gemma2ForCausalLM")
 _register("gemma3_text", "penstock.families.gemma:Gemma3", "Gemma3ForCausalLM")
+_register("gemma3n_text", "penstock.families.gemma3n:Gemma3n", "Gemma3nForCausalLM")
 _register("gemma4_text", "penstock.families.gemma4:Gemma4", "Gemma4ForCausalLM")
 _register("glm", "penstock.families.glm:Glm", "GlmForCausalLM")
 _register("glm4", "penstock.families.glm:Glm4", "Glm4ForCausalLM")
@@ -152,6 +153,7 @@ def _register_text_part(name: str, target: str, *architectures: str) -> None:
 
 
 _register_text_part("gemma3", "Gemma3Seeing", "Gemma3ForConditionalGeneration")
+_register_text_part("gemma3n", "Gemma3nSeeing", "Gemma3nForConditionalGeneration")
 _register_text_part("gemma4", "Gemma4Seeing", "Gemma4ForConditionalGeneration")
 _register_text_part("kimi_k25", "KimiK25", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 _register_text_part("llama4", "Llama4Seeing", "Llama4ForConditionalGeneration")

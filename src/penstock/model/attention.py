@@ -18,11 +18,13 @@ def attention(
     b: Emitter, p: str, m: Attention, place: Place, x: str, y: str,
     product: Callable[[str, str, str], None] | None = None,
 ) -> None:  # fmt: skip
-    """Register x -> register y; `p`: prefix of the layer's weights. `product`: what multiplies a register, to another,
-    with the matrix `q`, `k`, `v` or `o`, if they are not the layer's own."""
+    """Register x -> register y; `p`: prefix of the layer's weights. Keys and values that another layer keeps are there
+    already. `product`: what multiplies a register, to another, with the matrix `q`, `k`, `v` or `o`, if they are not
+    the layer's own."""
     if product is None:
         product = partial(_product, b, p)
-    for name, heads in (("q", m.num_heads), ("k", m.num_kv_heads), ("v", m.num_kv_heads)):
+    made = ("q", "k", "v") if m.kv_from is None else ("q",)
+    for name, heads in zip(made, (m.num_heads, m.num_kv_heads, m.num_kv_heads), strict=False):
         if name == "v" and m.v_from_k:
             b.values["v"] = b.values["k"]
         else:
@@ -34,10 +36,10 @@ def attention(
         if name == "v":
             b.scale("v", m.value_scale)
         b.emit("heads", (name,), name, bound=(heads,))
-    if m.v_norm is not None:
+    if m.v_norm is not None and m.kv_from is None:
         b.raw_norm("v", "v", "", "rms", m.v_norm)
     per_head = m.qk_norm if m.qk_norm is not None and m.qk_norm.over != "all" else None
-    for name in ("q", "k"):
+    for name in made[:2]:
         if per_head is not None and not per_head.after_rope:
             _qk_norm(b, p, name, per_head)
         if m.rope is not None and not (name == "k" and b.reading.raw_keys):
@@ -48,15 +50,19 @@ def attention(
         s = m.query_scale
         b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
     kept, turned = b.kept.get(b.layer), b.rotation == "hadamard"
-    for name in ("q", "k", "v") if turned else ():
+    for name in made if turned else ():
         b.emit("hadamard", (name,), name)
-    reads = b.reading.pages if b.reading.pages is not None and b.layer >= b.reading.pages.dense_layers else None
+    # Pages have bounds where the layer that keeps them chooses among them.
+    keeper = b.layer if m.kv_from is None else m.kv_from
+    reads = b.reading.pages if b.reading.pages is not None and keeper >= b.reading.pages.dense_layers else None
     bounded: dict[str, Any] = {} if reads is None else {"bounds": BOUNDS}
-    if kept is None:
+    if m.kv_from is not None:
+        pass
+    elif kept is None:
         b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")), **bounded)
     else:
         b.emit("write_kept", ("step", "k", "v"), "", bound=(*place, kept))
-    if b.reading.observe:
+    if b.reading.observe and m.kv_from is None:
         b.emit("observe", ("q", "step"), "", bound=place)
     more: dict[str, Any] = {} if reads is None else {"pages": reads}
     if kept is not None:
@@ -90,11 +96,15 @@ def _qk_norm(b: Emitter, p: str, name: str, norm: QkNorm) -> None:
     weights = f"{p}{name}_norm"
     if norm.over == "split":
         num_heads = sum(key.startswith(weights + ".") for key in b.weights)
-        weight = np.stack([b.array(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
+        weight: Any = np.stack([b.array(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
         if norm.kind == "layer":
             b.emit("layer_norm", (name,), name, bound=(weight, None, norm.eps))
         else:
             b.emit("rms_norm", (name,), name, bound=(weight, norm.eps))
+        return
+    if norm.in_query:
+        weight = None if name == "k" else b.array(p + "q_norm") * b.array(p + "k_norm")
+        b.emit("rms_norm", (name,), name, bound=(weight, norm.eps))
         return
     b.raw_norm(name, name, weights, norm.kind, norm.eps, norm.offset)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
+from penstock.model import residuals
 from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
 from penstock.model.feed_forward import experts, feed_forward
@@ -31,20 +32,20 @@ def build(
     places, kept = places_of(spec, groups)
     b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
     _embedding(b)
-    residuals = [b.values["x"]]
+    between = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
         if layer.beside or layer.forgets:
             assert n, "there is a layer before"
             assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer, or reads what one added"
-            b.values["before"] = residuals[n - 1]
+            b.values["before"] = between[n - 1]
         _layer(b, f"layers.{n}.", layer, places.get(n))
-        residuals.append(b.values["x"])
+        between.append(b.values["x"])
     b.layer = NO_LAYER
     _last(b)
     head, hidden = len(b.nodes), b.values["x"]
     _head(b)
-    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(residuals), spec.vocab_size, max_model_len)
+    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(between), spec.vocab_size, max_model_len)
 
 
 def _embedding(b: Emitter) -> None:
@@ -58,6 +59,7 @@ def _embedding(b: Emitter) -> None:
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
     b.values["embedded"] = b.values["x"]
+    residuals.begin(b)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
@@ -65,12 +67,17 @@ def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     if layer.parallel:
         _parallel(b, p, layer, place)
         return
+    residuals.enter(b, p, layer)
     if layer.mixer is not None:
-        _mixer(b, p, layer, place, _read(b, p, layer), "y")
+        x = _read(b, p, layer)
+        residuals.beside(b, p, layer, x)
+        _mixer(b, p, layer, place, x, "y")
         _after(b, p + "attn", layer)
+        residuals.joined(b, layer)
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
+    residuals.leave(b, p, layer)
     if layer.output_scale:
         b.scale("x", float(b.array(p + "layer_scale")[0]))
 
@@ -146,6 +153,7 @@ def _last(b: Emitter) -> None:
     """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
+    residuals.end(b)
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)
     if spec.embed_size is not None and spec.pair is None:

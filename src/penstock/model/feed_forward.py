@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
     if f.gated:
         b.linear(x, "gate", p + "gate")
         b.scale("gate", f.gate_scale)
+        if f.sparsity:
+            b.emit("cut_off", ("gate",), "gate", bound=(NormalDist().inv_cdf(f.sparsity),))
         b.emit("activate_gated", ("gate", "up"), "up", bound=(f.activation, f.limit))
     elif f.activation == "xielu":
         # Stored is what softplus makes positive; below zero a constant half comes to it.

@@ -134,6 +134,9 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
     assert first is not None, f"{node.op} reads nothing"
     width, rows, heads = width or first.width, first.rows, first.heads
     match node.op:
+        case "stack_streams":
+            heads = len(node.inputs)
+            width *= heads
         case "select":
             rows = SELECTED
         case "linear":

@@ -34,7 +34,7 @@ class OpContract(NamedTuple):
 
 
 CONTRACTS: tuple[OpContract, ...] = (
-    OpContract("embed", "rows of a table", "token_ids int32 [T]", "weight [V, E]", "[T, E]"),
+    OpContract("embed", "rows of a table; ids beyond it read row 0", "token_ids int32 [T]", "weight [V, E]", "[T, E]"),
     OpContract("select", "the rows whose logits are wanted", "x [T, E]; rows int32 [R]", "", "[R, E]"),
     OpContract("linear", "x W^T + bias", "x [T, N]", "weight [M, N], an ops.stored.Weight; bias [M]", "[T, M]"),
     OpContract("rms_norm", "x / sqrt(mean(x^2) + eps) * weight over the last axis", "x [..., N]",
@@ -62,6 +62,17 @@ CONTRACTS: tuple[OpContract, ...] = (
     OpContract("soft_cap", "cap * tanh(x / cap)", "x [R, V]", "cap", "[R, V]"),
     OpContract("gate_rows", "x * sigmoid(gate)",
                "x [T, E]; gate [T, 1] or [T, E]; or of heads: x [T, H, D]; gate [T, H, 1]", "", "[T, E] or [T, H, D]"),
+    OpContract("cut_off", "max(gate - (mean + factor * standard deviation of its row), 0)", "gate [T, F]", "factor",
+               "[T, F]"),
+    OpContract("match_magnitude", "x as large as another row in the root mean square", "x [T, E]; like [T, E]", "",
+               "[T, E]"),
+    OpContract("scale_columns", "x * weight", "x [T, E]", "weight [E]", "[T, E]"),
+    OpContract("stack_streams", "rows side by side (ops.ref.streams)", "n of [T, E]", "", "[T, n, E]"),
+    OpContract("mix_streams", "x_i + sum over j of weights_(n i + j) x_j", "x [T, n, E]; weights [T, n*n]", "",
+               "[T, n, E]"),
+    OpContract("correct_streams", "x_i + (found - x_active) (1 + weights_i)",
+               "x [T, n, E]; found [T, E]; weights [T, n]", "active", "[T, n, E]"),
+    OpContract("add_streams", "x plus y in all streams but the first", "x [T, n, E]; y [T, E]", "", "[T, n, E]"),
     OpContract("scale_queries", "x * (1 + beta * log(1 + floor((p + shift) / floor))) at position p",
                "x [T, H, D]; positions int32 [T]", "beta; floor; shift", "[T, H, D]"),
     OpContract("route", "the experts of each token and what they weigh (core.model_spec.Router)", "logits [T, X]",

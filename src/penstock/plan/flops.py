@@ -133,6 +133,7 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
     shapes = weight_shapes(spec)
     embed = shapes.pop("embed")
     shapes.pop("positions", None)
+    shapes.pop("ple_embed", None)  # a row of it is read, as of the embedding
     head = shapes.pop("lm_head", embed)
     shapes.pop("lm_head.bias", None)
     sparse = [
@@ -190,9 +191,11 @@ def _expert_params(ffn: Experts, e: int) -> int:
 
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     sums: dict[int | None, tuple[int, int]] = {}
-    for layer, kept in zip(spec.layers, cache_specs(spec, kv_dtype), strict=True):
+    every = cache_specs(spec, kv_dtype)
+    for n, layer in enumerate(spec.layers):
         m = layer.mixer
         if isinstance(m, Attention | Latent):
+            kept = every[n if layer.kv_from is None else layer.kv_from]
             before = sums.get(m.reach, (0, 0))
             sums[m.reach] = before[0] + m.pair_flops, before[1] + kept[0].num_bytes
     for window, (flops, num_bytes) in sums.items():

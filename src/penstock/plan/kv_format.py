@@ -56,6 +56,10 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
     reaching = False
     for n, layer in enumerate(spec.layers):
         how, m = kv.of(n), layer.mixer
+        if layer.kv_from is not None:
+            if how != kv.of(layer.kv_from) and n in kv.layers:
+                raise wrong(f"layers: {n} reads the keys and values of layer {layer.kv_from}; name that one alone")
+            continue
         if isinstance(m, Attention):
             for dim in {m.head_dim, m.value_dim}:
                 _check_dims(how, n, dim)

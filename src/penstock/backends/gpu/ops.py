@@ -51,7 +51,7 @@ def by_row(op: Callable[..., Tensor], num_rowed: int = 1) -> Callable[..., Tenso
 
 
 def embed(token_ids: Tensor, weight: Matrix) -> Tensor:
-    return rows_of(weight, token_ids)
+    return rows_of(weight, torch.where(token_ids < weight.shape[0], token_ids, 0))
 
 
 def select(x: Tensor, rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.backends.native.row_forms import row_form
 from penstock.backends.native.stacks import expert_stacks
 from penstock.backends.native.state_forms import Form, plane_names, state_form
 from penstock.core.cache_spec import CacheGroup
@@ -161,7 +162,7 @@ class _Emitter:
         method = getattr(self, "_" + node.op, None)
         if method is not None:
             method(i, node)
-        elif (form := state_form(node, self._planes)) is not None:
+        elif (form := state_form(node, self._planes) or row_form(node)) is not None:
             self._of_form(i, node, form)
         else:
             raise NotNativeError(f"operation {node.op}")
@@ -192,7 +193,8 @@ class _Emitter:
     def _embed(self, i: int, node: Node) -> None:
         table, name = node.bound[0], node.weights[0]
         coded = isinstance(table, StoredMatrix)
-        n = (0 if coded else int(DTYPES[table.dtype]), int(node.takes is not None and node.takes[0] == "positions"))
+        by_position = int(node.takes is not None and node.takes[0] == "positions")
+        n = (0 if coded else int(DTYPES[table.dtype]), by_position, table.shape[0])
         pointers = (None, self._matrices[name]) if coded else (table,)
         self._add_op(Kind.EMBED, name, (), self._new_home(node), n=n, f=(1.0,), pointers=pointers)
 
@@ -395,6 +397,22 @@ class _Emitter:
         for head in range(gate.width):
             part = self.register(x.view(head * (x.width // gate.width), x.width // gate.width))
             self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part)
+        self._in_place(node, x)
+
+    def _stack_streams(self, i: int, node: Node) -> None:
+        self._new_home(node)
+        for k, x in enumerate(node.inputs):
+            assert node.out is not None
+            part = self.register(node.out.view(k * x.width, x.width))
+            self._add_op(Kind.SCALE, "", (self.register(x),), part, f=(1.0,))
+
+    def _add_streams(self, i: int, node: Node) -> None:
+        x, y = node.inputs
+        if not self._is_dead(i, x):
+            raise NotNativeError("streams that are read as they were, too")
+        for start in range(y.width, x.width, y.width):
+            part = self.register(x.view(start, y.width))
+            self._add_op(Kind.ADD, "", (part, self.register(y)), part)
         self._in_place(node, x)
 
     def _route(self, i: int, node: Node) -> None:

@@ -18,7 +18,9 @@ class QkNorm(msgspec.Struct, frozen=True, kw_only=True):
     kinds: `rms`; `layer` (bias too if `bias`); `unit` is an RMS norm without weights. over: `head`, each head by itself
     with shared weights [D]; `each`, each head with weights of its own [H, D]; `split`, the same with a weight [D] per
     head, `q_norm.0`, `q_norm.1`, ... (without bias); `all`, all heads of a token jointly, weights [H*D]. `offset` is
-    added to the weights. `after_rope`: applied to rotated q and k.
+    added to the weights. `after_rope`: applied to rotated q and k. `in_query` (with `after_rope` and RMS norms over
+    each `head`): the weights of the keys' norm multiply the queries, so that layers with weights of their own can read
+    one plane of keys.
     """
 
     kind: Literal["rms", "layer", "unit"] = "rms"
@@ -27,6 +29,7 @@ class QkNorm(msgspec.Struct, frozen=True, kw_only=True):
     offset: float = 0.0
     bias: bool = False
     after_rope: bool = False
+    in_query: bool = False
 
     def weight_shapes(self, name: str, heads: int, dim: int) -> Shapes:
         if self.kind == "unit":
@@ -49,7 +52,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     `head_gate`: the same with one number per head (weight `o_gate` [H, E], no bias). `v_dim`: numbers of a head's
     value, where they are not as many as a key's; values are multiplied by `value_scale`. `v_from_k`: a head's value is
     its key before norm and rotation (no weight `v`). `v_norm`: epsilon of an RMS norm of each head's value, without
-    weights.
+    weights. `kv_from`: the layer reads the keys and values that this earlier layer keeps; it has none of its own, nor
+    their weights (cross-layer attention; Brandon et al., arXiv 2405.12981, section 2).
     """
 
     num_heads: int
@@ -73,6 +77,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     value_scale: float = 1.0
     v_from_k: bool = False
     v_norm: float | None = None
+    kv_from: int | None = None
 
     @property
     def value_dim(self) -> int:
@@ -98,6 +103,10 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             out |= self.qk_norm.weight_shapes("k_norm", self.num_kv_heads, self.head_dim)
         if self.sinks:
             out["sinks"] = (self.num_heads,)
+        if self.kv_from is not None:
+            in_query = self.qk_norm is not None and self.qk_norm.in_query
+            gone = ("k", "v", "k.bias", "v.bias", *(() if in_query else ("k_norm", "k_norm.bias")))
+            out = {name: shape for name, shape in out.items() if name not in gone}
         return out
 
     def cache(self, kv_dtype: str) -> CacheSpec:

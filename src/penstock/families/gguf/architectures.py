@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.families.gguf import gemma as g
 from penstock.families.gguf import mixed as m
 from penstock.families.gguf import readers as r
 from penstock.families.gguf import single as s
@@ -264,6 +265,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "layer_types": r.layer_types(6), "query_pre_attn_scalar": r.score_divisor(62),
         "rope_parameters": r.two_ropes(10000.0),
     }),
+    "gemma3n": Architecture(("gemma3n_text",), {**_LLAMA, **g.GEMMA3N}),
+    "gemma4": Architecture(("gemma4_text",), {**_LLAMA, **g.GEMMA4}, names=g.GEMMA4_NAMES),
     "glm-dsa": Architecture(("glm_moe_dsa",), {
         **_INDEXED, "indexer_types": u.indexer_types,
     }, neighbours=True),

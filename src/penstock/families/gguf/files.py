@@ -18,6 +18,7 @@ from penstock.core.weight_map import Cut
 from penstock.families.blocks import beside_blocks, block_refs
 from penstock.families.checkpoint import Checkpoint, TokenizerFiles, WeightRef, check_count, check_weights
 from penstock.families.gguf.architectures import ARCHITECTURES, Architecture
+from penstock.families.gguf.gemma import is_unused
 from penstock.families.gguf.header import Header, read_header
 from penstock.families.gguf.heads import find_head
 from penstock.families.gguf.missing import NEEDS
@@ -167,7 +168,7 @@ def _match(
         raise ModelError(f"{quoted(path)} lacks {len(missing)} of {len(wanted)} tensors, first {quoted(missing[0])}")
     further = h.fields.raw("nextn_predict_layers") or 0
     others = h.tensors.keys() - wanted - FACTORS - beside_blocks(h.tensors)
-    unexpected = sorted(n for n in others if not _needless(n, h.num_layers, further))
+    unexpected = sorted(n for n in others if not _needless(n, h.num_layers, further) and not is_unused(n, spec))
     if unexpected:
         raise UnsupportedError(
             f"{quoted(path)} holds {len(unexpected)} tensors that a {name} model does not have here, first "

@@ -27,11 +27,13 @@ from penstock.core.model_spec import (
 )
 from penstock.core.weight_map import Cut
 from penstock.families.gguf.delta import delta_places
+from penstock.families.gguf.gemma import stream_place
 from penstock.formats.tensor_ref import TensorRef
 
 TOP = {
     "embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd", "final_norm": "output_norm",
-    "lm_head": "output",
+    "lm_head": "output", "ple_embed": "per_layer_token_embd", "ple_in": "per_layer_model_proj",
+    "ple_norm": "per_layer_proj_norm",
 }  # fmt: skip
 NAMES = {
     "attn_norm": "attn_norm", "attn_post_norm": "post_attention_norm", "ffn_norm": "ffn_norm",
@@ -48,6 +50,10 @@ NAMES = {
     "router_correction": "exp_probs_b.bias!", "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp",
     "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up",
+    "ple_gate": "inp_gate", "ple_out": "proj", "ple_post_norm": "post_norm", "layer_scale": "layer_output_scale",
+    "altup_norm": "altup_router_norm", "altup_predict": "altup_predict_coef", "altup_correct": "altup_correct_coef",
+    "altup_scale": "altup_correct_scale", "laurel_in": "laurel_l", "laurel_out": "laurel_r",
+    "laurel_norm": "laurel_post_norm",
 }  # fmt: skip
 """Logical name in a layer -> tensor in a block, `.weight` or `.bias` behind it; "!": the name as it stands."""
 _POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
@@ -83,7 +89,9 @@ def find_places(
     for name, shape in weight_shapes(spec).items():
         if not name.startswith("layers."):
             base, ending = _split(name)
-            out[name] = _whole(tensors, f"{names.get(base) or TOP.get(base, base)}.{ending}", shape)
+            out[name] = stream_place(name, spec) or _whole(
+                tensors, f"{names.get(base) or TOP.get(base, base)}.{ending}", shape
+            )
     block = 0
     for i, layer in enumerate(spec.layers):
         found = layer_places(layer, spec.hidden_size, block, tensors, names, halves_apart=halves_apart, in_turn=in_turn)

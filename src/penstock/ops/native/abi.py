@@ -112,6 +112,9 @@ class Kind(IntEnum):
     MLSTM_GATES = 41
     MLSTM = 42
     DIAGONAL = 43
+    CUT_OFF = 45
+    STREAMS = 46
+    MATCH = 47
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

@@ -46,6 +46,15 @@ from penstock.ops.ref.rwkv import (
     wkv7,
 )
 from penstock.ops.ref.storage import observe, write_kv
+from penstock.ops.ref.streams import (
+    add_streams,
+    correct_streams,
+    cut_off,
+    match_magnitude,
+    mix_streams,
+    scale_columns,
+    stack_streams,
+)
 from penstock.ops.table import OpTable
 
 REF = OpTable(
@@ -70,6 +79,13 @@ REF = OpTable(
         "clip": clip,
         "soft_cap": soft_cap,
         "gate_rows": gate_rows,
+        "cut_off": cut_off,
+        "match_magnitude": match_magnitude,
+        "scale_columns": scale_columns,
+        "stack_streams": stack_streams,
+        "mix_streams": mix_streams,
+        "correct_streams": correct_streams,
+        "add_streams": add_streams,
         "scale_queries": scale_queries,
         "route": route,
         "experts": experts,
