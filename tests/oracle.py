@@ -47,11 +47,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-<<<<<<< HEAD
-from tests import naive_delta, naive_kv, naive_recurrent, naive_rwkv
-=======
-from tests import naive_delta, naive_kv, naive_rwkv, naive_streams
->>>>>>> gemma
+from tests import naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -86,10 +82,7 @@ class NaiveModel:
                 x = x + as_float32(self.weights["positions"])[: len(x)]
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
-<<<<<<< HEAD
             self._embedded = x
-            for n, layer in enumerate(spec.layers):
-=======
             if spec.per_layer is not None:
                 self._given = naive_streams.per_layer_inputs(self, token_ids, x)
             self._kept = {}
@@ -99,7 +92,6 @@ class NaiveModel:
                     streams = naive_streams.layer_of_streams(self, streams, f"layers.{n}.", layer)
                 x = naive_streams.end(self, streams, spec.altup)
             for n, layer in enumerate(spec.layers if spec.altup is None else ()):
->>>>>>> gemma
                 read = None if layer.mixer is None else self._read(x, n, layer)
                 before, x = x, self._layer(x, f"layers.{n}.", layer, read)
                 self._before = before
@@ -217,7 +209,8 @@ class NaiveModel:
     def _attention(self, h: F32, p: str, m: Attention, product: Callable[[F32, str], F32] | None = None) -> F32:
         """`product`: what multiplies with the matrix q, k, v or o, if they are not the layer's own."""
         t = len(h)
-<<<<<<< HEAD
+        if m.kv_from is not None:
+            return self._attention_of_others(h, p, m)
         if product is None:
 
             def product(x: F32, name: str) -> F32:
@@ -225,12 +218,6 @@ class NaiveModel:
 
         q, k = (product(h, name) for name in "qk")
         v = k if m.v_from_k else product(h, "v")
-=======
-        if m.kv_from is not None:
-            return self._attention_of_others(h, p, m)
-        q, k = (self._linear(h, p + name) for name in "qk")
-        v = k if m.v_from_k else self._linear(h, p + "v")
->>>>>>> gemma
         norm = m.qk_norm
         if norm is not None and norm.over == "all":
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)

@@ -92,12 +92,8 @@ struct Tiny {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-<<<<<<< HEAD
-// selftest_choose.cpp, selftest_experts.cpp, selftest_states.cpp
+// selftest_choose.cpp, selftest_experts.cpp, selftest_states.cpp, selftest_streams.cpp
 std::string choose_fault();
-=======
-// selftest_experts.cpp, selftest_states.cpp, selftest_streams.cpp
->>>>>>> gemma
 std::string experts_fault();
 std::string states_fault();
 std::string streams_fault();

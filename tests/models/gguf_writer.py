@@ -67,16 +67,12 @@ LAYER = {
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp", "q_a": "attn_q_a", "q_b": "attn_q_b",
     "q_a_norm": "attn_q_a_norm", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm", "in": "ssm_in",
     "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm", "experts_in": "ffn_latent_down",
-<<<<<<< HEAD
     "experts_out": "ffn_latent_up", "dt_norm": "ssm_dt_norm", "b_norm": "ssm_b_norm", "c_norm": "ssm_c_norm",
     "o_gate": "attn_gate", "index_q": "indexer.attn_q_b", "index_k": "indexer.attn_k", "index_k_norm": "indexer.k_norm",
-    "index_weights": "indexer.proj",
-=======
-    "experts_out": "ffn_latent_up", "ple_gate": "inp_gate", "ple_out": "proj", "ple_post_norm": "post_norm",
+    "index_weights": "indexer.proj", "ple_gate": "inp_gate", "ple_out": "proj", "ple_post_norm": "post_norm",
     "layer_scale": "layer_output_scale", "altup_norm": "altup_router_norm", "altup_router": "altup_router",
     "altup_predict": "altup_predict_coef", "altup_correct": "altup_correct_coef", "altup_scale": "altup_correct_scale",
     "laurel_in": "laurel_l", "laurel_out": "laurel_r", "laurel_norm": "laurel_post_norm",
->>>>>>> gemma
 }  # fmt: skip
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
@@ -88,8 +84,7 @@ GEMMA4 = {
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
-<<<<<<< HEAD
-    "lfm2": SHORT, "lfm2moe": SHORT,
+    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
     "kimi-linear": {
         "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
         "head_norm": "ssm_norm",
@@ -100,9 +95,6 @@ RENAMED: dict[str, dict[str, str]] = {
         "down": "channel_mix_value", "k_k": "time_mix_k_k", "k_a": "time_mix_k_a", "r_k": "time_mix_r_k",
         **{f"{part}{n}": f"time_mix_{part}{n}" for part in "wavg" for n in (0, 1, 2)},
     },
-=======
-    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
->>>>>>> gemma
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
 
@@ -574,7 +566,6 @@ def _latent(spec: ModelSpec) -> Metadata:
     )
 
 
-<<<<<<< HEAD
 def _attention_heads(spec: ModelSpec) -> Metadata:
     """Where most layers have other mixers: as those say that attend."""
     own = _mixer(next(layer for layer in spec.layers if isinstance(layer.mixer, Attention)), "falcon-h1")
@@ -621,7 +612,9 @@ def _rwkv7(spec: ModelSpec) -> Metadata:
         "attention.head_count": 0, "wkv.head_size": m.head_dim, "attention.decay_lora_rank": m.decay_rank,
         "attention.iclr_lora_rank": m.rate_rank, "attention.value_residual_mix_lora_rank": m.value_rank,
         "attention.gate_lora_rank": m.gate_rank, "feed_forward_length": ffn.width,  # type: ignore[union-attr]
-=======
+    }  # fmt: skip
+
+
 def _per_layer(spec: ModelSpec) -> Metadata:
     ple, own = spec.per_layer, _local_theta(spec) | {"final_logit_softcapping": spec.logit_soft_cap}
     shared = sum(layer.kv_from is not None for layer in spec.layers)
@@ -650,7 +643,6 @@ def _gemma4(spec: ModelSpec) -> Metadata:
         "attention.head_count_kv": [m.num_kv_heads for m in mixers], "feed_forward_length": widths,
         "rope.dimension_count": full.head_dim, "rope.dimension_count_swa": local.head_dim,
         "rope.freq_base": full.rope.theta,  # type: ignore[union-attr]
->>>>>>> gemma
     }  # fmt: skip
 
 

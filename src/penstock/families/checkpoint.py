@@ -88,14 +88,15 @@ class WeightRef:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`weights` has exactly the keys of `weight_shapes(spec)`, with these shapes and dtypes that can be read."""
+    """`weights` has exactly the keys of `weight_shapes(spec)`, with these shapes and dtypes that can be read. `heads`:
+    for multi-token prediction (`families.mtp`), in their order."""
 
     path: Path
     spec: ModelSpec
     weights: dict[str, WeightRef]
     tokenizer: TokenizerFiles
     generation_config: dict[str, Any] = field(default_factory=dict)
-    head: Checkpoint | None = None
+    heads: tuple[Checkpoint, ...] = ()
 
     @property
     def stored(self) -> dict[str, MatrixFormat]:

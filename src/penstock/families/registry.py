@@ -19,7 +19,7 @@ from penstock.families.folder import open_folder, pickle_refusal, read_quantizat
 from penstock.families.gguf.files import open_gguf_file, open_gguf_folder
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
-from penstock.families.mtp import mtp_head, says_mtp
+from penstock.families.mtp import count_mtp, mtp_heads
 from penstock.families.quantization.gather import expected_codes
 from penstock.families.rwkv_cpp import open_rwkv_cpp_file
 from penstock.families.ternary import open_ternary_file
@@ -216,12 +216,12 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
 
 class Described(NamedTuple):
     """What a model computes, its matrices that are stored as codes, by logical name, how it wants to be sampled, and
-    its head for multi-token prediction, if it has one."""
+    its heads for multi-token prediction, if it has any."""
 
     spec: ModelSpec
     stored: Mapping[str, MatrixFormat]
     generation_config: Mapping[str, Any]
-    head: Described | None = None
+    heads: tuple[Described, ...] = ()
 
 
 def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
@@ -252,14 +252,13 @@ def read_model(path: str | os.PathLike[str]) -> Described:
     check_count(spec)
     codes = {} if method is None else expected_codes(method, spec, family.weight_map(spec))
     generation = "generation_config.json" in names
-    found = mtp_head(family, spec) if says_mtp(family, config) else None
-    head = None if found is None else Described(found.spec, {}, {})
-    return Described(spec, codes, read_json_object(folder / "generation_config.json") if generation else {}, head)
+    heads = tuple(Described(head.spec, {}, {}) for head in mtp_heads(family, spec, count_mtp(family, config)))
+    return Described(spec, codes, read_json_object(folder / "generation_config.json") if generation else {}, heads)
 
 
 def _described(checkpoint: Checkpoint) -> Described:
-    head = None if checkpoint.head is None else _described(checkpoint.head)
-    return Described(checkpoint.spec, checkpoint.stored, checkpoint.generation_config, head)
+    heads = tuple(map(_described, checkpoint.heads))
+    return Described(checkpoint.spec, checkpoint.stored, checkpoint.generation_config, heads)
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:

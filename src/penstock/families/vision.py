@@ -25,6 +25,7 @@ from penstock.families.gemma4 import Gemma4
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
 from penstock.families.mistral import Ministral3, Mistral
+from penstock.families.mtp import MtpNames
 from penstock.families.positions import one_axis
 from penstock.families.qwen import Qwen2, Qwen3
 from penstock.families.qwen_moe import Qwen3VLMoeText
@@ -85,6 +86,11 @@ class TextPart:
     published: ClassVar[TextPlace] = LAYOUTS[0]
     tied: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def mtp(self) -> MtpNames | None:
+        """Heads that ship with the text: see `families.mtp`."""
+        return getattr(self._family(None), "mtp", None)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         text = self._text(config)

@@ -20,7 +20,7 @@ from penstock.families.checkpoint import Checkpoint, TokenizerFiles, WeightRef, 
 from penstock.families.gguf.architectures import ARCHITECTURES, Architecture
 from penstock.families.gguf.gemma import is_unused
 from penstock.families.gguf.header import Header, read_header
-from penstock.families.gguf.heads import find_head
+from penstock.families.gguf.heads import find_heads
 from penstock.families.gguf.missing import NEEDS
 from penstock.families.gguf.places import find_places
 from penstock.families.gguf.rope import FACTORS
@@ -90,11 +90,12 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     )
     weights = _match(path, header, spec, places, name)
     check_weights(weights, spec)
-    found = find_head(spec, header.num_layers, tensors, architecture.names) if architecture.drafts else None
-    head = None
-    if found is not None:
-        head = Checkpoint(path, found.spec, block_refs(tensors, found.places, found.spec), TokenizerFiles("none"))
-    return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first), head)
+    found = find_heads(spec, header.num_layers, tensors, architecture.names) if architecture.drafts else []
+    heads = tuple(
+        Checkpoint(path, head.spec, block_refs(tensors, head.places, head.spec), TokenizerFiles("none"))
+        for head in found
+    )
+    return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first), heads)
 
 
 def _unknown(path: Path, name: object) -> UnsupportedError:

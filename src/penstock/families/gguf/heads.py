@@ -1,7 +1,7 @@
-"""The block of a GGUF file that predicts a further token, as a head that drafts (`families.mtp`).
+"""The blocks of a GGUF file that predict further tokens, as heads that draft (`families.mtp`).
 
-It stands behind the blocks of the layers (`nextn_predict_layers` of them) and is a layer of a kind that the model has,
-with tensors `nextn.*` around it. A file may leave such blocks out, or be without what this needs: then there is no
+They stand behind the blocks of the layers (`nextn_predict_layers` of them); each is a layer of a kind that the model
+has, with tensors `nextn.*` around it. A file may leave such blocks out, or be without what this needs: then there is no
 head. Source: `src/models` of github.com/ggml-org/llama.cpp (qwen35.cpp, glm4-moe.cpp: `graph_mtp`).
 """
 
@@ -15,20 +15,28 @@ import msgspec
 from penstock.core.model_spec import Layer, ModelSpec, cache_spec, layer_shapes
 from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.gguf.places import layer_places
-from penstock.families.mtp import MtpHead, head_spec
+from penstock.families.mtp import MAX_HEADS, MtpHead, head_spec
 from penstock.formats.tensor_ref import TensorRef
 
 _AROUND = {"token_norm": "nextn.enorm", "hidden_norm": "nextn.hnorm", "embed_in": "nextn.eh_proj"}
 _NORM = "nextn.shared_head_norm.weight"
 
 
-def find_head(
+def find_heads(
     spec: ModelSpec, block: int, tensors: Mapping[str, TensorRef], names: Mapping[str, str]
-) -> MtpHead | None:
-    """`block`: the number of the first one behind the layers; `names`: see `architectures.Architecture`.
+) -> list[MtpHead]:
+    """`block`: the number of the first one behind the layers; `names`: see `architectures.Architecture`. They end with
+    the first that is not whole, or of another kind than the first: heads in succession have one spec."""
+    heads: list[MtpHead] = []
+    while len(heads) < MAX_HEADS and (head := _head(spec, block + len(heads), tensors, names)) is not None:
+        if heads and head.spec != heads[0].spec:
+            break
+        heads.append(head)
+    return heads
 
-    Its mixer and feed-forward are, each, one that the model has: the last whose weights are all there.
-    """
+
+def _head(spec: ModelSpec, block: int, tensors: Mapping[str, TensorRef], names: Mapping[str, str]) -> MtpHead | None:
+    """Its mixer and feed-forward are, each, one that the model has: the last whose weights are all there."""
     blk = f"blk.{block}."
     around: dict[str, str | Cut] = {name: f"{blk}{stored}.weight" for name, stored in _AROUND.items()}
     around["final_norm"] = blk + _NORM if blk + _NORM in tensors else "output_norm.weight"
