@@ -20,6 +20,7 @@ from penstock.core.model_spec import (
     Attention,
     ChannelMix,
     Diagonal,
+    EntryAttention,
     Experts,
     FeedForward,
     FeedForwardKind,
@@ -47,7 +48,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-from tests import naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
+from tests import naive_compressed, naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -83,6 +84,7 @@ class NaiveModel:
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
             self._embedded = x
+            self._token_ids = list(token_ids)
             if spec.per_layer is not None:
                 self._given = naive_streams.per_layer_inputs(self, token_ids, x)
             self._kept = {}
@@ -91,7 +93,9 @@ class NaiveModel:
                 for n, layer in enumerate(spec.layers):
                     streams = naive_streams.layer_of_streams(self, streams, f"layers.{n}.", layer)
                 x = naive_streams.end(self, streams, spec.altup)
-            for n, layer in enumerate(spec.layers if spec.altup is None else ()):
+            if spec.streams is not None:
+                x = naive_compressed.streamed(self, x, spec.streams)
+            for n, layer in enumerate(spec.layers if spec.altup is None and spec.streams is None else ()):
                 read = None if layer.mixer is None else self._read(x, n, layer)
                 before, x = x, self._layer(x, f"layers.{n}.", layer, read)
                 self._before = before
@@ -163,6 +167,8 @@ class NaiveModel:
                 return self._attention(h, p, m)
             case Latent() as m:
                 return self._latent(h, p, m)
+            case EntryAttention() as m:
+                return naive_compressed.compressed(self, h, p, m)
             case Recurrent() as m:
                 return self._recurrent(h, p, m)
             case Mamba() as m:
@@ -445,11 +451,14 @@ class NaiveModel:
 
     def _dense(self, h: F32, p: str, f: FeedForward) -> F32:
         up = self._linear(h, p + "up")
-        if f.activation == "swiglu_clamped":
+        if f.activation in ("swiglu_clamped", "silu_clamped"):
             gate = self._linear(h, p + "gate")
             if f.limit is not None:
                 gate, up = np.minimum(gate, np.float32(f.limit)), np.clip(up, -np.float32(f.limit), np.float32(f.limit))
-            inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
+            if f.activation == "silu_clamped":
+                inner = ACTIVATIONS["silu"](gate) * up
+            else:
+                inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
         elif f.activation == "xielu":
             positive, negative = (np.logaddexp(np.float32(0), self._vector(p + n)[0]) for n in ("act_p", "act_n"))
             below = (np.expm1(np.minimum(up, np.float32(-1e-6))) - up) * (negative + np.float32(0.5))
@@ -468,19 +477,25 @@ class NaiveModel:
         inner = h if f.latent is None else self._linear(h, p + "experts_in")
         out = np.zeros_like(inner)
         for i, logits in enumerate(self._linear(h, p + "router")):
-            for expert, weight in chosen_experts(logits, f, correction):
+            listed = as_float32(self.weights[p + "router_table"])[self._token_ids[i]] if f.router.listed else None
+            for expert, weight in chosen_experts(logits, f, correction, listed):
                 x = inner[i : i + 1] * weight if f.router.scale_input else inner[i : i + 1]
                 y = self._dense(x, f"{p}experts.{expert}.", f.expert)
                 out[i : i + 1] += y if f.router.scale_input else y * weight
         return out if f.latent is None else self._linear(out, p + "experts_out")
 
 
-def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tuple[int, np.float32]]:
+def chosen_experts(
+    logits: F32, f: Experts, correction: F32 | None, listed: F32 | None = None
+) -> list[tuple[int, np.float32]]:
     """(expert, weight) of a token in id order, as `core.model_spec.Router` says; float32 sums as the ops make them."""
     r, n = f.router, f.num_experts
     if r.score == "sparse_mixer":
         return _sparse_mixer(logits, f)
-    scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)
+    if r.score == "sqrtsoftplus":
+        scores = np.sqrt(_softplus(logits))
+    else:
+        scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)
     choice = [float(s) for s in (scores if correction is None else scores + correction)]
     allowed = set(range(n))
     if r.groups > 1:
@@ -493,10 +508,12 @@ def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tupl
         order = sorted(range(r.groups), key=lambda g: (-worth[g], g))[: r.top_groups]
         allowed = {e for g in order for e in members[g]}
     ids = sorted(sorted(allowed, key=lambda e: (-choice[e], e))[: f.top_k])
+    if listed is not None:
+        ids = sorted(int(e) for e in listed)
     weights = _softmax(logits[ids]) if r.chosen_only else scores[ids]
     if r.renormalize:
         total = np.add.reduce(weights, keepdims=True)
-        weights = weights / (total + np.float32(1e-20) if r.score == "sigmoid" else total)
+        weights = weights / (total if r.score == "softmax" else total + np.float32(1e-20))
     return list(zip(ids, weights * np.float32(r.scale), strict=True))
 
 

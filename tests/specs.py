@@ -19,6 +19,8 @@ from penstock.core.model_spec import (
     Attention,
     ChannelMix,
     Diagonal,
+    EntryAttention,
+    EntryIndexer,
     Experts,
     FeedForward,
     GatedDelta,
@@ -43,6 +45,7 @@ from penstock.core.model_spec import (
     Rwkv7,
     SharedBlock,
     ShortConv,
+    Streams,
     weight_shapes,
 )
 
@@ -146,6 +149,22 @@ _OSS_EXPERTS = Experts(
     router=Router(chosen_only=True, bias=True),
 )
 
+_ROOT_EXPERTS = Experts(
+    num_experts=5, top_k=2, expert=FeedForward(width=11, activation="silu_clamped", limit=0.7),
+    router=Router(score="sqrtsoftplus", renormalize=True, correction=True, scale=1.5),
+    shared=FeedForward(width=9, activation="silu_clamped", limit=0.7),
+)  # fmt: skip
+_LISTED_EXPERTS = msgspec.structs.replace(
+    _ROOT_EXPERTS, router=Router(score="sqrtsoftplus", renormalize=True, listed=True)
+)
+_WINDOW_ALONE = EntryAttention(
+    num_heads=4, head_dim=10, q_rank=9, window=5, rope=Rope(dim=4, interleaved=True), out_groups=2, out_rank=7
+)
+_ENTRIES = msgspec.structs.replace(
+    _WINDOW_ALONE, every=2, overlap=True, indexer=EntryIndexer(num_heads=3, head_dim=6, top_k=4)
+)
+_LONG_ENTRIES = msgspec.structs.replace(_WINDOW_ALONE, every=5, window=7)
+
 _SPECS: dict[str, ModelSpec] = {
     "llama_gqa": _spec(_attention(4, 2), _attention(4, 2)),
     "llama_mha": _spec(_attention(4, 4), _attention(4, 4), tied=True),
@@ -175,6 +194,17 @@ _SPECS: dict[str, ModelSpec] = {
     "delta": _spec(_DELTA, _attention(4, 2), _DELTA_CHANNELS),
     "short_conv": _spec(ShortConv(width=E, conv=3), _attention(4, 2), ShortConv(width=E, conv=4, bias=True)),
     "lightning": _spec(Lightning(num_heads=4, head_dim=7, decay=(0.5, 0.9, 0.98, 1.0)), _attention(4, 2)),
+    # Windows shorter than prompts; entries that overlap and are chosen, and entries that fit no block; three streams,
+    # and experts that are listed for every token.
+    "entries": ModelSpec(
+        family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
+        layers=tuple(
+            Layer(mixer=m, ffn=f, streams=Streams(num=3, iterations=3))
+            for m, f in (
+                (_ENTRIES, _LISTED_EXPERTS), (_WINDOW_ALONE, FeedForward(width=43)), (_LONG_ENTRIES, _ROOT_EXPERTS)
+            )
+        ),
+    ),
     "experts": ModelSpec(
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
         layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_SOFTMAX_EXPERTS, _GROUPED_EXPERTS, _OSS_EXPERTS)),
@@ -253,6 +283,7 @@ _SEEDS = {
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
     "shared_kv": (19, 0), "streams": (20, 0),
+    "entries": (19, 0),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 
@@ -274,6 +305,9 @@ def _weights(name: str) -> Weights:
                 out[weight] = -np.abs(noise)
         elif weight in ("embed", "lm_head"):
             out[weight] = noise
+        elif weight.endswith("router_table"):
+            order = np.argsort(rng.random((shape[0], _LISTED_EXPERTS.num_experts)))
+            out[weight] = order[:, : shape[1]].astype(np.float32)
         else:
             # Larger than usual: what the layers add must outweigh the embedding, or a tied model repeats its input.
             # But four products of a shared block follow each other with no residual between them.

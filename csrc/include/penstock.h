@@ -172,7 +172,7 @@ typedef struct pst_register {
  * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix [n3 segments; 0 is 1]: outputs of one after those of another,
  *                each in panels, a format and groups of its own; a `pair` is the only one. Norm before it: n0 kind as
  *                in PST_NORM (0: none), p1? w, p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
- *                n2 activation, f2 limit (PST_SWIGLU_CLAMPED). Last: out = in1? + f1 * y (f1 is 1 for plain y).
+ *                n2 activation, f2 limit (of those that are clamped). Last: out = in1? + f1 * y (f1 is 1 for plain y).
  *                out may be in1.
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
  *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
@@ -202,10 +202,11 @@ typedef struct pst_register {
  * PST_ARGMAX     of rows of in0: p0 int32 [R] the first largest, p1 float [R] its value, p2 uint8 [R] 1 if all of the
  *                row is finite
  * PST_ROUTE      out [T, 2 * n0] = the n0 experts of each token, ids ascending, and what each weighs, of in0 [T, X] logits of
- *                a router. Scores: n1 0 their softmax, 1 their sigmoid. The best n0 are chosen, equals in order of their
+ *                a router. Scores: n1 0 their softmax, 1 their sigmoid, 3 the root of their softplus. p2? int32 [V, n0]: the
+ *                experts of each token id, ascending, and nobody chooses. Else the best n0 are chosen, equals in order of their
  *                ids, a NaN last, by scores + p0? [X]; of n2 equal groups only the best n3 take part, a group being worth
  *                its best (n4 0) or its two best together (n4 1). They weigh their scores (n6 1: the softmax of the chosen
- *                logits); n5 1: divided by their sum (+ 1e-20 of sigmoids); then times f0, and p1? [X].
+ *                logits); n5 1: divided by their sum (+ 1e-20 unless it is a softmax); then times f0, and p1? [X].
  *                n1 2: SparseMixer (penstock.core.model_spec.Router), f1 twice its jitter; only n0, f0 and p1 matter then
  * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
@@ -215,6 +216,31 @@ typedef struct pst_register {
  *                head of in0 [T, n0, K + n3] times its W [n1, K], then the n3 that follow as they are. p0 pst_matrix: the
  *                panels of each head after those of the one before; each begins with a panel, and the outputs that fill
  *                its last one up count among `rows`. No bias, pair or order. `out` must not overlap in0
+ *
+ * Residual streams (penstock.core.mixers.streams.Streams); n0 of them, at most 8 where they have weights:
+ * PST_SPREAD            out = in0 n0 times, one after the other
+ * PST_WEIGH_STREAMS     of in0 [T or R, (2 + n0) n0], or [.., n0] and then only the first: sigmoid(p0[0] x + p1) + f0 of
+ *                       the first n0; 2 sigmoid(p0[1] x + p1) of the next; of a matrix [n0, n0] softmax(p0[2] x + p1) of
+ *                       its rows + f0, then n1 times divided by the sums of its columns + f0, by those of its rows + f0
+ *                       between two times: in place. p0 float [3] or [1], p1 float, as wide as in0
+ * PST_COLLAPSE_STREAMS  out [.., E] = the sum of the streams in0 [.., n0 E] by the first n0 numbers of in1
+ * PST_MIX_STREAMS       stream k of in0 = in1[n0 + k] in2 + sum over j of in1[2 n0 + j n0 + k] stream j: in place on in0
+ *
+ * Entries that several tokens share (penstock.core.mixers.compressed.EntryAttention), rows of a page's own: entry w is made
+ * of tokens w m ... w m + m - 1 and lies in the page of the last of them, row w - block * S / m. A token at position p sees
+ * (p + 1) / m of them. A step with nodes of a tree is refused.
+ * PST_WRITE_ENTRIES     the entries that end in this step, of what PST_WRITE has put into planes n2 (values) and n3 (scores),
+ *                       float32 [s D], of layer n1 of group n0, to plane n6 of layer n5 of group n4; n7 m; n8 1: s is 2, the
+ *                       second half of a token's numbers goes to its own entry, the first to the next one. n9 positions of
+ *                       the table, n10 1 interleaved pairs, n11 half of the last numbers, which turn as at the position of
+ *                       the first token. p0 float [m, s D] added to scores, p1 float [D] weights of an rms norm, f0 its eps,
+ *                       p2 float [2, n9, n11]
+ * PST_CHOOSE_ENTRIES    out [T, k] = the k entries, ascending, with the largest sums over n4 heads of in1 [T, n4] times
+ *                       max(0, f0 q.entry), of in0 q [T, n4, n5], equals in order; -1 behind those there are. n0 group, n1
+ *                       layer, n2 plane; n3 m; n6 entries at most
+ * PST_ATTEND_ENTRIES    out [T, n8 heads, n9] = softmax attention of in0 to the last n7 tokens in plane n2 of layer n1 of
+ *                       group n0 and to the entries in plane n5 of layer n4 of group n3, those that in1? names or all, which
+ *                       are keys and values; n6 m, f0 scale, p0 float [n8] sinks
  *
  * The following keep a state per sequence: float32, in the page of layer n1 of group n0, plane n2 and what is said. One
  * that begins (position 0) starts from zeros, whatever its page holds. Tokens go by one after the other. A step with
@@ -268,18 +294,20 @@ enum pst_kind {
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
-    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH
+    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
+    PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
 
-/* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped (gated only): as
- * penstock.core.model_spec.FeedForward says; xielu (PST_ACT only): f0 x^2 + x / 2 above 0, else f1 (e^min(x, -1e-6) - 1 - x)
- * + x / 2. The limit of a gate, if there is one, cuts act(gate) to f0 at most, and up to -f0 ... f0; of swiglu_clamped the
- * gate before its activation. */
+/* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped and silu_clamped
+ * (gated only): as penstock.core.model_spec.FeedForward says; xielu (PST_ACT only): f0 x^2 + x / 2 above 0, else
+ * f1 (e^min(x, -1e-6) - 1 - x) + x / 2. The limit of a gate, if there is one, cuts act(gate) to f0 at most, and up to
+ * -f0 ... f0; of the clamped ones the gate before its activation. */
 enum pst_activation {
     PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU,
-    PST_XIELU
+    PST_XIELU, PST_SILU_CLAMPED
 };
 
 /* PST_ATTEND of raw keys, kept as they were before their rotation: they turn when they are read, as PST_ROPE turns them,

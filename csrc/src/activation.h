@@ -82,7 +82,10 @@ inline F xielu(F x, float positive, float negative) {
     return fma(all(positive) * above, above, all(negative) * below) + all(0.5f) * x;
 }
 
-// `activation` is one of enum pst_activation but PST_SWIGLU_CLAMPED, which is only gated, and PST_XIELU.
+// Those that cut what they get are only gated.
+inline bool is_clamped(int activation) { return activation == PST_SWIGLU_CLAMPED || activation == PST_SILU_CLAMPED; }
+
+// `activation` is one of enum pst_activation that is not clamped, but PST_XIELU.
 inline F activate(F x, int activation) {
     switch (activation) {
         case PST_SILU: return gated_by_sigmoid(x, x);
@@ -111,9 +114,9 @@ inline F softplus(F x) {
     return max(all(0.0f), x) + fma(p * z, s, s) * all(2.0f);
 }
 
-// act(gate) * up. Up is cut to `limit`, and so is act(gate) from above, or the gate of PST_SWIGLU_CLAMPED; 0 or below: none.
+// act(gate) * up. Up is cut to `limit`, and so is act(gate) from above, or the gate of clamped ones; 0 or below: none.
 inline F activate_gated(F gate, F up, int activation, float limit) {
-    if (activation != PST_SWIGLU_CLAMPED) {
+    if (!is_clamped(activation)) {
         gate = activate(gate, activation);
         if (limit <= 0.0f) return gate * up;
         return min(all(limit), gate) * cut(up, -limit, limit);
@@ -122,6 +125,7 @@ inline F activate_gated(F gate, F up, int activation, float limit) {
         gate = min(all(limit), gate);
         up = cut(up, -limit, limit);
     }
+    if (activation == PST_SILU_CLAMPED) return activate(gate, PST_SILU) * up;
     return gated_by_sigmoid(gate, gate * all(1.702f)) * (up + all(1.0f));
 }
 

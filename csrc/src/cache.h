@@ -99,6 +99,9 @@ inline uint8_t* number(const pst_plane& p, int64_t page, int offset, int head) {
     return static_cast<uint8_t*>(p.data) + at * item_bytes(p.dtype);
 }
 
+// One head of a token as its plane holds it, with its scale if that has some (cache_write.cpp).
+void keep_row(const pst_plane& plane, const pst_plane& scales, int64_t page, int offset, const float* row, int head = 0);
+
 // cache_write.cpp and attention.cpp.
 OpPtr make_write(const pst_op& op, const Maker& maker);
 OpPtr make_attention(const pst_op& op, const Maker& maker);

@@ -70,7 +70,7 @@ using OpPtr = std::unique_ptr<Op>;
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
 // PST_ATTEND; choose.cpp: PST_CHOOSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; streams.cpp: PST_STREAMS, MATCH,
-// CUT_OFF; state.h: those with states.
+// CUT_OFF; connections.cpp and entries.cpp: those of weighed streams, and of entries; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
 OpPtr make_norm(const pst_op& op, const Maker& maker);
@@ -84,6 +84,8 @@ OpPtr make_experts(const pst_op& op, const Maker& maker);
 OpPtr make_state(const pst_op& op, const Maker& maker);
 OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker);
 OpPtr make_streams(const pst_op& op, const Maker& maker);
+OpPtr make_connections(const pst_op& op, const Maker& maker);
+OpPtr make_entries(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

@@ -128,7 +128,11 @@ OpPtr make_gated(const Registers& r) {
     auto make = [&](auto a) {
         return r.binary([limit](F gate, F up) { return activate_gated(gate, up, decltype(a)::value, limit); });
     };
-    return r.op.n[0] == PST_SWIGLU_CLAMPED ? make(Constant<PST_SWIGLU_CLAMPED>()) : for_activation(r.op.n[0], make);
+    switch (r.op.n[0]) {
+        case PST_SWIGLU_CLAMPED: return make(Constant<PST_SWIGLU_CLAMPED>());
+        case PST_SILU_CLAMPED: return make(Constant<PST_SILU_CLAMPED>());
+    }
+    return for_activation(r.op.n[0], make);
 }
 
 // The limit on the left: `max` and `min` give their right side if one is NaN, and a NaN must stay to be seen.

@@ -25,6 +25,13 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_CHOOSE: return make_choose(op, maker);
         case PST_ROUTE: return make_route(op, maker);
         case PST_EXPERTS: return make_experts(op, maker);
+        case PST_SPREAD:
+        case PST_WEIGH_STREAMS:
+        case PST_COLLAPSE_STREAMS:
+        case PST_MIX_STREAMS: return make_connections(op, maker);
+        case PST_WRITE_ENTRIES:
+        case PST_CHOOSE_ENTRIES:
+        case PST_ATTEND_ENTRIES: return make_entries(op, maker);
         case PST_LERP:
         case PST_REMOVAL_KEY:
         case PST_REPLACEMENT_KEY:

@@ -215,9 +215,9 @@ std::string activations_fault() {
     constexpr int N = 101;
     constexpr float LIMIT = 7;
     const char* names[] = {"silu",    "gelu", "gelu_tanh",      "relu",      "relu2",
-                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu", "xielu"};
-    for (int a = PST_SILU; a <= PST_XIELU; a++) {
-        bool clamped = a == PST_SWIGLU_CLAMPED;
+                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu", "xielu", "silu_clamped"};
+    for (int a = PST_SILU; a <= PST_SILU_CLAMPED; a++) {
+        bool clamped = a == PST_SWIGLU_CLAMPED || a == PST_SILU_CLAMPED;
         Tiny tiny(1);
         Numbers x(N), up(N);
         for (int i = 0; i < N; i++) x[size_t(i)] = float(i - N / 2) * 0.25f, up[size_t(i)] = float(N / 3 - i) * 0.25f;
@@ -230,7 +230,9 @@ std::string activations_fault() {
             double gate = x[i], expected = activated(a, gate);
             if (clamped) {
                 gate = std::min<double>(gate, LIMIT);
-                expected = gate * sigmoid(1.702 * gate) * (std::clamp<double>(up[i], -LIMIT, LIMIT) + 1);
+                const double other_half = std::clamp<double>(up[i], -LIMIT, LIMIT);
+                expected = a == PST_SILU_CLAMPED ? gate * sigmoid(gate) * other_half
+                                                 : gate * sigmoid(1.702 * gate) * (other_half + 1);
             }
             fault = off(name, tiny.buffers[size_t(out)][i], expected, 2e-6 * (1 + std::fabs(expected)));
         }
@@ -369,7 +371,7 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
     try {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
                           pst::heads_fault, pst::attention_fault, pst::choose_fault, pst::experts_fault, pst::states_fault,
-                          pst::streams_fault})
+                          pst::streams_fault, pst::entries_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

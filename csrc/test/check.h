@@ -38,6 +38,7 @@ void test_experts();
 void test_latent();
 void test_choose();
 void test_states();
+void test_entries();
 
 using Numbers = std::vector<float>;
 

@@ -85,6 +85,7 @@ int main(int argc, char** argv) {
     run("latent", test_latent);
     run("choose", test_choose);
     run("states", test_states);
+    run("entries", test_entries);
     std::printf("results %016llx\n", static_cast<unsigned long long>(noted));
     std::printf(failures ? "%d FAILED\n" : "all well\n", failures);
     return failures != 0;

@@ -93,6 +93,7 @@ def knobs_for(rng: random.Random) -> Knobs:
 PAIRS = [
     ("llama_gqa", "llama_mha"), ("llama_mha", "llama_gqa"), ("layernorm", "windowed"), ("slots", "llama_gqa"),
     ("windowed", "latent"), ("mamba2_hybrid", "llama_rope3"), ("latent", "layernorm"),
+    ("entries", "llama_gqa"),
 ]  # fmt: skip
 
 
@@ -127,7 +128,18 @@ def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> N
     drafter_of(core)
 
 
-KEEPING = ["slots", "mamba2_hybrid", "rwkv7", "delta", "gated_lru", "mlstm", "diagonal", "retention", "shared"]
+KEEPING = [
+    "slots",
+    "mamba2_hybrid",
+    "rwkv7",
+    "delta",
+    "gated_lru",
+    "mlstm",
+    "diagonal",
+    "retention",
+    "shared",
+    "entries",
+]
 """Specs with states, which are taken back where drafts are rejected."""
 
 

@@ -27,7 +27,7 @@ pytestmark = pytestmark_native
 
 KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention",
            "wkv4", "wkv7", "gated_delta", "rg_lru", "diagonal_scan", "mlstm_gates", "mlstm", "choose_tokens",
-           "attend_chosen"}  # fmt: skip
+           "attend_chosen", "write_entries", "choose_entries", "attend_entries"}  # fmt: skip
 """Operations that all tokens pass through, or (attention, those over a choice) that see what others keep."""
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
 SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")
@@ -68,7 +68,7 @@ def test_which_specs_are_native() -> None:
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
             "sandwich", "windowed", "all_windowed", "experts", "latent", "indexed", "slots", "mamba", "mamba2",
             "mamba2_hybrid", "rwkv4", "rwkv7", "delta", "short_conv", "lightning", "gated_lru", "mlstm", "diagonal",
-            "retention", "shared", "shared_kv", "streams"} <= set(NATIVE)  # fmt: skip
+            "retention", "shared", "shared_kv", "streams", "entries"} <= set(NATIVE)  # fmt: skip
 
 
 def test_what_layers_share_is_packed_once() -> None:

@@ -171,11 +171,11 @@ def parse_scheme(text: str) -> Scheme:
 
 # --- which matrices of a model
 
-_KEPT = ("router", "shared_gate", "altup_predict", "altup_correct")
+_KEPT = ("router", "shared_gate", "altup_predict", "altup_correct", "_streams")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
-_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias")
-_LATENT = ("kv_b", "k_b", "v_b")
-"""Multiplied by, but not with rows (`model.attention.latent`)."""
+_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias", "router_table")
+_LATENT = ("kv_b", "k_b", "v_b", "o_a")
+"""Multiplied by, but not with rows (`model.attention.latent`, `model.compressed`)."""
 TABLES = ("embed", "positions", "ple_embed")
 """Weights that are looked up in; a tied one is multiplied with, too."""
 

@@ -16,6 +16,7 @@ from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Indexer, Latent, QkNorm
+from penstock.core.mixers.compressed import EntryAttention, EntryIndexer
 from penstock.core.mixers.delta import GatedDelta
 from penstock.core.mixers.diagonal import Diagonal
 from penstock.core.mixers.gated_lru import GatedLru
@@ -27,19 +28,21 @@ from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
 from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
+from penstock.core.mixers.streams import Streams
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Diagonal", "Experts", "FeedForward", "FeedForwardKind",
-    "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm",
-    "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7",
-    "SharedBlock", "ShortConv", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
+    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Diagonal", "EntryAttention", "EntryIndexer", "Experts",
+    "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba",
+    "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope",
+    "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs",
+    "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"]
 Mixer = (
-    Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning | GatedLru
-    | Mlstm | Diagonal | SharedBlock
+    Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv
+    | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock
 )  # fmt: skip
 
 
@@ -58,8 +61,9 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     """`gated`: down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
-    gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
-    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
+    gate * sigmoid(1.702 gate) * (up + 1). `silu_clamped` (DeepSeek-V4, always gated) cuts both in the same way and is
+    silu(gate) * up. `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at most `limit`, and up to
+    [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
     `sparsity` (gated only): from every gate is taken the mean of its row and as many standard deviations as a share
     `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n). `xielu` (Apertus, never
     gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
@@ -78,21 +82,22 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     """How a token chooses its experts. Source: Shazeer et al., arXiv 1701.06538, section 2; DeepSeek-V3, arXiv
     2412.19437, section 2.1.2.
 
-    Scores of the X experts are softmax or sigmoid of the router's product (weight `router` [X, E], `router.bias` if
-    `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower id; `correction`
-    (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1, only experts of
-    the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or the sum of its
-    two best ("top2"). An expert weighs its score; `renormalize`: divided by the sum over those chosen (plus 1e-20 if
-    scores are sigmoids); `chosen_only`: the softmax runs over the chosen ones alone; then times `scale`.
-    `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4). `expert_scale`: the
-    weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
+    Scores of the X experts are softmax, sigmoid or sqrt(softplus) of the router's product (weight `router` [X, E],
+    `router.bias` if `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower
+    id; `correction` (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1,
+    only experts of the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or
+    the sum of its two best ("top2"). `listed`: nobody chooses, a token's experts stand in a table (weight
+    `router_table` [V, top_k], whole numbers). An expert weighs its score; `renormalize`: divided by the sum over those
+    chosen (plus 1e-20 unless scores are a softmax); `chosen_only`: the softmax runs over the chosen ones alone; then
+    times `scale`. `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4).
+    `expert_scale`: the weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
 
     `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
     those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu
     et al., GRIN, arXiv 2409.12136, section 2.2.
     """
 
-    score: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparse_mixer"] = "softmax"
     jitter: float = 0.0
     renormalize: bool = False
     chosen_only: bool = False
@@ -104,6 +109,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     group_score: Literal["max", "top2"] = "max"
     scale_input: bool = False
     expert_scale: bool = False
+    listed: bool = False
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -183,7 +189,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]). `per_layer`,
     `altup`: in all layers of a model or in none. `laurel` (with `both`): half the mixer's sum is another path, x =
     (x + norm'(mixer) + h + norm''(`laurel_out` `laurel_in` h)) / sqrt(2), where h is what the mixer reads, through so
-    many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`).
+    many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`). `streams` (with `pre`, in all
+    layers of a model or in none): x is several streams, see there.
     """
 
     mixer: Mixer | None
@@ -201,6 +208,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     per_layer: PerLayer | None = None
     altup: AltUp | None = None
     laurel: int | None = None
+    streams: Streams | None = None
 
     @property
     def kv_from(self) -> int | None:
@@ -270,6 +278,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers[0].altup if self.layers else None
 
     @property
+    def streams(self) -> Streams | None:
+        """What the residual consists of, if it is more than one vector."""
+        return self.layers[0].streams if self.layers else None
+
+    @property
     def num_params(self) -> int:
         """Numbers in all weights; a tied head counts once."""
         return sum(prod(shape) for shape in weight_shapes(self).values())
@@ -309,7 +322,8 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
 
 def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> list[tuple[CacheSpec, ...]]:
     """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
-    are further ones (`core.mixers.attention.Attention.caches`). `kv_dtype`: see `core.kv_format`.
+    are further ones (`core.mixers.attention.Attention.caches`), and so are entries of several tokens
+    (`core.mixers.compressed.EntryAttention.caches`). `kv_dtype`: see `core.kv_format`.
 
     `lanes`, `bounds`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always
     is.
@@ -320,6 +334,8 @@ def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool 
         how = kv.of(n)
         if how.plain is None and isinstance(layer.mixer, Attention) and layer.kv_from is None:
             out.append(layer.mixer.caches(how))
+        elif isinstance(layer.mixer, EntryAttention):
+            out.append(layer.mixer.caches(how.plain or "float32"))
         else:
             one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
             out.append(() if one is None else (one,))
@@ -362,7 +378,11 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
             own = layer.mixer.shared_shapes(e)
             out |= {layer.mixer.shared + name: shape for name, shape in own.items()}
         out |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, e).items()}
+        if isinstance(layer.ffn, Experts) and layer.ffn.router.listed:
+            out[f"layers.{i}.router_table"] = (spec.vocab_size, layer.ffn.top_k)
     out |= {f"altup_out_{i}": (e, e) for i in others}
+    if spec.streams is not None:
+        out |= spec.streams.weight_shapes("head_streams", e, last=True)
     out |= norm_shapes("final_norm", spec.final_norm, e)
     if spec.pair is not None:
         return out
@@ -378,6 +398,9 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
 def layer_shapes(layer: Layer, e: int) -> Shapes:
     """The same for one layer, names without its prefix."""
     out: Shapes = {}
+    if layer.streams is not None:
+        for half in ("attn", "ffn"):
+            out |= layer.streams.weight_shapes(half + "_streams", e)
     if layer.mixer is not None:
         if not layer.beside and layer.placement != "bare":
             out |= norm_shapes("attn_norm", layer.norm, e)

@@ -110,6 +110,8 @@ def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) ->
     if not quantization:
         return None
     fields = quantization if isinstance(quantization, dict) else {}
+    if fields.get("quant_method") == "fp8" and config.get("expert_dtype") is not None:  # DeepSeek-V4 has it outside
+        fields = {"expert_dtype": config["expert_dtype"], **fields}
     method = read_method(fields, told)
     if method is None:
         name = fields.get("quant_method") or "unnamed"

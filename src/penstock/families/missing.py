@@ -9,7 +9,6 @@ _VISION = "a vision tower"
 
 MISSING: dict[str, str] = {
     "BitNetForCausalLM": "norms inside both halves of a layer, and a format of ternary weights",
-    "DeepseekV4ForCausalLM": "compressed sparse attention (compress_ratios) and hyper-connections (hc_mult)",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
     "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",

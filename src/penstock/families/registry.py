@@ -32,7 +32,7 @@ FAMILIES: Registry[Callable[[], ModelFamily], None] = Registry("model family")
 """`model_type` of config.json -> ModelFamily."""
 ARCHITECTURES: dict[str, str] = {}
 """Entry of `architectures` in config.json -> name in FAMILIES."""
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4"}
 """Other values of `model_type` that say the same as a name in FAMILIES."""
 
 
@@ -46,6 +46,7 @@ _register("nemotron-nas", "penstock.families.deci:Deci", "DeciLMForCausalLM")
 _register("deepseek_v2", "penstock.families.deepseek:DeepseekV2", "DeepseekV2ForCausalLM")
 _register("deepseek_v3", "penstock.families.deepseek:DeepseekV3", "DeepseekV3ForCausalLM")
 _register("deepseek_v32", "penstock.families.indexed:DeepseekV32", "DeepseekV32ForCausalLM")
+_register("deepseek_v4", "penstock.families.deepseek_v4:DeepseekV4", "DeepseekV4ForCausalLM")
 _register("glm_moe_dsa", "penstock.families.indexed:GlmMoeDsa", "GlmMoeDsaForCausalLM")
 _register("glm4_moe", "penstock.families.qwen_moe:Glm4Moe", "Glm4MoeForCausalLM")
 _register("gpt_oss", "penstock.families.gpt_oss:GptOss", "GptOssForCausalLM")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
 from penstock.model import residuals
@@ -12,6 +14,7 @@ from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mixers import MIXERS
 from penstock.model.places import places_of
 from penstock.model.rwkv import channel_mix
+from penstock.model.streams import collapse, halves
 
 
 def build(
@@ -29,8 +32,8 @@ def build(
     Raises: ModelError for weights that are missing, unknown or of wrong shape or type.
     """
     check_weights(spec, weights)
-    places, kept = places_of(spec, groups)
-    b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
+    places, kept, further = places_of(spec, groups)
+    b = Emitter(spec, weights, max_model_len, kept, rotation, reading, further)
     _embedding(b)
     between = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
@@ -58,12 +61,17 @@ def _embedding(b: Emitter) -> None:
         b.emit("add", ("x", "y"), "x")
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
+    if b.spec.streams is not None:
+        b.emit("spread", ("x",), "x", bound=(b.spec.streams.num,))
     b.values["embedded"] = b.values["x"]
     residuals.begin(b)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     """Registers: x the residual; h what a half reads; y what it adds."""
+    if layer.streams is not None:
+        halves(b, p, layer, partial(_mixer, b, p, layer, place), partial(_feed_forward, b, p, layer, place))
+        return
     if layer.parallel:
         _parallel(b, p, layer, place)
         return
@@ -153,6 +161,8 @@ def _last(b: Emitter) -> None:
     """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
+    if spec.streams is not None:
+        collapse(b, "head_streams", spec.streams, "x")
     residuals.end(b)
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)

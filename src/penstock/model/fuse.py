@@ -90,12 +90,20 @@ BY_ROWS = {
     "gate_rows", "interpolate", "value_bonus", "attention", "attend_chosen", "latent_output", "route", "experts",
     "cut_off", "match_magnitude", "scale_columns", "stack_streams", "mix_streams", "correct_streams", "add_streams",
     "rope", "scale_queries",
+    "weigh_streams", "collapse_streams", "blend_streams",
 }  # fmt: skip
 """Calls whose result at a token needs their inputs at that token only. Attention may read queries (and what they
 chose) of all tokens and give some rows; rotations and scales of queries look up where a token stands."""
 
 
 _OF_ALL_TOKENS = ("attention", "attend_chosen")
+
+
+def _goes_by_rows(node: Node) -> bool:
+    """Routes have no rows that could be selected, and listed ones are looked up by token: there experts take all."""
+    if node.op == "experts" and (routes := node.inputs[1].maker) is not None and routes.op == "route_listed":
+        return False
+    return node.op in BY_ROWS
 
 
 def _selection(graph: Graph) -> None:
@@ -111,7 +119,7 @@ def _selection(graph: Graph) -> None:
             beside = node.op in _OF_ALL_TOKENS and node.layer in keeping
             read_by.setdefault(id(v.maker), []).append(0 if beside else id(node))
     for node in reversed(graph.nodes[: graph.nodes.index(select)]):
-        if node.op in BY_ROWS and id(node) in read_by and only.issuperset(read_by[id(node)]):
+        if _goes_by_rows(node) and id(node) in read_by and only.issuperset(read_by[id(node)]):
             only.add(id(node))
     if id(select.inputs[0].maker) not in only:
         return

@@ -26,7 +26,7 @@ class Value:
     is for people.
     """
 
-    maker: Node | None
+    maker: Node | None = field(repr=False)  # whose inputs have makers: each would be told many times
     width: int
     rows: int
     start: int = 0
@@ -125,7 +125,7 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
     """What a node gives, by the contract of its operation. `width`: of attention, whose values lie in a cache."""
     first = node.inputs[0] if node.inputs else None
     match node.op:
-        case "write_kv" | "write_kept" | "observe":
+        case "write_kv" | "write_kept" | "write_entries" | "observe":
             return None
         case "embed":
             return Value(node, node.bound[0].shape[1], TOKENS, name=name)
@@ -141,8 +141,12 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             rows = SELECTED
         case "linear":
             width, heads = node.bound[0].shape[0], None
-        case "route":
+        case "route" | "route_listed":
             width = node.bound[0]
+        case "spread":
+            width *= node.bound[0]
+        case "collapse_streams":
+            width //= node.bound[0]
         case "removal_key":
             heads = node.bound[1]
         case "mlstm_gates":

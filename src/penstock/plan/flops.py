@@ -19,7 +19,16 @@ import msgspec
 
 from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.matrix_format import is_product
-from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, SharedBlock, cache_specs, weight_shapes
+from penstock.core.model_spec import (
+    Attention,
+    EntryAttention,
+    Experts,
+    Latent,
+    ModelSpec,
+    SharedBlock,
+    cache_specs,
+    weight_shapes,
+)
 from penstock.core.step_shape import StepShape
 
 _LOGIT_BYTES = 4  # logits are float32 everywhere
@@ -191,13 +200,19 @@ def _expert_params(ffn: Experts, e: int) -> int:
 
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     sums: dict[int | None, tuple[int, int]] = {}
+
+    def add(window: int | None, flops: int, num_bytes: int) -> None:
+        before = sums.get(window, (0, 0))
+        sums[window] = before[0] + flops, before[1] + num_bytes
+
     every = cache_specs(spec, kv_dtype)
     for n, layer in enumerate(spec.layers):
         m = layer.mixer
-        if isinstance(m, Attention | Latent):
-            kept = every[n if layer.kv_from is None else layer.kv_from]
-            before = sums.get(m.reach, (0, 0))
-            sums[m.reach] = before[0] + m.pair_flops, before[1] + kept[0].num_bytes
+        kept = every[n if layer.kv_from is None else layer.kv_from]
+        if isinstance(m, Attention | Latent | EntryAttention):
+            add(m.reach, m.pair_flops, kept[0].num_bytes)
+        if isinstance(m, EntryAttention) and m.every is not None:  # as if every token had its part of an entry
+            add(None, m.entry_flops // m.every, sum(p.num_bytes for p in kept[1].page_planes) // m.every)
     for window, (flops, num_bytes) in sums.items():
         yield Reach(window, flops, num_bytes)
 

@@ -134,11 +134,13 @@ def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: str, limit: float | None = None) -> Tensor:
-    if activation != "swiglu_clamped":
+    if activation not in ("swiglu_clamped", "silu_clamped"):
         act = _ACTIVATIONS[activation](gate)
         return act * up if limit is None else act.clamp(max=limit) * up.clamp(-limit, limit)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "silu_clamped":
+        return torch.nn.functional.silu(gate) * up
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
 
 
@@ -213,7 +215,7 @@ def route(
     """See `ops.ref.experts.route`. Ties go to the lower id: sorts are stable."""
     if router.score == "sparse_mixer":
         return _sparse_mixer(logits, top_k, router)
-    scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    scores = _scores(logits, router)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _best_groups(choice, router)
@@ -225,9 +227,25 @@ def route(
         weights = torch.softmax(weights, dim=-1)
     if router.renormalize:
         total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / (total + 1e-20 if router.score == "sigmoid" else total)
+        weights = weights / (total if router.score == "softmax" else total + 1e-20)
     weights = weights * router.scale
     found: Any = (ids, weights if expert_scale is None else weights * expert_scale[ids])
+    return Routes(*found)
+
+
+def _scores(logits: Tensor, router: Router) -> Tensor:
+    if router.score == "sqrtsoftplus":
+        return torch.sqrt(torch.nn.functional.softplus(logits))
+    return torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+
+
+def route_listed(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+    """See `ops.ref.experts.route_listed`."""
+    ids = table[token_ids.long()].long()
+    weights = _scores(logits, router).gather(-1, ids)
+    if router.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    found: Any = (ids, weights * router.scale)
     return Routes(*found)
 
 
@@ -271,12 +289,25 @@ def route_by_row(
     return Routes(*found)
 
 
+def listed_by_row(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+    """`route_listed` for one row at a time."""
+    if not len(logits):
+        return route_listed(logits, token_ids, top_k, router, table)
+    rows: Any = zip(
+        *(route_listed(logits[i : i + 1].clone(), token_ids[i : i + 1], top_k, router, table)
+          for i in range(len(logits))), strict=True
+    )  # fmt: skip
+    ids, weights = (torch.cat(parts) for parts in rows)
+    found: Any = (ids, weights)
+    return Routes(*found)
+
+
 PLAIN: dict[str, Callable[..., Any]] = {
     op.__name__: op
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
         xielu, add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
-        interpolate, removal_key, replacement_key, value_bonus, route, concat,
+        interpolate, removal_key, replacement_key, value_bonus, route, route_listed, concat,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {
@@ -284,4 +315,4 @@ _ROWED: dict[Callable[..., Tensor], int] = {
     xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
 }  # fmt: skip
 EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
-EXACT["route"] = route_by_row
+EXACT |= {"route": route_by_row, "route_listed": listed_by_row}

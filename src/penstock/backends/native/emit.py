@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.backends.native.entry_forms import entry_forms, stream_form
 from penstock.backends.native.row_forms import row_form
 from penstock.backends.native.stacks import expert_stacks
 from penstock.backends.native.state_forms import Form, plane_names, state_form
@@ -73,7 +74,7 @@ def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, Run]:
     return found
 
 
-SCORES = ("softmax", "sigmoid", "sparse_mixer")
+SCORES = ("softmax", "sigmoid", "sparse_mixer", "sqrtsoftplus")
 """How PST_ROUTE counts `core.model_spec.Router.score`."""
 _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
@@ -162,8 +163,13 @@ class _Emitter:
         method = getattr(self, "_" + node.op, None)
         if method is not None:
             method(i, node)
-        elif (form := state_form(node, self._planes) or row_form(node)) is not None:
+        elif (form := state_form(node, self._planes) or row_form(node) or stream_form(node)) is not None:
             self._of_form(i, node, form)
+        elif (forms := entry_forms(node, self._planes, self._max_tokens)) is not None:
+            for form in forms:
+                out = -1 if node.out is None else self._new_home(node)
+                inputs = () if form.kind == Kind.WRITE_ENTRIES else tuple(self.register(v) for v in node.inputs)
+                self._add_op(form.kind, form.label, inputs, out, n=form.n, f=form.f, pointers=form.pointers)
         else:
             raise NotNativeError(f"operation {node.op}")
         self._release(i)
@@ -188,6 +194,8 @@ class _Emitter:
         inputs = tuple(self.register(v) for v in node.inputs)
         candidates = () if form.in_place is None else (node.inputs[form.in_place],)
         out = self._out(i, node, *candidates)
+        if form.kind == Kind.MIX_STREAMS and out != inputs[0]:
+            raise NotNativeError("streams that are read as they were, too")
         self._add_op(form.kind, form.label, inputs, out, n=form.n, f=form.f, pointers=form.pointers)
 
     def _embed(self, i: int, node: Node) -> None:
@@ -414,6 +422,15 @@ class _Emitter:
             part = self.register(x.view(start, y.width))
             self._add_op(Kind.ADD, "", (part, self.register(y)), part)
         self._in_place(node, x)
+
+    def _route_listed(self, i: int, node: Node) -> None:
+        top_k, router, table = node.bound
+        pointers = (None, None, np.ascontiguousarray(table, np.int32))
+        n = (top_k, SCORES.index(router.score), 1, 1, 0, int(router.renormalize), 0)
+        inputs = (self.register(node.inputs[0]),)
+        self._add_op(
+            Kind.ROUTE, "listed", inputs, self._new_home(node, 2 * top_k), n=n, f=(router.scale,), pointers=pointers
+        )
 
     def _route(self, i: int, node: Node) -> None:
         top_k, router, *vectors = node.bound

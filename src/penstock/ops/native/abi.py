@@ -115,6 +115,13 @@ class Kind(IntEnum):
     CUT_OFF = 45
     STREAMS = 46
     MATCH = 47
+    SPREAD = 48
+    WEIGH_STREAMS = 49
+    COLLAPSE_STREAMS = 50
+    MIX_STREAMS = 51
+    WRITE_ENTRIES = 52
+    CHOOSE_ENTRIES = 53
+    ATTEND_ENTRIES = 54
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -129,6 +136,7 @@ ACTIVATIONS = {
     "swiglu_clamped": 7,
     "quick_gelu": 8,
     "xielu": 9,
+    "silu_clamped": 10,
 }
 
 

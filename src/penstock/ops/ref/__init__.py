@@ -8,9 +8,11 @@ its position alone.
 from __future__ import annotations
 
 from penstock.ops.ref.attention.kept import write_kept
+from penstock.ops.ref.connections import blend_streams, collapse_streams, spread, weigh_streams
 from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
-from penstock.ops.ref.experts import experts, route
+from penstock.ops.ref.entries import attend_entries, choose_entries, write_entries
+from penstock.ops.ref.experts import experts, route, route_listed
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
@@ -88,6 +90,7 @@ REF = OpTable(
         "add_streams": add_streams,
         "scale_queries": scale_queries,
         "route": route,
+        "route_listed": route_listed,
         "experts": experts,
         "hadamard": hadamard,
         "write_kv": write_kv,
@@ -97,6 +100,13 @@ REF = OpTable(
         "attend_chosen": attend_chosen,
         "latent_query": latent_query,
         "latent_output": latent_output,
+        "write_entries": write_entries,
+        "choose_entries": choose_entries,
+        "attend_entries": attend_entries,
+        "spread": spread,
+        "weigh_streams": weigh_streams,
+        "collapse_streams": collapse_streams,
+        "blend_streams": blend_streams,
         "recurrent": recurrent,
         "retention": retention,
         "token_shift": token_shift,

@@ -91,15 +91,18 @@ def activate_gated(gate: F32, up: F32, activation: str, limit: float | None = No
     """act(gate) * up [T, F]. Source: Shazeer, GLU Variants, arXiv 2002.05202.
 
     `swiglu_clamped`: gate * sigmoid(1.702 gate) * (up + 1), with gate at most `limit` and up within [-limit, limit].
-    Source: gpt-oss model card, arXiv 2508.10925, section 2. With others a `limit` cuts act(gate) and up.
+    Source: gpt-oss model card, arXiv 2508.10925, section 2. `silu_clamped`: silu(gate) * up of what is cut so. With
+    others a `limit` cuts act(gate) and up.
     """
-    if activation != "swiglu_clamped":
+    if activation not in ("swiglu_clamped", "silu_clamped"):
         act = ACTIVATIONS[activation](gate)
         if limit is not None:
             act, up = np.minimum(act, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
         return act * up
     if limit is not None:
         gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+    if activation == "silu_clamped":
+        return silu(gate) * up
     return gate * sigmoid(np.float32(SWIGLU_ALPHA) * gate) * (up + np.float32(1.0))
 
 
