@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
 from penstock.model import residuals
@@ -14,7 +12,7 @@ from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mixers import MIXERS
 from penstock.model.places import places_of
 from penstock.model.rwkv import channel_mix
-from penstock.model.streams import collapse, halves
+from penstock.model.streams import halves
 
 
 def build(
@@ -61,8 +59,6 @@ def _embedding(b: Emitter) -> None:
         b.emit("add", ("x", "y"), "x")
     if b.spec.embed_norm is not None:
         b.norm("x", "x", "embed_norm", b.spec.embed_norm)
-    if b.spec.streams is not None:
-        b.emit("spread", ("x",), "x", bound=(b.spec.streams.num,))
     b.values["embedded"] = b.values["x"]
     residuals.begin(b)
 
@@ -70,7 +66,7 @@ def _embedding(b: Emitter) -> None:
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     """Registers: x the residual; h what a half reads; y what it adds."""
     if layer.streams is not None:
-        halves(b, p, layer, partial(_mixer, b, p, layer, place), partial(_feed_forward, b, p, layer, place))
+        halves(b, p, layer, place, _mixer, _feed_forward)
         return
     if layer.parallel:
         _parallel(b, p, layer, place)
@@ -161,8 +157,6 @@ def _last(b: Emitter) -> None:
     """The hidden state of the rows that somebody wants."""
     spec = b.spec
     b.emit("select", ("x", "rows"), "x")
-    if spec.streams is not None:
-        collapse(b, "head_streams", spec.streams, "x")
     residuals.end(b)
     if spec.final_norm is not None:
         b.norm("x", "x", "final_norm", spec.final_norm)

@@ -8,10 +8,13 @@ import numpy as np
 from penstock.core.model_spec import AltUp, Layer, Norm
 from penstock.model import per_layer
 from penstock.model.emitter import Emitter
+from penstock.model.streams import collapse
 
 
 def begin(b: Emitter) -> None:
     """Register x, the embedding, -> what the first layer reads."""
+    if b.spec.streams is not None:
+        b.emit("spread", ("x",), "x", bound=(b.spec.streams.num,))
     if (ple := b.spec.per_layer) is not None:
         per_layer.prepare(b, ple, b.spec.layers[0].norm)
     if (up := b.spec.altup) is not None:
@@ -54,7 +57,10 @@ def leave(b: Emitter, p: str, layer: Layer) -> None:
 
 
 def end(b: Emitter) -> None:
-    """Register x, behind all layers, -> one row of E numbers: the mean of all streams, each as large as the first."""
+    """Register x, behind all layers, -> one row of E numbers: the mean of all streams, each as large as the first; or
+    their sum by learned weights (`core.mixers.streams`)."""
+    if b.spec.streams is not None:
+        collapse(b, "head_streams", b.spec.streams, "x")
     up, e = b.spec.altup, b.spec.hidden_size
     if up is None:
         return

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.core.model_spec import Layer, Streams
-from penstock.model.emitter import Emitter
+from penstock.model.emitter import Emitter, Place
 
-Half = Callable[[str, str], None]
+Half = Callable[[Emitter, str, Layer, Place | None, str, str], None]
 """Emits a half of a layer, from one register to another."""
 
 
-def halves(b: Emitter, p: str, layer: Layer, mixer: Half, feed_forward: Half) -> None:
+def halves(b: Emitter, p: str, layer: Layer, place: Place | None, mixer: Half, feed_forward: Half) -> None:
     """Register x is the streams: a half reads a mixture of them, and its result goes to each."""
     streams = layer.streams
     assert streams is not None, "the caller has looked"
@@ -19,7 +19,7 @@ def halves(b: Emitter, p: str, layer: Layer, mixer: Half, feed_forward: Half) ->
     for name, half in (("attn", mixer), ("ffn", feed_forward)):
         collapse(b, f"{p}{name}_streams", streams, "h")
         b.norm("h", "h", f"{p}{name}_norm", layer.norm)
-        half("h", "y")
+        half(b, p, layer, place, "h", "y")
         b.emit("blend_streams", ("x", "streams", "y"), "x", bound=(streams.num,))
 
 
