@@ -10,7 +10,7 @@ namespace {
 constexpr int T = 11, N = 3, E = 21, WIDE = (2 + N) * N;  // no multiple of the lanes
 constexpr int H = 2, D = 18, M = 3, WINDOW = 4, HALF = 2, TOP = 2, ROWS = 6;  // ROWS: of a page, two entries end in it
 
-std::string streams_fault() {
+std::string connections_fault() {
     Dice dice{41};
     Tiny tiny(T);
     const Numbers x = dice.reals(T * E), raw = dice.reals(T * WIDE), base = dice.reals(WIDE), y = dice.reals(T * E);
@@ -167,7 +167,7 @@ struct EntriesTest {
 }  // namespace
 
 std::string entries_fault() {
-    std::string fault = streams_fault();
+    std::string fault = connections_fault();
     return fault.empty() ? EntriesTest().fault() : fault;
 }
 
