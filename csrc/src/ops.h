@@ -78,6 +78,7 @@ OpPtr make_route(const pst_op& op, const Maker& maker);
 OpPtr make_experts(const pst_op& op, const Maker& maker);
 OpPtr make_state(const pst_op& op, const Maker& maker);
 OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker);
+OpPtr make_biased_heads(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

@@ -29,6 +29,7 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_REMOVAL_KEY:
         case PST_REPLACEMENT_KEY:
         case PST_VALUE_BONUS: return make_rwkv_rows(op, maker);
+        case PST_BIASED_HEADS: return make_biased_heads(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }

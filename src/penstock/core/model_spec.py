@@ -61,7 +61,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
     most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
     gate before its activation. `xielu` (Apertus, never
-    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
+    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`. `down_norm`:
+    epsilon of an RMS norm of what `down` reads (weight `down_norm` [F]; BitNet; not of experts).
     """
 
     width: int
@@ -70,6 +71,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     bias: bool = False
     limit: float | None = None
     gate_scale: float = 1.0
+    down_norm: float | None = None
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +149,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     `forgets` (with `pre`): what the layer before added is read here and nowhere else; what the mixer gives is added to
     what the layer before read. The layer before has no feed-forward, nor has this one.
     `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
+    `residual_weights`: what a half is added to is multiplied by learned numbers (weights `attn_residual` and
+    `ffn_residual` [E]; Doge).
     """
 
     mixer: Mixer | None
@@ -158,6 +162,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     shared_norm: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    residual_weights: bool = False
     mixer_scale: float = 1.0
     beside: bool = False
     forgets: bool = False
@@ -313,6 +318,9 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
             out |= norm_shapes("ffn_post_norm", layer.norm, e)
     if layer.output_scale:
         out["layer_scale"] = (1,)
+    if layer.residual_weights:
+        halves = {"attn_residual": layer.mixer, "ffn_residual": layer.ffn}
+        out |= {name: (e,) for name, half in halves.items() if half is not None}
     return out
 
 
@@ -338,6 +346,8 @@ def _dense_shapes(prefix: str, ffn: FeedForward, e: int) -> Shapes:
             out[prefix + name + ".bias"] = (ffn.width,)
     if ffn.activation == "xielu":
         out |= {prefix + "act_p": (1,), prefix + "act_n": (1,)}
+    if ffn.down_norm is not None:
+        out[prefix + "down_norm"] = (ffn.width,)
     out[prefix + "down"] = (e, ffn.width)
     if ffn.bias:
         out[prefix + "down.bias"] = (e,)

@@ -31,6 +31,7 @@ from train.tokenizer import SPECIAL, TEMPLATE, save_tokenizer, train_tokenizer
 UNSUPPORTED = {
     "mamba", "mamba2", "mamba2_hybrid", "rwkv4", "rwkv7", "experts", "delta", "short_conv", "lightning", "indexed",
     "gated_lru", "mlstm", "diagonal", "retention", "shared",
+    "key_bias",
 }  # fmt: skip
 """Specs that nothing here trains: state space models, RWKV and their like, sparse experts, an indexer's choice."""
 GENTLE = {"sandwich": 0.5, "slots": 0.5}

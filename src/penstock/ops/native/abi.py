@@ -112,6 +112,7 @@ class Kind(IntEnum):
     MLSTM_GATES = 41
     MLSTM = 42
     DIAGONAL = 43
+    BIASED_HEADS = 55
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
