@@ -148,7 +148,8 @@ def wkv7(heads: int, dim: int) -> Case:
 
 
 def gated_delta(
-    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False, floor: float = 0.0,
+    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False,
+    floor: float = 0.0,
 ) -> Case:  # fmt: skip
     a = np.exp(normal(10, heads)) * np.float32(1 if floor else -1)
 
