@@ -232,7 +232,8 @@ class NaiveModel:
         if turned:
             q, k, v = (hadamard(x) for x in (q, k, v))
         if bias is not None:  # kept as a part of the key, so that it is rounded as keys are
-            q, k = _with(q, np.ones(q.shape[:2])), _with(k, bias / (m.head_dim**-0.5 if m.scale is None else m.scale))
+            per = 1.0 / (m.head_dim**-0.5 if m.scale is None else m.scale)
+            q, k = _with(q, np.ones(q.shape[:2])), _with(k, bias * np.float32(per))
         attend = partial(
             softmax_attention, scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window,
             soft_cap=m.soft_cap, chunk=m.chunk, slopes=None if m.alibi is None else m.alibi.slopes(m.num_heads),
