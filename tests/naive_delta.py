@@ -31,7 +31,10 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
     dt, z = model._linear(down, p + "dt").reshape(t, m.value_heads, -1), model._linear(z, p + "z")
     stored = model._vector(p + "a_log")
     a = -np.exp(stored) if m.decay_is_log else stored
-    fade = np.exp((np.maximum(dt, 0) + np.log1p(np.exp(-np.abs(dt)))) * a[:, None])
+    if m.floor is None:
+        fade = np.exp((np.maximum(dt, 0) + np.log1p(np.exp(-np.abs(dt)))) * a[:, None])
+    else:
+        fade = np.exp(sigmoid(dt * -a[:, None]) * np.float32(m.floor))
     share = sigmoid(model._linear(h, p + "beta")) * np.float32(m.beta_scale)
     out = np.empty_like(v)
     for j in range(m.value_heads):

@@ -36,6 +36,7 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     QkNorm,
+    QueryScale,
     Recurrent,
     Rope,
     Rwkv4,
@@ -138,6 +139,9 @@ class NaiveModel:
     def _half(self, x: F32, name: str, layer: Layer, f: Callable[[F32], F32]) -> F32:
         by = np.float32(layer.residual_scale)
         match layer.placement:
+            case "pre" if layer.residual_weights:
+                w = self._vector(name + "_residual") - np.float32(1.0)
+                return x + (x + x - x) * w + f(self._norm(x, name + "_norm", layer.norm)) * by
             case "pre":
                 return x + f(self._norm(x, name + "_norm", layer.norm)) * by
             case "post":
@@ -241,14 +245,14 @@ class NaiveModel:
             q, k = self._rope(q, m.rope), self._rope(k, m.rope)
         if norm is not None and per_head and norm.after_rope:
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
-        if m.query_scale is not None:
-            s = m.query_scale
-            q = np.stack([
-                q[i] * np.float32(1.0 + s.beta * np.log1p((i + s.shift) // s.floor)) for i in range(t)
-            ])  # fmt: skip
+        q = _grown(q, m.query_scale)
+        bias = None if not m.key_bias else self._key_bias(v.reshape(t, -1), p)
         turned = self.rotation == "hadamard"
         if turned:
             q, k, v = (hadamard(x) for x in (q, k, v))
+        if bias is not None:  # kept as a part of the key, so that it is rounded as keys are
+            per = 1.0 / (m.head_dim**-0.5 if m.scale is None else m.scale)
+            q, k = _with(q, np.ones(q.shape[:2])), _with(k, bias * np.float32(per))
         attend = partial(
             softmax_attention, scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window,
             soft_cap=m.soft_cap, chunk=m.chunk, slopes=None if m.alibi is None else m.alibi.slopes(m.num_heads),
@@ -265,11 +269,14 @@ class NaiveModel:
             out = attend(q, keys(t - 1), values(t - 1))
         if turned:
             out = hadamard(out)
+        gate = _softplus if m.gate == "softplus" else sigmoid
         if m.head_gate:
-            out = out * sigmoid(self._linear(h, p + "o_gate"))[..., None]
+            out = out * gate(self._linear(h, p + "o_gate"))[..., None]
         out = out.reshape(t, -1)
         if m.output_gate:
-            out = out * sigmoid(self._linear(h, p + "o_gate"))
+            out = out * gate(self._linear(h, p + "o_gate"))
+        if m.o_norm is not None:
+            out = rms_norm(out, self._vector(p + "o_norm"), m.o_norm)
         return product(out, "o")
 
     def _attention_of_others(self, h: F32, p: str, m: Attention) -> F32:
@@ -292,6 +299,9 @@ class NaiveModel:
             out = attend(q, keys(t - 1), values(t - 1))
         out = hadamard(out) if self.rotation == "hadamard" else out
         return self._linear(out.reshape(t, -1), p + "o")
+
+    def _key_bias(self, v: F32, p: str) -> F32:
+        return np.exp(_softplus(self._linear(v, p + "bias_dt")) * self._vector(p + "bias_a"))
 
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
         if norm.kind == "unit":
@@ -319,7 +329,7 @@ class NaiveModel:
             if m.indexer is not None:
                 self._chosen = self._choice(h, inner, p, m.indexer)
         q = q.reshape(t, m.num_heads, -1)
-        q = q if m.rope is None else self._rope(q, m.rope, m.nope_dim)
+        q = _grown(q if m.rope is None else self._rope(q, m.rope, m.nope_dim), m.query_scale)
         kv = self._linear(h, p + "kv_a")
         latent = self._rounded(rms_norm(kv[:, : m.kv_rank], self._vector(p + "kv_a_norm"), m.eps))
         k_rope = kv[:, None, m.kv_rank :]
@@ -340,6 +350,8 @@ class NaiveModel:
                    for i, (a, v) in enumerate(seen)]  # fmt: skip
             out = np.concatenate(own)
         out = np.stack([[kv_b[j, m.nope_dim :] @ out[i, j] for j in range(m.num_heads)] for i in range(t)])
+        if m.head_gate:
+            out = out * sigmoid(self._linear(h, p + "o_gate"))[..., None]
         return self._linear(out.reshape(t, -1), p + "o")
 
     def _choice(self, h: F32, inner: F32, p: str, m: Indexer) -> list[npt.NDArray[Any]]:
@@ -469,6 +481,8 @@ class NaiveModel:
                 gate = self._linear(h, p + "gate") * np.float32(f.gate_scale)
                 up = act(naive_streams.cut_off(gate, f.sparsity) if f.sparsity else gate) * up
             inner = up if f.gated else act(up)
+        if f.down_norm is not None:
+            inner = rms_norm(inner, self._vector(p + "down_norm"), f.down_norm)
         return self._linear(inner, p + "down")
 
     def _experts(self, h: F32, p: str, f: Experts) -> F32:
@@ -483,6 +497,18 @@ class NaiveModel:
                 y = self._dense(x, f"{p}experts.{expert}.", f.expert)
                 out[i : i + 1] += y if f.router.scale_input else y * weight
         return out if f.latent is None else self._linear(out, p + "experts_out")
+
+
+def _with(x: F32, more: npt.NDArray[Any]) -> F32:
+    """Heads [T, H, D] with a further component, and three of zeros."""
+    return np.concatenate([x, more[..., None].astype(np.float32), np.zeros((*x.shape[:2], 3), np.float32)], axis=-1)
+
+
+def _grown(q: F32, s: QueryScale | None) -> F32:
+    """Queries [T, H, D] that grow with their position."""
+    if s is None:
+        return q
+    return np.stack([x * np.float32(1.0 + s.beta * np.log1p((i + s.shift) // s.floor)) for i, x in enumerate(q)])
 
 
 def chosen_experts(

@@ -185,6 +185,18 @@ _SPECS: dict[str, ModelSpec] = {
     "indexed": _spec(_INDEXED, msgspec.structs.replace(_LATENT_LOW_RANK, reads_choice=True)),
     # Values of another size than keys, with a window too.
     "narrow_values": _spec(_attention(4, 2, v_dim=4, o_bias=True), _attention(6, 1, v_dim=12, window=9, qkv_bias=True)),
+    # Norms inside both halves, and latent attention whose queries grow and whose heads have gates.
+    "inner_norms": _stack(
+        *(Layer(mixer=m, ffn=FeedForward(width=43, activation="relu2", down_norm=1e-5)) for m in (
+            _attention(4, 2, o_norm=1e-5),
+            msgspec.structs.replace(_LATENT, head_gate=True, query_scale=QueryScale(beta=0.3, floor=7)),
+        )),
+    ),
+    # Scores with a bias of every key, and residuals weighed by channel.
+    "key_bias": _stack(*(
+        Layer(mixer=_attention(4, g, key_bias=True, qk_norm=QkNorm(), qkv_bias=g == 1, window=w),
+              ffn=FeedForward(width=43), residual_weights=True) for g, w in ((2, None), (1, 9))
+    )),
     "mamba": _spec(_MAMBA, _MAMBA, width=None),
     "mamba2": _spec(_MAMBA2, _MAMBA2, width=None),
     "mamba2_hybrid": _spec(_MAMBA2_PLAIN, _attention(4, 2, rope=None), _MAMBA2_PLAIN),
@@ -282,8 +294,7 @@ _SEEDS = {
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
-    "shared_kv": (19, 0), "streams": (20, 0),
-    "entries": (19, 0),
+    "shared_kv": (19, 0), "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

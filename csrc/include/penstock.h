@@ -197,7 +197,9 @@ typedef struct pst_register {
  * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
  * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
  * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
- * PST_GATE_ROWS  in0 * sigmoid(in1), in1 of width 1 or as in0: in place on in0
+ * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
+ * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
+ *                and zeros
  * PST_SCALE_QUERIES  in0 * (1 + f0 * log(1 + floor((position + f2) / f1))): in place
  * PST_ARGMAX     of rows of in0: p0 int32 [R] the first largest, p1 float [R] its value, p2 uint8 [R] 1 if all of the
  *                row is finite
@@ -276,7 +278,7 @@ typedef struct pst_register {
  * PST_DELTA      q in0, k in1 [T, n6, K], n6 heads of keys, v in2 [T, n3, W], dt in3 [T, n3] or [T, n3, K], beta in4
  *                [T, n3]; n3/n6 heads in a row share a key, or, if n7, every n6-th does; p0 a [n3], f0 eps, f1 factor; q and
  *                k become unit vectors, x / sqrt(sum of x^2 + f0), and q is multiplied by K^-0.5;
- *                S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ *                S = e^(a softplus(dt)) S, with f2 < 0 e^(f2 sigmoid(a dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
  * PST_MLSTM      q in0, k in1 [T, n3, K], v in2 [T, n3, W], in3 [T, 3 n3] of PST_MLSTM_GATES: S = by S + k (e v);
  *                out = (q S) times the third
  * RWKV-7's rows, which keep nothing; n0 heads:
@@ -296,7 +298,7 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

@@ -86,6 +86,7 @@ OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker);
 OpPtr make_streams(const pst_op& op, const Maker& maker);
 OpPtr make_connections(const pst_op& op, const Maker& maker);
 OpPtr make_entries(const pst_op& op, const Maker& maker);
+OpPtr make_biased_heads(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

@@ -147,15 +147,16 @@ OpPtr make_soft_cap(const Registers& r) {
     return r.unary([cap](F x) { return activate(x / all(cap), PST_TANH) * all(cap); });
 }
 
-OpPtr make_gate_rows(const Registers& r) {
+template <class By>
+OpPtr gated_rows(const Registers& r, By by) {
     const pst_register& gate = r.in(1);
     check(gate.rows == r.in(0).rows, SAME_SHAPE);
-    if (gate.width == r.in(0).width) return r.binary([](F x, F g) { return x * activate(g, PST_SIGMOID); });
+    if (gate.width == r.in(0).width) return r.binary([by](F x, F g) { return x * by(g); });
     check(gate.width == 1, "a gate has one number per row, or as many as what it gates");
     View view(gate);
-    return r.scaled_rows([view](const Context&, int64_t row) {
+    return r.scaled_rows([view, by](const Context&, int64_t row) {
         float lanes[LANES];
-        store(lanes, activate(all(*view.row(row)), PST_SIGMOID));
+        store(lanes, by(all(*view.row(row))));
         return lanes[0];
     });
 }
@@ -178,6 +179,10 @@ struct ScaledColumns final : Op {
 };
 
 OpPtr make_scale_columns(const Registers& r) { return std::make_unique<ScaledColumns>(r); }
+OpPtr make_gate_rows(const Registers& r) {
+    if (r.op.n[0]) return gated_rows(r, [](F g) { return softplus(g); });
+    return gated_rows(r, [](F g) { return activate(g, PST_SIGMOID); });
+}
 
 OpPtr make_scale_queries(const Registers& r) {
     double beta = double(r.op.f[0]);

@@ -257,6 +257,24 @@ std::string norm_fault() {
     return fault;
 }
 
+std::string biased_fault() {
+    constexpr int HEADS = 3, D = 5;
+    Dice dice{9};
+    Tiny tiny(1);
+    Numbers x = dice.reals(HEADS * D), dt = dice.reals(HEADS), a = dice.reals(HEADS);
+    int32_t in = tiny.add(x), by = tiny.add(dt), out = tiny.add(Numbers(HEADS * (D + 4)));
+    pst_op& op = tiny.op(PST_BIASED_HEADS, in, by, out);
+    op.n[0] = HEADS, op.f[0] = 2.0f, op.p[0] = a.data();
+    std::string fault = tiny.run("biased heads");
+    for (size_t i = 0; i < HEADS * (D + 4) && fault.empty(); i++) {
+        size_t head = i / (D + 4), column = i % (D + 4);
+        double bias = 2 * std::exp(double(a[head]) * std::log1p(std::exp(double(dt[head]))));
+        double expected = column < D ? double(x[head * D + column]) : column == D ? bias : 0;
+        fault = off("biased heads", tiny.buffers[size_t(out)][i], expected, 1e-5);
+    }
+    return fault;
+}
+
 // Three heads of two rows, each times its matrix; two numbers behind each pass.
 std::string heads_fault() {
     constexpr int ROWS = 2, HEADS = 3, K = 33, N = 70, REST = 2, FILLED = 2 * PANEL;
@@ -370,8 +388,8 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
     std::string fault;
     try {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
-                          pst::heads_fault, pst::attention_fault, pst::choose_fault, pst::experts_fault, pst::states_fault,
-                          pst::streams_fault, pst::entries_fault})
+                          pst::biased_fault, pst::heads_fault, pst::attention_fault, pst::choose_fault,
+                          pst::experts_fault, pst::states_fault, pst::streams_fault, pst::entries_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

@@ -156,10 +156,10 @@ std::string wkv7_fault() {
     });
 }
 
-std::string delta_fault(bool by_key) {
+std::string delta_fault(bool by_key, double least = 0) {
     StateTest test(PST_DELTA, {K, K, H * W, by_key ? H * K : H, H}, H * W, {{H, K * W}}, {0, H, K, W, 1}, {H});
     test.fixed[0] = {-0.5f, -2.0f};
-    test.op->f[0] = 1e-6f, test.op->f[1] = 1.5f;
+    test.op->f[0] = 1e-6f, test.op->f[1] = 1.5f, test.op->f[2] = float(least);
     auto length = [&](int number, int t) {
         double total = 1e-6;
         for (int k = 0; k < K; k++) total += test.x(number, t, k) * test.x(number, t, k);
@@ -171,7 +171,8 @@ std::string delta_fault(bool by_key) {
         double found = 0, y = 0, of_q = length(0, t) * std::sqrt(double(K)), of_k = length(1, t);
         for (int k = 0; k < K; k++) {
             double& s = heads.at(h, k, column % W);
-            s *= std::exp(softplus(test.x(3, t, by_key ? h * K + k : h)) * test.w(0, h));
+            double step = test.x(3, t, by_key ? h * K + k : h), rate = test.w(0, h);
+            s *= std::exp(least < 0 ? least * sigmoid(step * rate) : softplus(step) * rate);
             found += s * test.x(1, t, k) / of_k;
         }
         double wrong = (test.x(2, t, column) - found) * 1.5 * sigmoid(test.x(4, t, h));
@@ -260,6 +261,7 @@ std::string mlstm_fault() {
 std::string states_fault() {
     std::string fault = delta_fault(false);
     if (fault.empty()) fault = delta_fault(true);
+    if (fault.empty()) fault = delta_fault(true, -5.0);
     for (bool pairs : {false, true})
         if (fault.empty()) fault = diagonal_fault(pairs);
     for (auto test : {conv_fault, scan_fault, wkv4_fault, scan2_fault, recurrent_fault, wkv7_fault, rg_lru_fault,

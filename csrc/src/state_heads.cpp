@@ -121,18 +121,18 @@ struct Delta : Shape {
     int groups, per;
     View q, k, dt, beta;
     const float* a;
-    float eps, factor, scale;
+    float eps, factor, least, scale;
     bool by_key, in_turn;
 
     Delta(const pst_op& op, const Maker& maker)
         : Shape(op, maker, 2), groups(op.n[6]), per(per_group(heads, groups)),
           q(input(op, maker, 0, int64_t(groups) * keys)), k(input(op, maker, 1, int64_t(groups) * keys)),
           dt(maker.reg(op.in[3])), beta(input(op, maker, 4, heads)), a(fixed(op, 0)), eps(op.f[0]), factor(op.f[1]),
-          scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads), in_turn(op.n[7] != 0) {
+          least(op.f[2]), scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads), in_turn(op.n[7] != 0) {
         check_tokens(maker.reg(op.in[3]), by_key ? int64_t(heads) * keys : heads);
     }
     void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
-        if (!by_key) store(numbers[0], exp(softplus(gather(dt, t, count, head)) * all(a[head])));
+        if (!by_key) store(numbers[0], fading(gather(dt, t, count, head), head));
         store(numbers[1], sigmoid(gather(beta, t, count, head)) * all(factor));
     }
     void row(int64_t t, int head, const float* numbers, Row& row) const {
@@ -144,7 +144,7 @@ struct Delta : Shape {
         each_vector(keys, [&](int i, int lanes) {
             F fade = all(*numbers), unit = load_part(k.row(t) + at + i, lanes) * all(by_k);
             if (by_key) {
-                fade = exp(softplus(load_part(decay + i, lanes)) * all(a[head]));
+                fade = fading(load_part(decay + i, lanes), head);
                 store_part(fades + i, fade, lanes);
             }
             store_part(read + i, load_part(q.row(t) + at + i, lanes) * all(by_q), lanes);
@@ -154,6 +154,9 @@ struct Delta : Shape {
         row.fade = by_key ? fades : numbers, row.fade_step = by_key;
         row.scale = numbers[BATCH];
         row.read = read, row.write = write, row.find = find;
+    }
+    F fading(F step, int head) const {
+        return least < 0 ? exp(sigmoid(step * all(a[head])) * all(least)) : exp(softplus(step) * all(a[head]));
     }
     float of_unit(const float* x) const {
         F total = all(0.0f);

@@ -68,6 +68,9 @@ struct States : TinyProgram {
         const int32_t gates = add(3 * H), sums = plane(H, K), tops = plane(H, 1);
         op(PST_MLSTM_GATES, {one, one, q, k}, gates, {0, 0, sums, tops, H, K}, {1e-6f});
         op(PST_MLSTM, {q, k, v, gates}, result(H * W), {0, 0, plane(H, K * W), H, K, W});
+        op(PST_DELTA, {q, k, v, rate, one}, result(H * W), {0, 0, plane(H, K * W), H, K, W, H}, {1e-6f, 1.0f, -5.0f},
+           {weights(H)});
+        op(PST_BIASED_HEADS, {k, one}, result(H * (K + 4)), {H}, {2.0f}, {weights(H, -0.5f)});
         op(PST_VALUE_BONUS, {q, k, removal}, result(H * K), {H}, {}, {weights(H * K)});
         bool made = make(THREADS);
         EXPECT(made, "%s", error.c_str());

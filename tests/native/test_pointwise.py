@@ -92,6 +92,14 @@ CASES = [
     Case("clip", Kind.CLIP, 1, lambda x: np.clip(x, np.float32(-0.7), np.float32(0.7)), 0.0, f=(0.7,)),
     Case("soft_cap", Kind.SOFT_CAP, 1, lambda x: 2.5 * np.tanh(x.astype(np.float64) / 2.5), SMOOTH, f=(2.5,)),
     Case("gate_rows", Kind.GATE_ROWS, 2, lambda x, g: x.astype(np.float64) * sigmoid(g), SMOOTH),
+    Case(
+        "gate_rows softplus",
+        Kind.GATE_ROWS,
+        2,
+        lambda x, g: x * np.logaddexp(0.0, g.astype(np.float64)),
+        SMOOTH,
+        n=(1,),
+    ),
     *[
         Case(name, Kind.ACT, 1, lambda x, name=name: activated(x, name), SMOOTH, n=(number,))
         for name, number in ACTIVATIONS.items()

@@ -15,7 +15,7 @@ from penstock.base.errors import EngineError
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, StepMemory
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.ref import delta, diagonal, mamba, recurrence, rwkv
+from penstock.ops.ref import delta, diagonal, mamba, pointwise, recurrence, rwkv
 from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.step import Step
 from tests.native.running import ISAS, THREADS, each_isa, execute, plan_of, pool, pytestmark_native
@@ -148,17 +148,19 @@ def wkv7(heads: int, dim: int) -> Case:
 
 
 def gated_delta(
-    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False
-) -> Case:
-    a = -np.exp(normal(10, heads))
+    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False,
+    floor: float = 0.0,
+) -> Case:  # fmt: skip
+    a = np.exp(normal(10, heads)) * np.float32(1 if floor else -1)
 
     def ref(x: list[F32], step: Step) -> F32:
         q, k, v = split(x[0], groups), split(x[1], groups), split(x[2], heads)
-        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor, in_turn).reshape(len(v), -1)
+        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor, in_turn, floor).reshape(len(v), -1)
 
     return Case(
         Kind.DELTA, [groups * keys, groups * keys, heads * width, heads * (keys if by_key else 1), heads], 2,
-        {"state": (heads, keys * width)}, (0, heads, keys, width, groups, int(in_turn)), ref, (1e-6, factor), (a,),
+        {"state": (heads, keys * width)}, (0, heads, keys, width, groups, int(in_turn)), ref,
+        (1e-6, factor, floor), (a,),
     )  # fmt: skip
 
 
@@ -220,6 +222,8 @@ CASES = {
     "diagonal of pairs": diagonal_scan(70, 1, True), "diagonal of pairs, more": diagonal_scan(16, 4, True),
     "mlstm_gates": gates_of_mlstm(3, 5), "mlstm_gates, wide": gates_of_mlstm(2, 64),
     "mlstm": mlstm_matrix(3, 5, 7), "mlstm, strips": mlstm_matrix(2, 16, 144),
+    "delta, bounded": gated_delta(2, 2, 9, 33, False, floor=-3.0),
+    "delta by key, bounded": gated_delta(3, 3, 18, 40, True, floor=-5.0),
     "delta by key": gated_delta(3, 3, 6, 48, True), "delta by key, whole": gated_delta(2, 2, 40, 33, True),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)
@@ -390,3 +394,23 @@ def test_rows_of_rwkv(width: int, isa: str) -> None:
         assert np.array_equal(execute(isa, 1, [part[4:5] for part in inputs], width, make), got[4:5])
     zeros = np.zeros((1, width), np.float32)
     assert not execute(isa, 1, [zeros], width, by(Kind.REMOVAL_KEY, n=(heads,))).any(), "nothing has no direction"
+
+
+@each_isa
+@pytest.mark.parametrize(("heads", "dim"), [(1, 1), (3, 5), (2, 64), (7, 130)])
+def test_heads_with_a_bias_behind_them(heads: int, dim: int, isa: str) -> None:
+    """A number of its own for each, or the same one; rows do not depend on their company, nor on who runs them."""
+    x, dt, a = normal(1, 9, heads * dim), normal(2, 9, heads) * np.float32(4), normal(3, heads) * np.float32(0.4)
+    dt[0, 0], dt[1, 0] = 60.0, -60.0
+    for inputs, own, factor in (([x, dt], a, 2.5), ([x], None, 1.0)):
+        want = pointwise.biased_heads(split(x, heads), dt, own, factor).reshape(9, -1)
+
+        def make(ins: list[int], out: int, own: Any = own, factor: float = factor) -> NativeOp:
+            return NativeOp(Kind.BIASED_HEADS, tuple(ins), out, (heads,), (factor,), (own,))
+
+        got = execute(isa, 1, inputs, want.shape[1], make)
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+        assert np.array_equal(execute(isa, 3, inputs, want.shape[1], make), got)
+        for row in (0, 8):
+            alone = execute(isa, 1, [part[row : row + 1] for part in inputs], want.shape[1], make)
+            assert np.array_equal(alone, got[row : row + 1])

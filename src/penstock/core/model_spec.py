@@ -66,7 +66,8 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
     `sparsity` (gated only): from every gate is taken the mean of its row and as many standard deviations as a share
     `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n). `xielu` (Apertus, never
-    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
+    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`. `down_norm`:
+    epsilon of an RMS norm of what `down` reads (weight `down_norm` [F]; BitNet; not of experts).
     """
 
     width: int
@@ -76,6 +77,7 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     limit: float | None = None
     gate_scale: float = 1.0
     sparsity: float = 0.0
+    down_norm: float | None = None
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +193,8 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     (x + norm'(mixer) + h + norm''(`laurel_out` `laurel_in` h)) / sqrt(2), where h is what the mixer reads, through so
     many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`). `streams` (with `pre`, in all
     layers of a model or in none): x is several streams, see there.
+    `residual_weights`: what a half is added to is multiplied by learned numbers (weights `attn_residual` and
+    `ffn_residual` [E]; Doge).
     """
 
     mixer: Mixer | None
@@ -202,6 +206,7 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     shared_norm: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    residual_weights: bool = False
     mixer_scale: float = 1.0
     beside: bool = False
     forgets: bool = False
@@ -426,6 +431,9 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
         out |= norm_shapes("ple_post_norm", layer.norm, e)
     if layer.output_scale:
         out["layer_scale"] = (1,)
+    if layer.residual_weights:
+        halves = {"attn_residual": layer.mixer, "ffn_residual": layer.ffn}
+        out |= {name: (e,) for name, half in halves.items() if half is not None}
     return out
 
 
@@ -451,6 +459,8 @@ def _dense_shapes(prefix: str, ffn: FeedForward, e: int) -> Shapes:
             out[prefix + name + ".bias"] = (ffn.width,)
     if ffn.activation == "xielu":
         out |= {prefix + "act_p": (1,), prefix + "act_n": (1,)}
+    if ffn.down_norm is not None:
+        out[prefix + "down_norm"] = (ffn.width,)
     out[prefix + "down"] = (e, ffn.width)
     if ffn.bias:
         out[prefix + "down.bias"] = (e,)

@@ -32,7 +32,9 @@ FAMILIES: Registry[Callable[[], ModelFamily], None] = Registry("model family")
 """`model_type` of config.json -> ModelFamily."""
 ARCHITECTURES: dict[str, str] = {}
 """Entry of `architectures` in config.json -> name in FAMILIES."""
-ALIASES = {"kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4"}
+ALIASES = {
+    "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4", "deci": "nemotron-nas", "iquestcoder": "llama",
+}  # fmt: skip
 """Other values of `model_type` that say the same as a name in FAMILIES."""
 
 
@@ -41,7 +43,7 @@ def _register(name: str, target: str, *architectures: str) -> None:
     ARCHITECTURES.update(dict.fromkeys(architectures, name))
 
 
-_register("llama", "penstock.families.llama:Llama", "LlamaForCausalLM")
+_register("llama", "penstock.families.llama:Llama", "LlamaForCausalLM", "IQuestCoderForCausalLM")
 _register("nemotron-nas", "penstock.families.deci:Deci", "DeciLMForCausalLM")
 _register("deepseek_v2", "penstock.families.deepseek:DeepseekV2", "DeepseekV2ForCausalLM")
 _register("deepseek_v3", "penstock.families.deepseek:DeepseekV3", "DeepseekV3ForCausalLM")
@@ -61,6 +63,7 @@ _register("qwen2_moe", "penstock.families.qwen_moe:Qwen2Moe", "Qwen2MoeForCausal
 _register("qwen3_moe", "penstock.families.qwen_moe:Qwen3Moe", "Qwen3MoeForCausalLM")
 _register("apertus", "penstock.families.apertus:Apertus", "ApertusForCausalLM")
 _register("arcee", "penstock.families.arcee:Arcee", "ArceeForCausalLM")
+_register("bitnet", "penstock.families.bitnet:BitNet", "BitNetForCausalLM")
 _register("cohere", "penstock.families.cohere:Cohere", "CohereForCausalLM")
 _register("cohere2", "penstock.families.cohere:Cohere2", "Cohere2ForCausalLM")
 _register("ernie4_5", "penstock.families.ernie:Ernie45", "Ernie4_5ForCausalLM")
@@ -142,6 +145,29 @@ _register("phi", "penstock.families.phi:Phi", "PhiForCausalLM")
 _register("step3p7", "penstock.families.step:Step37", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration")
 _register("stablelm", "penstock.families.stablelm:StableLm", "StableLmForCausalLM")
 _register("starcoder2", "penstock.families.starcoder2:Starcoder2", "Starcoder2ForCausalLM")
+_register("bailing_moe", "penstock.families.bailing:BailingMoe", "BailingMoeForCausalLM")
+_register("bailing_moe_v2", "penstock.families.bailing:BailingMoeV2", "BailingMoeV2ForCausalLM")
+_register("bailing_hybrid", "penstock.families.ling:BailingHybrid", "BailingHybridForCausalLM")
+_register("laguna", "penstock.families.laguna:Laguna", "LagunaForCausalLM")
+_register("solar_open", "penstock.families.solar:SolarOpen", "SolarOpenForCausalLM")
+_register("flint", "penstock.families.flint:Flint", "FlintForCausalLM")
+_register("mellum", "penstock.families.mellum:Mellum", "MellumForCausalLM")
+_register("granite_swa", "penstock.families.granite_swa:GraniteSwa", "GraniteSWAForCausalLM")
+_register("granitemoe_swa", "penstock.families.granite_swa:GraniteMoeSwa", "GraniteMoeSWAForCausalLM")
+_register("cwm", "penstock.families.cwm:Cwm", "CwmForCausalLM")
+_register("jais2", "penstock.families.jais:Jais2", "Jais2ForCausalLM")
+_register("olmo", "penstock.families.olmo:Olmo", "OlmoForCausalLM")
+_register("dbrx", "penstock.families.dbrx:Dbrx", "DbrxForCausalLM")
+_register("mistral4", "penstock.families.mistral4:Mistral4", "Mistral4ForCausalLM")
+_register("youtu", "penstock.families.youtu:Youtu", "YoutuForCausalLM")
+_register("axk1", "penstock.families.axk1:AxK1", "AXK1ForCausalLM")
+_register("doge", "penstock.families.doge:Doge", "DogeForCausalLM")
+_register("hy_v3", "penstock.families.hunyuan:Hy3", "HYV3ForCausalLM")
+_register("minicpm3", "penstock.families.minicpm:MiniCPM3", "MiniCPM3ForCausalLM")
+_register("vaultgemma", "penstock.families.gemma:VaultGemma", "VaultGemmaForCausalLM")
+_register("lfm3", "penstock.families.lfm2:Lfm3", "Lfm3ForCausalLM")
+_register("gpt_neox_japanese", "penstock.families.gpt_neox:GptNeoXJapanese", "GPTNeoXJapaneseForCausalLM")
+_register("chatglm", "penstock.families.chatglm:ChatGlm", "ChatGLMModel", "ChatGLMForConditionalGeneration")
 
 
 _TEXT_PARTS = {"step3p7"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm
+from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm, QueryScale
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.rotary import rope_table
@@ -38,6 +38,9 @@ def attention(
         b.emit("heads", (name,), name, bound=(heads,))
     if m.v_norm is not None and m.kv_from is None:
         b.raw_norm("v", "v", "", "rms", m.v_norm)
+    if m.key_bias:
+        b.emit("flat", ("v",), "bias")
+        b.linear("bias", "bias", p + "bias_dt")
     per_head = m.qk_norm if m.qk_norm is not None and m.qk_norm.over != "all" else None
     for name in made[:2]:
         if per_head is not None and not per_head.after_rope:
@@ -47,11 +50,14 @@ def attention(
         if per_head is not None and per_head.after_rope:
             _qk_norm(b, p, name, per_head)
     if m.query_scale is not None:
-        s = m.query_scale
-        b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
+        _grow(b, m.query_scale)
     kept, turned = b.kept.get(b.layer), b.rotation == "hadamard"
     for name in made if turned else ():
         b.emit("hadamard", (name,), name)
+    scale = m.head_dim**-0.5 if m.scale is None else m.scale
+    if m.key_bias:
+        b.emit("biased_heads", ("k", "bias"), "k", bound=(b.array(p + "bias_a"), 1.0 / scale))
+        b.emit("biased_heads", ("q", "q"), "q", bound=(None, 1.0))
     # Pages have bounds where the layer that keeps them chooses among them.
     keeper = b.layer if m.kv_from is None else m.kv_from
     reads = b.reading.pages if b.reading.pages is not None and keeper >= b.reading.pages.dense_layers else None
@@ -71,25 +77,35 @@ def attention(
         more["rotation"] = (rope_table(m.rope, b.max_model_len), m.rope.interleaved, 0)
     slopes = None if m.alibi is None else np.array(m.alibi.slopes(m.num_heads), np.float32)
     b.emit(
-        "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v",
-        scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
+        "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v", scale=scale,
+        window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
         slopes=slopes, sinks=b.vector(p + "sinks"), width=m.num_heads * m.value_dim, **more,
     )  # fmt: skip
     if turned:
         b.emit("hadamard", ("a",), "a")
     if m.head_gate:
-        b.linear(x, "gate", p + "o_gate")
-        b.emit("heads", ("gate",), "gate", bound=(m.num_heads,))
-        b.emit("gate_rows", ("a", "gate"), "a")
+        _gate_heads(b, p, x, m.num_heads, m.gate)
     b.emit("flat", ("a",), "a")
     if m.output_gate:
         b.linear(x, "gate", p + "o_gate")
-        b.emit("gate_rows", ("a", "gate"), "a")
+        b.emit("gate_rows", ("a", "gate"), "a", bound=(m.gate,))
+    if m.o_norm is not None:
+        b.raw_norm("a", "a", p + "o_norm", "rms", m.o_norm)
     product("a", y, "o")
 
 
 def _product(b: Emitter, p: str, x: str, y: str, name: str) -> None:
     b.linear(x, y, p + name)
+
+
+def _grow(b: Emitter, s: QueryScale) -> None:
+    b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
+
+
+def _gate_heads(b: Emitter, p: str, x: str, heads: int, by: str = "sigmoid") -> None:
+    b.linear(x, "gate", p + "o_gate")
+    b.emit("heads", ("gate",), "gate", bound=(heads,))
+    b.emit("gate_rows", ("a", "gate"), "a", bound=(by,))
 
 
 def _qk_norm(b: Emitter, p: str, name: str, norm: QkNorm) -> None:
@@ -122,6 +138,8 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.emit("heads", ("q",), "q", bound=(m.num_heads,))
     if m.rope is not None:
         b.rope("q", m.rope, first=m.nope_dim)
+    if m.query_scale is not None:
+        _grow(b, m.query_scale)
     b.linear(x, "kv", p + "kv_a")
     b.emit("columns", ("kv",), "latent", bound=(0, m.kv_rank))
     b.raw_norm("latent", "latent", p + "kv_a_norm", "rms", m.eps)
@@ -144,6 +162,8 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
         scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale, width=m.num_heads * m.kv_rank,
     )  # fmt: skip
     b.emit("latent_output", ("a",), "a", bound=(v_b,))
+    if m.head_gate:
+        _gate_heads(b, p, x, m.num_heads)
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
 from penstock.model import residuals
@@ -117,6 +119,9 @@ def _after(b: Emitter, half: str, layer: Layer) -> None:
         b.norm("y", "y", half + "_post_norm", layer.norm)
     b.scale("y", layer.residual_scale)
     b.scale("x", layer.keep)
+    if layer.residual_weights:  # x + (2x - x) (w - 1)
+        b.emit("scale", ("x",), "twice", bound=(2.0,))
+        b.emit("interpolate", ("x", "twice"), "x", bound=(b.array(half + "_residual") - np.float32(1.0),))
     b.emit("add", ("before" if layer.forgets else "x", "y"), "x")
     if layer.placement == "sum":
         b.norm("x", "x", half + "_norm", layer.norm)

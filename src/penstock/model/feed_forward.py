@@ -27,6 +27,8 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
         b.emit("xielu", ("up",), "up", bound=(positive, 0.5 + negative))
     else:
         b.emit("activate", ("up",), "up", bound=(f.activation,))
+    if f.down_norm is not None:
+        b.raw_norm("up", "up", p + "down_norm", "rms", f.down_norm)
     b.linear("up", y, p + "down")
 
 

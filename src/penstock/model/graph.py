@@ -155,6 +155,8 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             width, heads = first.width + node.inputs[1].width, None
         case "recurrent" | "retention" | "value_bonus" | "gated_delta" | "mlstm":
             width, heads = node.inputs[2].width, node.inputs[2].heads
+        case "biased_heads":
+            width += 4 * (heads or 0)
         case "latent_query":
             num_heads, nope, rank = node.bound[0].shape
             width += num_heads * (rank - nope)

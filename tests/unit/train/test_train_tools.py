@@ -33,6 +33,7 @@ UNSUPPORTED = {
     "gated_lru", "mlstm", "diagonal", "retention", "shared",
     "streams",
     "entries",
+    "key_bias",
 }  # fmt: skip
 """Specs that nothing here trains: state space models, RWKV and their like, sparse experts, an indexer's choice, entries
 of several tokens."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from penstock.backends.gpu.placed import Matrix, StoredTensor, rows_of
 from penstock.core.model_spec import Router
@@ -164,8 +165,14 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
-    return x * torch.sigmoid(gate)
+def gate_rows(x: Tensor, gate: Tensor, by: str = "sigmoid") -> Tensor:
+    return x * (softplus(gate) if by == "softplus" else torch.sigmoid(gate))
+
+
+def biased_heads(x: Tensor, dt: Tensor, a: Tensor | None, factor: float) -> Tensor:
+    more = x.new_zeros((*x.shape[:2], 4))
+    more[:, :, 0] = factor if a is None else torch.exp(softplus(dt) * a) * factor
+    return torch.cat([x, more], dim=-1)
 
 
 def scale_queries(x: Tensor, positions: Tensor, beta: float, floor: int, shift: int) -> Tensor:
@@ -306,13 +313,13 @@ PLAIN: dict[str, Callable[..., Any]] = {
     op.__name__: op
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
-        xielu, add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
-        interpolate, removal_key, replacement_key, value_bonus, route, route_listed, concat,
+        xielu, add, multiply, scale, clip, soft_cap, gate_rows, biased_heads, scale_queries, hadamard, latent_query,
+        latent_output, interpolate, removal_key, replacement_key, value_bonus, route, route_listed, concat,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {
     linear: 1, rms_norm: 1, layer_norm: 1, hadamard: 1, latent_query: 1, latent_output: 1, removal_key: 1, activate: 1,
-    xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
+    xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, biased_heads: 2, scale_queries: 2, value_bonus: 3,
 }  # fmt: skip
 EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
 EXACT |= {"route": route_by_row, "route_listed": listed_by_row}

@@ -151,7 +151,7 @@ def wkv7(
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, step: TorchStep, group: int, layer: int, a: Tensor,
-    norm_eps: float, beta_scale: float, in_turn: bool = False,
+    norm_eps: float, beta_scale: float, in_turn: bool = False, floor: float = 0.0,
 ) -> Tensor:  # fmt: skip
     plane = step.tensor(group, "state")
     t, heads, width = v.shape
@@ -163,7 +163,12 @@ def gated_delta(
         return (x / norm).repeat(1, share, 1) if in_turn else (x / norm).repeat_interleave(share, dim=1)
 
     q, k = unit(q) * dim**-0.5, unit(k)
-    keep = each(torch.exp, each(softplus, dt).reshape(t, heads, -1) * a[:, None])[..., None]
+    by = dt.reshape(t, heads, -1)
+    if floor:
+        decay = each(torch.sigmoid, by * a[:, None]) * floor
+    else:
+        decay = each(softplus, dt).reshape(t, heads, -1) * a[:, None]
+    keep = each(torch.exp, decay)[..., None]
     share = (each(torch.sigmoid, beta) * beta_scale)[:, :, None, None]
     out = torch.empty_like(v)
     for page, lo, hi, fresh in step.states(group, layer):

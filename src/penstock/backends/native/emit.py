@@ -395,16 +395,17 @@ class _Emitter:
 
     def _gate_rows(self, i: int, node: Node) -> None:
         x, gate = node.inputs
+        n = (int("softplus" in node.bound),)
         if gate.width in (1, x.width):
             inputs = (self.register(x), self.register(gate))
-            self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, x))
+            self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, x), n=n)
             return
         # A gate for each head is an operation for each, in place on parts of the same rows.
         if not self._is_dead(i, x):
             raise NotNativeError("a gate of heads that are read as they were, too")
         for head in range(gate.width):
             part = self.register(x.view(head * (x.width // gate.width), x.width // gate.width))
-            self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part)
+            self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part, n=n)
         self._in_place(node, x)
 
     def _stack_streams(self, i: int, node: Node) -> None:

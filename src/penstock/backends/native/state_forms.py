@@ -97,8 +97,9 @@ def _wkv7(node: Node, planes: Planes) -> Form:
 
 
 def _delta(node: Node, planes: Planes) -> Form:
-    a, eps, factor, in_turn = node.bound[2:]
-    form = _matrix(Kind.DELTA, node, planes, 1, 2, f=(float(eps), float(factor)), pointers=(_numbers(a),))
+    a, eps, factor, in_turn, floor = (*node.bound[2:], 0.0)[:5]
+    f = (float(eps), float(factor), float(floor))
+    form = _matrix(Kind.DELTA, node, planes, 1, 2, f=f, pointers=(_numbers(a),))
     return form._replace(n=(*form.n, int(in_turn)))
 
 
@@ -146,6 +147,13 @@ def _replacement_key(node: Node, planes: Planes) -> Form:
     return Form(Kind.REPLACEMENT_KEY, pointers=(_numbers(node.bound[0]),), in_place=0)
 
 
+def _biased_heads(node: Node, planes: Planes) -> Form:
+    a, factor = node.bound
+    heads = node.inputs[0].heads
+    assert heads
+    return Form(Kind.BIASED_HEADS, n=(heads,), f=(float(factor),), pointers=(_numbers(a),))
+
+
 def _value_bonus(node: Node, planes: Planes) -> Form:
     heads = node.inputs[0].heads
     assert heads
@@ -157,4 +165,5 @@ _FORMS: dict[str, Callable[[Node, Planes], Form]] = {
     "retention": _retention, "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp,
     "rg_lru": _rg_lru, "diagonal_scan": _diagonal, "mlstm_gates": _mlstm_gates, "mlstm": _mlstm,
     "removal_key": _removal_key, "replacement_key": _replacement_key, "value_bonus": _value_bonus,
+    "biased_heads": _biased_heads,
 }  # fmt: skip

@@ -122,6 +122,7 @@ class Kind(IntEnum):
     WRITE_ENTRIES = 52
     CHOOSE_ENTRIES = 53
     ATTEND_ENTRIES = 54
+    BIASED_HEADS = 55
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

@@ -14,8 +14,7 @@ import numpy as np
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import Router
 from penstock.ops.plan import I32
-from penstock.ops.ref.mamba import softplus
-from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid
+from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid, softplus
 from penstock.ops.stored import Weight
 
 

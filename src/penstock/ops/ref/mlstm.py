@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.ops.ref.mamba import softplus
+from penstock.ops.ref.pointwise import softplus
 from penstock.ops.step import Step
 
 

@@ -145,9 +145,15 @@ def soft_cap(x: F32, cap: float) -> F32:
     return out
 
 
-def gate_rows(x: F32, gate: F32) -> F32:
-    """x [T, E] * sigmoid(gate [T, 1 or E])."""
-    return x * sigmoid(gate)
+def softplus(x: F32) -> F32:
+    """log(1 + e^x), without overflow."""
+    out: F32 = np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x)))
+    return out
+
+
+def gate_rows(x: F32, gate: F32, by: str = "sigmoid") -> F32:
+    """x [T, E] * sigmoid(gate [T, 1 or E]), or softplus of it."""
+    return x * (softplus(gate) if by == "softplus" else sigmoid(gate))
 
 
 def scale_queries(x: F32, positions: I32, beta: float, floor: int, shift: int) -> F32:
@@ -155,6 +161,14 @@ def scale_queries(x: F32, positions: I32, beta: float, floor: int, shift: int) -
     turns = (positions.astype(np.int64) + shift) // floor
     factor = (1.0 + beta * np.log1p(turns)).astype(np.float32)
     return x * factor[:, None, None]
+
+
+def biased_heads(x: F32, dt: F32, a: F32 | None, factor: float) -> F32:
+    """x [T, H, D], dt [T, H] if there is an `a` [H] -> [T, H, D + 4]: see `ops.table`."""
+    more = np.zeros((*x.shape[:2], 4), np.float32)
+    with np.errstate(over="ignore"):  # infinity shows in the logits
+        more[:, :, 0] = np.float32(factor) if a is None else np.exp(softplus(dt) * a) * np.float32(factor)
+    return np.concatenate([x, more], axis=-1)
 
 
 def heads(x: F32, num_heads: int) -> F32:
