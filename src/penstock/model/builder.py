@@ -9,6 +9,7 @@ from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, Mo
 from penstock.model import residuals
 from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
+from penstock.model.ends import embedding, head, last
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mixers import MIXERS
@@ -34,7 +35,7 @@ def build(
     check_weights(spec, weights)
     places, kept, further = places_of(spec, groups)
     b = Emitter(spec, weights, max_model_len, kept, rotation, reading, further)
-    _embedding(b)
+    embedding(b)
     between = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
@@ -45,24 +46,10 @@ def build(
         _layer(b, f"layers.{n}.", layer, places.get(n))
         between.append(b.values["x"])
     b.layer = NO_LAYER
-    _last(b)
-    head, hidden = len(b.nodes), b.values["x"]
-    _head(b)
-    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(between), spec.vocab_size, max_model_len)
-
-
-def _embedding(b: Emitter) -> None:
-    b.emit("embed", ("token_ids",), "x", "embed")
-    b.scale("x", b.spec.embed_scale)
-    if b.spec.embed_size is not None:
-        b.linear("x", "x", "embed_in")
-    if b.spec.positions:
-        b.emit("embed", ("positions",), "y", "positions")
-        b.emit("add", ("x", "y"), "x")
-    if b.spec.embed_norm is not None:
-        b.norm("x", "x", "embed_norm", b.spec.embed_norm)
-    b.values["embedded"] = b.values["x"]
-    residuals.begin(b)
+    last(b)
+    at, hidden = len(b.nodes), b.values["x"]
+    head(b)
+    return Graph(b.nodes, at, hidden, b.values["logits"], tuple(between), spec.vocab_size, max_model_len)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
@@ -156,26 +143,3 @@ def _feed_forward(b: Emitter, p: str, layer: Layer, place: Place | None, x: str,
             channel_mix(b, p, f, place, x, y)
         case other:
             raise AssertionError(f"no builder for {type(other).__name__}")
-
-
-def _last(b: Emitter) -> None:
-    """The hidden state of the rows that somebody wants."""
-    spec = b.spec
-    b.emit("select", ("x", "rows"), "x")
-    residuals.end(b)
-    if spec.final_norm is not None:
-        b.norm("x", "x", "final_norm", spec.final_norm)
-    if spec.embed_size is not None and spec.pair is None:
-        b.linear("x", "x", "embed_out")
-
-
-def _head(b: Emitter) -> None:
-    spec = b.spec
-    if spec.pair is not None:  # its logits are made by the model that it hangs on
-        b.emit("scale", ("x",), "logits", bound=(1.0,))
-        return
-    bias = ("lm_head.bias",) if spec.lm_head_bias else ()
-    b.emit("linear", ("x",), "logits", "embed" if spec.tie_embeddings else "lm_head", *bias)
-    b.scale("logits", spec.logit_scale)
-    if spec.logit_soft_cap is not None:
-        b.emit("soft_cap", ("logits",), "logits", bound=(spec.logit_soft_cap,))
