@@ -363,7 +363,7 @@ def folder_of(case: str, folder: Path) -> Checkpoint:
         return own_folder(CASES[case][1], folder)
     model = model_of(case)
     edit = as_deci if case == "deci" else EDITS.get(case)
-    model.save_pretrained(folder, state_dict=restored(model, case))
+    model.save_pretrained(folder, state_dict=restored(model, case) if case in EDITS else None)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if CASES[case][0] == "NemotronH" and "E" not in config.get("hybrid_override_pattern", "E"):

@@ -99,7 +99,7 @@ def load_weights(
                 _check_codes(codes, refs[name].tensor)
                 advance(_num_bytes(refs[name], shape))
         elif name in wanted:
-            whole = refs[name].tensor.dtype in WHOLE_DTYPES
+            whole = refs[name].codes is None and refs[name].tensor.dtype in WHOLE_DTYPES
             out[name] = (_whole if whole else _load)(files, wanted[name], shape, own, advance)
             if name.endswith(".router_table"):
                 _check_listed(np.asarray(out[name]), spec, name, refs[name].tensor)
