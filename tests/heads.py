@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from penstock.core.model_spec import weight_shapes
 from penstock.core.weight_map import Cut
-from penstock.families.mtp import mtp_head
+from penstock.families.mtp import count_mtp, mtp_heads
 from penstock.families.registry import find_family
 
 F32 = npt.NDArray[np.float32]
@@ -23,7 +23,8 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 192, "bos_token_id": 1, "eos_token_id": 2,
     "tie_word_embeddings": False, "dtype": "float32",
 }  # fmt: skip
-SPARSE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SPARSE = EXPERTS | {"first_k_dense_replace": 1}
 LINEAR = {
     "num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 6, "linear_value_head_dim": 6,
@@ -45,6 +46,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_5": BASE | LINEAR | {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1},
 }  # fmt: skip
+CONFIGS |= {
+    "deepseek_v3 x2": CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 2},
+    "qwen3_next x2": CONFIGS["qwen3_next"] | {"mtp_num_hidden_layers": 2},
+    "deepseek_v32": CONFIGS["deepseek_v3"] | {
+        "architectures": ["DeepseekV32ForCausalLM"], "index_n_heads": 2, "index_head_dim": 6, "index_topk": 7,
+    },
+    "mimo x4": CONFIGS["mimo"] | {"num_nextn_predict_layers": 4},
+    # Its released files have three heads, and do not say so.
+    "mimo_v2_flash x3": BASE | EXPERTS | {
+        "architectures": ["MiMoV2FlashForCausalLM"], "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1],
+        "num_hidden_layers": 3, "head_dim": 8, "v_head_dim": 6, "swa_num_key_value_heads": 4, "swa_head_dim": 8,
+        "swa_v_head_dim": 6, "sliding_window": 9, "swa_rope_theta": 10000, "rope_theta": 5000000,
+        "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 3,
+    },
+    "qwen3_5 seeing": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
+        "vision_config": {"depth": 2}, "image_token_id": 30,
+        "text_config": {
+            **{k: v for k, v in CONFIGS["qwen3_5"].items() if k != "architectures"}, "model_type": "qwen3_5_text",
+        },
+    },
+    "qwen3_5_moe seeing": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False, "vision_config": {"depth": 2},
+        "text_config": {k: v for k, v in BASE.items() if k != "intermediate_size"} | LINEAR | {
+            "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 12, "mtp_num_hidden_layers": 1,
+        },
+    },
+}  # fmt: skip
 
 
 def follower() -> npt.NDArray[np.int64]:
@@ -56,15 +87,15 @@ def follower() -> npt.NDArray[np.int64]:
 
 
 def write(folder: Path, case: str, *, right: str = "", seed: int = 1) -> Path:
-    """A checkpoint with its head. `right`: "" random weights; "token", "hidden": the next token follows from the newest
-    one alone, and the head finds it by the embedding or by the hidden state that it reads."""
+    """A checkpoint with its heads. `right`: "" random weights; "token", "hidden": the next token follows from the
+    newest one alone, and a head finds it by the embedding or by the hidden state that it reads."""
     config = CONFIGS[case]
     family, rng = find_family(config), np.random.default_rng(seed)
     spec = family.spec(config)
-    head = mtp_head(family, spec)
-    assert head is not None
+    heads = mtp_heads(family, spec, count_mtp(family, config))
+    assert heads
     tensors: dict[str, F32] = {}
-    for own, places in ((spec, family.weight_map(spec)), (head.spec, head.places)):
+    for own, places in ((spec, family.weight_map(spec)), *heads):
         shapes = weight_shapes(own)
         for name, place in places.items():
             shape, stored = (place.shape, place.name) if isinstance(place, Cut) else (shapes[name], place)
@@ -79,10 +110,11 @@ def write(folder: Path, case: str, *, right: str = "", seed: int = 1) -> Path:
         tensors[str(places["lm_head"])] = step
         nothing = np.zeros_like(eye)
         parts = [eye, nothing] if right == "token" else [nothing, step]
-        assert head.spec.pair is not None
-        tensors[str(head.places["embed_in"])] = np.concatenate(
-            parts[::-1] if head.spec.pair.hidden_first else parts, axis=1
-        )
+        for head in heads:
+            assert head.spec.pair is not None
+            tensors[str(head.places["embed_in"])] = np.concatenate(
+                parts[::-1] if head.spec.pair.hidden_first else parts, axis=1
+            )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")

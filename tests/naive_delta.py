@@ -31,11 +31,14 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
     dt, z = model._linear(down, p + "dt").reshape(t, m.value_heads, -1), model._linear(z, p + "z")
     stored = model._vector(p + "a_log")
     a = -np.exp(stored) if m.decay_is_log else stored
-    fade = np.exp((np.maximum(dt, 0) + np.log1p(np.exp(-np.abs(dt)))) * a[:, None])
+    if m.floor is None:
+        fade = np.exp((np.maximum(dt, 0) + np.log1p(np.exp(-np.abs(dt)))) * a[:, None])
+    else:
+        fade = np.exp(sigmoid(dt * -a[:, None]) * np.float32(m.floor))
     share = sigmoid(model._linear(h, p + "beta")) * np.float32(m.beta_scale)
     out = np.empty_like(v)
     for j in range(m.value_heads):
-        i = j * m.key_heads // m.value_heads
+        i = j % m.key_heads if m.in_turn else j * m.key_heads // m.value_heads
         state = np.zeros((m.key_dim, m.value_dim), np.float32)
         for n in range(t):
             state = fade[n, j][:, None] * state
@@ -47,15 +50,23 @@ def gated_delta(model: NaiveModel, h: F32, p: str, m: GatedDelta) -> F32:
 
 def lightning(model: NaiveModel, h: F32, p: str, m: Lightning) -> F32:
     t = len(h)
-    q, k, v = (silu(model._linear(h, p + name)).reshape(t, m.num_heads, m.head_dim) for name in "qkv")
+    q, k, v = (model._linear(h, p + name) for name in "qkv")
+    if m.activation == "silu":
+        q, k, v = silu(q), silu(k), silu(v)
+    q, k, v = (x.reshape(t, m.num_heads, -1) for x in (q, k, v))
+    if m.rope is not None:
+        q, k = model._rope(q, m.rope), model._rope(k, m.rope)
+    q = q * np.float32(m.scale)
     out = np.empty_like(v)
     for j, keep in enumerate(np.array(m.decay, np.float32)):
-        state = np.zeros((m.head_dim, m.head_dim), np.float32)
+        state = np.zeros((m.head_dim, m.value_dim), np.float32)
         for n in range(t):
             state = keep * state + np.outer(k[n, j], v[n, j])
             out[n, j] = q[n, j] @ state
-    read = rms_norm(out.reshape(t, -1), model._vector(p + "state_norm"), m.eps)
-    return model._linear(read * sigmoid(model._linear(h, p + "z")), p + "o")
+    whole = out.reshape(t, -1) if m.norm == "all" else out
+    read = rms_norm(whole, model._vector(p + "state_norm"), m.eps).reshape(t, -1)
+    gate = model._linear(h, p + "z")
+    return model._linear(read * sigmoid(gate) if m.gate == "sigmoid" else silu(gate) * read, p + "o")
 
 
 def convolved(x: F32, weight: F32) -> F32:

@@ -19,23 +19,29 @@ from penstock.core.kv_format import LayerFormat, parse_kv_format
 from penstock.core.model_spec import (
     Attention,
     ChannelMix,
+    Diagonal,
+    EntryAttention,
     Experts,
     FeedForward,
     FeedForwardKind,
     GatedDelta,
+    GatedLru,
     Indexer,
     Latent,
     Layer,
     Lightning,
     Mamba,
     Mamba2,
+    Mlstm,
     ModelSpec,
     Norm,
     QkNorm,
+    QueryScale,
     Recurrent,
     Rope,
     Rwkv4,
     Rwkv7,
+    SharedBlock,
     ShortConv,
 )
 from penstock.ops.ref.norm import layer_norm, rms_norm
@@ -43,7 +49,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-from tests import naive_delta, naive_kv, naive_rwkv
+from tests import naive_compressed, naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -64,6 +70,7 @@ class NaiveModel:
         self.kv_format = parse_kv_format(kv_dtype)
         self.max_model_len = max_model_len or spec.max_position
         self._chosen: list[npt.NDArray[Any]] = []  # what the last indexer left for later layers
+        self._kept: dict[int, Any] = {}  # keys and values of layers, for those that read them
         self._v_first: F32 | None = None  # what RWKV-7's first layer leaves for the later ones
 
     def logits(self, token_ids: Sequence[int], *, last_only: bool = False) -> F32:
@@ -77,7 +84,19 @@ class NaiveModel:
                 x = x + as_float32(self.weights["positions"])[: len(x)]
             if spec.embed_norm is not None:
                 x = self._norm(x, "embed_norm", spec.embed_norm)
-            for n, layer in enumerate(spec.layers):
+            self._embedded = x
+            self._token_ids = list(token_ids)
+            if spec.per_layer is not None:
+                self._given = naive_streams.per_layer_inputs(self, token_ids, x)
+            self._kept = {}
+            if spec.altup is not None:
+                streams = naive_streams.begin(self, x, spec.altup)
+                for n, layer in enumerate(spec.layers):
+                    streams = naive_streams.layer_of_streams(self, streams, f"layers.{n}.", layer)
+                x = naive_streams.end(self, streams, spec.altup)
+            if spec.streams is not None:
+                x = naive_compressed.streamed(self, x, spec.streams)
+            for n, layer in enumerate(spec.layers if spec.altup is None and spec.streams is None else ()):
                 read = None if layer.mixer is None else self._read(x, n, layer)
                 before, x = x, self._layer(x, f"layers.{n}.", layer, read)
                 self._before = before
@@ -94,7 +113,7 @@ class NaiveModel:
 
     def _read(self, x: F32, n: int, layer: Layer) -> F32 | None:
         """What the mixer reads, if it is not the normed x: that of the layer before, or a multiple."""
-        if not layer.beside and layer.mixer_scale == 1.0:
+        if not layer.beside and not layer.forgets and layer.mixer_scale == 1.0:
             return None
         assert layer.placement == "pre"
         x, at = (self._before, n - 1) if layer.beside else (x, n)
@@ -107,16 +126,22 @@ class NaiveModel:
             both = self._feed_forward(other, p, layer.ffn) + self._mixer(h, p, layer)
             return x + both * np.float32(layer.residual_scale)
         if read is not None:
+            x = self._before if layer.forgets else x
             x = x + self._mixer(read, p, layer) * np.float32(layer.residual_scale)
         elif layer.mixer is not None:
             x = self._half(x, p + "attn", layer, lambda h: self._mixer(h, p, layer))
         if layer.ffn is not None:
             x = self._half(x, p + "ffn", layer, lambda h: self._feed_forward(h, p, layer.ffn))
+        if layer.per_layer is not None:
+            x = x + naive_streams.given(self, x, p, layer)
         return x
 
     def _half(self, x: F32, name: str, layer: Layer, f: Callable[[F32], F32]) -> F32:
         by = np.float32(layer.residual_scale)
         match layer.placement:
+            case "pre" if layer.residual_weights:
+                w = self._vector(name + "_residual") - np.float32(1.0)
+                return x + (x + x - x) * w + f(self._norm(x, name + "_norm", layer.norm)) * by
             case "pre":
                 return x + f(self._norm(x, name + "_norm", layer.norm)) * by
             case "post":
@@ -124,6 +149,8 @@ class NaiveModel:
             case "both":
                 inner = f(self._norm(x, name + "_norm", layer.norm))
                 return x + self._norm(inner, name + "_post_norm", layer.norm) * by
+            case "bare":
+                return x + f(x) * by
             case "sum":
                 return self._norm(x + f(x) * by, name + "_norm", layer.norm)
             case "normed":
@@ -132,10 +159,20 @@ class NaiveModel:
 
     def _mixer(self, h: F32, p: str, layer: Layer) -> F32:
         match layer.mixer:
+            case SharedBlock() as m:
+                return naive_recurrent.shared_block(self, h, self._embedded, p, m)
+            case GatedLru() as m:
+                return naive_recurrent.gated_lru(self, h, p, m)
+            case Mlstm() as m:
+                return naive_recurrent.mlstm(self, h, p, m)
+            case Diagonal() as m:
+                return naive_recurrent.diagonal(self, h, p, m)
             case Attention() as m:
                 return self._attention(h, p, m)
             case Latent() as m:
                 return self._latent(h, p, m)
+            case EntryAttention() as m:
+                return naive_compressed.compressed(self, h, p, m)
             case Recurrent() as m:
                 return self._recurrent(h, p, m)
             case Mamba() as m:
@@ -179,10 +216,18 @@ class NaiveModel:
         """What is left of x after a stay in the cache."""
         return naive_kv.rounded(x if x.ndim == 3 else x[:, None], self.kv_dtype).reshape(x.shape)
 
-    def _attention(self, h: F32, p: str, m: Attention) -> F32:
+    def _attention(self, h: F32, p: str, m: Attention, product: Callable[[F32, str], F32] | None = None) -> F32:
+        """`product`: what multiplies with the matrix q, k, v or o, if they are not the layer's own."""
         t = len(h)
-        q, k = (self._linear(h, p + name) for name in "qk")
-        v = k if m.v_from_k else self._linear(h, p + "v")
+        if m.kv_from is not None:
+            return self._attention_of_others(h, p, m)
+        if product is None:
+
+            def product(x: F32, name: str) -> F32:
+                return self._linear(x, p + name)
+
+        q, k = (product(h, name) for name in "qk")
+        v = k if m.v_from_k else product(h, "v")
         norm = m.qk_norm
         if norm is not None and norm.over == "all":
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
@@ -200,14 +245,14 @@ class NaiveModel:
             q, k = self._rope(q, m.rope), self._rope(k, m.rope)
         if norm is not None and per_head and norm.after_rope:
             q, k = self._qk_norm(q, p + "q", norm), self._qk_norm(k, p + "k", norm)
-        if m.query_scale is not None:
-            s = m.query_scale
-            q = np.stack([
-                q[i] * np.float32(1.0 + s.beta * np.log1p((i + s.shift) // s.floor)) for i in range(t)
-            ])  # fmt: skip
+        q = _grown(q, m.query_scale)
+        bias = None if not m.key_bias else self._key_bias(v.reshape(t, -1), p)
         turned = self.rotation == "hadamard"
         if turned:
             q, k, v = (hadamard(x) for x in (q, k, v))
+        if bias is not None:  # kept as a part of the key, so that it is rounded as keys are
+            per = 1.0 / (m.head_dim**-0.5 if m.scale is None else m.scale)
+            q, k = _with(q, np.ones(q.shape[:2])), _with(k, bias * np.float32(per))
         attend = partial(
             softmax_attention, scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window,
             soft_cap=m.soft_cap, chunk=m.chunk, slopes=None if m.alibi is None else m.alibi.slopes(m.num_heads),
@@ -217,22 +262,54 @@ class NaiveModel:
         if how.recent and m.reach is not None:
             how = LayerFormat(("float16",), ("float16",))
         keys, values = (naive_kv.reader(x, c, how, self.block_size) for x, c in ((k, how.keys), (v, how.values)))
+        self._kept[int(p.split(".")[1])] = keys, values, how
         if how.recent:
             out = np.concatenate([attend(q[: i + 1], keys(i), values(i), only=i) for i in range(t)])
         else:
             out = attend(q, keys(t - 1), values(t - 1))
         if turned:
             out = hadamard(out)
+        gate = _softplus if m.gate == "softplus" else sigmoid
         if m.head_gate:
-            out = out * sigmoid(self._linear(h, p + "o_gate"))[..., None]
+            out = out * gate(self._linear(h, p + "o_gate"))[..., None]
         out = out.reshape(t, -1)
         if m.output_gate:
-            out = out * sigmoid(self._linear(h, p + "o_gate"))
-        return self._linear(out, p + "o")
+            out = out * gate(self._linear(h, p + "o_gate"))
+        if m.o_norm is not None:
+            out = rms_norm(out, self._vector(p + "o_norm"), m.o_norm)
+        return product(out, "o")
+
+    def _attention_of_others(self, h: F32, p: str, m: Attention) -> F32:
+        """Queries of this layer over the keys and values of another."""
+        t = len(h)
+        q = self._linear(h, p + "q").reshape(t, m.num_heads, m.head_dim)
+        if m.qk_norm is not None and not m.qk_norm.after_rope:
+            q = self._qk_norm(q, p + "q", m.qk_norm)
+        if m.rope is not None:
+            q = self._rope(q, m.rope)
+        if m.qk_norm is not None and m.qk_norm.after_rope:
+            q = self._qk_norm(q, p + "q", m.qk_norm)
+        q = hadamard(q) if self.rotation == "hadamard" else q
+        keys, values, how = self._kept[m.kv_from]
+        scale = m.head_dim**-0.5 if m.scale is None else m.scale
+        attend = partial(softmax_attention, scale=scale, window=m.window)
+        if how.recent:
+            out = np.concatenate([attend(q[: i + 1], keys(i), values(i), only=i) for i in range(t)])
+        else:
+            out = attend(q, keys(t - 1), values(t - 1))
+        out = hadamard(out) if self.rotation == "hadamard" else out
+        return self._linear(out.reshape(t, -1), p + "o")
+
+    def _key_bias(self, v: F32, p: str) -> F32:
+        return np.exp(_softplus(self._linear(v, p + "bias_dt")) * self._vector(p + "bias_a"))
 
     def _qk_norm(self, x: F32, name: str, norm: QkNorm) -> F32:
         if norm.kind == "unit":
             return rms_norm(x, None, norm.eps)
+        if norm.in_query:
+            p = name[:-1]
+            by = self._vector(p + "q_norm") * self._vector(p + "k_norm") if name.endswith("q") else None
+            return rms_norm(x, by, norm.eps)
         if norm.over == "split":
             heads = [self._vector(f"{name}_norm.{i}") for i in range(x.shape[1])]
             weight = np.stack(heads) + np.float32(norm.offset)
@@ -252,7 +329,7 @@ class NaiveModel:
             if m.indexer is not None:
                 self._chosen = self._choice(h, inner, p, m.indexer)
         q = q.reshape(t, m.num_heads, -1)
-        q = q if m.rope is None else self._rope(q, m.rope, m.nope_dim)
+        q = _grown(q if m.rope is None else self._rope(q, m.rope, m.nope_dim), m.query_scale)
         kv = self._linear(h, p + "kv_a")
         latent = self._rounded(rms_norm(kv[:, : m.kv_rank], self._vector(p + "kv_a_norm"), m.eps))
         k_rope = kv[:, None, m.kv_rank :]
@@ -273,6 +350,8 @@ class NaiveModel:
                    for i, (a, v) in enumerate(seen)]  # fmt: skip
             out = np.concatenate(own)
         out = np.stack([[kv_b[j, m.nope_dim :] @ out[i, j] for j in range(m.num_heads)] for i in range(t)])
+        if m.head_gate:
+            out = out * sigmoid(self._linear(h, p + "o_gate"))[..., None]
         return self._linear(out.reshape(t, -1), p + "o")
 
     def _choice(self, h: F32, inner: F32, p: str, m: Indexer) -> list[npt.NDArray[Any]]:
@@ -384,18 +463,26 @@ class NaiveModel:
 
     def _dense(self, h: F32, p: str, f: FeedForward) -> F32:
         up = self._linear(h, p + "up")
-        if f.activation == "swiglu_clamped":
+        if f.activation in ("swiglu_clamped", "silu_clamped"):
             gate = self._linear(h, p + "gate")
             if f.limit is not None:
                 gate, up = np.minimum(gate, np.float32(f.limit)), np.clip(up, -np.float32(f.limit), np.float32(f.limit))
-            inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
+            if f.activation == "silu_clamped":
+                inner = ACTIVATIONS["silu"](gate) * up
+            else:
+                inner = gate * sigmoid(np.float32(1.702) * gate) * (up + np.float32(1.0))
         elif f.activation == "xielu":
             positive, negative = (np.logaddexp(np.float32(0), self._vector(p + n)[0]) for n in ("act_p", "act_n"))
             below = (np.expm1(np.minimum(up, np.float32(-1e-6))) - up) * (negative + np.float32(0.5))
             inner = np.where(up > 0, positive * up * up, below) + np.float32(0.5) * up
         else:
             act = ACTIVATIONS[f.activation]
-            inner = act(self._linear(h, p + "gate") * np.float32(f.gate_scale)) * up if f.gated else act(up)
+            if f.gated:
+                gate = self._linear(h, p + "gate") * np.float32(f.gate_scale)
+                up = act(naive_streams.cut_off(gate, f.sparsity) if f.sparsity else gate) * up
+            inner = up if f.gated else act(up)
+        if f.down_norm is not None:
+            inner = rms_norm(inner, self._vector(p + "down_norm"), f.down_norm)
         return self._linear(inner, p + "down")
 
     def _experts(self, h: F32, p: str, f: Experts) -> F32:
@@ -404,19 +491,37 @@ class NaiveModel:
         inner = h if f.latent is None else self._linear(h, p + "experts_in")
         out = np.zeros_like(inner)
         for i, logits in enumerate(self._linear(h, p + "router")):
-            for expert, weight in chosen_experts(logits, f, correction):
+            listed = as_float32(self.weights[p + "router_table"])[self._token_ids[i]] if f.router.listed else None
+            for expert, weight in chosen_experts(logits, f, correction, listed):
                 x = inner[i : i + 1] * weight if f.router.scale_input else inner[i : i + 1]
                 y = self._dense(x, f"{p}experts.{expert}.", f.expert)
                 out[i : i + 1] += y if f.router.scale_input else y * weight
         return out if f.latent is None else self._linear(out, p + "experts_out")
 
 
-def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tuple[int, np.float32]]:
+def _with(x: F32, more: npt.NDArray[Any]) -> F32:
+    """Heads [T, H, D] with a further component, and three of zeros."""
+    return np.concatenate([x, more[..., None].astype(np.float32), np.zeros((*x.shape[:2], 3), np.float32)], axis=-1)
+
+
+def _grown(q: F32, s: QueryScale | None) -> F32:
+    """Queries [T, H, D] that grow with their position."""
+    if s is None:
+        return q
+    return np.stack([x * np.float32(1.0 + s.beta * np.log1p((i + s.shift) // s.floor)) for i, x in enumerate(q)])
+
+
+def chosen_experts(
+    logits: F32, f: Experts, correction: F32 | None, listed: F32 | None = None
+) -> list[tuple[int, np.float32]]:
     """(expert, weight) of a token in id order, as `core.model_spec.Router` says; float32 sums as the ops make them."""
     r, n = f.router, f.num_experts
     if r.score == "sparse_mixer":
         return _sparse_mixer(logits, f)
-    scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)
+    if r.score == "sqrtsoftplus":
+        scores = np.sqrt(_softplus(logits))
+    else:
+        scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)
     choice = [float(s) for s in (scores if correction is None else scores + correction)]
     allowed = set(range(n))
     if r.groups > 1:
@@ -429,10 +534,12 @@ def chosen_experts(logits: F32, f: Experts, correction: F32 | None) -> list[tupl
         order = sorted(range(r.groups), key=lambda g: (-worth[g], g))[: r.top_groups]
         allowed = {e for g in order for e in members[g]}
     ids = sorted(sorted(allowed, key=lambda e: (-choice[e], e))[: f.top_k])
+    if listed is not None:
+        ids = sorted(int(e) for e in listed)
     weights = _softmax(logits[ids]) if r.chosen_only else scores[ids]
     if r.renormalize:
         total = np.add.reduce(weights, keepdims=True)
-        weights = weights / (total + np.float32(1e-20) if r.score == "sigmoid" else total)
+        weights = weights / (total if r.score == "softmax" else total + np.float32(1e-20))
     return list(zip(ids, weights * np.float32(r.scale), strict=True))
 
 

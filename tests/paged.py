@@ -168,6 +168,7 @@ def _planes(group: CacheGroup, num_slabs: int, block_size: int) -> Planes:
     out: Planes = {}
     for besides, plane in [(False, p) for p in spec.planes] + [(True, p) for p in spec.page_planes]:
         dtype, nan = _EMPTY[plane.dtype]
-        shape = (pages, *((1,) if besides else tokens), plane.heads // spec.lanes, plane.dim)
+        rows = (plane.page_rows(block_size),) if besides else tokens
+        shape = (pages, *rows, plane.heads // spec.lanes, plane.dim)
         out[plane.name] = np.full(shape, nan, dtype)
     return out

@@ -15,11 +15,16 @@ import numpy.typing as npt
 
 from penstock.core.model_spec import (
     Alibi,
+    AltUp,
     Attention,
     ChannelMix,
+    Diagonal,
+    EntryAttention,
+    EntryIndexer,
     Experts,
     FeedForward,
     GatedDelta,
+    GatedLru,
     Indexer,
     Latent,
     Layer,
@@ -27,8 +32,10 @@ from penstock.core.model_spec import (
     Mamba,
     Mamba2,
     Mixer,
+    Mlstm,
     ModelSpec,
     Norm,
+    PerLayer,
     QkNorm,
     QueryScale,
     Recurrent,
@@ -36,7 +43,9 @@ from penstock.core.model_spec import (
     Router,
     Rwkv4,
     Rwkv7,
+    SharedBlock,
     ShortConv,
+    Streams,
     weight_shapes,
 )
 
@@ -63,6 +72,13 @@ def _stack(*layers: Layer, **more: object) -> ModelSpec:
     return ModelSpec(
         family="test", vocab_size=61, hidden_size=E, layers=layers, max_position=MAX_POSITION, bos_token_id=1,
         **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _streams(mixer: Mixer, sparsity: float = 0.0) -> Layer:
+    return Layer(
+        mixer=mixer, ffn=FeedForward(width=43, activation="gelu_tanh", sparsity=sparsity), placement="both",
+        per_layer=PerLayer(width=6, rows=50), altup=AltUp(streams=3, active=1), laurel=5,
     )  # fmt: skip
 
 
@@ -104,6 +120,11 @@ _DELTA_CHANNELS = GatedDelta(
     beta_scale=2.0,
     decay_is_log=False,
 )
+_SHARED = SharedBlock(
+    num_heads=4, num_kv_heads=4, head_dim=16, rope=Rope(dim=16), scale=8**-0.5, block=0, ffn_width=43, ffn_rank=5,
+    qkv_rank=3,
+)  # fmt: skip
+_SHARED_PLAIN = msgspec.structs.replace(_SHARED, block=1, num_kv_heads=2, rope=None, ffn_rank=0, qkv_rank=0)
 _PLAIN = FeedForward(width=45, activation="gelu_tanh", gated=False, bias=True)
 _UNBIASED = Norm(kind="layer", bias=False)
 
@@ -128,6 +149,22 @@ _OSS_EXPERTS = Experts(
     router=Router(chosen_only=True, bias=True),
 )
 
+_ROOT_EXPERTS = Experts(
+    num_experts=5, top_k=2, expert=FeedForward(width=11, activation="silu_clamped", limit=0.7),
+    router=Router(score="sqrtsoftplus", renormalize=True, correction=True, scale=1.5),
+    shared=FeedForward(width=9, activation="silu_clamped", limit=0.7),
+)  # fmt: skip
+_LISTED_EXPERTS = msgspec.structs.replace(
+    _ROOT_EXPERTS, router=Router(score="sqrtsoftplus", renormalize=True, listed=True)
+)
+_WINDOW_ALONE = EntryAttention(
+    num_heads=4, head_dim=10, q_rank=9, window=5, rope=Rope(dim=4, interleaved=True), out_groups=2, out_rank=7
+)
+_ENTRIES = msgspec.structs.replace(
+    _WINDOW_ALONE, every=2, overlap=True, indexer=EntryIndexer(num_heads=3, head_dim=6, top_k=4)
+)
+_LONG_ENTRIES = msgspec.structs.replace(_WINDOW_ALONE, every=5, window=7)
+
 _SPECS: dict[str, ModelSpec] = {
     "llama_gqa": _spec(_attention(4, 2), _attention(4, 2)),
     "llama_mha": _spec(_attention(4, 4), _attention(4, 4), tied=True),
@@ -148,6 +185,18 @@ _SPECS: dict[str, ModelSpec] = {
     "indexed": _spec(_INDEXED, msgspec.structs.replace(_LATENT_LOW_RANK, reads_choice=True)),
     # Values of another size than keys, with a window too.
     "narrow_values": _spec(_attention(4, 2, v_dim=4, o_bias=True), _attention(6, 1, v_dim=12, window=9, qkv_bias=True)),
+    # Norms inside both halves, and latent attention whose queries grow and whose heads have gates.
+    "inner_norms": _stack(
+        *(Layer(mixer=m, ffn=FeedForward(width=43, activation="relu2", down_norm=1e-5)) for m in (
+            _attention(4, 2, o_norm=1e-5),
+            msgspec.structs.replace(_LATENT, head_gate=True, query_scale=QueryScale(beta=0.3, floor=7)),
+        )),
+    ),
+    # Scores with a bias of every key, and residuals weighed by channel.
+    "key_bias": _stack(*(
+        Layer(mixer=_attention(4, g, key_bias=True, qk_norm=QkNorm(), qkv_bias=g == 1, window=w),
+              ffn=FeedForward(width=43), residual_weights=True) for g, w in ((2, None), (1, 9))
+    )),
     "mamba": _spec(_MAMBA, _MAMBA, width=None),
     "mamba2": _spec(_MAMBA2, _MAMBA2, width=None),
     "mamba2_hybrid": _spec(_MAMBA2_PLAIN, _attention(4, 2, rope=None), _MAMBA2_PLAIN),
@@ -157,6 +206,17 @@ _SPECS: dict[str, ModelSpec] = {
     "delta": _spec(_DELTA, _attention(4, 2), _DELTA_CHANNELS),
     "short_conv": _spec(ShortConv(width=E, conv=3), _attention(4, 2), ShortConv(width=E, conv=4, bias=True)),
     "lightning": _spec(Lightning(num_heads=4, head_dim=7, decay=(0.5, 0.9, 0.98, 1.0)), _attention(4, 2)),
+    # Windows shorter than prompts; entries that overlap and are chosen, and entries that fit no block; three streams,
+    # and experts that are listed for every token.
+    "entries": ModelSpec(
+        family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
+        layers=tuple(
+            Layer(mixer=m, ffn=f, streams=Streams(num=3, iterations=3))
+            for m, f in (
+                (_ENTRIES, _LISTED_EXPERTS), (_WINDOW_ALONE, FeedForward(width=43)), (_LONG_ENTRIES, _ROOT_EXPERTS)
+            )
+        ),
+    ),
     "experts": ModelSpec(
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
         layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_SOFTMAX_EXPERTS, _GROUPED_EXPERTS, _OSS_EXPERTS)),
@@ -186,9 +246,43 @@ _SPECS: dict[str, ModelSpec] = {
         Layer(mixer=_attention(4, 2), ffn=FeedForward(width=43), norm=Norm(weight=False), placement="sum"),
         embed_scale=0.6, logit_scale=0.4, logit_soft_cap=3.0,
     ),
+    # Layers that read the keys and values of the one before (CLA2).
+    "shared_kv": _spec(
+        _attention(4, 2), _attention(6, 2, kv_from=0, o_bias=True),
+        *[_attention(4, 2, kv_from=n, qk_norm=QkNorm(after_rope=True, in_query=True)) for n in (None, 2)],
+    ),
+    # All that Gemma 3n does at once: streams, embeddings for every layer, sparse gates, last layers that share.
+    "streams": _stack(
+        _streams(_attention(4, 2, window=7, qk_norm=QkNorm(), v_norm=1e-6), 0.8),
+        _streams(_attention(4, 2)),
+        _streams(_attention(4, 2, window=7, kv_from=0), 0.5),
+        _streams(_attention(4, 2, kv_from=1, qkv_bias=True)),
+        embed_scale=1.5,
+    ),
     # Windows shorter than any prompt worth caching: with full layers between them, and with nothing else.
     "windowed": _spec(_attention(4, 2, window=5), _attention(4, 2), _attention(4, 2, window=5)),
     "all_windowed": _spec(_attention(4, 2, window=5), _attention(4, 2, window=5)),
+    "gated_lru": _spec(
+        GatedLru(width=36, blocks=4, conv=4), _attention(4, 1, window=11), GatedLru(width=E, blocks=1, conv=2)
+    ),
+    "mlstm": _spec(
+        Mlstm(num_heads=3, key_dim=5, value_dim=7), _attention(4, 2), Mlstm(num_heads=2, key_dim=8, value_dim=6)
+    ),
+    "diagonal": _spec(
+        Diagonal(inner=37, state=5, activation="gelu"), _attention(4, 2), Diagonal(inner=21, form="lru"), width=45
+    ),
+    "retention": _spec(
+        Lightning(num_heads=4, head_dim=6, v_dim=10, decay=(0.6, 0.9, 0.97, 0.99), activation=None, rope=Rope(dim=6),
+                  scale=6**-0.5, norm="head", gate="silu"),
+        _attention(4, 2),
+    ),
+    # A block that two layers share, one of another kind, and Mamba-2 that alone reads what they add.
+    "shared": _stack(
+        Layer(mixer=_MAMBA2_PLAIN, ffn=None),
+        Layer(mixer=_SHARED, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+        Layer(mixer=_SHARED_PLAIN, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+        Layer(mixer=_SHARED, ffn=None, placement="bare"), Layer(mixer=_MAMBA2_PLAIN, ffn=None, forgets=True),
+    ),
 }  # fmt: skip
 
 ALL = list(_SPECS)
@@ -199,6 +293,8 @@ _SEEDS = {
     "mamba2_hybrid": (10, 28), "rwkv4": (11, 38), "rwkv7": (12, 55), "delta": (16, 0), "gated": (17, 0),
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
+    "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
+    "shared_kv": (19, 0), "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 
@@ -220,9 +316,14 @@ def _weights(name: str) -> Weights:
                 out[weight] = -np.abs(noise)
         elif weight in ("embed", "lm_head"):
             out[weight] = noise
+        elif weight.endswith("router_table"):
+            order = np.argsort(rng.random((shape[0], _LISTED_EXPERTS.num_experts)))
+            out[weight] = order[:, : shape[1]].astype(np.float32)
         else:
             # Larger than usual: what the layers add must outweigh the embedding, or a tied model repeats its input.
-            out[weight] = (noise * (2.0 / np.sqrt(shape[1]))).astype(np.float32)
+            # But four products of a shared block follow each other with no residual between them.
+            gain = 1.0 if name == "shared" else 2.0
+            out[weight] = (noise * (gain / np.sqrt(shape[1]))).astype(np.float32)
     return out
 
 

@@ -130,8 +130,11 @@ def main() -> None:
         "Families with a suite of their own: Mamba, Mamba-2, Nemotron-H",
         "([test_mamba_parity.py](../tests/models/test_mamba_parity.py),",
         "[test_nemotron_h_parity.py](../tests/models/test_nemotron_h_parity.py)), RWKV",
-        "([test_rwkv_golden.py](../tests/models/test_rwkv_golden.py)). `nemotron-nas` has no class in transformers:",
-        "its shapes are checked against the published size, its layers are Llama's.", "",
+        "([test_rwkv_golden.py](../tests/models/test_rwkv_golden.py)). Without a class in transformers, and judged by",
+        "another class that computes the same, its tensors written by the family's own names: exaone, internlm2,",
+        "minicpm, mimo, chatglm ([llama_like_cases.py](../tests/models/llama_like_cases.py)), bailing_moe,",
+        "bailing_moe_v2 and nemotron-nas ([test_parity_renamed.py](../tests/models/test_parity_renamed.py)); of the",
+        "latter blocks without halves are checked against the published size.", "",
         *families_table(seen), "", *gguf_table(),
     ]  # fmt: skip
     if args.configs is not None:

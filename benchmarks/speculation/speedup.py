@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation.speedup [--drafters ngram suffix ...] [--texts stories code ...]
         [--batches 1,8,32] [--pairs 8] [--max-tokens 128] [--model nano] [--quantization none] [--threads N]
-        [--temperatures 0,0.8] [--time-budget SECONDS] [--out results.json] [--markdown results.md]
+        [--temperatures 0,0.8] [--tokenizer MODEL] [--time-budget SECONDS] [--out results.json] [--markdown results.md]
 
 A drafter is a method, or a whole `speculative_config` as JSON. For each one two engines stand in one process, one that
 drafts (B) and one that does not (A), and take turns: A B, B A, A B, ... Every pair has prompts of its own, so no
@@ -69,9 +69,9 @@ def engine(args: argparse.Namespace, batches: Sequence[int], drafter: str | None
         "num_gpu_blocks_override": blocks * max(batches), "quantization": args.quantization, "threads": args.threads,
         "enable_prefix_caching": False,  # the plain engine stays from drafter to drafter, and would know the prompts
     }  # fmt: skip
-    if drafter is not None:
-        settings["speculative_config"] = config_of(drafter)
-    return LLM(args.model, **settings)
+    # A model whose checkpoint has a head would draft unasked.
+    settings["speculative_config"] = config_of(drafter or "none")
+    return LLM(args.model, tokenizer=args.tokenizer, **settings)
 
 
 def generate(llm: LLM, texts: TextSet, prompts: Sequence[Any], args: argparse.Namespace, temperature: float) -> Run:
@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--model", default="nano")
+    parser.add_argument("--tokenizer", help="where the tokenizer is, if not with the model")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--temperatures", default="0")

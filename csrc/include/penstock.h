@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 10
+#define PST_ABI 11
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -163,7 +163,8 @@ typedef struct pst_register {
  * place" is said; otherwise they must not overlap. "?" marks what may be absent (-1, NULL).
  *
  * PST_EMBED      out[t] = table[id of t] * f0            p0 table [V, E]; n0 dtype; n1: 0 ids are token_ids, 1 positions.
- *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order
+ *                Or p1 pst_matrix in place of p0 and n0: its rows, exact, of any format without a pair and an order.
+ *                n2 V: ids from there on read row 0; 0: there are none
  * PST_SELECT     out[r] = in0[rows[r]]
  * PST_NORM       every stretch of n0 numbers of a row by itself: in place
  *                n1: 1 rms, x / sqrt(mean(x^2) + f0) * w; 2 layer, (x - mean) / sqrt(var + f0) * w + b
@@ -171,34 +172,44 @@ typedef struct pst_register {
  * PST_LINEAR     y = norm?(in0) W^T + bias;  p0 pst_matrix [n3 segments; 0 is 1]: outputs of one after those of another,
  *                each in panels, a format and groups of its own; a `pair` is the only one. Norm before it: n0 kind as
  *                in PST_NORM (0: none), p1? w, p2? b, f0 eps. Then n1: 0 y; 1 act(y); 2 act(gate) * up for a `pair`, out is half as wide.
- *                n2 activation, f2 limit (PST_SWIGLU_CLAMPED). Last: out = in1? + f1 * y (f1 is 1 for plain y).
+ *                n2 activation, f2 limit (of those that are clamped). Last: out = in1? + f1 * y (f1 is 1 for plain y).
  *                out may be in1.
  * PST_ROPE       in place on n0 heads of n1 numbers: components n2 ... n2 + 2 * n3 turn by table p0
  *                float [2, n5, n3] (cosines, sines) at the token's position; n4: 1 interleaved pairs
  * PST_WRITE      in0 [T, n2 heads, n3], in1? [T, n4, n5] into planes n6, n7 of group n0, its layer n1, at the tokens'
  *                slots: see pst_step.mask. Unless n8 and n9 are 0, the least and the largest that the pages now hold of
  *                in0, component by component, into planes n8 and n9: see pst_pages
- * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those) over
+ * PST_ATTEND     out [T or R, H * n5] = softmax attention of in0 [T, H, D] (of its selected rows, if out has those; or in0
+ *                has them only) over
  *                layer n1 of group n0; n2 H, n3 G, n4 D,
  *                n5 width of a value, n6 plane of keys, n7 plane of values, n8 window (0 none), n9 chunk (0 none),
  *                n11 numbers of a key that come last and lie in plane n10 (0: all lie in n6; else n7 is n6);
  *                f0 scale, f1 soft cap (0 none); p0? slopes float [H], p1? sinks float [H].
  *                A token at position p sees keys 0 ... p, or the last n8 of them, or from p / n9 * n9 on; in a tree
  *                (pst_step.mask) those of its path. p2? pst_rotation: the plane holds raw keys. p3? pst_pages: it sees
- *                the likeliest pages only
+ *                the likeliest pages only. in1? routes of PST_CHOOSE: a token that sees more than in1 is wide reads the
+ *                tokens in those slots, as if there were no others; then without window, chunk, slopes, p2 and p3
+ * PST_CHOOSE     out [T, K] = the slots of the K tokens whose scores are best of those that a token sees, ascending, for
+ *                tokens that see more than K (the others' rows are left as they are); of equal scores the lowest slots,
+ *                a NaN last. A token is worth the sum over the heads, in order, of in1 [T, n2] * max(0, f0 q.k) of in0 q
+ *                [T, n2, n3] and keys k [n3] of layer n1 of group n0, in plane n4. No sequence has more than n5 tokens
  * PST_ADD, PST_MUL         out = in0 + in1, in0 * in1: in place on either
- * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0;  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
- * PST_ACT        n0 activation of in0: in place
+ * PST_SCALE, PST_CLIP, PST_SOFT_CAP   x * f0, or x * p0? [width];  x cut to -f0 ... f0;  f0 * tanh(x / f0): in place
+ * PST_ACT        n0 activation of in0: in place; f0 and f1 are those of xielu
  * PST_GATED      act(in0) * in1, n0 activation, f0 limit: in place on in0 or in1
- * PST_GATE_ROWS  in0 * sigmoid(in1), in1 of width 1 or as in0: in place on in0
+ * PST_GATE_ROWS  in0 * sigmoid(in1), n0 = 1: in0 * softplus(in1); in1 of width 1 or as in0: in place on in0
+ * PST_BIASED_HEADS  every head of n0 of in0, and behind it four numbers: f0 e^(p0[head] softplus(in1[head])), f0 without p0,
+ *                and zeros
  * PST_SCALE_QUERIES  in0 * (1 + f0 * log(1 + floor((position + f2) / f1))): in place
  * PST_ARGMAX     of rows of in0: p0 int32 [R] the first largest, p1 float [R] its value, p2 uint8 [R] 1 if all of the
  *                row is finite
  * PST_ROUTE      out [T, 2 * n0] = the n0 experts of each token, ids ascending, and what each weighs, of in0 [T, X] logits of
- *                a router. Scores: n1 0 their softmax, 1 their sigmoid. The best n0 are chosen, equals in order of their
+ *                a router. Scores: n1 0 their softmax, 1 their sigmoid, 3 the root of their softplus. p2? int32 [V, n0]: the
+ *                experts of each token id, ascending, and nobody chooses. Else the best n0 are chosen, equals in order of their
  *                ids, a NaN last, by scores + p0? [X]; of n2 equal groups only the best n3 take part, a group being worth
  *                its best (n4 0) or its two best together (n4 1). They weigh their scores (n6 1: the softmax of the chosen
- *                logits); n5 1: divided by their sum (+ 1e-20 of sigmoids); then times f0
+ *                logits); n5 1: divided by their sum (+ 1e-20 unless it is a softmax); then times f0, and p1? [X].
+ *                n1 2: SparseMixer (penstock.core.model_spec.Router), f1 twice its jitter; only n0, f0 and p1 matter then
  * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
  *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies
@@ -207,6 +218,31 @@ typedef struct pst_register {
  *                head of in0 [T, n0, K + n3] times its W [n1, K], then the n3 that follow as they are. p0 pst_matrix: the
  *                panels of each head after those of the one before; each begins with a panel, and the outputs that fill
  *                its last one up count among `rows`. No bias, pair or order. `out` must not overlap in0
+ *
+ * Residual streams (penstock.core.mixers.streams.Streams); n0 of them, at most 8 where they have weights:
+ * PST_SPREAD            out = in0 n0 times, one after the other
+ * PST_WEIGH_STREAMS     of in0 [T or R, (2 + n0) n0], or [.., n0] and then only the first: sigmoid(p0[0] x + p1) + f0 of
+ *                       the first n0; 2 sigmoid(p0[1] x + p1) of the next; of a matrix [n0, n0] softmax(p0[2] x + p1) of
+ *                       its rows + f0, then n1 times divided by the sums of its columns + f0, by those of its rows + f0
+ *                       between two times: in place. p0 float [3] or [1], p1 float, as wide as in0
+ * PST_COLLAPSE_STREAMS  out [.., E] = the sum of the streams in0 [.., n0 E] by the first n0 numbers of in1
+ * PST_MIX_STREAMS       stream k of in0 = in1[n0 + k] in2 + sum over j of in1[2 n0 + j n0 + k] stream j: in place on in0
+ *
+ * Entries that several tokens share (penstock.core.mixers.compressed.EntryAttention), rows of a page's own: entry w is made
+ * of tokens w m ... w m + m - 1 and lies in the page of the last of them, row w - block * S / m. A token at position p sees
+ * (p + 1) / m of them. A step with nodes of a tree is refused.
+ * PST_WRITE_ENTRIES     the entries that end in this step, of what PST_WRITE has put into planes n2 (values) and n3 (scores),
+ *                       float32 [s D], of layer n1 of group n0, to plane n6 of layer n5 of group n4; n7 m; n8 1: s is 2, the
+ *                       second half of a token's numbers goes to its own entry, the first to the next one. n9 positions of
+ *                       the table, n10 1 interleaved pairs, n11 half of the last numbers, which turn as at the position of
+ *                       the first token. p0 float [m, s D] added to scores, p1 float [D] weights of an rms norm, f0 its eps,
+ *                       p2 float [2, n9, n11]
+ * PST_CHOOSE_ENTRIES    out [T, k] = the k entries, ascending, with the largest sums over n4 heads of in1 [T, n4] times
+ *                       max(0, f0 q.entry), of in0 q [T, n4, n5], equals in order; -1 behind those there are. n0 group, n1
+ *                       layer, n2 plane; n3 m; n6 entries at most
+ * PST_ATTEND_ENTRIES    out [T, n8 heads, n9] = softmax attention of in0 to the last n7 tokens in plane n2 of layer n1 of
+ *                       group n0 and to the entries in plane n5 of layer n4 of group n3, those that in1? names or all, which
+ *                       are keys and values; n6 m, f0 scale, p0 float [n8] sinks
  *
  * The following keep a state per sequence: float32, in the page of layer n1 of group n0, plane n2 and what is said. One
  * that begins (position 0) starts from zeros, whatever its page holds. Tokens go by one after the other. A step with
@@ -218,6 +254,16 @@ typedef struct pst_register {
  * PST_LERP       in0 + (in1 - in0) * w, w p0? [width] or in2: in place. It keeps nothing
  * PST_SCAN       Mamba's: x in0, dt in1 [T, I], b in2, c in3 [T, N]; p0 a [I, N], p1 d [I]; plane [N, I]: with
  *                dt' = softplus(dt), S = S e^(dt' a) + dt' x b; out = c S + d x: in place on in0
+ * PST_RG_LRU     x in0, gates of the input in1 and of the state in2 [T, I]; p0 a, p1, p2 biases of the gates, all [I]; plane
+ *                [I]: with f = e^(a sigmoid(in2 + p2)), S = f S + x sigmoid(in1 + p1) sqrt(1 - f^2), where the root is left
+ *                out at position 0; out = S: in place on in0
+ * PST_DIAGONAL   x in0 [T, I]; complex p0 a, p1 c, both [2, I, n4], real parts first; p2 d [I]; planes n2, n3 [n4, I], real
+ *                and imaginary parts of S: S = a S + x; out = real part of (sum over n4 of c S) + d x: in place on in0.
+ *                n5 1: in0 and out [T, 2 I] are complex, real parts first; out = sum of c S, and p2 is not looked at
+ * PST_MLSTM_GATES  gates of the input in0, of the state in1 [T, n4], q in2, k in3 [T, n4, n5]; f0 eps; planes n2 [n4, n5] N,
+ *                n3 [n4, 1] m: with l = log(sigmoid(in1)), m' = max(l + m, in0), by = e^(l + m - m'), N = by N + e^(in0 - m') k:
+ *                out [T, 3 n4] = by of every head, then e^(in0 - m') of every head, then of every head
+ *                K^-0.5 / (max(|q K^-0.5 N|, e^-m') + f0)
  * The others have a matrix S [K, W] per head: n3 heads, n4 keys K, n5 width W; plane [n3, K, W]. In place on the input
  * [T, n3, W].
  * PST_SCAN2      Mamba-2's: x in0 [T, n3, W], dt in1 [T, n3], b in2, c in3 [T, n6, K], n6 groups of heads; p0 a, p1 d,
@@ -230,26 +276,40 @@ typedef struct pst_register {
  * PST_WKV7       r in0, w in1, k in2 [T, n3, K], v in3 [T, n3, W], removal in4, rate in5 [T, n3, K]:
  *                S = e^(-e^-0.5 sigmoid(w)) S - (removal rate) (removal S) + k v; out = r S
  * PST_DELTA      q in0, k in1 [T, n6, K], n6 heads of keys, v in2 [T, n3, W], dt in3 [T, n3] or [T, n3, K], beta in4
- *                [T, n3]; p0 a [n3], f0 eps, f1 factor; q and k become unit vectors, x / sqrt(sum of x^2 + f0), and q is
- *                multiplied by K^-0.5; S = e^(a softplus(dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ *                [T, n3]; n3/n6 heads in a row share a key, or, if n7, every n6-th does; p0 a [n3], f0 eps, f1 factor; q and
+ *                k become unit vectors, x / sqrt(sum of x^2 + f0), and q is multiplied by K^-0.5;
+ *                S = e^(a softplus(dt)) S, with f2 < 0 e^(f2 sigmoid(a dt)) S; S += k (f1 sigmoid(beta) (v - k S)); out = q S
+ * PST_MLSTM      q in0, k in1 [T, n3, K], v in2 [T, n3, W], in3 [T, 3 n3] of PST_MLSTM_GATES: S = by S + k (e v);
+ *                out = (q S) times the third
  * RWKV-7's rows, which keep nothing; n0 heads:
  * PST_REMOVAL_KEY      in0 * p0 [width], every head divided by its length, 1e-12 at least
  * PST_REPLACEMENT_KEY  in0 * (1 + (in1 - 1) * p0 [width]): in place
  * PST_VALUE_BONUS      (sum over a head of in0 * in1 * p0 [width]) * in2: in place
+ * Rows of Gemma 3n:
+ * PST_CUT_OFF    max(in0 - (its mean + f0 * its standard deviation), 0), row by row: in place
+ * PST_STREAMS    n0 streams x_i side by side in in0, at most 8. n1 0: x_i + sum over j of in1_(n0 i + j) x_j, in1 of width
+ *                n0 * n0. n1 1: x_i + (in1 - x_n2) (1 + in2_i), in1 as wide as a stream, in2 of width n0: in place on in0
+ * PST_MATCH      in0 * sqrt(mean(in1^2) / max(mean(in0^2), f0)), row by row: in place on in0
  */
 enum pst_kind {
     PST_EMBED = 1, PST_SELECT, PST_NORM, PST_LINEAR, PST_ROPE, PST_WRITE, PST_ATTEND, PST_ADD, PST_MUL, PST_SCALE,
     PST_CLIP, PST_SOFT_CAP, PST_ACT, PST_GATED, PST_GATE_ROWS, PST_SCALE_QUERIES, PST_ARGMAX,
     PST_ROUTE, PST_EXPERTS, PST_LATENT, PST_CONV, PST_SHIFT, PST_LERP, PST_SCAN, PST_SCAN2, PST_RECURRENT, PST_WKV4, PST_WKV7,
-    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS
+    PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
+    PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
+    PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };
 
-/* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped (gated only): as
- * penstock.core.model_spec.FeedForward says */
+/* silu x / (1 + e^-x); gelu with erf; gelu_tanh; relu; relu2 max(x, 0)^2; sigmoid; tanh; swiglu_clamped and silu_clamped
+ * (gated only): as penstock.core.model_spec.FeedForward says; xielu (PST_ACT only): f0 x^2 + x / 2 above 0, else
+ * f1 (e^min(x, -1e-6) - 1 - x) + x / 2. The limit of a gate, if there is one, cuts act(gate) to f0 at most, and up to
+ * -f0 ... f0; of the clamped ones the gate before its activation. */
 enum pst_activation {
-    PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU
+    PST_SILU = 0, PST_GELU, PST_GELU_TANH, PST_RELU, PST_RELU2, PST_SIGMOID, PST_TANH, PST_SWIGLU_CLAMPED, PST_QUICK_GELU,
+    PST_XIELU, PST_SILU_CLAMPED
 };
 
 /* PST_ATTEND of raw keys, kept as they were before their rotation: they turn when they are read, as PST_ROPE turns them,

@@ -22,11 +22,10 @@ inline F sigmoid(F x) {
 // x * sigmoid(scale): the factor x stops where the sigmoid is 0 to every digit, or infinity times 0 would follow.
 inline F gated_by_sigmoid(F x, F scale) { return max(all(-1e6f), x) / (all(1.0f) + exp(all(0.0f) - scale)); }
 
-// tanh by e^2x - 1, whose relative error stays small around 0, where 1 - 2 / (e^2x + 1) has none left of it.
-inline F tanh(F x) {
-    F twice = cut(x, -10.0f, 10.0f) * all(2.0f);
-    F n = round(twice * all(1.44269504f));
-    F r = fma(n, all(-0.693145752f), twice);
+// e^x - 1 of x = n log 2 + r, from 2^n and e^r - 1, for whole n: its relative error stays small around 0.
+inline F exp_less_one(F x) {
+    F n = round(x * all(1.44269504f));
+    F r = fma(n, all(-0.693145752f), x);
     r = fma(n, all(-1.42860677e-6f), r);
     // e^r - 1 by Taylor: |r| < 0.35, and 0.35^8 / 8! is 5.6e-9.
     F p = all(1.0f / 5040);
@@ -37,7 +36,12 @@ inline F tanh(F x) {
     p = fma(p, r, all(0.5f));
     p = fma(p, r * r, r);
     F power = scale2(all(1.0f), n);
-    F less_one = fma(power, p, power - all(1.0f));
+    return fma(power, p, power - all(1.0f));
+}
+
+// tanh by e^2x - 1, whose relative error stays small around 0, where 1 - 2 / (e^2x + 1) has none left of it.
+inline F tanh(F x) {
+    F less_one = exp_less_one(cut(x, -10.0f, 10.0f) * all(2.0f));
     return less_one / (less_one + all(2.0f));
 }
 
@@ -68,7 +72,20 @@ inline F gelu_tanh(F x) {
 
 inline F relu(F x) { return max(all(0.0f), x); }
 
-// `activation` is one of enum pst_activation but PST_SWIGLU_CLAMPED, which is only gated.
+// PST_XIELU as the sum of what holds above 0, what holds below, and x / 2.
+inline F xielu(F x, float positive, float negative) {
+    const F close = all(-1e-6f), above = relu(x);
+    F below = exp_less_one(max(all(-100.0f), min(close, x))) - min(all(0.0f), x);
+    // Above 0 that is e^-1e-6 - 1 throughout, which is taken out again: `is_above` is 1 there and 0 below.
+    F is_above = min(all(1.0f), above * all(3e38f));
+    below = below - is_above * exp_less_one(close);
+    return fma(all(positive) * above, above, all(negative) * below) + all(0.5f) * x;
+}
+
+// Those that cut what they get are only gated.
+inline bool is_clamped(int activation) { return activation == PST_SWIGLU_CLAMPED || activation == PST_SILU_CLAMPED; }
+
+// `activation` is one of enum pst_activation that is not clamped, but PST_XIELU.
 inline F activate(F x, int activation) {
     switch (activation) {
         case PST_SILU: return gated_by_sigmoid(x, x);
@@ -97,13 +114,18 @@ inline F softplus(F x) {
     return max(all(0.0f), x) + fma(p * z, s, s) * all(2.0f);
 }
 
-// act(gate) * up. `limit` is PST_SWIGLU_CLAMPED's; 0 or below: none.
+// act(gate) * up. Up is cut to `limit`, and so is act(gate) from above, or the gate of clamped ones; 0 or below: none.
 inline F activate_gated(F gate, F up, int activation, float limit) {
-    if (activation != PST_SWIGLU_CLAMPED) return activate(gate, activation) * up;
+    if (!is_clamped(activation)) {
+        gate = activate(gate, activation);
+        if (limit <= 0.0f) return gate * up;
+        return min(all(limit), gate) * cut(up, -limit, limit);
+    }
     if (limit > 0.0f) {
         gate = min(all(limit), gate);
         up = cut(up, -limit, limit);
     }
+    if (activation == PST_SILU_CLAMPED) return activate(gate, PST_SILU) * up;
     return gated_by_sigmoid(gate, gate * all(1.702f)) * (up + all(1.0f));
 }
 

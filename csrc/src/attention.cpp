@@ -7,6 +7,7 @@
 // in order of the spans after each wave: the same operations in the same order as one thread does them in.
 //
 // Nodes of a tree of guesses share the chunks before the step's own keys, and go one by one through those with them.
+// A token that reads what was chosen for it (pages, or tokens) is a block by itself.
 #include "attention.h"
 #include "pages.h"
 
@@ -28,6 +29,8 @@ struct Attend final : Op {
     pst_register queries, out;
     Rule rule;
     PageChoice choice;
+    pst_register slots_of;  // what PST_CHOOSE found, of width `most`, if any
+    int most = 0;
     int group, heads, dim;
     int kv_heads, per;  // of the query heads `per` and `per` read a kv head; where there are many, `parts` times the same
     int parts = 1;
@@ -64,6 +67,7 @@ struct Attend final : Op {
         if (rule.rotation.table) own_bytes += rule.keys.chunk_bytes() + CHUNK * int64_t(sizeof(void*));
         choice_at = own_bytes = aligned(own_bytes);
         if (choice.wanted) own_bytes += choice.bytes();
+        if (most) own_bytes += aligned(int64_t(most) * 4);
         // A program for one thread never splits.
         shared_bytes = maker.threads > 1 ? (pairs_max + slots) * state_bytes : 0;
     }
@@ -118,12 +122,14 @@ struct Attend final : Op {
         int longest = 1;
         each_run(step, [&](int b, int first, int end, int row) {
             int picking = choice.first_token(step, b);
+            auto picks = [&](int t) { return most ? seen(step, b, t) > most : t >= picking; };
             for (int t = first, count; t < end; t += count) {
-                count = t >= picking ? 1 : std::min(block_tokens, std::min(end, picking) - t);
+                const bool alone = picks(t);
+                for (count = 1; !alone && count < std::min(block_tokens, end - t) && !picks(t + count);) count++;
                 Block& block = own.blocks[made.blocks++];
                 block = Block(step, rule, b, t, count);
                 block.row = row + t - first;
-                block.picks = t >= picking && !block.mask;
+                block.picks = alone && (most || !block.mask);
                 total += (block.picks ? read(step, block) : block.work()) * kv_heads;
                 spans += block.picks ? 1 : block.spans();
                 longest = std::max(longest, block.count);
@@ -149,8 +155,14 @@ struct Attend final : Op {
         return rule.chunk ? (block.end - 1) / rule.span + 1 : block.spans() + 1;
     }
 
+    // Tokens that the line of a layer without lines of its own still has for token t.
+    int seen(const pst_step& step, int b, int t) const {
+        return step.positions[t] + 1 - dropped(step.groups[group], b, lines.layer);
+    }
+
     // Keys that a block reads which picks them.
     int64_t read(const pst_step& step, const Block& block) const {
+        if (most) return most;
         int size = step.groups[group].block_size;
         return int64_t(choice.count(block.end, size)) * size;
     }
@@ -182,11 +194,17 @@ struct Attend final : Op {
         return Pages(context.step.groups[group], block.sequence, lines.of(some.first));
     }
 
+    // The first of a block's queries: of all tokens, or of those that are wanted.
+    const float* query_row(const Block& block) const {
+        return queries.data + (queries.rows == PST_ROWS_TOKENS ? block.first : block.row) * queries.stride;
+    }
+
     void take_queries(const Block& block, Heads some, const Own& own) const {
         uint8_t* to = own.queries;
+        const float* queries_of_block = query_row(block);
         for (int g = some.first; g < some.first + some.count; g++)
             for (int r = 0; r < block.count * per; r++, to += query_bytes) {
-                const float* token = queries.data + (block.first + r / per) * queries.stride;
+                const float* token = queries_of_block + r / per * queries.stride;
                 if (r % per == 0 && r / per + 2 < block.count)  // tokens lie so far apart that no processor sees them coming
                     for (int i = 0; i < per * dim; i += 16) __builtin_prefetch(token + 2 * queries.stride + int64_t(g) * per * dim + i);
                 const float* query = token + (int64_t(g) * per + r % per) * dim;
@@ -356,6 +374,22 @@ struct Attend final : Op {
         put_out(block, some, last - first > 1 ? whole : part);
     }
 
+    // One token, which reads those in the slots that were found for it: as if its sequence had no others.
+    void attend_slots(const Context& context, const Block& block, Heads some, const Own& own) const {
+        const pst_step& step = context.step;
+        const float* from = slots_of.data + block.first * slots_of.stride;
+        auto* slots = reinterpret_cast<int32_t*>(own.choice);
+        // A node of a tree has a slot of its own behind what was there; others have the number of tokens before them.
+        const int kept = dropped(step.groups[group], block.sequence, lines.layer);
+        const int last = slot_of(step, block.sequence, block.first) - kept;
+        for (int i = 0; i < most; i++) slots[i] = from[i] >= 0 && from[i] <= float(last) ? int32_t(from[i]) : last;
+        Pages pages = pages_of(context, block, some);
+        pages.slots = slots;
+        Block whole = block;
+        whole.mask = nullptr;
+        attend_alone(pages, whole.behind(rule, block.positions[0] + 1 - most), some, own);
+    }
+
     // One token, which reads of each kv head the pages that it chooses: as if its sequence had no others.
     void attend_chosen(const Context& context, const Block& block, Heads some, const Own& own) const {
         Block whole = kept(context, block, some);
@@ -363,7 +397,7 @@ struct Attend final : Op {
         int size = pages.block_size, left = (whole.end - 1) / size + 1 - choice.count(whole.end, size);
         if (!left) return attend_alone(pages, whole, some, own);
         for (Heads one{some.first, 1}; one.first < some.first + some.count; one.first++) {
-            const float* query = queries.data + block.first * queries.stride + int64_t(one.first) * per * dim;
+            const float* query = query_row(block) + int64_t(one.first) * per * dim;
             const int32_t* chosen = choice.choose(pages, whole.end, lines.in_page(one.first), query, own.choice);
             attend_alone(Pages(chosen, size), block.behind(rule, whole.shift + left * size), one, own);
         }
@@ -421,7 +455,8 @@ struct Attend final : Op {
                 // Later blocks of a sequence see more: they go first, so that what is left last is short.
                 const Block& block = own.blocks[made.blocks - 1 - i / parts];
                 Heads some{int(i % parts) * made.together, made.together};
-                if (block.picks) attend_chosen(context, block, some, own);
+                if (block.picks && most) attend_slots(context, block, some, own);
+                else if (block.picks) attend_chosen(context, block, some, own);
                 else if (!block.split)
                     attend_alone(pages_of(context, block, some), kept(context, block, some), some, own);
             }
@@ -447,7 +482,7 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
     const pst_plane &keys = maker.plane(op.n[0], op.n[6]), &values = maker.plane(op.n[0], op.n[7]);
     made->lines.count = check_plane(keys, made->kv_heads, made->dim - behind);
     check(check_plane(values, made->kv_heads, width) == made->lines.count, "keys and values are not kept alike");
-    check(made->queries.rows == PST_ROWS_TOKENS, "queries are by tokens");
+    check(made->queries.rows == PST_ROWS_TOKENS || made->queries.rows == made->out.rows, "queries of all that is wanted");
     check(int64_t(made->heads) * made->dim == made->queries.width, "query heads do not fill the register");
     check(int64_t(made->heads) * width == made->out.width, "heads of values do not fill the register");
     made->per = made->heads / made->kv_heads;
@@ -483,6 +518,14 @@ OpPtr make_attention(const pst_op& op, const Maker& maker) {
         check(!op.n[8] && !op.n[9] && !op.p[0] && !op.p[2], "chosen pages go without window, chunk, slopes and rotation");
         const pst_plane &low = maker.plane(op.n[0], how.low), &high = maker.plane(op.n[0], how.high);
         made->choice = PageChoice(how, keys, low, high, made->per);
+    }
+    if (op.in[1] >= 0) {
+        made->slots_of = maker.reg(op.in[1]);
+        made->most = made->slots_of.width;
+        check(made->slots_of.rows == PST_ROWS_TOKENS, "what tokens chose is by tokens");
+        check(!op.n[8] && !op.n[9] && !op.p[0] && !op.p[2] && !op.p[3],
+              "chosen tokens go without window, chunk, slopes, rotation and chosen pages");
+        check(made->lines.count == 1, "heads with lines of their own choose no tokens");
     }
     made->slopes = static_cast<const float*>(op.p[0]);
     made->sinks = static_cast<const float*>(op.p[1]);

@@ -85,7 +85,7 @@ struct Ahead {
         int bytes;                   // of a row
     };
     List lists[2];
-    int slowness;             // a pull in so many counts
+    int slowness = 1;         // a pull in so many counts
     int first = 0, last = 0;  // rows of each list that are wanted
     int list = 0, at = 0, pulls = 0;
     int lines = 0, offset = 0;  // where rows are long, a step in so many of work fetches these, and `pull` nothing
@@ -227,6 +227,8 @@ struct Block {
 
 // What all of the block's tokens may see of the chunk that begins at `start`. Pages of other keys are not looked up.
 void find(const Rule& rule, const Pages& pages, const Block& block, int head, int start, Places& places);
+// Slots p ... end-1 of the chunk that begins at `start`, and nothing for its others.
+void find_slots(const Rule& rule, const Pages& pages, int head, int start, int p, int end, Places& places);
 
 // The same with one node's own path: its tokens that stand in the chunk, if any do. `places` is of find; first ... last-1
 // are then what differs from the node before, in whole tiles.
@@ -256,6 +258,11 @@ struct Strips {
 void attend_rows(const Rule& rule, int count, const uint8_t* queries, int64_t query_bytes, const Reach* reaches,
                  const Strips& strips, const Chunk& chunk, const State& state, int row, float* scratch, Ahead& ahead);
 constexpr int64_t scores_bytes(int rows) { return int64_t(rows) * (CHUNK + LANES) * 4; }
+
+// q.k times the keys' factors: `count` rows [CHUNK] of tiles first ... last-1 of a chunk made ready. A chain each, over
+// the components in order.
+void score_keys(const Side& side, int count, const uint8_t* queries, int64_t query_bytes, const uint8_t* keys,
+                const float* factors, int first, int last, float* scores);
 
 // The output of a row [width] of its state. `sink`: null, or the score of a key without a value.
 void finish(const Rule& rule, const State& state, int row, const float* sink, float* out);

@@ -91,7 +91,12 @@ void find(const Rule& rule, const Pages& pages, const Block& block, int head, in
     int end = std::min(start + CHUNK, block.mask ? block.base : block.position + places.t1);
     places.first = p - start;
     places.last = std::max(p, end) - start;
+    find_slots(rule, pages, head, start, p, end, places);
+}
+
+void find_slots(const Rule& rule, const Pages& pages, int head, int start, int p, int end, Places& places) {
     for (int j = 0; j < CHUNK; j++) places.keys[j] = places.values[j] = places.more[j] = nullptr;
+    for (; pages.slots && p < end; p++) Place(rule, pages, pages.slots[p], head).put(rule, places, p - start);
     while (p < end) {
         int next_page = std::min(end, (p / pages.block_size + 1) * pages.block_size);
         for (Place place(rule, pages, p, head); p < next_page; p++, place.next(rule)) place.put(rule, places, p - start);

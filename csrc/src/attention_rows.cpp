@@ -303,6 +303,13 @@ void add_values(const Weighing& w, int count, const Reach* reaches) {
 
 }  // namespace
 
+void score_keys(const Side& side, int count, const uint8_t* queries, int64_t query_bytes, const uint8_t* keys,
+                const float* factors, int first, int last, float* scores) {
+    Ahead nothing{};
+    const Products products{queries, query_bytes, keys, side.steps(), factors, nothing};
+    (side.pairs ? score<HAS_PAIRS> : score<false>)(products, count, first, last, scores);
+}
+
 void State::clear(int first, int last) const {
     for (int r = first; r < last; r++) {
         m[r] = NOTHING;

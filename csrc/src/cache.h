@@ -10,6 +10,7 @@ struct Pages {
     const int32_t* ids;
     int64_t factor, offset;
     int block_size;
+    const int32_t* slots = nullptr;  // if there are any: which one has the place of each that is looked up
 
     Pages(const pst_group& group, int sequence, int line) : block_size(group.block_size) {
         // A shared table names slabs that hold a page of every line; a ragged one has its pages line by line.
@@ -97,6 +98,9 @@ inline uint8_t* number(const pst_plane& p, int64_t page, int offset, int head) {
     int64_t at = page * p.page_stride + offset * p.token_stride + head * p.head_stride;
     return static_cast<uint8_t*>(p.data) + at * item_bytes(p.dtype);
 }
+
+// One head of a token as its plane holds it, with its scale if that has some (cache_write.cpp).
+void keep_row(const pst_plane& plane, const pst_plane& scales, int64_t page, int offset, const float* row, int head = 0);
 
 // cache_write.cpp and attention.cpp.
 OpPtr make_write(const pst_op& op, const Maker& maker);

@@ -45,15 +45,7 @@ struct Source {
 
     void write(int64_t token, int line, int64_t page, int offset) const {
         const float* row = x.data + token * x.stride + int64_t(line) * plane.heads * plane.dim;
-        for (int h = 0; h < plane.heads; h++, row += plane.dim) {
-            uint8_t* to = number(plane, page, offset, h);
-            if (plane.dtype != PST_I8) {
-                narrow(row, plane.dim, plane.dtype, to);
-                continue;
-            }
-            float scale = quantise(row, plane.dim, to);
-            std::memcpy(number(scales, page, offset, h), &scale, sizeof scale);
-        }
+        for (int h = 0; h < plane.heads; h++, row += plane.dim) keep_row(plane, scales, page, offset, row, h);
     }
 };
 
@@ -95,6 +87,16 @@ struct Write final : Op {
 };
 
 }  // namespace
+
+void keep_row(const pst_plane& plane, const pst_plane& scales, int64_t page, int offset, const float* row, int head) {
+    uint8_t* to = number(plane, page, offset, head);
+    if (plane.dtype != PST_I8) {
+        narrow(row, plane.dim, plane.dtype, to);
+        return;
+    }
+    float scale = quantise(row, plane.dim, to);
+    std::memcpy(number(scales, page, offset, head), &scale, sizeof scale);
+}
 
 OpPtr make_write(const pst_op& op, const Maker& maker) {
     auto made = std::make_unique<Write>();

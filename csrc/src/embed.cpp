@@ -16,13 +16,13 @@ struct Embed final : Op {
     View out;
     const uint8_t* table;
     const pst_matrix* matrix;
-    int32_t dtype;
+    int32_t dtype, num_rows;
     bool by_position;
     float factor;
 
     Embed(const pst_op& op, const Maker& maker)
         : out(maker.reg(op.out)), table(static_cast<const uint8_t*>(op.p[0])),
-          matrix(static_cast<const pst_matrix*>(op.p[1])), dtype(op.n[0]), by_position(op.n[1] == 1), factor(op.f[0]) {
+          matrix(static_cast<const pst_matrix*>(op.p[1])), dtype(op.n[0]), num_rows(op.n[2]), by_position(op.n[1] == 1), factor(op.f[0]) {
         check(table || matrix, "an embedding needs a table");
         check(matrix || (dtype >= PST_F32 && dtype <= PST_BF16), "a table is of float32, float16 or bfloat16");
         if (matrix) {
@@ -34,11 +34,12 @@ struct Embed final : Op {
         check(maker.reg(op.out).rows == PST_ROWS_TOKENS, "an embedding fills rows of tokens");
     }
     void run(Team& team, const Context& context) const override {
-        const int32_t* ids = by_position ? context.step.positions : context.step.token_ids;
+        const int32_t* given = by_position ? context.step.positions : context.step.token_ids;
+        auto id = [&](int64_t t) { return num_rows && given[t] >= num_rows ? 0 : given[t]; };
         if (matrix) {
             for (int64_t first, last; team.next(1, context.step.num_tokens, first, last);)
                 for (int64_t t = first; t < last; t++) {
-                    matrix_row(*matrix, ids[t], out.row(t));
+                    matrix_row(*matrix, id(t), out.row(t));
                     scale(out.row(t), out.width);
                 }
             return;
@@ -46,7 +47,7 @@ struct Embed final : Op {
         int64_t item = dtype == PST_F32 ? 4 : 2;
         each_piece(team, context.step.num_tokens, out.width, [&](int64_t t, int64_t from, int64_t to) {
             float* row = out.row(t) + from;
-            widen(table + (int64_t(ids[t]) * out.width + from) * item, dtype, to - from, row);
+            widen(table + (int64_t(id(t)) * out.width + from) * item, dtype, to - from, row);
             scale(row, to - from);
         });
     }

@@ -410,8 +410,8 @@ OpPtr make_experts(const pst_op& op, const Maker& maker) {
     check_matrices(first, shape.num_experts, first->rows, in.width, first->pair);
     if (second) check_matrices(second, shape.num_experts, first->rows, in.width, 0);
     check_matrices(down, shape.num_experts, out.width, width, 0);
-    const bool known = shape.activation >= PST_SILU && shape.activation <= PST_QUICK_GELU;
-    check(known && (first->pair || second || shape.activation != PST_SWIGLU_CLAMPED), "there is no such activation here");
+    const bool known = (shape.activation >= PST_SILU && shape.activation <= PST_QUICK_GELU) || is_clamped(shape.activation);
+    check(known && (first->pair || second || !is_clamped(shape.activation)), "there is no such activation here");
     check(routes.width == 2 * shape.top_k, "routes are an id and a weight of every chosen expert");
     check(in.rows == out.rows && in.rows == routes.rows, "rows, routes and outputs are of one kind");
     const int64_t capacity = maker.capacity(in);

@@ -222,8 +222,8 @@ Epilogue make_epilogue(const pst_op& op, const pst_matrix& matrix) {
     e.residual = op.in[1] >= 0;
     check(e.kind >= Epilogue::PLAIN && e.kind <= Epilogue::GATED, "an output is plain, activated or gated");
     check((e.kind == Epilogue::GATED) == (matrix.pair != 0), "what is gated is a pair, and the other way round");
-    const bool known = e.activation >= PST_SILU && e.activation <= PST_QUICK_GELU;
-    check(e.kind == Epilogue::PLAIN || (known && (e.kind == Epilogue::GATED || e.activation != PST_SWIGLU_CLAMPED)),
+    const bool known = (e.activation >= PST_SILU && e.activation <= PST_QUICK_GELU) || is_clamped(e.activation);
+    check(e.kind == Epilogue::PLAIN || (known && (e.kind == Epilogue::GATED || !is_clamped(e.activation))),
           "there is no such activation here");
     return e;
 }

@@ -46,6 +46,10 @@ struct Context {
     uint8_t* shared_scratch;  // one for all threads
     uint8_t* own_scratch;     // this thread's
 
+    // Where the token of a row stands.
+    int64_t position(const pst_register& r, int64_t row) const {
+        return step.positions[r.rows == PST_ROWS_TOKENS ? row : step.rows[row]];
+    }
     int32_t rows(const pst_register& r) const { return r.rows == PST_ROWS_TOKENS ? step.num_tokens : step.num_rows; }
 };
 
@@ -65,7 +69,8 @@ using OpPtr = std::unique_ptr<Op>;
 
 // pointwise.cpp: PST_EMBED, SELECT, ADD, MUL, SCALE, CLIP, SOFT_CAP, ACT, GATED, GATE_ROWS, SCALE_QUERIES, ARGMAX;
 // norm.cpp: PST_NORM; linear.cpp: PST_LINEAR; latent.cpp: PST_LATENT; rotary.cpp: PST_ROPE; attention.cpp: PST_WRITE,
-// PST_ATTEND; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; state.h: those with states.
+// PST_ATTEND; choose.cpp: PST_CHOOSE; route.cpp: PST_ROUTE; experts.cpp: PST_EXPERTS; streams.cpp: PST_STREAMS, MATCH,
+// CUT_OFF; connections.cpp and entries.cpp: those of weighed streams, and of entries; state.h: those with states.
 // Each throws Misfit.
 OpPtr make_pointwise(const pst_op& op, const Maker& maker);
 OpPtr make_norm(const pst_op& op, const Maker& maker);
@@ -73,10 +78,15 @@ OpPtr make_linear(const pst_op& op, const Maker& maker);
 OpPtr make_latent(const pst_op& op, const Maker& maker);
 OpPtr make_rope(const pst_op& op, const Maker& maker);
 OpPtr make_cache(const pst_op& op, const Maker& maker);
+OpPtr make_choose(const pst_op& op, const Maker& maker);
 OpPtr make_route(const pst_op& op, const Maker& maker);
 OpPtr make_experts(const pst_op& op, const Maker& maker);
 OpPtr make_state(const pst_op& op, const Maker& maker);
 OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker);
+OpPtr make_streams(const pst_op& op, const Maker& maker);
+OpPtr make_connections(const pst_op& op, const Maker& maker);
+OpPtr make_entries(const pst_op& op, const Maker& maker);
+OpPtr make_biased_heads(const pst_op& op, const Maker& maker);
 
 // panels.cpp: throws Misfit for a matrix that no format has.
 void check_matrix(const pst_matrix& matrix);

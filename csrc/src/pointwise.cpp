@@ -115,6 +115,10 @@ OpPtr for_activation(int activation, Make make) {
 }
 
 OpPtr make_activation(const Registers& r) {
+    if (r.op.n[0] == PST_XIELU) {
+        float positive = r.op.f[0], negative = r.op.f[1];
+        return r.unary([=](F x) { return xielu(x, positive, negative); });
+    }
     auto make = [&](auto a) { return r.unary([](F x) { return activate(x, decltype(a)::value); }); };
     return for_activation(r.op.n[0], make);
 }
@@ -124,7 +128,11 @@ OpPtr make_gated(const Registers& r) {
     auto make = [&](auto a) {
         return r.binary([limit](F gate, F up) { return activate_gated(gate, up, decltype(a)::value, limit); });
     };
-    return r.op.n[0] == PST_SWIGLU_CLAMPED ? make(Constant<PST_SWIGLU_CLAMPED>()) : for_activation(r.op.n[0], make);
+    switch (r.op.n[0]) {
+        case PST_SWIGLU_CLAMPED: return make(Constant<PST_SWIGLU_CLAMPED>());
+        case PST_SILU_CLAMPED: return make(Constant<PST_SILU_CLAMPED>());
+    }
+    return for_activation(r.op.n[0], make);
 }
 
 // The limit on the left: `max` and `min` give their right side if one is NaN, and a NaN must stay to be seen.
@@ -139,26 +147,49 @@ OpPtr make_soft_cap(const Registers& r) {
     return r.unary([cap](F x) { return activate(x / all(cap), PST_TANH) * all(cap); });
 }
 
-OpPtr make_gate_rows(const Registers& r) {
+template <class By>
+OpPtr gated_rows(const Registers& r, By by) {
     const pst_register& gate = r.in(1);
     check(gate.rows == r.in(0).rows, SAME_SHAPE);
-    if (gate.width == r.in(0).width) return r.binary([](F x, F g) { return x * activate(g, PST_SIGMOID); });
+    if (gate.width == r.in(0).width) return r.binary([by](F x, F g) { return x * by(g); });
     check(gate.width == 1, "a gate has one number per row, or as many as what it gates");
     View view(gate);
-    return r.scaled_rows([view](const Context&, int64_t row) {
+    return r.scaled_rows([view, by](const Context&, int64_t row) {
         float lanes[LANES];
-        store(lanes, activate(all(*view.row(row)), PST_SIGMOID));
+        store(lanes, by(all(*view.row(row))));
         return lanes[0];
     });
+}
+
+// out = in * weight by columns
+struct ScaledColumns final : Op {
+    View in, out;
+    pst_register shape;
+    const float* weight;
+
+    explicit ScaledColumns(const Registers& r)
+        : in(r.in(0)), out(r.out()), shape(r.out()), weight(static_cast<const float*>(r.op.p[0])) {
+        check_same(r.in(0), shape);
+    }
+    void run(Team& team, const Context& context) const override {
+        each_piece(team, context.rows(shape), out.width, [&](int64_t row, int64_t from, int64_t to) {
+            map(in.row(row) + from, weight + from, out.row(row) + from, to - from, [](F x, F w) { return x * w; });
+        });
+    }
+};
+
+OpPtr make_scale_columns(const Registers& r) { return std::make_unique<ScaledColumns>(r); }
+OpPtr make_gate_rows(const Registers& r) {
+    if (r.op.n[0]) return gated_rows(r, [](F g) { return softplus(g); });
+    return gated_rows(r, [](F g) { return activate(g, PST_SIGMOID); });
 }
 
 OpPtr make_scale_queries(const Registers& r) {
     double beta = double(r.op.f[0]);
     auto floor = int64_t(r.op.f[1]), shift = int64_t(r.op.f[2]);
     check(floor > 0 && shift >= 0, "queries are scaled by floor((position + f2) / f1) for f1 > 0 and f2 >= 0");
-    check(r.out().rows == PST_ROWS_TOKENS, "only rows of tokens have positions");
-    return r.scaled_rows([=](const Context& context, int64_t row) {
-        int64_t turns = (context.step.positions[row] + shift) / floor;
+    return r.scaled_rows([=, shape = r.out()](const Context& context, int64_t row) {
+        int64_t turns = (context.position(shape, row) + shift) / floor;
         return float(1.0 + beta * std::log1p(double(turns)));
     });
 }
@@ -171,7 +202,7 @@ OpPtr make_pointwise(const pst_op& op, const Maker& maker) {
     switch (op.kind) {
         case PST_ADD: return r.binary([](F x, F y) { return x + y; });
         case PST_MUL: return r.binary([](F x, F y) { return x * y; });
-        case PST_SCALE: return r.unary([f0](F x) { return x * all(f0); });
+        case PST_SCALE: return op.p[0] ? make_scale_columns(r) : r.unary([f0](F x) { return x * all(f0); });
         case PST_CLIP: return make_clip(r);
         case PST_SOFT_CAP: return make_soft_cap(r);
         case PST_ACT: return make_activation(r);

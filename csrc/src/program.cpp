@@ -22,12 +22,24 @@ OpPtr make(const pst_op& op, const Maker& maker) {
         case PST_ROPE: return make_rope(op, maker);
         case PST_WRITE:
         case PST_ATTEND: return make_cache(op, maker);
+        case PST_CHOOSE: return make_choose(op, maker);
         case PST_ROUTE: return make_route(op, maker);
         case PST_EXPERTS: return make_experts(op, maker);
+        case PST_SPREAD:
+        case PST_WEIGH_STREAMS:
+        case PST_COLLAPSE_STREAMS:
+        case PST_MIX_STREAMS: return make_connections(op, maker);
+        case PST_WRITE_ENTRIES:
+        case PST_CHOOSE_ENTRIES:
+        case PST_ATTEND_ENTRIES: return make_entries(op, maker);
         case PST_LERP:
         case PST_REMOVAL_KEY:
         case PST_REPLACEMENT_KEY:
         case PST_VALUE_BONUS: return make_rwkv_rows(op, maker);
+        case PST_CUT_OFF:
+        case PST_STREAMS:
+        case PST_MATCH: return make_streams(op, maker);
+        case PST_BIASED_HEADS: return make_biased_heads(op, maker);
         default: return op.kind >= PST_CONV ? make_state(op, maker) : make_pointwise(op, maker);
     }
 }

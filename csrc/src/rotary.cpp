@@ -17,7 +17,7 @@ struct Rope final : Op {
         // Four pieces a thread: a turned row is short work, so a token at a time would be mostly counting.
         int64_t count = context.rows(x), grain = std::max<int64_t>(1, count / (4 * team.size));
         for (int64_t t, end; team.next(grain, count, t, end);)
-            for (; t < end; t++) turn(x.data + t * x.stride, context.step.positions[t]);
+            for (; t < end; t++) turn(x.data + t * x.stride, context.position(x, t));
     }
 
     void turn(float* row, int64_t position) const {
@@ -42,7 +42,6 @@ OpPtr make_rope(const pst_op& op, const Maker& maker) {
     made->num_positions = op.n[5];
     made->table = static_cast<const float*>(op.p[0]);
     check(op.out == op.in[0] || op.out == -1, "a rotation works in place");
-    check(made->x.rows == PST_ROWS_TOKENS, "only rows of tokens have positions");
     check(made->heads > 0 && made->dim > 0 && int64_t(made->heads) * made->dim == made->x.width,
           "heads do not fill the register");
     check(made->first >= 0 && made->half > 0 && made->first + 2 * made->half <= made->dim,

@@ -63,17 +63,25 @@ void softmax(float* x, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i) / whole);
 }
 
+void root_of_softplus(float* x, int32_t n) {
+    map(x, x, n, [](F v) { return softplus(v); });
+    for (int32_t i = 0; i < n; i++) x[i] = std::sqrt(x[i]);
+}
+
 class Route final : public Op {
   public:
     Route(const pst_op& op, const Maker& maker)
         : in_(maker.reg(op.in[0])), out_(maker.reg(op.out)), shape_(maker.reg(op.out)), chosen_(op.n[0]), score_(op.n[1]),
           groups_(op.n[2]), top_groups_(op.n[3]), by_two_(op.n[4]), renormalize_(op.n[5]), chosen_only_(op.n[6]),
-          scale_(op.f[0]), correction_(static_cast<const float*>(op.p[0])) {
+          scale_(op.f[0]), far_(op.f[1]), correction_(static_cast<const float*>(op.p[0])),
+          scales_(static_cast<const float*>(op.p[1])), listed_(static_cast<const int32_t*>(op.p[2])) {
         const int32_t count = in_.width;
         check(maker.reg(op.in[0]).rows == shape_.rows, "logits of a router and routes have rows of one kind");
         check(chosen_ >= 1 && chosen_ <= count, "a token chooses one expert at least, and no more than there are");
         check(out_.width == 2 * chosen_, "routes are an id and a weight of every chosen expert");
-        check(score_ == 0 || score_ == 1, "scores are softmax or sigmoid");
+        check(score_ >= SOFTMAX && score_ <= ROOT, "scores are softmax, sigmoid, SparseMixer's or the root of softplus");
+        check(score_ != SPARSE_MIXER || far_ >= 0, "SparseMixer's distance is not negative");
+        check(!listed_ || shape_.rows == PST_ROWS_TOKENS, "only rows of tokens have listed experts");
         check(groups_ >= 1 && count % groups_ == 0, "groups of experts are equally large");
         check(top_groups_ >= 1 && top_groups_ <= groups_, "one group at least takes part, and no more than there are");
         check(chosen_ <= count / groups_ * top_groups_, "the best groups hold fewer experts than a token chooses");
@@ -87,38 +95,71 @@ class Route final : public Op {
     void run(Team& team, const Context& context) const override {
         const int64_t grain = std::max<int64_t>(1, 2048 / in_.width);
         for (int64_t first, last; team.next(grain, context.rows(shape_), first, last);)
-            for (int64_t r = first; r < last; r++) row(in_.row(r), out_.row(r), context.own_scratch);
+            for (int64_t r = first; r < last; r++)
+                row(in_.row(r), listed_ ? listed_ + int64_t(context.step.token_ids[r]) * chosen_ : nullptr, out_.row(r),
+                    context.own_scratch);
     }
 
   private:
-    void row(const float* logits, float* out, uint8_t* scratch) const {
+    enum Score { SOFTMAX, SIGMOID, SPARSE_MIXER, ROOT };
+
+    void row(const float* logits, const int32_t* listed, float* out, uint8_t* scratch) const {
         auto* scores = reinterpret_cast<float*>(scratch);
-        auto* keys = reinterpret_cast<int32_t*>(scratch + keys_at_);
         auto* ids = reinterpret_cast<int32_t*>(scratch + ids_at_);
         auto* weights = reinterpret_cast<float*>(scratch + weights_at_);
+        if (score_ == SPARSE_MIXER) mix(logits, scores, ids, weights, scratch);
+        else choose(logits, listed, scores, ids, weights, scratch);
+        for (int32_t k = 0; k < chosen_; k++) {
+            const float weight = weights[k] * scale_;
+            out[k] = float(ids[k]);
+            out[chosen_ + k] = scales_ ? weight * scales_[ids[k]] : weight;
+        }
+    }
+
+    // The best of all by their scores, in the order of ids, and what they weigh.
+    void choose(const float* logits, const int32_t* listed, float* scores, int32_t* ids, float* weights, uint8_t* scratch) const {
+        auto* keys = reinterpret_cast<int32_t*>(scratch + keys_at_);
         const int32_t count = in_.width;
         std::memcpy(scores, logits, size_t(count) * 4);
-        if (score_) map(scores, scores, count, [](F x) { return activate(x, PST_SIGMOID); });
+        if (score_ == SIGMOID) map(scores, scores, count, [](F x) { return activate(x, PST_SIGMOID); });
+        else if (score_ == ROOT) root_of_softplus(scores, count);
         else softmax(scores, count);
         for (int32_t i = 0; i < count; i++) keys[i] = key_of(correction_ ? scores[i] + correction_[i] : scores[i]);
         if (groups_ > 1) keep_best_groups(scores, keys, reinterpret_cast<int32_t*>(scratch + worth_at_));
         for (int32_t k = 0; k < chosen_; k++) {
-            const int32_t id = take_best(keys, count);
-            int32_t at = k;  // in the order of ids
+            const int32_t id = listed ? listed[k] : take_best(keys, count);
+            int32_t at = k;
             for (; at > 0 && ids[at - 1] > id; at--) ids[at] = ids[at - 1];
             ids[at] = id;
         }
         for (int32_t k = 0; k < chosen_; k++) weights[k] = (chosen_only_ ? logits : scores)[ids[k]];
         if (chosen_only_) softmax(weights, chosen_);
-        float by = scale_;
-        for (int32_t k = 0; k < chosen_; k++) out[k] = float(ids[k]);
-        float total = 1.0f;
-        if (renormalize_) {
-            total = 0.0f;
-            for (int32_t k = 0; k < chosen_; k++) total += weights[k];
-            if (score_) total += 1e-20f;
+        if (!renormalize_) return;
+        float total = 0.0f;
+        for (int32_t k = 0; k < chosen_; k++) total += weights[k];
+        if (score_ == SIGMOID) total += 1e-20f;
+        for (int32_t k = 0; k < chosen_; k++) weights[k] /= total;
+    }
+
+    // One after the other: the best of those left weighs its share of a softmax over those left that are near it.
+    // Source: Liu et al., GRIN, arXiv 2409.12136, section 2.2.
+    void mix(const float* logits, float* shares, int32_t* ids, float* weights, uint8_t* scratch) const {
+        auto* keys = reinterpret_cast<int32_t*>(scratch + keys_at_);
+        const int32_t count = in_.width;
+        for (int32_t i = 0; i < count; i++) keys[i] = key_of(logits[i]);
+        for (int32_t k = 0; k < chosen_; k++) {
+            const int32_t id = take_best(keys, count);
+            const float best = logits[id];
+            for (int32_t i = 0; i < count; i++) {
+                const float x = logits[i], size = std::fabs(x) > best ? std::fabs(x) : best;
+                const bool left = keys[i] != TAKEN || i == id;
+                shares[i] = left && !((best - x) / size > far_) ? x : -INFINITE;
+            }
+            softmax(shares, count);
+            int32_t at = k;
+            for (; at > 0 && ids[at - 1] > id; at--) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
+            ids[at] = id, weights[at] = shares[id];
         }
-        for (int32_t k = 0; k < chosen_; k++) out[chosen_ + k] = (renormalize_ ? weights[k] / total : weights[k]) * by;
     }
 
     // Experts outside the best groups become minus infinity.
@@ -144,8 +185,9 @@ class Route final : public Op {
     View in_, out_;
     pst_register shape_;
     int32_t chosen_, score_, groups_, top_groups_, by_two_, renormalize_, chosen_only_;
-    float scale_;
-    const float* correction_;
+    float scale_, far_;  // SparseMixer's: how far from the best one an expert may be, of the larger of both
+    const float *correction_, *scales_;
+    const int32_t* listed_;
     int64_t keys_at_, worth_at_, ids_at_, weights_at_;
 };
 

@@ -1,6 +1,9 @@
-// What RWKV does to the numbers of a row: PST_LERP, REMOVAL_KEY, REPLACEMENT_KEY, VALUE_BONUS.
+// What RWKV does to the numbers of a row: PST_LERP, REMOVAL_KEY, REPLACEMENT_KEY, VALUE_BONUS; PST_BIASED_HEADS.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 
+#include "activation.h"
 #include "norm_row.h"
 #include "pieces.h"
 
@@ -109,6 +112,48 @@ struct ValueBonus final : PerHead {
 };
 
 }  // namespace
+
+namespace {
+
+// Heads with a number of their own behind them, which a query's 1 carries into the score, and zeros.
+struct BiasedHeads final : Op {
+    static constexpr int64_t MORE = 4;
+    View x, dt, out;
+    pst_register shape;
+    const float* a;
+    float factor;
+    int64_t heads, dim;
+
+    BiasedHeads(const pst_op& op, const Maker& maker)
+        : x(maker.reg(op.in[0])), dt(maker.reg(op.in[op.p[0] ? 1 : 0])), out(maker.reg(op.out)), shape(maker.reg(op.out)),
+          a(static_cast<const float*>(op.p[0])), factor(op.f[0]), heads(op.n[0]) {
+        const pst_register &from = maker.reg(op.in[0]), &by = maker.reg(op.in[a ? 1 : 0]);
+        check(heads > 0 && from.width % heads == 0, "heads do not fill the register");
+        dim = from.width / heads;
+        check(shape.width == from.width + MORE * heads && shape.rows == from.rows && by.rows == from.rows,
+              "every head grows by four numbers, of the same rows");
+        check(!a || by.width == heads, "there is one bias for each head");
+    }
+    void run(Team& team, const Context& context) const override {
+        int64_t grain = std::max<int64_t>(1, PIECE / (dim + MORE));
+        for (int64_t i, end; team.next(grain, context.rows(shape) * heads, i, end);)
+            for (; i < end; i++) {
+                int64_t row = i / heads, head = i % heads;
+                float* to = out.row(row) + head * (dim + MORE);
+                std::memcpy(to, x.row(row) + head * dim, size_t(dim) * sizeof(float));
+                to[dim] = factor;
+                std::fill(to + dim + 1, to + dim + MORE, 0.0f);
+                if (!a) continue;
+                float lanes[LANES];
+                store(lanes, exp(softplus(all(dt.row(row)[head])) * all(a[head])) * all(factor));
+                to[dim] = lanes[0];
+            }
+    }
+};
+
+}  // namespace
+
+OpPtr make_biased_heads(const pst_op& op, const Maker& maker) { return std::make_unique<BiasedHeads>(op, maker); }
 
 OpPtr make_rwkv_rows(const pst_op& op, const Maker& maker) {
     Three of(op, maker);

@@ -195,6 +195,8 @@ std::string products_fault() {
     return "";
 }
 
+constexpr double POSITIVE = 0.75, NEGATIVE = 1.5;
+
 double activated(int a, double x) {
     switch (a) {
         case PST_SILU: return x * sigmoid(x);
@@ -204,7 +206,8 @@ double activated(int a, double x) {
         case PST_RELU2: return std::max(x, 0.0) * std::max(x, 0.0);
         case PST_SIGMOID: return sigmoid(x);
         case PST_TANH: return std::tanh(x);
-        default: return x * sigmoid(1.702 * x);  // PST_QUICK_GELU
+        case PST_QUICK_GELU: return x * sigmoid(1.702 * x);
+        default: return (x > 0 ? POSITIVE * x * x : NEGATIVE * (std::expm1(std::min(x, -1e-6)) - x)) + x / 2;  // PST_XIELU
     }
 }
 
@@ -212,22 +215,24 @@ std::string activations_fault() {
     constexpr int N = 101;
     constexpr float LIMIT = 7;
     const char* names[] = {"silu",    "gelu", "gelu_tanh",      "relu",      "relu2",
-                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu"};
-    for (int a = PST_SILU; a <= PST_QUICK_GELU; a++) {
-        bool clamped = a == PST_SWIGLU_CLAMPED;
+                           "sigmoid", "tanh", "swiglu_clamped", "quick_gelu", "xielu", "silu_clamped"};
+    for (int a = PST_SILU; a <= PST_SILU_CLAMPED; a++) {
+        bool clamped = a == PST_SWIGLU_CLAMPED || a == PST_SILU_CLAMPED;
         Tiny tiny(1);
         Numbers x(N), up(N);
         for (int i = 0; i < N; i++) x[size_t(i)] = float(i - N / 2) * 0.25f, up[size_t(i)] = float(N / 3 - i) * 0.25f;
         int32_t in = tiny.add(x), other = tiny.add(up), out = tiny.add(Numbers(N));
         pst_op& op = tiny.op(clamped ? PST_GATED : PST_ACT, in, other, out);
         op.n[0] = a;
-        op.f[0] = LIMIT;
+        op.f[0] = clamped ? LIMIT : float(POSITIVE), op.f[1] = float(NEGATIVE);
         std::string name = std::string("activation ") + names[a], fault = tiny.run(name);
         for (size_t i = 0; i < N && fault.empty(); i++) {
             double gate = x[i], expected = activated(a, gate);
             if (clamped) {
                 gate = std::min<double>(gate, LIMIT);
-                expected = gate * sigmoid(1.702 * gate) * (std::clamp<double>(up[i], -LIMIT, LIMIT) + 1);
+                const double other_half = std::clamp<double>(up[i], -LIMIT, LIMIT);
+                expected = a == PST_SILU_CLAMPED ? gate * sigmoid(gate) * other_half
+                                                 : gate * sigmoid(1.702 * gate) * (other_half + 1);
             }
             fault = off(name, tiny.buffers[size_t(out)][i], expected, 2e-6 * (1 + std::fabs(expected)));
         }
@@ -249,6 +254,24 @@ std::string norm_fault() {
     for (float v : x) squares += double(v) * double(v);
     for (size_t i = 0; i < N && fault.empty(); i++)
         fault = off("norm", tiny.buffers[size_t(out)][i], x[i] / std::sqrt(squares / N + 1e-5) * w[i], 1e-5);
+    return fault;
+}
+
+std::string biased_fault() {
+    constexpr int HEADS = 3, D = 5;
+    Dice dice{9};
+    Tiny tiny(1);
+    Numbers x = dice.reals(HEADS * D), dt = dice.reals(HEADS), a = dice.reals(HEADS);
+    int32_t in = tiny.add(x), by = tiny.add(dt), out = tiny.add(Numbers(HEADS * (D + 4)));
+    pst_op& op = tiny.op(PST_BIASED_HEADS, in, by, out);
+    op.n[0] = HEADS, op.f[0] = 2.0f, op.p[0] = a.data();
+    std::string fault = tiny.run("biased heads");
+    for (size_t i = 0; i < HEADS * (D + 4) && fault.empty(); i++) {
+        size_t head = i / (D + 4), column = i % (D + 4);
+        double bias = 2 * std::exp(double(a[head]) * std::log1p(std::exp(double(dt[head]))));
+        double expected = column < D ? double(x[head * D + column]) : column == D ? bias : 0;
+        fault = off("biased heads", tiny.buffers[size_t(out)][i], expected, 1e-5);
+    }
     return fault;
 }
 
@@ -365,7 +388,8 @@ extern "C" int32_t pst_self_test(char* message, int32_t size) {
     std::string fault;
     try {
         for (auto test : {pst::exp_fault, pst::products_fault, pst::activations_fault, pst::norm_fault,
-                          pst::heads_fault, pst::attention_fault, pst::experts_fault, pst::states_fault})
+                          pst::biased_fault, pst::heads_fault, pst::attention_fault, pst::choose_fault,
+                          pst::experts_fault, pst::states_fault, pst::streams_fault, pst::entries_fault})
             if (fault.empty()) fault = test();
     } catch (const std::exception& problem) {
         fault = problem.what();

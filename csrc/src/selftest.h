@@ -92,8 +92,11 @@ struct Tiny {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-// selftest_experts.cpp, selftest_states.cpp
+// selftest_choose.cpp, selftest_experts.cpp, selftest_states.cpp, selftest_streams.cpp, selftest_entries.cpp
+std::string choose_fault();
 std::string experts_fault();
 std::string states_fault();
+std::string streams_fault();
+std::string entries_fault();
 
 }  // namespace pst

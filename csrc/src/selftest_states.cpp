@@ -156,10 +156,10 @@ std::string wkv7_fault() {
     });
 }
 
-std::string delta_fault(bool by_key) {
+std::string delta_fault(bool by_key, double least = 0) {
     StateTest test(PST_DELTA, {K, K, H * W, by_key ? H * K : H, H}, H * W, {{H, K * W}}, {0, H, K, W, 1}, {H});
     test.fixed[0] = {-0.5f, -2.0f};
-    test.op->f[0] = 1e-6f, test.op->f[1] = 1.5f;
+    test.op->f[0] = 1e-6f, test.op->f[1] = 1.5f, test.op->f[2] = float(least);
     auto length = [&](int number, int t) {
         double total = 1e-6;
         for (int k = 0; k < K; k++) total += test.x(number, t, k) * test.x(number, t, k);
@@ -171,7 +171,8 @@ std::string delta_fault(bool by_key) {
         double found = 0, y = 0, of_q = length(0, t) * std::sqrt(double(K)), of_k = length(1, t);
         for (int k = 0; k < K; k++) {
             double& s = heads.at(h, k, column % W);
-            s *= std::exp(softplus(test.x(3, t, by_key ? h * K + k : h)) * test.w(0, h));
+            double step = test.x(3, t, by_key ? h * K + k : h), rate = test.w(0, h);
+            s *= std::exp(least < 0 ? least * sigmoid(step * rate) : softplus(step) * rate);
             found += s * test.x(1, t, k) / of_k;
         }
         double wrong = (test.x(2, t, column) - found) * 1.5 * sigmoid(test.x(4, t, h));
@@ -184,12 +185,87 @@ std::string delta_fault(bool by_key) {
     });
 }
 
+std::string rg_lru_fault() {
+    StateTest test(PST_RG_LRU, {C, C, C}, C, {{1, C}}, {0}, {C, C, C});
+    for (float& a : test.fixed[0]) a = -std::fabs(a);
+    std::vector<double> states(C);
+    return test.fault("gated linear recurrence", [&](int t, int c) {
+        double fade = std::exp(test.w(0, c) * sigmoid(test.x(2, t, c) + test.w(2, c))), &s = states[size_t(c)];
+        double given = test.x(0, t, c) * sigmoid(test.x(1, t, c) + test.w(1, c));
+        return s = fade * s + given * (t ? std::sqrt(1 - fade * fade) : 1.0);
+    });
+}
+
+std::string diagonal_fault(bool pairs) {
+    constexpr int N = 3;
+    const int width = pairs ? 2 * C : C;
+    StateTest test(PST_DIAGONAL, {width}, width, {{N, C}, {N, C}}, {0, 1, N, pairs}, {2 * C * N, 2 * C * N, C});
+    for (float& a : test.fixed[0]) a *= 0.5f;
+    std::vector<double> re(size_t(C * N)), im(size_t(C * N));
+    std::vector<double> second(C);
+    return test.fault(pairs ? "complex diagonal of pairs" : "complex diagonal", [&](int t, int column) {
+        if (column >= C) return second[size_t(column - C)];
+        const int c = column;
+        double y = pairs ? 0.0 : test.w(2, c) * test.x(0, t, c), &y2 = second[size_t(c)];
+        y2 = 0;
+        for (int n = 0; n < N; n++) {
+            const int at = c * N + n;
+            double &r = re[size_t(at)], &m = im[size_t(at)], a = test.w(0, at), b = test.w(0, C * N + at);
+            double next = a * r - b * m + test.x(0, t, c);
+            m = a * m + b * r + (pairs ? test.x(0, t, C + c) : 0.0);
+            r = next;
+            y += test.w(1, at) * r - test.w(1, C * N + at) * m;
+            y2 += test.w(1, at) * m + test.w(1, C * N + at) * r;
+        }
+        return y;
+    });
+}
+
+std::string mlstm_gates_fault() {
+    StateTest test(PST_MLSTM_GATES, {H, H, H * K, H * K}, 3 * H, {{H, K}, {H, 1}}, {0, 1, H, K}, {});
+    test.op->f[0] = 1e-6f;
+    std::vector<double> sums(size_t(H * K)), tops(H), rest(size_t(2 * H));
+    return test.fault("mLSTM's gates", [&](int t, int column) {
+        if (column >= H) return rest[size_t(column - H)];
+        const int h = column;
+        double slow = tops[size_t(h)] - softplus(-test.x(1, t, h)), most = std::max(slow, test.x(0, t, h)), found = 0;
+        for (int k = 0; k < K; k++) {
+            double& s = sums[size_t(h * K + k)];
+            s = s * std::exp(slow - most) + std::exp(test.x(0, t, h) - most) * test.x(3, t, h * K + k);
+            found += s * test.x(2, t, h * K + k) / std::sqrt(double(K));
+        }
+        tops[size_t(h)] = most;
+        rest[size_t(h)] = std::exp(test.x(0, t, h) - most);
+        rest[size_t(H + h)] = 1 / (std::sqrt(double(K)) * (std::max(std::fabs(found), std::exp(-most)) + double(1e-6f)));
+        return std::exp(slow - most);
+    });
+}
+
+std::string mlstm_fault() {
+    StateTest test(PST_MLSTM, {H * K, H * K, H * W, 3 * H}, H * W, {{H, K * W}}, {0, H, K, W}, {});
+    Heads heads;
+    return test.fault("mLSTM", [&](int t, int column) {
+        int h = column / W;
+        double y = 0;
+        for (int k = 0; k < K; k++) {
+            double& s = heads.at(h, k, column % W);
+            s = s * test.x(3, t, h) + test.x(1, t, h * K + k) * test.x(3, t, H + h) * test.x(2, t, column);
+            y += s * test.x(0, t, h * K + k);
+        }
+        return y * test.x(3, t, 2 * H + h);
+    });
+}
+
 }  // namespace
 
 std::string states_fault() {
     std::string fault = delta_fault(false);
     if (fault.empty()) fault = delta_fault(true);
-    for (auto test : {conv_fault, scan_fault, wkv4_fault, scan2_fault, recurrent_fault, wkv7_fault})
+    if (fault.empty()) fault = delta_fault(true, -5.0);
+    for (bool pairs : {false, true})
+        if (fault.empty()) fault = diagonal_fault(pairs);
+    for (auto test : {conv_fault, scan_fault, wkv4_fault, scan2_fault, recurrent_fault, wkv7_fault, rg_lru_fault,
+                      mlstm_gates_fault, mlstm_fault})
         if (fault.empty()) fault = test();
     return fault;
 }

@@ -59,6 +59,8 @@ inline void check_tokens(const pst_register& r, int64_t width) {
 OpPtr make_conv(const pst_op& op, const Maker& maker);     // state_rows.cpp: PST_CONV, SHIFT
 OpPtr make_shift(const pst_op& op, const Maker& maker);
 OpPtr make_channels(const pst_op& op, const Maker& maker);  // state_channels.cpp: PST_SCAN, WKV4
-OpPtr make_heads(const pst_op& op, const Maker& maker);     // state_heads.cpp: PST_SCAN2, RECURRENT, WKV7, DELTA
+OpPtr make_diagonal(const pst_op& op, const Maker& maker);  // state_diagonal.cpp: PST_RG_LRU, DIAGONAL
+OpPtr make_mlstm_gates(const pst_op& op, const Maker& maker);  // state_mlstm.cpp: PST_MLSTM_GATES
+OpPtr make_heads(const pst_op& op, const Maker& maker);     // state_heads.cpp: PST_SCAN2, RECURRENT, WKV7, DELTA, MLSTM
 
 }  // namespace pst

@@ -1,4 +1,4 @@
-// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA: the rules of state_heads.h.
+// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA, MLSTM: the rules of state_heads.h.
 #include "activation.h"
 #include "norm_row.h"
 #include "state_heads.h"
@@ -121,30 +121,30 @@ struct Delta : Shape {
     int groups, per;
     View q, k, dt, beta;
     const float* a;
-    float eps, factor, scale;
-    bool by_key;
+    float eps, factor, least, scale;
+    bool by_key, in_turn;
 
     Delta(const pst_op& op, const Maker& maker)
         : Shape(op, maker, 2), groups(op.n[6]), per(per_group(heads, groups)),
           q(input(op, maker, 0, int64_t(groups) * keys)), k(input(op, maker, 1, int64_t(groups) * keys)),
           dt(maker.reg(op.in[3])), beta(input(op, maker, 4, heads)), a(fixed(op, 0)), eps(op.f[0]), factor(op.f[1]),
-          scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads) {
+          least(op.f[2]), scale(1.0f / std::sqrt(float(keys))), by_key(dt.width != heads), in_turn(op.n[7] != 0) {
         check_tokens(maker.reg(op.in[3]), by_key ? int64_t(heads) * keys : heads);
     }
     void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
-        if (!by_key) store(numbers[0], exp(softplus(gather(dt, t, count, head)) * all(a[head])));
+        if (!by_key) store(numbers[0], fading(gather(dt, t, count, head), head));
         store(numbers[1], sigmoid(gather(beta, t, count, head)) * all(factor));
     }
     void row(int64_t t, int head, const float* numbers, Row& row) const {
         int size = Wkv7::padded(keys);
-        int64_t at = int64_t(head / per) * keys;
+        int64_t at = int64_t(in_turn ? head % groups : head / per) * keys;
         float *read = row.own, *write = read + size, *find = write + size, *fades = find + size;
         const float by_q = of_unit(q.row(t) + at) * scale, by_k = of_unit(k.row(t) + at);
         const float* decay = dt.row(t) + int64_t(head) * keys;
         each_vector(keys, [&](int i, int lanes) {
             F fade = all(*numbers), unit = load_part(k.row(t) + at + i, lanes) * all(by_k);
             if (by_key) {
-                fade = exp(softplus(load_part(decay + i, lanes)) * all(a[head]));
+                fade = fading(load_part(decay + i, lanes), head);
                 store_part(fades + i, fade, lanes);
             }
             store_part(read + i, load_part(q.row(t) + at + i, lanes) * all(by_q), lanes);
@@ -154,6 +154,9 @@ struct Delta : Shape {
         row.fade = by_key ? fades : numbers, row.fade_step = by_key;
         row.scale = numbers[BATCH];
         row.read = read, row.write = write, row.find = find;
+    }
+    F fading(F step, int head) const {
+        return least < 0 ? exp(sigmoid(step * all(a[head])) * all(least)) : exp(softplus(step) * all(a[head]));
     }
     float of_unit(const float* x) const {
         F total = all(0.0f);
@@ -167,6 +170,29 @@ struct Delta : Shape {
     F result(const Row&, int, F, F y) const { return y; }
 };
 
+// What is not linear in it is PST_MLSTM_GATES' (state_mlstm.cpp).
+struct Mlstm : Shape {
+    static constexpr bool FINDS = false, ERASES = false;
+    View q, k, gates;
+
+    Mlstm(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2), q(input(op, maker, 0, int64_t(heads) * keys)),
+          k(input(op, maker, 1, int64_t(heads) * keys)), gates(input(op, maker, 3, int64_t(3) * heads)) {}
+    void batch(int64_t t, int count, int head, float (*numbers)[BATCH]) const {
+        store(numbers[0], gather(gates, t, count, head));
+        store(numbers[1], gather(gates, t, count, heads + head));
+    }
+    void row(int64_t t, int head, const float* numbers, Row& row) const {
+        row.fade = numbers, row.fade_step = 0;
+        row.scale = numbers[BATCH];
+        row.own[0] = gates.row(t)[2 * heads + head];
+        row.write = k.row(t) + int64_t(head) * keys;
+        row.read = q.row(t) + int64_t(head) * keys;
+    }
+    F value(const Row& row, F x, F) const { return x * all(row.scale); }
+    F result(const Row& row, int, F, F y) const { return y * all(row.own[0]); }
+};
+
 }  // namespace
 
 OpPtr make_heads(const pst_op& op, const Maker& maker) {
@@ -174,6 +200,7 @@ OpPtr make_heads(const pst_op& op, const Maker& maker) {
         case PST_SCAN2: return std::make_unique<Heads<Scan2>>(op, maker);
         case PST_RECURRENT: return std::make_unique<Heads<Gated>>(op, maker);
         case PST_WKV7: return std::make_unique<Heads<Wkv7>>(op, maker);
+        case PST_MLSTM: return std::make_unique<Heads<Mlstm>>(op, maker);
         default: return std::make_unique<Heads<Delta>>(op, maker);
     }
 }

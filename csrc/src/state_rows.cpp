@@ -100,9 +100,13 @@ OpPtr make_state(const pst_op& op, const Maker& maker) {
         case PST_SHIFT: return make_shift(op, maker);
         case PST_SCAN:
         case PST_WKV4: return make_channels(op, maker);
+        case PST_RG_LRU:
+        case PST_DIAGONAL: return make_diagonal(op, maker);
+        case PST_MLSTM_GATES: return make_mlstm_gates(op, maker);
         case PST_SCAN2:
         case PST_RECURRENT:
         case PST_WKV7:
+        case PST_MLSTM:
         case PST_DELTA: return make_heads(op, maker);
     }
     throw Misfit("no such operation");

@@ -31,11 +31,14 @@ void test_pool();
 void test_packing();
 void test_blocks();
 void test_rows();
+void test_streams();
 void test_model();
 void test_lines();
 void test_experts();
 void test_latent();
+void test_choose();
 void test_states();
+void test_entries();
 
 using Numbers = std::vector<float>;
 

@@ -78,11 +78,14 @@ int main(int argc, char** argv) {
     run("blocks", test_blocks);
     run("pool", test_pool);
     run("rows", test_rows);
+    run("streams", test_streams);
     run("model", test_model);
     run("lines", test_lines);
     run("experts", test_experts);
     run("latent", test_latent);
+    run("choose", test_choose);
     run("states", test_states);
+    run("entries", test_entries);
     std::printf("results %016llx\n", static_cast<unsigned long long>(noted));
     std::printf(failures ? "%d FAILED\n" : "all well\n", failures);
     return failures != 0;

@@ -36,6 +36,7 @@ struct RowsProgram : TinyProgram {
         op(PST_GATED, {up, gate}, gate, {PST_SWIGLU_CLAMPED}, {1.0f});
         op(PST_GATE_ROWS, {gate, up}, gate);
         op(PST_GATE_ROWS, {gate, part(up, width - 1, 1)}, gate);
+        op(PST_GATE_ROWS, {gate, up}, gate, {1});
         op(PST_SCALE_QUERIES, {gate}, gate, {}, {0.1f, 8.0f, 1.0f});
         op(PST_ADD, {x, gate}, x);
         op(PST_SELECT, {x}, chosen);

@@ -1,6 +1,7 @@
 // Operations that keep states, with threads, in memory of exactly their size: one text in steps of several sizes, with and
 // without another beside it.
 #include <algorithm>
+#include <cmath>
 
 #include "tiny_program.h"
 
@@ -21,6 +22,11 @@ struct States : TinyProgram {
     const float* weights(size_t count, float by = 1.0f) {
         fixed.push_back(dice.reals(count));
         for (float& x : fixed.back()) x *= by;
+        return fixed.back().data();
+    }
+    const float* below_zero(size_t count) {
+        weights(count);
+        for (float& x : fixed.back()) x = -std::fabs(x);
         return fixed.back().data();
     }
     int32_t plane(int32_t heads, int32_t dim) {
@@ -54,6 +60,17 @@ struct States : TinyProgram {
            {weights(H, -0.5f)});
         op(PST_DELTA, {q, k, v, rate, one}, result(H * W), {0, 0, plane(H, K * W), H, K, W, H}, {1e-6f, 2.0f},
            {weights(H, -0.5f)});
+        op(PST_RG_LRU, {x, dt, x}, result(C), {0, 0, plane(1, C)}, {}, {below_zero(C), weights(C), weights(C)});
+        const int32_t re = plane(RANK, C), im = plane(RANK, C), re2 = plane(1, C / 2), im2 = plane(1, C / 2);
+        op(PST_DIAGONAL, {dt}, result(C), {0, 0, re, im, RANK, 0}, {},
+           {weights(2 * C * RANK, 0.3f), weights(2 * C * RANK), weights(C)});
+        op(PST_DIAGONAL, {dt}, result(C), {0, 0, re2, im2, 1, 1}, {}, {weights(C, 0.3f), weights(C)});
+        const int32_t gates = add(3 * H), sums = plane(H, K), tops = plane(H, 1);
+        op(PST_MLSTM_GATES, {one, one, q, k}, gates, {0, 0, sums, tops, H, K}, {1e-6f});
+        op(PST_MLSTM, {q, k, v, gates}, result(H * W), {0, 0, plane(H, K * W), H, K, W});
+        op(PST_DELTA, {q, k, v, rate, one}, result(H * W), {0, 0, plane(H, K * W), H, K, W, H}, {1e-6f, 1.0f, -5.0f},
+           {weights(H)});
+        op(PST_BIASED_HEADS, {k, one}, result(H * (K + 4)), {H}, {2.0f}, {weights(H, -0.5f)});
         op(PST_VALUE_BONUS, {q, k, removal}, result(H * K), {H}, {}, {weights(H * K)});
         bool made = make(THREADS);
         EXPECT(made, "%s", error.c_str());

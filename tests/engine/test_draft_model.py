@@ -93,6 +93,7 @@ def knobs_for(rng: random.Random) -> Knobs:
 PAIRS = [
     ("llama_gqa", "llama_mha"), ("llama_mha", "llama_gqa"), ("layernorm", "windowed"), ("slots", "llama_gqa"),
     ("windowed", "latent"), ("mamba2_hybrid", "llama_rope3"), ("latent", "layernorm"),
+    ("entries", "llama_gqa"),
 ]  # fmt: skip
 
 
@@ -127,7 +128,13 @@ def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> N
     drafter_of(core)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores", "slots", "mamba2_hybrid", "rwkv7", "delta"])
+KEEPING = [
+    "slots", "mamba2_hybrid", "rwkv7", "delta", "gated_lru", "mlstm", "diagonal", "retention", "shared", "entries",
+]  # fmt: skip
+"""Specs with states, which are taken back where drafts are rejected."""
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "windowed", "scores", *KEEPING])
 @pytestmark_native
 def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
     from tests.native.test_laws import expected as native_expected
@@ -135,7 +142,7 @@ def test_D10_a_draft_model_changes_no_token_native(name: str) -> None:
     tokens, _ = native_expected(name, "float32", "float32")
     rng = random.Random(f"native-draft-{name}")
     # States follow one path: what was rejected is taken back, and no draft model keeps one.
-    keeps = name in ("slots", "mamba2_hybrid", "rwkv7", "delta")
+    keeps = name in KEEPING
     draft, rejected = tiny("llama_mha") if keeps else noisy(name, 0.3), 0
     for num_drafts, tree in ((1, "chain"), (5, "chain"), (7, "k-ary")):
         k = knobs_for(rng)

@@ -20,6 +20,7 @@ from penstock.select import KV_SELECTORS
 from penstock.select.bench import SelectionBench
 from tests.engine.harness import Collector, Knobs, assert_idle, disturbed, drain, real_engine, request, tiny
 from tests.engine.naive import Logits, beam_search, generate, model_logits
+from tests.oracle import NaiveModel
 from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
@@ -123,6 +124,28 @@ def test_F01_F03_F04_F05_F06_F22_F23_tokens_are_those_of_the_naive_model_with_a_
         for request_id, samples in expected(model, name, budget, prompt_interval, 4).items():
             got = collector.requests[request_id]
             assert [(got.tokens[i], got.reasons[i]) for i in range(len(samples))] == samples, (request_id, knobs)
+
+
+@pytest.mark.parametrize("name", [n for n in CUTTING if n != "streaming"])  # which turns keys when they are read
+def test_layers_that_share_keys_and_values_are_cut_together(name: str) -> None:
+    """C10: the layer that keeps them chooses, those that read them see what is left; all of it is the naive model's."""
+    rng = random.Random(f"shared-{name}")
+    spec, weights = tiny("shared_kv")
+    whole = model_logits(NaiveModel(spec, weights))
+    for budget in ("100%", "40%"):
+        found = []
+        for _ in range(2):
+            knobs = replace(draw_knobs(rng, name, budget, 0), block_size=4)
+            core = real_engine(spec, weights, knobs)
+            assert core.kv.selections is not None
+            collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, times=12, note=knobs)
+            assert (core.kv.selections.num_cut > 0) == (budget != "100%" or KV_SELECTORS.traits(name).always), knobs
+            found.append({i: (got.tokens, got.reasons) for i, got in collector.requests.items()})
+        assert found[0] == found[1]
+        if not KV_SELECTORS.traits(name).always and budget == "100%":
+            for r in workload(spec.vocab_size):
+                tokens, reasons = found[0][r.request_id]
+                assert [(tokens[i], reasons[i]) for i in range(r.n)] == [generate(whole, r, i) for i in range(r.n)]
 
 
 def long_engine(selector: str, kept: str, *, blocks: int = 40, **knobs: Any) -> Any:

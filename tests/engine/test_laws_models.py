@@ -117,7 +117,8 @@ MIXED = '{"dtype": {"k": ["int4", "int8"], "v": "int2"}, "layers": {"1": "int4"}
         ("llama_gqa", "int4", 0, "none"), ("latent", "int4", 0, "none"), ("windowed", "int2", 0, "none"),
         ("llama_gqa", MIXED, 0, "none"), ("llama_gqa", "int4", 0, "hadamard"), ("llama_gqa", KIVI, 4, "none"),
         ("llama_gqa", KIVI, 16, "hadamard"), ("slots", KIVI, 8, "none"), ("windowed", KIVI, 4, "none"),
-        ("llama_gqa", SINKS, 4, "none"), ("slots", SINKS, 8, "none"),
+        ("llama_gqa", SINKS, 4, "none"), ("slots", SINKS, 8, "none"), ("shared_kv", SINKS, 4, "none"),
+        ("shared_kv", "int4", 0, "hadamard"), ("streams", KIVI, 4, "none"),
     ],
 )  # fmt: skip
 def test_F36_F37_F39_F41_codecs_obey_the_same_laws(name: str, kv_dtype: str, block_size: int, rotation: str) -> None:

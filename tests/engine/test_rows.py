@@ -7,9 +7,12 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from penstock.core.batch import SchedulerOutput
+from penstock.core.model_spec import Attention, FeedForward, Layer, weight_shapes
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sampling import RepetitionDetectionParams
 from penstock.core.sequence import Sequence
@@ -270,6 +273,23 @@ def test_C02_C03_kv_bytes_shrink_with_the_kv_heads() -> None:
         sizes[name] = storage_bytes(real_engine(spec, weights, Knobs()))
     assert sizes["llama_gqa"] * 2 == sizes["llama_mha"]  # 2 of 4 heads
     assert sizes["llama_mqa"] * 4 == sizes["llama_mha"]  # 1 of 4 heads
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("share", [1, 2, 3, 6])
+def test_C10_C13_kv_bytes_shrink_with_the_layers_that_keep_some(kv_heads: int, share: int) -> None:
+    """Bytes read from the arrays: 2 G D numbers per token and layer that keeps keys and values, and nothing for those
+    that read another's: halved by CLA2, and below one head per layer (MLKV) with one head and layers that share."""
+    mixers = [
+        Attention(num_heads=4, num_kv_heads=kv_heads, head_dim=8, kv_from=n - n % share if n % share else None)
+        for n in range(6)
+    ]
+    layers = tuple(Layer(mixer=m, ffn=FeedForward(width=43)) for m in mixers)
+    spec = msgspec.structs.replace(tiny("llama_gqa")[0], layers=layers)
+    weights = {name: np.ones(shape, np.float32) for name, shape in weight_shapes(spec).items()}
+    knobs = Knobs(block_size=4, num_blocks=64)
+    slabs = storage_bytes(real_engine(spec, weights, knobs)) / (2 * kv_heads * 8 * 4 * 4 * (6 // share))
+    assert slabs == storage_bytes(real_engine(*tiny("llama_gqa"), knobs)) / (2 * 2 * 8 * 4 * 4 * 2)
 
 
 def test_B04_D02_samples_share_one_copy_of_the_prompt() -> None:

@@ -33,7 +33,7 @@ STEPS: list[dict[str, Any]] = [
     {"a": ([6, 2], [1])},
 ]
 """The last two without b: tables of slabs, which layers share."""
-HAS_ATTENTION = [name for name in specs.ALL if name not in ("mamba", "mamba2", "rwkv4", "rwkv7", "indexed")]
+HAS_ATTENTION = [name for name in specs.ALL if name not in ("mamba", "mamba2", "rwkv4", "rwkv7", "indexed", "entries")]
 
 
 def config(**settings: Any) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.core.model_spec import (
@@ -24,6 +26,7 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     Rope,
+    Rwkv7,
     ShortConv,
 )  # fmt: skip
 from tests.ggml import F32, write_gguf
@@ -45,12 +48,16 @@ TURNED = {
 """Rows of q and k are put in an order in which rotary pairs, halves of a head before, are neighbours."""
 FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3"}
 FUSED_UP = {"phi3", "glm4", "chatglm"}
-UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm"}
+UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm",
+          "phimoe", "jamba"}  # fmt: skip
 """Their files say no size of a head."""
 BLOCKS_ARE_HALVES = {"nemotron_h", "nemotron_h_moe"}
+LAYERS_OF_BLOCKS = {"falcon-h1": 3}
+"""Layers of a spec that one block is, where it is several."""
 TOP = {
     "embed": "token_embd", "embed_norm": "token_embd_norm", "positions": "position_embd", "final_norm": "output_norm",
-    "lm_head": "output",
+    "lm_head": "output", "ple_embed": "per_layer_token_embd", "ple_in": "per_layer_model_proj",
+    "ple_norm": "per_layer_proj_norm",
 }  # fmt: skip
 LAYER = {
     "attn_norm": "attn_norm", "attn_post_norm": "post_attention_norm", "ffn_norm": "ffn_norm",
@@ -60,15 +67,34 @@ LAYER = {
     "shared.down": "ffn_down_shexp", "shared_gate": "ffn_gate_inp_shexp", "q_a": "attn_q_a", "q_b": "attn_q_b",
     "q_a_norm": "attn_q_a_norm", "kv_a": "attn_kv_a_mqa", "kv_a_norm": "attn_kv_a_norm", "in": "ssm_in",
     "conv": "ssm_conv1d", "x": "ssm_x", "dt": "ssm_dt", "gate_norm": "ssm_norm", "experts_in": "ffn_latent_down",
-    "experts_out": "ffn_latent_up",
+    "experts_out": "ffn_latent_up", "dt_norm": "ssm_dt_norm", "b_norm": "ssm_b_norm", "c_norm": "ssm_c_norm",
+    "o_gate": "attn_gate", "index_q": "indexer.attn_q_b", "index_k": "indexer.attn_k", "index_k_norm": "indexer.k_norm",
+    "index_weights": "indexer.proj", "ple_gate": "inp_gate", "ple_out": "proj", "ple_post_norm": "post_norm",
+    "layer_scale": "layer_output_scale", "altup_norm": "altup_router_norm", "altup_router": "altup_router",
+    "altup_predict": "altup_predict_coef", "altup_correct": "altup_correct_coef", "altup_scale": "altup_correct_scale",
+    "laurel_in": "laurel_l", "laurel_out": "laurel_r", "laurel_norm": "laurel_post_norm",
 }  # fmt: skip
 POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 SECOND = {"ffn_norm": "post_attention_norm"}
 SHORT = {"in": "shortconv.in_proj", "conv": "shortconv.conv"}
+GEMMA4 = {
+    "experts_norm": "pre_ffw_norm_2", "experts_post_norm": "post_ffw_norm_2", "shared_post_norm": "post_ffw_norm_1",
+    "shared.gate": "ffn_gate", "shared.up": "ffn_up", "shared.down": "ffn_down",
+}  # fmt: skip
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
-    "lfm2": SHORT, "lfm2moe": SHORT,
+    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
+    "kimi-linear": {
+        "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
+        "head_norm": "ssm_norm",
+    },
+    "rwkv7": {
+        "ffn_norm": "attn_norm_2", "r": "time_mix_receptance", "k": "time_mix_key", "v": "time_mix_value",
+        "o": "time_mix_output", "head_norm": "time_mix_ln", "ffn_mix_k": "channel_mix_lerp_k", "up": "channel_mix_key",
+        "down": "channel_mix_value", "k_k": "time_mix_k_k", "k_a": "time_mix_k_a", "r_k": "time_mix_r_k",
+        **{f"{part}{n}": f"time_mix_{part}{n}" for part in "wavg" for n in (0, 1, 2)},
+    },
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
 
@@ -90,6 +116,19 @@ def file_metadata(spec: ModelSpec, arch: str) -> Metadata:
     return metadata | {f"{arch}.{key}": value for key, value in metadata_of(spec, arch).items()}
 
 
+def write_with_head(path: Path, spec: ModelSpec, weights: Weights, head: ModelSpec, own: Weights, arch: str) -> Path:
+    """The same, with a head for multi-token prediction behind the layers; `own`: its weights."""
+    n, block = len(spec.layers), f"blk.{len(spec.layers)}.nextn."
+    layer = {f"layers.{n}.{name.removeprefix('layers.0.')}": a for name, a in own.items() if name.startswith("layers.")}
+    longer = msgspec.structs.replace(spec, layers=(*spec.layers, *head.layers))
+    tensors = file_tensors(longer, weights | layer, arch)
+    around = {"token_norm": "enorm", "hidden_norm": "hnorm", "final_norm": "shared_head_norm", "embed_in": "eh_proj"}
+    for name, stored in around.items():
+        tensors[f"{block}{stored}.weight"] = plus(own[name], head.final_norm if name.endswith("norm") else None)
+    metadata = file_metadata(spec, arch) | {f"{arch}.block_count": n + 1, f"{arch}.nextn_predict_layers": 1}
+    return write_gguf(path, metadata, {name: ("F32", array) for name, array in tensors.items()})
+
+
 def ends(spec: ModelSpec) -> int | None:
     return spec.eos_token_ids[0] if spec.eos_token_ids else None
 
@@ -99,26 +138,67 @@ def ends(spec: ModelSpec) -> int | None:
 
 def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     out: Weights = {}
+    weights = folded(spec, weights) if arch == "falcon-h1" else weights
     norms = {"final_norm": spec.final_norm, "embed_norm": spec.embed_norm}
     for name, array in weights.items():
+        if name.startswith(("altup_in_", "altup_out_")):
+            continue
         if not name.startswith("layers."):
             base, ending = parts_of(name)
             own_name = "token_embd_norm" if arch.startswith("lfm2") and base == "final_norm" else TOP[base]
             out[f"{own_name}.{ending}"] = plus(array, norms.get(name))
+    if spec.altup is not None:
+        for own_name, stored in (("altup_in", "altup_proj"), ("altup_out", "altup_unembd_proj")):
+            out[f"{stored}.weight"] = np.stack([weights[f"{own_name}_{i}"] for i in range(1, spec.altup.streams)])
     block = 0
     for i, layer in enumerate(spec.layers):
         own = {name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{i}.")}
+        if arch == "gemma3n" and layer.kv_from is not None:  # checkpoints carry along what nobody uses
+            kept = {
+                name.split(".", 2)[2]: a for name, a in weights.items() if name.startswith(f"layers.{layer.kv_from}.")
+            }
+            own |= {name: np.zeros_like(kept[name]) for name in ("k", "v", "k_norm")}
         ffn = {n for n in own if n.split(".")[0] in FEED_FORWARD} if layer.ffn is not None else set()
         second = block + (arch in BLOCKS_ARE_HALVES and layer.mixer is not None)
         out |= {f"blk.{block}.{n}": a for n, a in half(layer, {n: own[n] for n in own if n not in ffn}, arch).items()}
         out |= {f"blk.{second}.{n}": a for n, a in half(layer, {n: own[n] for n in ffn}, arch).items()}
-        block = second + (arch not in BLOCKS_ARE_HALVES or layer.ffn is not None)
+        if arch in BLOCKS_ARE_HALVES:
+            block = second + (layer.ffn is not None)
+        else:
+            block += (i + 1) % LAYERS_OF_BLOCKS.get(arch, 1) == 0
+    return out
+
+
+def folded(spec: ModelSpec, weights: Weights) -> Weights:
+    """Falcon-H1: the multipliers go into the weights."""
+    out = dict(weights)
+
+    def scale(name: str, by: Any) -> None:
+        if name in out:
+            out[name] = out[name] * np.asarray(by, np.float32)
+
+    scale("embed", spec.embed_scale)
+    scale("lm_head", spec.logit_scale)
+    for i, layer in enumerate(spec.layers):
+        at, m = f"layers.{i}.", layer.mixer
+        scale(f"{at}o", layer.residual_scale)
+        if isinstance(m, Mamba2):
+            sizes = (m.inner, m.inner, m.groups * m.state, m.groups * m.state, m.num_heads)
+            scale(f"{at}in", layer.mixer_scale * np.repeat(m.scales, sizes)[:, None])
+        elif isinstance(m, Attention):
+            assert m.scale is not None
+            for name in "qkv":
+                scale(at + name, layer.mixer_scale * (m.scale * m.head_dim**0.5 if name == "k" else 1.0))
+        elif isinstance(layer.ffn, FeedForward):
+            scale(f"{at}gate", layer.ffn.gate_scale)
+            scale(f"{at}down", layer.residual_scale)
     return out
 
 
 FEED_FORWARD = {
     "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared",
-    "shared_gate", "experts_in", "experts_out",
+    "shared_gate", "experts_in", "experts_out", "router_norm", "router_scale", "experts_norm", "experts_post_norm",
+    "shared_post_norm",
 }  # fmt: skip
 
 
@@ -142,6 +222,8 @@ def half(layer: Layer, own: Weights, arch: str) -> Weights:
             array = array + np.float32(layer.mixer.qk_norm.offset)
         if arch == "falcon" and layer.parallel and not layer.shared_norm and base.endswith("_norm"):
             out[f"{'attn_norm_2' if base == 'attn_norm' else 'attn_norm'}.{ending}"] = array
+        elif arch == "falcon-h1" and base == "ffn_norm":
+            out["ffn_norm"] = array  # as the package of names has it
         elif base in names:
             ssm = base == "o" and isinstance(layer.mixer, Mamba | Mamba2)
             short = base == "o" and isinstance(layer.mixer, ShortConv)
@@ -175,6 +257,8 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
                     out[f"ffn_{part}_exps.{'bias' if end else 'weight'}"] = np.stack(found)
         if "router_correction" in own:
             out["exp_probs_b.bias"] = out.pop("router_correction")
+        if ffn.apart is not None:
+            out["ffn_gate_inp.scale"], out["ffn_down_exps.scale"] = out.pop("router_norm"), out.pop("router_scale")
         if "shared_gate" in own:
             out["shared_gate"] = own["shared_gate"][0]
     for end in ("", ".bias"):
@@ -186,9 +270,19 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
         both = out.pop("kv_b").reshape(mixer.num_heads, mixer.nope_dim + mixer.v_dim, mixer.kv_rank)
         out["attn_k_b.weight"] = both[:, : mixer.nope_dim].swapaxes(1, 2)
         out["attn_v_b.weight"] = both[:, mixer.nope_dim :]
-    if isinstance(mixer, GatedDelta) and "a_log" in own:
+    if isinstance(mixer, Rwkv7) and "mix_r" in own:
+        out = {n: a for n, a in out.items() if not n.startswith("mix_")}
+        rows = np.stack([own[f"mix_{n}"] for n in "rwkvag"])
+        out["time_mix_lerp_fused.weight"] = rows.reshape(6, 1, 1, -1)
+        if mixer.first:  # llama.cpp wants something there
+            out |= {f"v{n}": own[f"a{n}"] for n in (0, 1, 2)}
+    if isinstance(mixer, GatedDelta) and mixer.channel_decay and "a_log" in own:
+        out = {n: a for n, a in out.items() if not n.endswith(".conv")}
+        out |= {f"ssm_conv1d_{n}.weight": own[f"{n}.conv"].reshape(1, -1, 1, mixer.conv) for n in "qkv"}
+        out |= {"ssm_a": -np.exp(out.pop("a_log")).reshape(1, 1, -1, 1), "ssm_dt.bias": out.pop("dt.bias")}
+    elif isinstance(mixer, GatedDelta) and "a_log" in own:
         out = {n: a for n, a in out.items() if n not in DELTA} | delta(mixer, own, arch)
-    if isinstance(mixer, Attention) and mixer.output_gate and "q" in own:
+    if isinstance(mixer, Attention) and mixer.output_gate and "q" in own and arch != "afmoe":
         for end in ("", ".bias"):
             if f"q{end}" in own:
                 both = [out.pop(f"{n}{end}").reshape(mixer.num_heads, mixer.head_dim, -1) for n in ("q", "o_gate")]
@@ -197,7 +291,8 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
     if isinstance(mixer, Mamba | Mamba2) and "a_log" in own:
         column = (lambda a: a.reshape(-1, 1)) if isinstance(mixer, Mamba2) else (lambda a: a)
         out["ssm_a"], out["ssm_d"] = column(-np.exp(out.pop("a_log"))), column(out.pop("d"))
-        if isinstance(mixer, Mamba2):
+        if "gate_norm" in own:
+            assert isinstance(mixer, Mamba2)
             out["gate_norm"] = own["gate_norm"].reshape(mixer.groups, -1)
     for name in ("q_norm", "k_norm"):
         split = [own[n] for i in range(64) if (n := f"{name}.{i}") in own]
@@ -241,7 +336,10 @@ def ropes(spec: ModelSpec) -> list[Rope]:
 
 
 def positions_of(spec: ModelSpec) -> Weights:
-    found = [r for r in ropes(spec) if r.kind in ("longrope", "llama3")]
+    found = [r for r in ropes(spec) if r.kind in ("longrope", "llama3", "proportional")]
+    if found and found[0].kind == "proportional":
+        turned = int(found[0].dim * found[0].part / 2)
+        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (found[0].dim // 2 - turned), np.float32)}
     if found and found[0].kind == "llama3":
         return {"rope_freqs.weight": llama3_factors(found[0])}
     if not found:
@@ -259,11 +357,11 @@ def llama3_factors(r: Rope) -> F32:
 
 def metadata_of(spec: ModelSpec, arch: str) -> Metadata:
     norm = spec.layers[0].norm
-    layer_norm = norm.kind == "layer" or arch in BLOCKS_ARE_HALVES
+    layer_norm = (norm.kind == "layer" or arch in BLOCKS_ARE_HALVES) and arch != "phimoe"
     kind = "layer_norm_epsilon" if layer_norm else "layer_norm_rms_epsilon"
     own: Metadata = {
         "context_length": spec.max_position, "embedding_length": spec.hidden_size, "vocab_size": spec.vocab_size,
-        "block_count": len(spec.layers), f"attention.{kind}": norm.eps,
+        "block_count": len(spec.layers) // LAYERS_OF_BLOCKS.get(arch, 1), f"attention.{kind}": norm.eps,
     }  # fmt: skip
     for layer in spec.layers[::-1]:  # what the first layers say counts
         own |= _mixer(layer, arch) | _feed_forward(layer.ffn, arch)
@@ -276,7 +374,7 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
     if isinstance(m, Attention):
         own = {"attention.head_count": m.num_heads, "attention.head_count_kv": m.num_kv_heads}
         if arch not in UNSAID:
-            own |= {"attention.key_length": m.head_dim, "attention.value_length": m.head_dim}
+            own |= {"attention.key_length": m.head_dim, "attention.value_length": m.value_dim}
         if m.clip:
             own["attention.clamp_kqv"] = m.clip
         return own | ({"rope.dimension_count": m.rope.dim} if m.rope is not None else {})
@@ -287,11 +385,19 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
             "attention.key_length_mla": m.nope_dim + m.rope_dim, "attention.value_length_mla": m.v_dim,
             "rope.dimension_count": m.rope_dim,
         }  # fmt: skip
+        if m.indexer is not None:
+            own |= {
+                "attention.indexer.head_count": m.indexer.num_heads, "attention.indexer.top_k": m.indexer.top_k,
+                "attention.indexer.key_length": m.indexer.head_dim,
+            }  # fmt: skip
         return own | ({"attention.q_lora_rank": m.q_rank} if m.q_rank else {})
+    if isinstance(m, GatedDelta) and m.channel_decay:
+        return {"ssm.conv_kernel": m.conv, "kda.head_dim": m.key_dim}
     if isinstance(m, Mamba):
         return {
             "attention.head_count": 0, "feed_forward_length": 0, "ssm.conv_kernel": m.conv, "ssm.inner_size": m.inner,
-            "ssm.state_size": m.state, "ssm.time_step_rank": m.dt_rank, "ssm.dt_b_c_rms": False,
+            "ssm.state_size": m.state, "ssm.time_step_rank": m.dt_rank,
+            **({} if arch == "jamba" else {"ssm.dt_b_c_rms": m.norm_eps is not None}),
         }  # fmt: skip
     if isinstance(m, GatedDelta):
         return {
@@ -308,6 +414,12 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
     return {}
 
 
+SAY_NORM = {"deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "deepseek32", "glm-dsa", "afmoe", "exaone-moe",
+            "cohere2moe", "step35"}  # fmt: skip
+SAY_SHARED = {"deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "ernie4_5-moe", "deepseek32", "glm-dsa", "afmoe",
+              "exaone-moe", "cohere2moe", "kimi-linear"}  # fmt: skip
+
+
 def _feed_forward(ffn: Any, arch: str) -> Metadata:
     if isinstance(ffn, FeedForward):
         return {"feed_forward_length": ffn.width}
@@ -317,16 +429,18 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
     own: Metadata = {
         "expert_count": ffn.num_experts, "expert_used_count": ffn.top_k, "feed_forward_length": ffn.expert.width
     }  # fmt: skip
-    if arch not in ("llama", "olmoe", "granitemoe", "granitehybrid"):
+    if arch not in ("llama", "olmoe", "granitemoe", "granitehybrid", "jamba", "phimoe"):
         own["expert_feed_forward_length"] = ffn.expert.width
-    if arch in ("deepseek2", "glm4moe", "nemotron_h_moe", "dots1"):
-        own["expert_weights_norm"] = r.renormalize
+    if arch in SAY_NORM:
+        own["expert_weights_norm"] = r.renormalize or r.chosen_only
     if r.groups > 1:
         own |= {"expert_group_count": r.groups, "expert_group_used_count": r.top_groups}
-    if r.scale != 1.0:
+    if r.scale != 1.0 and arch != "cohere2moe":
         own["expert_weights_scale"] = r.scale
     if ffn.latent is not None:
         own["moe_latent_size"] = ffn.latent
+    if arch == "cohere2moe":
+        own["expert_gating_func"] = 1
     if r.score == "sigmoid":
         own["expert_gating_func"] = 2
     if ffn.shared is not None and arch in (
@@ -337,9 +451,13 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         "granitemoe",
         "granitehybrid",
         "hunyuan-moe",
+        "exaone-moe",
+        "cohere2moe",
+        "step35",
+        "ernie4_5-moe",
     ):
         own |= {"expert_shared_feed_forward_length": ffn.shared.width}
-    if ffn.shared is not None and arch in ("deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "ernie4_5-moe"):
+    if ffn.shared is not None and arch in SAY_SHARED:
         own |= {"expert_shared_count": ffn.shared.width // ffn.expert.width}
     return own
 
@@ -448,7 +566,103 @@ def _latent(spec: ModelSpec) -> Metadata:
     )
 
 
+def _attention_heads(spec: ModelSpec) -> Metadata:
+    """Where most layers have other mixers: as those say that attend."""
+    own = _mixer(next(layer for layer in spec.layers if isinstance(layer.mixer, Attention)), "falcon-h1")
+    return {key: own[key] for key in ("attention.head_count", "attention.head_count_kv")}
+
+
+def _each(spec: ModelSpec) -> Metadata:
+    """Heads, windows and thetas of every layer, in files of models whose kinds of layers differ in these."""
+    mixers = [m for layer in spec.layers if isinstance(m := layer.mixer, Attention)]
+    full = next(m for m in mixers if m.window is None)
+    return {
+        "attention.head_count": [m.num_heads for m in mixers],
+        "attention.head_count_kv": [m.num_kv_heads for m in mixers],
+        "attention.sliding_window_pattern": [m.window is not None for m in mixers],
+        "rope.freq_base": full.rope.theta, **_local_theta(spec),  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
+def _mimo(spec: ModelSpec) -> Metadata:
+    return _each(spec) | {"attention.value_scale": _first(spec).value_scale, "feed_forward_length": _dense_width(spec)}
+
+
+def _step(spec: ModelSpec) -> Metadata:
+    own = _each(spec) | _routed(spec) | {"moe_every_n_layers": 1, "rope.dimension_count": _first(spec).head_dim}
+    limits: dict[str, list[float]] = {"exp": [], "shexp": []}
+    for layer in spec.layers:
+        routed = isinstance(layer.ffn, Experts)
+        limits["exp"].append((layer.ffn.expert.limit if routed else None) or 0.0)  # type: ignore[union-attr]
+        limits["shexp"].append((layer.ffn.shared if routed else layer.ffn).limit or 0.0)  # type: ignore[union-attr]
+    return own | {f"swiglu_clamp_{name}": values for name, values in limits.items() if any(values)}
+
+
+def _kimi(spec: ModelSpec) -> Metadata:
+    m = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Latent))
+    own = _mixer(next(layer for layer in spec.layers if layer.mixer is m), "kimi-linear")
+    flags = [1 if isinstance(layer.mixer, Latent) else 0 for layer in spec.layers]
+    return own | _routed(spec) | {"attention.head_count_kv": flags}
+
+
+def _rwkv7(spec: ModelSpec) -> Metadata:
+    m, ffn = spec.layers[1].mixer, spec.layers[1].ffn
+    assert isinstance(m, Rwkv7)
+    return {
+        "attention.head_count": 0, "wkv.head_size": m.head_dim, "attention.decay_lora_rank": m.decay_rank,
+        "attention.iclr_lora_rank": m.rate_rank, "attention.value_residual_mix_lora_rank": m.value_rank,
+        "attention.gate_lora_rank": m.gate_rank, "feed_forward_length": ffn.width,  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
+def _per_layer(spec: ModelSpec) -> Metadata:
+    ple, own = spec.per_layer, _local_theta(spec) | {"final_logit_softcapping": spec.logit_soft_cap}
+    shared = sum(layer.kv_from is not None for layer in spec.layers)
+    return own | {"embedding_length_per_layer_input": ple.width if ple else 0, "attention.shared_kv_layers": shared}
+
+
+def _gemma3n(spec: ModelSpec) -> Metadata:
+    assert spec.altup is not None
+    shares = [layer.ffn.sparsity for layer in spec.layers if isinstance(layer.ffn, FeedForward)]
+    full = next(m.rope for x in spec.layers if isinstance(m := x.mixer, Attention) and m.window is None)
+    return _per_layer(spec) | {
+        "rope.freq_base": full.theta,  # type: ignore[union-attr]
+        "altup.active_idx": spec.altup.active, "altup.num_inputs": spec.altup.streams,
+        "activation_sparsity_scale": [NormalDist().inv_cdf(x) if x else float("-inf") for x in shares],
+    }  # fmt: skip
+
+
+def _gemma4(spec: ModelSpec) -> Metadata:
+    mixers = [m for layer in spec.layers if isinstance(m := layer.mixer, Attention)]
+    full, local = (next(m for m in mixers if (m.window is None) == whole) for whole in (True, False))
+    ffns: list[Any] = [layer.ffn for layer in spec.layers]
+    widths = [f.shared.width if isinstance(f, Experts) else f.width for f in ffns]
+    return _per_layer(spec) | {
+        "attention.key_length": full.head_dim, "attention.value_length": full.head_dim,
+        "attention.key_length_swa": local.head_dim, "attention.value_length_swa": local.head_dim,
+        "attention.head_count_kv": [m.num_kv_heads for m in mixers], "feed_forward_length": widths,
+        "rope.dimension_count": full.head_dim, "rope.dimension_count_swa": local.head_dim,
+        "rope.freq_base": full.rope.theta,  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
 EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
+    "afmoe": lambda s: _routed(s),
+    "cohere2moe": lambda s: {
+        "logit_scale": s.logit_scale, "leading_dense_block_count": _dense(s),
+        "feed_forward_length": _dense_width(s) if _dense(s) else s.layers[0].ffn.expert.width,  # type: ignore[union-attr]
+    },
+    "deepseek32": _latent,
+    "exaone-moe": _routed,
+    "falcon-h1": lambda s: _attention_heads(s) | {"feed_forward_length": _dense_width(s)},
+    "glm-dsa": lambda s: _latent(s) | {
+        "attention.indexer.types": [not layer.mixer.reads_choice for layer in s.layers]  # type: ignore[union-attr]
+    },
+    "jamba": _some_attend,
+    "kimi-linear": _kimi,
+    "mimo2": _mimo,
+    "rwkv7": _rwkv7,
+    "step35": _step,
     "granite": _granite,
     "granitemoe": _granite,
     "granitehybrid": _hybrid,
@@ -464,6 +678,8 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
         "attn_logit_softcapping": _first(s).soft_cap, "final_logit_softcapping": s.logit_soft_cap,
     },
     "gemma3": lambda s: _local_theta(s) | ({"final_logit_softcapping": s.logit_soft_cap} if s.logit_soft_cap else {}),
+    "gemma3n": _gemma3n,
+    "gemma4": _gemma4,
     "olmo2": _local_theta,
     "gptneox": lambda s: {"use_parallel_residual": s.layers[0].parallel},
     "stablelm": lambda s: {"use_parallel_residual": True},

@@ -21,6 +21,8 @@ BASE: dict[str, dict[str, Any]] = {
     "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192},
     "GPTNeoX": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 43,
                 "max_position_embeddings": 192},
+    "GPTNeoXJapanese": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                        "max_position_embeddings": 192},
     "Persimmon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 43,
                   "max_position_embeddings": 192},
     "OPT": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 43,

@@ -19,6 +19,13 @@ from tests.models.parity import VOCAB, oracle, random_model
 Config = dict[str, Any]
 Edit = Callable[[Config], None]
 MAX_MODEL_LEN = 192
+LATENT: Config = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 9, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}  # fmt: skip
+MUP: Config = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.6, "residual_multiplier": 0.7, "attention_multiplier": 0.2
+}  # fmt: skip
 SIZES: Config = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -100,6 +107,23 @@ def as_minicpm(config: Config) -> None:
         del config[name]
 
 
+def as_chatglm(config: Config) -> None:
+    """The config.json of ChatGLM2 that a Glm of these sizes has; its fields are all its own."""
+    told = {
+        "hidden_size": config["hidden_size"], "num_layers": config["num_hidden_layers"],
+        "num_attention_heads": config["num_attention_heads"], "kv_channels": config["head_dim"],
+        "multi_query_attention": True, "multi_query_group_num": config["num_key_value_heads"],
+        "ffn_hidden_size": config["intermediate_size"], "padded_vocab_size": VOCAB,
+        "seq_length": config["max_position_embeddings"], "layernorm_epsilon": config["rms_norm_eps"],
+        "add_qkv_bias": config["attention_bias"], "rope_ratio": 0.02, "add_bias_linear": False, "rmsnorm": True,
+        "apply_query_key_layer_scaling": True, "original_rope": True, "torch_dtype": "float32", "eos_token_id": 2,
+        "architectures": ["ChatGLMModel"], "model_type": "chatglm", "tie_word_embeddings": False, "post_layer_norm":
+        True, "apply_residual_connection_post_layernorm": False, "quantization_bit": 0, "pre_seq_len": None,
+    }  # fmt: skip
+    config.clear()
+    config |= told
+
+
 Tensors = dict[str, torch.Tensor]
 RENAMED = {
     "internlm2": {
@@ -112,6 +136,12 @@ RENAMED = {
         "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.attention.out_proj",
         "self_attn": "attn.attention", "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1",
         "mlp.down_proj": "mlp.c_proj",
+    },
+    "chatglm": {
+        "model.embed_tokens": "transformer.embedding.word_embeddings", "model.layers": "transformer.encoder.layers",
+        "model.norm": "transformer.encoder.final_layernorm", "lm_head": "transformer.output_layer",
+        "self_attn.o_proj": "self_attention.dense", "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
     },
 }  # fmt: skip
 """Parts of tensor names: Llama's -> the family's. Written down here once more, from the models' published files."""
@@ -130,6 +160,10 @@ def restored(model: Any, family: str) -> Tensors | None:
         for old, by in RENAMED[family].items():
             new = new.replace(old, by)
         out[new] = tensor
+    if family == "chatglm":
+        for name in [name for name in out if "q_proj" in name]:
+            parts = [out.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
+            out[name.replace("self_attn.q_proj", "self_attention.query_key_value")] = torch.cat(parts)
     if family == "internlm2":
         groups, dim = model.config.num_key_value_heads, model.config.head_dim
         for name in [name for name in out if "q_proj" in name]:
@@ -344,6 +378,47 @@ CASES: dict[str, Case] = {
     "nemotron-plain": Case("Nemotron", {"head_dim": 8}, old_rope),
     "nemotron-biased": Case("Nemotron", {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "helium-plain": Case("Helium", {"head_dim": 8}, old_rope),
+    "bitnet-plain": Case("BitNet", {}),
+    "bitnet-biased": Case(
+        "BitNet", {"attention_bias": True, "hidden_act": "silu", "tie_word_embeddings": True}, old_rope
+    ),
+    "chatglm-as_glm": Case("Glm", {"head_dim": 8, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 200.0, "partial_rotary_factor": 0.5}}, as_chatglm),
+    "cwm-window": Case("Cwm", {"head_dim": 8, "sliding_window": 7, "layer_types": KINDS, "rope_parameters": LLAMA3}),
+    "cwm-pattern": Case(
+        "Cwm", {"head_dim": 10, "sliding_window": 9, "num_hidden_layers": 5, "mlp_bias": True},
+        without("layer_types", "rope_parameters"),
+    ),
+    "doge-plain": Case("Doge", {"attn_implementation": "eager"}),
+    "doge-window": Case(
+        "Doge", {"attention_bias": True, "mlp_bias": True, "sliding_window": 9, "num_key_value_heads": 1,
+                 "keep_window_size": 210, "attn_implementation": "eager"},
+    ),
+    "granite_swa-thetas": Case("GraniteSWA", MUP | {
+        "sliding_window": 7, "num_hidden_layers": 4, "layer_rope_theta": [0, 1e4, 500.0, 1e4]}),
+    "granite_swa-plain": Case(
+        "GraniteSWA", {"sliding_window": 9, "attention_bias": True, "mlp_bias": True, "layer_types": KINDS[::-1],
+                       "attention_multiplier": 0.3}, without("layer_rope_theta"),
+    ),
+    "jais2-plain": Case("Jais2", {}),
+    "jais2-unbiased": Case("Jais2", {"attention_bias": False, "mlp_bias": False, "rope_parameters": YARN}),
+    "minicpm3-plain": Case("MiniCPM3", LATENT | {"dim_model_base": 8}),
+    "minicpm3-whole": Case("MiniCPM3", LATENT | {
+        "q_lora_rank": None, "v_head_dim": None, "attention_bias": True, "dim_model_base": 16, "scale_depth": None,
+        "tie_word_embeddings": False, "rope_parameters": longrope(20, 2)}),
+    "olmo-plain": Case("Olmo", {}, old_rope),
+    "olmo-cut": Case("Olmo", {"clip_qkv": 0.7, "attention_bias": True}),
+    "vaultgemma-plain": Case(
+        "VaultGemma", {"head_dim": 10, "sliding_window": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0,
+                       "final_logit_softcapping": 3.0, "attn_implementation": "eager", "layer_types": KINDS}, seed=1
+    ),
+    "vaultgemma-pattern": Case(
+        "VaultGemma", {"head_dim": 8, "sliding_window": 8, "attn_implementation": "eager"}, without("layer_types")
+    ),
+    "youtu-plain": Case("Youtu", LATENT),
+    "youtu-yarn": Case("Youtu", LATENT | {
+        "q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": False, "rope_interleave": False,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
     "helium-biased": Case("Helium", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
 HERE = sorted({name.split("-")[0] for name in CASES})

@@ -18,7 +18,7 @@ import torch
 from penstock.backends.gpu.backend import TorchBackend
 from penstock.backends.native.backend import NativeBackend
 from penstock.backends.native.obstacle import native_obstacle
-from penstock.core.model_spec import Attention, Latent, ModelSpec
+from penstock.core.model_spec import Attention, EntryAttention, Latent, ModelSpec
 from penstock.families.registry import open_model
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
@@ -172,6 +172,7 @@ def _record(spec: ModelSpec, worst: float, spread: float) -> None:
     ropes = {rope.kind + ("" if rope.dim == m.head_dim else " partial") for m in mixers
              if isinstance(m, Attention) and (rope := m.rope) is not None}  # fmt: skip
     ropes |= {m.rope.kind for m in mixers if isinstance(m, Latent) and m.rope is not None}
+    ropes |= {m.rope.kind + " partial" for m in mixers if isinstance(m, EntryAttention)}
     ropes |= {"ALiBi" for m in mixers if isinstance(m, Attention) and m.alibi is not None}
     line = {
         "test": os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0], "family": spec.family, "dtype": spec.dtype,

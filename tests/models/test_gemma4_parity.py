@@ -1,4 +1,5 @@
-"""Gemma 4's text part against transformers: global heads of their own size, keys as values, experts beside."""
+"""Gemma 4's text part against transformers: global heads of their own size, keys as values, experts beside, embeddings
+for every layer, and layers that share keys and values."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import Attention
+from penstock.core.model_spec import Attention, FeedForward
 from penstock.families.registry import find_family
 from tests.models.parity import VOCAB, check, random_model, save
 
@@ -22,11 +23,18 @@ TEXT: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "final_logit_softcapping": 5.0,
 }  # fmt: skip
+SMALL = {
+    "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+    "attention_k_eq_v": False,
+}  # fmt: skip
+"""As E2B and E4B are made."""
 MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 21}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
     "values of their own": {"attention_k_eq_v": False, "final_logit_softcapping": None},
     "experts": MOE,
+    "small": SMALL,
+    "small, wide": SMALL | {"use_double_wide_mlp": True, "attention_k_eq_v": True, "vocab_size_per_layer_input": VOCAB},
 }
 
 
@@ -46,10 +54,13 @@ def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) ->
     model = reference(case)
     found = check(save(model, tmp_path), model, count_params=False)
     sizes = [(m.head_dim, m.num_kv_heads) for layer in found.spec.layers if isinstance(m := layer.mixer, Attention)]
-    kv_heads = 1 if case != "values of their own" else 2
+    kv_heads = 2 if case in ("values of their own", "small") else 1
     assert sizes == [(8, 2), (16, kv_heads)] * 2
-    wanted = "learned weights of experts beside the router's" if case == "experts" else None
-    assert native_obstacle(found.spec) == wanted
+    shared = (0, 1) if "small" in case else (None, None)
+    assert [layer.kv_from for layer in found.spec.layers] == [None, None, *shared]
+    widths = [layer.ffn.width for layer in found.spec.layers if isinstance(layer.ffn, FeedForward)]
+    assert case == "experts" or widths == [43, 43, *((86, 86) if "wide" in case else (43, 43))]
+    assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
 
 
 def test_the_last_layer_is_global_whatever_the_list_says() -> None:
@@ -60,8 +71,7 @@ def test_the_last_layer_is_global_whatever_the_list_says() -> None:
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"hidden_size_per_layer_input": 16}, ["hidden_size_per_layer_input", "embeddings for every layer"]),
-    ({"num_kv_shared_layers": 2}, ["num_kv_shared_layers", "share keys and values"]),
+    ({"num_kv_shared_layers": 3}, ["num_kv_shared_layers", "full_attention"]),
     ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention"]),
     ({"per_layer_config": {"0": {"head_dim": 4}}}, ["per_layer_config"]),
 ])  # fmt: skip

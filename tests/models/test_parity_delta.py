@@ -35,6 +35,11 @@ KIMI = {
     "linear_num_heads": 3, "linear_head_dim": 6, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 5, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+LING = {
+    "num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 21, "num_key_value_heads": 4, "head_dim": 6,
+    "pad_token_id": 0, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+    "num_expert_group": 4, "topk_group": 2, "layer_group_size": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
 AXES = {
     "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
@@ -43,6 +48,7 @@ SEES = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }  # fmt: skip
+LATENT_CASES = ("kimi", "bailing")
 SEEING = ("qwen3_5", "qwen3_5_moe")
 """Cases whose text is a part of a checkpoint that also sees."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -63,6 +69,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", {"rope_parameters": AXES}),
     "qwen3_5_moe": ("Qwen3_5Moe", MOE | {"rope_parameters": AXES}),
     "kimi_linear": ("KimiLinear", KIMI),
+    "bailing_hybrid": ("BailingHybrid", LING),
+    "bailing_hybrid-unbounded": ("BailingHybrid", LING | {
+        "kda_safe_gate": False, "short_conv_kernel_size": 3, "moe_renormalize": False, "first_k_dense_replace": 0,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+    }),
     "kimi_linear-low": ("KimiLinear", KIMI | {
         "q_lora_rank": 9, "n_group": 2, "topk_group": 1, "moe_renormalize": False, "linear_conv_kernel_dim": 3,
         "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -71,7 +82,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 SEEDS = {
     "qwen3_next": 17, "qwen3_next-mixed": 38, "qwen3_5_text": 15, "qwen3_5_text-tied": 30, "qwen3_5_moe_text": 7,
-    "qwen3_5": 1, "qwen3_5_moe": 22, "kimi_linear": 34, "kimi_linear-low": 29,
+    "qwen3_5": 1, "qwen3_5_moe": 22, "kimi_linear": 34, "kimi_linear-low": 29, "bailing_hybrid": 1,
+    "bailing_hybrid-unbounded": 2,
 }  # fmt: skip
 """Chosen so that rounding stays small: where a query is nearly at right angles to all keys so far, the norm of what the
 state gives for it makes any rounding large, in transformers' float32 as here."""
@@ -85,6 +97,8 @@ def config_of(case: str) -> Any:
         del fields["intermediate_size"]
     if name == "KimiLinear":
         fields = {key: value for key, value in fields.items() if key != "head_dim" and key not in DELTA}
+    if name == "BailingHybrid":
+        fields = {key: value for key, value in fields.items() if key not in DELTA}
     if case in SEEING:
         return getattr(transformers, f"{name}Config")(text_config=fields, vision_config=SEES)
     return getattr(transformers, f"{kind}Config")(**fields)
@@ -95,7 +109,12 @@ def make(case: str) -> Any:
     model = vary(getattr(transformers, CASES[case][0] + head)(config_of(case)), seed=SEEDS[case], gain=1.0)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if "norm" in name and "linear_attn" not in name and "visual" not in name and "kimi" not in case:
+            if (
+                "norm" in name
+                and "linear_attn" not in name
+                and "visual" not in name
+                and not case.startswith(LATENT_CASES)
+            ):
                 p.sub_(1.0)  # these norms keep their weights minus one
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -127,7 +146,7 @@ def widen(model: Any) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear"):
+            for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "bailing_hybrid"):
                 module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
                 patch.setattr(module, "torch", _Wide())
             patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -142,11 +161,11 @@ def test_layers_of_the_delta_rule_equal_transformers(case: str, tmp_path: Path) 
     save(model, tmp_path)
     if case.startswith("kimi"):
         restore(tmp_path / "model.safetensors")
-    found = check(tmp_path, model, count_params="kimi" not in case and case not in SEEING)
+    found = check(tmp_path, model, count_params=not case.startswith(LATENT_CASES) and case not in SEEING)
     assert found.spec.family == case.split("-")[0]
     assert msgspec.json.decode(msgspec.json.encode(found.spec), type=ModelSpec) == found.spec, "as ranks are sent it"
     kinds = {type(layer.mixer) for layer in found.spec.layers}
-    assert kinds == {GatedDelta, Latent if case.startswith("kimi") else Attention}
+    assert kinds == {GatedDelta, Latent if case.startswith(LATENT_CASES) else Attention}
 
 
 def fields_of(case: str, **changes: Any) -> dict[str, Any]:
@@ -194,6 +213,8 @@ def test_absent_fields_mean_what_transformers_takes_for_them(name: str) -> None:
     ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim as '1'"),
     ("qwen3_5_text", {"linear_dt_rank": 3}, "'linear_dt_rank'"),
     ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob to 'False'"),
+    ("bailing_hybrid", {"q_lora_rank": 9}, "q_lora_rank to '9'"),
+    ("bailing_hybrid", {"num_key_value_heads": 2}, "as many key-value heads"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope to 'False'"),
     ("kimi_linear", {"num_key_value_heads": 2}, "as many key-value heads"),
     ("kimi_linear", {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}}, "do not name each of 4"),

@@ -42,6 +42,9 @@ MULTIPLIERS = {
     "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.6,
 }  # fmt: skip
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 8}
+LFM3 = {
+    "layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "head_dim": 8, "sliding_window": 9
+}  # fmt: skip
 MINIMAX = {
     "num_local_experts": 5, "num_experts_per_tok": 2, "block_size": 16, "head_dim": 8,
     **{f"{half}_{greek}_factor": n for half in ("mlp", "full_attn", "linear_attn")
@@ -74,6 +77,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe", {"layer_types": LFM2["layer_types"], "num_experts": 6, "num_experts_per_tok": 2,
                     "moe_intermediate_size": 21},
     ),
+    "lfm3": ("Lfm3", LFM3),
+    "lfm3-plain": ("Lfm3", LFM3 | {"use_sandwich_norm": False, "use_attention_gate": False, "attention_bias": True,
+                                   "conv_bias": True, "conv_L_cache": 4}),
     "minimax": ("MiniMax", MINIMAX),
     "minimax-linear": ("MiniMax", {**MINIMAX, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
 }  # fmt: skip
@@ -125,6 +131,7 @@ def test_C34_mixed_families_equal_transformers(case: str, tmp_path: Path) -> Non
     ("minimax", {"attn_type_list": [0, 1]}, ["attn_type_list for 2 layers", "has 4"]),
     ("minimax", {"hidden_act": "gelu"}, ["hidden_act", "'silu' only"]),
     ("lfm2", {"layer_types": ["conv"]}, ["layer_types for 1 layers", "has 4"]),
+    ("lfm3", {"layer_types": ["conv", "mamba", "conv", "conv"]}, ["'mamba'"]),
     ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok", "1 to 6"]),
 ])  # fmt: skip
 def test_what_mixed_families_do_not_compute_is_refused(case: str, changes: dict[str, Any], words: list[str]) -> None:

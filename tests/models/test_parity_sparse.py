@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import transformers
 
+from penstock.backends.native.obstacle import native_obstacle
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, cache_spec, weight_shapes
 from penstock.families.registry import find_family, open_model
@@ -131,7 +132,8 @@ def make(case: str) -> Any:
 def test_sparse_families_equal_transformers(case: str, tmp_path: Path) -> None:
     model = make(case)
     save(model, tmp_path)
-    check(tmp_path, model, count_params=False)
+    found = check(tmp_path, model, count_params=False)
+    assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
 
 
 def test_experts_of_real_sizes_are_counted() -> None:

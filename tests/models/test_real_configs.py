@@ -33,7 +33,7 @@ PUBLISHED = {
 """Sizes of models that transformers cannot build."""
 
 
-SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
+SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4"}
 """Model types that transformers does not know -> one it knows whose layers have the same weights."""
 
 
@@ -60,15 +60,15 @@ def spec_of(name: str) -> ModelSpec | ModelError:
 
 
 def meta_size(config: dict[str, Any]) -> int:
-    """Parameters, router corrections and scalars of layers (which transformers keeps as buffers) of the model without
-    its memory."""
+    """Parameters, router corrections, scalars of layers and lists of experts (which transformers keeps as buffers) of
+    the model without its memory."""
     model_type = SAME_SHAPE.get(config["model_type"], config["model_type"])
     made = type(transformers.AutoConfig.for_model(model_type)).from_dict(config | {"model_type": model_type})
     kind = transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         model = kind.from_config(made)
     tied = {id(p): p.numel() for n, p in model.named_parameters() if not SEES.match(n)}
-    buffers = ("e_score_correction_bias", "layer_scalar")
+    buffers = ("e_score_correction_bias", "layer_scalar", "tid2eid")
     corrections = [b.numel() for n, b in model.named_buffers() if n.endswith(buffers)]
     return sum(tied.values()) + sum(corrections)
 

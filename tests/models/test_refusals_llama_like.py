@@ -16,6 +16,7 @@ from penstock.families.registry import FAMILIES, find_family
 from tests.models.llama_like_cases import CASES, HERE, KINDS, LINEAR, MISTRAL3, YARN, Config, config_of
 from tests.models.test_parity_delta import CASES as DELTA_CASES
 from tests.models.test_parity_mixed import CASES as MIXED_CASES
+from tests.models.test_parity_recurrent import CASES as RECURRENT_CASES
 from tests.models.test_parity_sparse import CASES as SPARSE_CASES
 from tests.models.test_parity_sparse_more import CASES as MORE_CASES
 from tests.shared import shared
@@ -36,7 +37,7 @@ def test_all_weights_have_places_and_whatever_is_unknown_is_refused(name: str) -
 
 
 # Without classes of their own in transformers; Ministral 3 does not go without its rope_parameters.
-NO_DEFAULTS = {"exaone", "internlm2", "mimo", "minicpm", "ministral3"}
+NO_DEFAULTS = {"chatglm", "exaone", "internlm2", "mimo", "minicpm", "ministral3"}
 
 
 @pytest.mark.parametrize("family", sorted(set(HERE) - NO_DEFAULTS))
@@ -45,7 +46,7 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family: str) -> Non
     sizes = {
         "vocab_size": 300_000, "hidden_size": 20480, "intermediate_size": 56, "num_hidden_layers": 7,
         "num_attention_heads": 160,
-    }  # fmt: skip
+    } | ({"num_key_value_heads": 160} if family in ("minicpm3", "youtu") else {})  # fmt: skip
     known = transformers.AutoConfig.for_model(family, **sizes)
     full = json.loads(known.to_json_string(use_diff=False))
     bare = {**sizes, "model_type": family}
@@ -55,8 +56,8 @@ def test_absent_fields_mean_what_transformers_takes_for_them(family: str) -> Non
 def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
-    others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES)}
-    others |= {"gemma4_text", "step3p7"}  # in files of their own
+    others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES, *RECURRENT_CASES)}
+    others |= {"gemma3n_text", "gemma4_text", "step3p7", "retnet", "bailing_moe", "bailing_moe_v2"}  # elsewhere
     assert users <= set(HERE) | others <= set(modules) | {"llama4"}
 
 
@@ -134,6 +135,20 @@ REFUSED: list[tuple[str, Config, str, type[ModelError]]] = [
     ("arcee-plain", {"hidden_act": "xielu"}, "'xielu'", UnsupportedError),
     ("nemotron-plain", {"norm_eps": 0}, "norm_eps", ModelError),
     ("helium-plain", {"head_dim": 10}, "do not fill 32", ModelError),
+    ("bitnet-plain", {"rms_norm_eps": 0}, "rms_norm_eps", ModelError),
+    ("chatglm-as_glm", {"position_encoding_2d": True}, "prefix language model", UnsupportedError),
+    ("chatglm-as_glm", {"quantization_bit": 4}, "quantization_bit", UnsupportedError),
+    ("chatglm-as_glm", {"kv_channels": 12}, "must fill the hidden size", ModelError),
+    ("cwm-window", {"sliding_window": None}, "no sliding_window", ModelError),
+    ("doge-plain", {"is_moe": True}, "is_moe", UnsupportedError),
+    ("granite_swa-thetas", {"layer_rope_theta": [1e4]}, "layer_rope_theta as 4 numbers", ModelError),
+    ("granite_swa-thetas", {"layer_rope_theta": [1e4, -1, 0, 0]}, "layer_rope_theta as 4 numbers", ModelError),
+    ("jais2-plain", {"hidden_act": "xielu"}, "'xielu'", UnsupportedError),
+    ("minicpm3-plain", {"scale_emb": 0}, "scale_emb", ModelError),
+    ("minicpm3-plain", {"rope_interleave": True}, "rope_interleave", UnsupportedError),
+    ("olmo-plain", {"clip_qkv": -1.0}, "clip_qkv", ModelError),
+    ("vaultgemma-plain", {"hidden_activation": "gegelu"}, "'gegelu'", UnsupportedError),
+    ("youtu-plain", {"num_key_value_heads": 2}, "as many key-value heads", ModelError),
 ]  # fmt: skip
 
 
@@ -154,6 +169,17 @@ def test_what_a_family_does_not_compute_is_refused(
         spec_of(config | changes)
     assert type(error.value) is kind
     assert str(error.value).isprintable()
+
+
+def test_C86_the_first_chatglm_is_refused_as_a_prefix_model() -> None:
+    """As in the config.json of the first ChatGLM-6B, which names the architecture of its successors."""
+    config = {
+        "architectures": ["ChatGLMModel"], "model_type": "chatglm", "hidden_size": 4096, "inner_hidden_size": 16384,
+        "layernorm_epsilon": 1e-5, "max_sequence_length": 2048, "num_attention_heads": 32, "num_layers": 28,
+        "position_encoding_2d": True, "vocab_size": 130528,
+    }  # fmt: skip
+    with pytest.raises(UnsupportedError, match="prefix language model: tokens of a prompt see those after them"):
+        spec_of(config)
 
 
 def test_every_family_refuses_something() -> None:

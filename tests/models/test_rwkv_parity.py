@@ -1,4 +1,6 @@
-"""RWKV-4 against transformers: tiny random checkpoints, saved and opened as folders (catalogue row C30)."""
+"""RWKV-4 against transformers: tiny random checkpoints, saved and opened as folders (catalogue row C30).
+
+Folders of RWKV-7 are compared in test_gguf_architectures.py."""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from transformers import RwkvConfig, RwkvForCausalLM
 
-from penstock.base.errors import UnsupportedError
+from penstock.base.errors import ModelError, UnsupportedError
+from penstock.core.model_spec import Rwkv7
 from penstock.families.registry import open_model
 from penstock.families.rwkv import RwkvFamily
+from penstock.families.rwkv7 import Rwkv7Family
 from tests.models.parity import VOCAB, check, random_model, save
 
 CASES: dict[str, dict[str, Any]] = {
@@ -55,13 +59,38 @@ def test_halving_the_residual_changes_nothing_but_the_reach_of_eps(tmp_path: Pat
     [
         ({"attention_hidden_size": 64}, "attention_hidden_size"),
         ({"use_flash_rwkv": True}, "use_flash_rwkv"),
-        ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "auto_map": {"AutoModel": "x.Y"}}, "RWKV7"),
+        ({"architectures": ["Rwkv6ForCausalLM"], "model_type": "rwkv6", "auto_map": {"AutoModel": "x.Y"}}, "Rwkv6"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[str, Any], culprit: str) -> None:
     folder = save(reference("plain"), tmp_path, lambda config: config.update(change))
     with pytest.raises(UnsupportedError, match=culprit):
         open_model(folder)
+
+
+RWKV7: dict[str, Any] = {
+    "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 65536, "hidden_size": 2048,
+    "num_hidden_layers": 24, "head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "culprit"), [
+    ({"head_dim": 48}, "head_dim 48"), ({"hidden_act": "relu"}, "hidden_act"), ({"attn": {"layers": [3]}}, "attn"),
+    ({"norm_first": False}, "norm_first"), ({"decay_low_rank_dim": 0}, "decay_low_rank_dim"), ({"new": 1}, "new"),
+])  # fmt: skip
+def test_rwkv_7_of_another_kind_is_refused_by_name(change: dict[str, Any], culprit: str) -> None:
+    with pytest.raises(ModelError, match=culprit):
+        Rwkv7Family().spec(RWKV7 | change)
+
+
+def test_ranks_that_rwkv_7_leaves_open_are_the_published_ones() -> None:
+    """Those of the model of this shape with 1.5 billion parameters, 2024: 96, 96, 64 and 256."""
+    first, second, *_ = Rwkv7Family().spec(RWKV7).layers
+    assert isinstance(first.mixer, Rwkv7)
+    assert isinstance(second.mixer, Rwkv7)
+    m = second.mixer
+    assert (m.decay_rank, m.rate_rank, m.value_rank, m.gate_rank) == (96, 96, 64, 256)
+    assert (first.mixer.value_rank, first.mixer.first, m.num_heads) == (0, True, 32)
 
 
 def test_absent_fields_mean_what_transformers_means() -> None:

@@ -46,8 +46,7 @@ def reference(case: str) -> Any:
 def test_logits_and_greedy_text_equal_transformers(case: str, tmp_path: Path) -> None:
     model = reference(case)
     found = check(save(model, tmp_path), model, count_params=False)
-    wanted = {"limits": "a limit behind the activation silu"}.get(case)
-    assert native_obstacle(found.spec) == wanted
+    assert native_obstacle(found.spec) is None, "all of it runs natively, so the check did that, too"
 
 
 def test_published_fields_say_the_same_as_those_of_transformers(tmp_path: Path) -> None:

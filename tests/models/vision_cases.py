@@ -75,6 +75,14 @@ CASES = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
     }),
+    "gemma4-small": Seeing("Gemma4", {
+        "head_dim": 8, "global_head_dim": 16, "sliding_window": 7, "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": VOCAB, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }, {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
+    }),
     "mistral3": Seeing("Mistral3", {"model_type": "mistral", "head_dim": 8, "sliding_window": None}, {
         "model_type": "pixtral", **_SIGLIP, "head_dim": 8,
     }),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from penstock.backends.native.emit import SCORES
 from penstock.base.bf16 import F32, narrow
 from penstock.base.errors import EngineError
 from penstock.core.model_spec import Router
@@ -43,19 +44,27 @@ ROUTERS: dict[str, tuple[int, int, Router]] = {
     "best groups of one": (6, 2, Router(groups=6, top_groups=3, group_score="top2")),
     "groups by two": (256, 8, Router(score="sigmoid", correction=True, groups=8, top_groups=4, group_score="top2",
                                      renormalize=True, scale=2.5)),
+    "experts that weigh": (10, 3, Router(renormalize=True, scale=0.7, expert_scale=True)),
+    "SparseMixer": (16, 2, Router(score="sparse_mixer", jitter=0.1)),
+    "SparseMixer, near and far": (33, 5, Router(score="sparse_mixer", jitter=0.4, scale=1.5, expert_scale=True)),
+    "SparseMixer, of one": (1, 1, Router(score="sparse_mixer")),
 }  # fmt: skip
 
 
-def route_op(top_k: int, r: Router, source: int, out: int, correction: F32 | None) -> NativeOp:
+def route_op(
+    top_k: int, r: Router, source: int, out: int, correction: F32 | None, scales: F32 | None = None
+) -> NativeOp:
     n = (
-        top_k, int(r.score == "sigmoid"), r.groups, r.top_groups, int(r.group_score == "top2"), int(r.renormalize),
+        top_k, SCORES.index(r.score), r.groups, r.top_groups, int(r.group_score == "top2"), int(r.renormalize),
         int(r.chosen_only),
     )  # fmt: skip
-    return NativeOp(Kind.ROUTE, (source,), out, n=n, f=(r.scale,), pointers=(correction,))
+    return NativeOp(Kind.ROUTE, (source,), out, n=n, f=(r.scale, 2 * r.jitter), pointers=(correction, scales))
 
 
-def routed(isa: str, threads: int, logits: F32, top_k: int, r: Router, correction: F32 | None) -> Routes:
-    out = execute(isa, threads, [logits], 2 * top_k, lambda i, o: route_op(top_k, r, i[0], o, correction))
+def routed(
+    isa: str, threads: int, logits: F32, top_k: int, r: Router, correction: F32 | None, scales: F32 | None = None
+) -> Routes:
+    out = execute(isa, threads, [logits], 2 * top_k, lambda i, o: route_op(top_k, r, i[0], o, correction, scales))
     return Routes(out[:, :top_k].astype(np.int32), out[:, top_k:])
 
 
@@ -68,12 +77,15 @@ def test_routes_are_the_references(name: str, isa: str, threads: int) -> None:
         rng = np.random.default_rng([tokens, num])
         logits = (rng.standard_normal((tokens, num)) * 2).astype(np.float32)
         correction = rng.standard_normal(num).astype(np.float32) if router.correction else None
-        want = route(logits, top_k, router, correction)
-        got = routed(isa, threads, logits, top_k, router, correction)
+        scales = rng.standard_normal(num).astype(np.float32) if router.expert_scale else None
+        want = route(logits, top_k, router, correction, scales)
+        if router.score == "sparse_mixer" and scales is not None:  # no model has both
+            want = Routes(want.ids, want.weights * scales[want.ids])
+        got = routed(isa, threads, logits, top_k, router, correction, scales)
         np.testing.assert_array_equal(got.ids, want.ids)
         np.testing.assert_allclose(got.weights, want.weights, rtol=5e-6)
         for t in range(0, tokens, 7):
-            alone = routed(isa, 1, logits[t : t + 1], top_k, router, correction)
+            alone = routed(isa, 1, logits[t : t + 1], top_k, router, correction, scales)
             np.testing.assert_array_equal(alone.weights[0], got.weights[t])
 
 
@@ -91,6 +103,25 @@ def test_ties_go_to_the_lower_id_and_extremes_stay_finite(isa: str) -> None:
         assert np.isfinite(routed(isa, 1, far * 200, 2, router, None).weights).all()
     nothing = routed(isa, 1, np.full((1, 3), -1e4, np.float32), 2, Router(score="sigmoid", renormalize=True), None)
     assert np.all(nothing.weights < 1e-18)  # next to nothing by 1e-20, not 0 by 0
+
+
+@each_isa
+def test_sparse_mixers_experts_share_with_those_that_are_near(isa: str) -> None:
+    """How far one may be goes by the larger of the two. Source: Liu et al., GRIN, arXiv 2409.12136, section 2.2."""
+    router = Router(score="sparse_mixer", jitter=0.25)
+    logits = np.array(
+        [[2.0, 1.0, 1.1, 3.0], [-1.0, -1.5, -1.9, -3.0], [0.0, 0.0, 0.0, 0.0], [4.0, 2.0, 2.0, 2.0]], np.float32
+    )
+    got = routed(isa, 1, logits, 2, router, None)
+    e = np.exp
+    assert got.ids.tolist() == [[0, 3], [0, 1], [0, 1], [0, 1]]
+    # 2 is a third away from 3, and 1.1 more than half; then, of those left, 1.1 and 1 are half away from 2 at most.
+    assert abs(got.weights[0, 1] - 1 / (1 + e(2.0 - 3))) < 1e-6
+    assert abs(got.weights[0, 0] - 1 / (1 + e(1.1 - 2) + e(1.0 - 2))) < 1e-6
+    # Below zero the size of the smaller one counts: 0.5 of 1.5, 0.9 of 1.9, and 2 of 3, which is far.
+    assert abs(got.weights[1, 0] - 1 / (1 + e(-0.5) + e(-0.9))) < 1e-6
+    np.testing.assert_allclose(got.weights[2], [1 / 4, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(got.weights[3], [1 / (1 + 3 * e(-2)), 1 / 3], rtol=1e-6)
 
 
 @each_isa
@@ -128,7 +159,9 @@ PACKINGS: dict[str, tuple[Format, Act, Panels | None]] = {
     "int4": (Format.BLOCK, Act.I8, INT4),
     "int4, rows of float32": (Format.BLOCK, Act.F32, INT4),
 }
-INNER = {"gated": ("silu", 0.0), "clamped": ("swiglu_clamped", 0.9), "ungated": ("relu2", 0.0)}
+INNER = {
+    "gated": ("silu", 0.0), "clamped": ("swiglu_clamped", 0.9), "ungated": ("relu2", 0.0), "cut": ("silu", 0.4)
+}  # fmt: skip
 
 
 @dataclass

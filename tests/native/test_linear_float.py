@@ -406,7 +406,8 @@ def test_ends_of_activations(isa: str, name: str) -> None:
 
 def gated(gate: F64, up: F64, name: str, limit: float) -> F64:
     if name != "swiglu_clamped":
-        return activated(gate, name) * up
+        act = activated(gate, name)
+        return np.minimum(act, limit) * np.clip(up, -limit, limit) if limit else act * up
     if limit:
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
     return activated(gate, "quick_gelu") * (up + 1)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from penstock.backends.native.forward import NativeForward
-from penstock.backends.native.obstacle import native_obstacle
+from penstock.backends.native.obstacle import native_matrices, native_obstacle
 from penstock.base.bf16 import F32, narrow
 from penstock.core.matrix_format import parse_scheme
 from penstock.core.model_spec import Attention, ModelSpec
@@ -26,8 +26,9 @@ from tests.paged import Paged, nan_of
 pytestmark = pytestmark_native
 
 KEEPING = {"attention", "token_shift", "causal_conv", "mamba_scan", "mamba2_scan", "recurrent", "retention",
-           "wkv4", "wkv7", "gated_delta"}  # fmt: skip
-"""Operations that all tokens pass through, or (attention) that see what others keep."""
+           "wkv4", "wkv7", "gated_delta", "rg_lru", "diagonal_scan", "mlstm_gates", "mlstm", "choose_tokens",
+           "attend_chosen", "write_entries", "choose_entries", "attend_entries"}  # fmt: skip
+"""Operations that all tokens pass through, or (attention, those over a choice) that see what others keep."""
 NATIVE = [name for name in specs.ALL if native_obstacle(specs.make(name)[0]) is None]
 SCHEMES = ("none", "int8-w8a8", "int8-w8a8:64", "int4-w4a8:32", "int8-wo", "int8-wo:32", "int4-wo:32")
 DTYPES = {"float32": lambda w: w, "bfloat16": narrow, "float16": lambda w: w.astype(np.float16)}
@@ -65,8 +66,19 @@ def text(vocab: int, n: int = 70) -> tuple[int, ...]:
 def test_which_specs_are_native() -> None:
     """A part that silently fell back would never be tested again."""
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
-            "sandwich", "windowed", "all_windowed", "experts", "latent", "slots", "mamba", "mamba2", "mamba2_hybrid",
-            "rwkv4", "rwkv7", "delta", "short_conv", "lightning"} <= set(NATIVE)  # fmt: skip
+            "sandwich", "windowed", "all_windowed", "experts", "latent", "indexed", "slots", "mamba", "mamba2",
+            "mamba2_hybrid", "rwkv4", "rwkv7", "delta", "short_conv", "lightning", "gated_lru", "mlstm", "diagonal",
+            "retention", "shared", "shared_kv", "streams", "entries", "inner_norms",
+            "key_bias"} <= set(NATIVE)  # fmt: skip
+
+
+def test_what_layers_share_is_packed_once() -> None:
+    """Two layers of three use block 0: each of its matrices is there once, none with a matrix of a layer."""
+    names = [name.split() for name in native_matrices(specs.make("shared")[0])]
+    shared = [parts for parts in names if any(part.startswith("shared.") for part in parts)]
+    assert sorted(part for parts in shared for part in parts) == sorted(
+        f"shared.{block}.{name}" for block in (0, 1) for name in ("q", "k", "v", "o", "gate", "up", "down")
+    )
 
 
 @each_isa
@@ -79,10 +91,11 @@ def test_logits_are_the_references(name: str, dtype: str, isa: str) -> None:
     got = native(name, isa, dtype=dtype).one_go("a", ids)
     # bfloat16 rounds the rows before every product where the processor multiplies bfloat16. The random weights of
     # "sandwich" make of every rounding a hundred times as much (see tests/unit/train/test_train_tools.py), and in
-    # "mamba" three products lead to what is added up over the whole text.
+    # "mamba" three products lead to what is added up over the whole text, in "mlstm" to exponents, in "shared" five
+    # products follow each other.
     if dtype == "bfloat16" and isa == "avx512bf16":
         error = np.sqrt(np.mean((got - expected) ** 2)) / np.std(expected)
-        assert error < {"sandwich": 0.6, "mamba": 0.05}.get(name, 0.03)
+        assert error < {"sandwich": 0.6, "mamba": 0.05, "mlstm": 0.25, "shared": 0.06}.get(name, 0.03)
     else:
         assert np.abs(got - expected).max() <= 2e-4 * max(1.0, np.abs(expected).max())
         assert np.array_equal(got.argmax(-1), expected.argmax(-1))
@@ -234,17 +247,22 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
     traced = paged.graph.copy()
     fuse(traced)
     nodes = [node.op for node in traced.nodes]
-    last = max(i for i, op in enumerate(nodes) if op in KEEPING)
+    writing = {node.layer for node in traced.nodes if node.op == "write_kv"}
+    # C10: where a layer reads the keys and values of another, nothing of its own is kept.
+    keeps = [node.op in KEEPING and (node.op != "attention" or node.layer in writing) for node in traced.nodes]
+    last = max(i for i, keeping in enumerate(keeps) if keeping)
+    ends = last + (nodes[last] != "attention")
     # What keeping needs is made of all tokens; attention's own result is not kept.
-    needed = {id(node) for node in traced.nodes[: last + (nodes[last] != "attention")] if node.op in KEEPING}
-    for node in reversed(traced.nodes):
-        if node.op == "write_kv" or node.op in KEEPING or id(node) in needed:
+    needed = {id(node) for node, keeping in zip(traced.nodes[:ends], keeps, strict=False) if keeping}
+    for node, keeping in reversed(list(zip(traced.nodes, keeps, strict=True))):
+        if node.op == "write_kv" or keeping or id(node) in needed:
             needed |= {id(v.maker) for v in inputs_of(node)}
     for i, node in enumerate(traced.nodes):
         if node.out is not None:
             found = node.out.rows == SELECTED
             assert found == (id(node) not in needed), (i, nodes[i])
-    assert 1 <= nodes.count("select") <= 3, "the residual, what runs beside attention, a shifted row and its own"
+    most = 6 if name == "streams" else 3  # what each of the last layers is given of a token
+    assert 1 <= nodes.count("select") <= most, "the residual, what runs beside attention, a shifted row and its own"
 
 
 @each_isa

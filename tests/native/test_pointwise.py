@@ -20,7 +20,7 @@ from tests.native.running import ISAS, each_isa, each_threads, execute, plan_of,
 F64 = npt.NDArray[np.float64]
 WIDTHS = (1, 15, 16, 17, 896, 4097)
 LIMIT = 1.25
-"""swiglu_clamped cuts there: within what the tests draw."""
+"""Gates are cut there: within what the tests draw."""
 HALF_ULP = 2.0**-24
 
 
@@ -68,12 +68,20 @@ class Case:
 
 def gated(name: str) -> Callable[[F32, F32], F64]:
     def expected(gate: F32, up: F32) -> F64:
-        if name != "swiglu_clamped":
-            return activated(gate, name) * up.astype(np.float64)
+        if name not in ("swiglu_clamped", "silu_clamped"):
+            return np.minimum(activated(gate, name), LIMIT) * np.clip(up.astype(np.float64), -LIMIT, LIMIT)
         g, u = np.minimum(gate.astype(np.float64), LIMIT), np.clip(up.astype(np.float64), -LIMIT, LIMIT)
+        if name == "silu_clamped":
+            return np.asarray(g * sigmoid(g) * u, np.float64)
         return np.asarray(g * sigmoid(1.702 * g) * (u + 1.0), np.float64)
 
     return expected
+
+
+def xielu(x: F32) -> F64:
+    wide = x.astype(np.float64)
+    below = 1.3 * (np.expm1(np.minimum(wide, -1e-6)) - wide)
+    return np.asarray(np.where(wide > 0, 0.75 * wide * wide, below) + wide / 2, np.float64)
 
 
 SMOOTH = 3e-6
@@ -84,14 +92,25 @@ CASES = [
     Case("clip", Kind.CLIP, 1, lambda x: np.clip(x, np.float32(-0.7), np.float32(0.7)), 0.0, f=(0.7,)),
     Case("soft_cap", Kind.SOFT_CAP, 1, lambda x: 2.5 * np.tanh(x.astype(np.float64) / 2.5), SMOOTH, f=(2.5,)),
     Case("gate_rows", Kind.GATE_ROWS, 2, lambda x, g: x.astype(np.float64) * sigmoid(g), SMOOTH),
+    Case(
+        "gate_rows softplus",
+        Kind.GATE_ROWS,
+        2,
+        lambda x, g: x * np.logaddexp(0.0, g.astype(np.float64)),
+        SMOOTH,
+        n=(1,),
+    ),
     *[
         Case(name, Kind.ACT, 1, lambda x, name=name: activated(x, name), SMOOTH, n=(number,))
         for name, number in ACTIVATIONS.items()
-        if name != "swiglu_clamped"
+        if name not in ("swiglu_clamped", "silu_clamped", "xielu")
     ],
+    Case("xielu", Kind.ACT, 1, xielu, SMOOTH, n=(ACTIVATIONS["xielu"],), f=(0.75, 1.3)),
+    Case("gated_without_limit", Kind.GATED, 2, lambda g, u: activated(g, "silu") * u.astype(np.float64), SMOOTH),
     *[
         Case("gated_" + name, Kind.GATED, 2, gated(name), SMOOTH, n=(number,), f=(LIMIT,))
         for name, number in ACTIVATIONS.items()
+        if name != "xielu"
     ],
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -104,6 +123,20 @@ def inputs_of(case: Case, rows: int, width: int) -> list[F32]:
 
 def run(isa: str, threads: int, case: Case, inputs: list[F32]) -> F32:
     return execute(isa, threads, inputs, inputs[0].shape[1], lambda ins, out: case.op(tuple(ins), out))
+
+
+@each_isa
+def test_xielu_near_zero_and_far_out(isa: str) -> None:
+    case = next(case for case in CASES if case.name == "xielu")
+    near = [s * m * 10.0**-e for s in (1, -1) for e in range(1, 30) for m in (1.0, 3.7)]
+    x = np.array(
+        [[*near, 0.0, -0.0, 5e-7, -5e-7, 1e-6, -1e-6, 90.0, -90.0, -200.0, 1e4, -1e4, 1e18, -1e30]], np.float32
+    )
+    want = xielu(x)
+    within(run(isa, 1, case, [x]), want, 3e-7 * np.abs(want) + 1e-12)
+    ends = run(isa, 1, case, [np.array([[np.inf, np.nan]], np.float32)])[0]
+    assert ends[0] == np.inf
+    assert np.isnan(ends[1])
 
 
 @each_isa
@@ -199,6 +232,12 @@ def test_embed(isa: str, threads: int, dtype: Any, factor: float) -> None:
             )
             actual = execute(isa, threads, [unused], width, op, plan=plan)
             assert np.array_equal(actual, wide[rows] * np.float32(factor))
+        short = lambda _, out, n=(int(number), 0, 30), t=table: NativeOp(  # noqa: E731
+            Kind.EMBED, out=out, n=n, f=(factor,), pointers=(t,)
+        )
+        ids = np.array([*ids[:6], 29, 30, 49], np.int32)
+        actual = execute(isa, threads, [unused], width, short, plan=plan_of([0, 4, 9], [3, 20], token_ids=ids))
+        assert np.array_equal(actual, wide[np.where(ids < 30, ids, 0)] * np.float32(factor)), "ids beyond: row 0"
 
 
 @each_isa
@@ -317,7 +356,6 @@ MISFITS: list[tuple[str, Kind, dict[str, Any], str]] = [
     ("gates only", Kind.ACT, {"inputs": (0,), "out": 0, "n": (7,)}, "gates only"),
     ("cap", Kind.SOFT_CAP, {"inputs": (0,), "out": 0, "f": (0.0,)}, "larger than 0"),
     ("floor", Kind.SCALE_QUERIES, {"inputs": (0,), "out": 0, "f": (0.1, 0.0, 0.0)}, "f1 > 0"),
-    ("positions", Kind.SCALE_QUERIES, {"inputs": (2,), "out": 2, "f": (0.1, 4.0, 0.0)}, "have positions"),
     ("gate", Kind.GATE_ROWS, {"inputs": (0, 1), "out": 0}, "a gate has one number"),
     ("table", Kind.EMBED, {"out": 0, "n": (0, 0)}, "needs a table"),
     ("dtype", Kind.EMBED, {"out": 0, "n": (3, 0), "pointers": (np.zeros(4),)}, "float32, float16 or bfloat16"),

@@ -15,7 +15,8 @@ from penstock.base.errors import EngineError
 from penstock.ops.native.abi import Kind
 from penstock.ops.native.program import Layout, NativeOp, NativeProgram, StepMemory
 from penstock.ops.plan import GroupPlan, StepPlan
-from penstock.ops.ref import delta, mamba, recurrence, rwkv
+from penstock.ops.ref import delta, diagonal, mamba, pointwise, recurrence, rwkv
+from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.step import Step
 from tests.native.running import ISAS, THREADS, each_isa, execute, plan_of, pool, pytestmark_native
 
@@ -40,10 +41,11 @@ class Case:
     pointers: tuple[Any, ...] = ()
     in_place: bool = True
     scales: tuple[float, ...] = ()
+    out_width: int | None = None
 
     @property
     def width(self) -> int:
-        return self.widths[self.value]
+        return self.widths[self.value] if self.out_width is None else self.out_width
 
     def op(self, ins: list[int], out: int) -> NativeOp:
         return NativeOp(self.kind, tuple(ins), out, (0, 0, *self.n), self.f, self.pointers)
@@ -145,16 +147,64 @@ def wkv7(heads: int, dim: int) -> Case:
     )  # fmt: skip
 
 
-def gated_delta(heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0) -> Case:
-    a = -np.exp(normal(10, heads))
+def gated_delta(
+    heads: int, groups: int, keys: int, width: int, by_key: bool, factor: float = 1.0, in_turn: bool = False,
+    floor: float = 0.0,
+) -> Case:  # fmt: skip
+    a = np.exp(normal(10, heads)) * np.float32(1 if floor else -1)
 
     def ref(x: list[F32], step: Step) -> F32:
         q, k, v = split(x[0], groups), split(x[1], groups), split(x[2], heads)
-        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor).reshape(len(v), -1)
+        return delta.gated_delta(q, k, v, x[3], x[4], step, 0, 0, a, 1e-6, factor, in_turn, floor).reshape(len(v), -1)
 
     return Case(
         Kind.DELTA, [groups * keys, groups * keys, heads * width, heads * (keys if by_key else 1), heads], 2,
-        {"state": (heads, keys * width)}, (0, heads, keys, width, groups), ref, (1e-6, factor), (a,),
+        {"state": (heads, keys * width)}, (0, heads, keys, width, groups, int(in_turn)), ref,
+        (1e-6, factor, floor), (a,),
+    )  # fmt: skip
+
+
+def rg_lru(width: int) -> Case:
+    a = -np.abs(normal(11, width))
+    biases = normal(12, width), normal(13, width)
+    a[:3] = -1e-4, -30.0, 0.0  # hardly fades, is gone at once, stays for ever
+    return Case(
+        Kind.RG_LRU, [width] * 3, 0, {"state": (1, width)}, (0,),
+        lambda x, s: diagonal.rg_lru(*x, s, 0, 0, a, *biases), pointers=(a, *biases),
+    )  # fmt: skip
+
+
+def diagonal_scan(width: int, states: int, pairs: bool) -> Case:
+    angle, size = normal(14, width, states), np.exp(-np.abs(normal(15, width, states)))
+    a = np.stack([size * np.cos(angle), size * np.sin(angle)]).astype(np.float32)
+    c, d = normal(16, 2, width, states), None if pairs else normal(17, width)
+    return Case(
+        Kind.DIAGONAL, [2 * width if pairs else width], 0, {"im": (states, width), "re": (states, width)},
+        (1, 0, states, int(pairs)), lambda x, s: diagonal.diagonal_scan(x[0], s, 0, 0, a, c, d), pointers=(a, c, d),
+    )  # fmt: skip
+
+
+def gates_of_mlstm(heads: int, keys: int) -> Case:
+    """The result is as wide as no input, so it never takes one's place."""
+
+    def ref(x: list[F32], step: Step) -> F32:
+        return mlstm_gates(x[0], x[1], split(x[2], heads), split(x[3], heads), step, 0, 0, 1e-6)
+
+    return Case(
+        Kind.MLSTM_GATES, [heads, heads, heads * keys, heads * keys], 0,
+        {"norm": (heads, keys), "other": (1, 3), "max": (heads, 1)}, (0, 2, heads, keys), ref, (1e-6,),
+        in_place=False, scales=(4, 4, 1, 1), out_width=3 * heads,
+    )  # fmt: skip
+
+
+def mlstm_matrix(heads: int, keys: int, width: int) -> Case:
+    def ref(x: list[F32], step: Step) -> F32:
+        q, k, v = (split(part, heads) for part in x[:3])
+        return mlstm(q, k, v, x[3], step, 0, 0).reshape(len(v), -1)
+
+    return Case(
+        Kind.MLSTM, [heads * keys, heads * keys, heads * width, 3 * heads], 2, {"state": (heads, keys * width)},
+        (0, heads, keys, width), ref, scales=(1, 1, 1, 0.3),
     )  # fmt: skip
 
 
@@ -166,6 +216,14 @@ CASES = {
     "recurrent": recurrent(3, 5, 7), "recurrent, strips": recurrent(2, 16, 80), "retention": retention(3, 5, 7),
     "wkv7": wkv7(3, 8), "wkv7, whole": wkv7(2, 64),
     "delta": gated_delta(6, 2, 5, 7, False), "delta, strips": gated_delta(2, 1, 32, 128, False, 2.0),
+    "delta, in turn": gated_delta(6, 2, 5, 7, False, in_turn=True),
+    "rg_lru": rg_lru(37), "rg_lru, wide": rg_lru(200),
+    "diagonal": diagonal_scan(21, 5, False), "diagonal, strips": diagonal_scan(150, 3, False),
+    "diagonal of pairs": diagonal_scan(70, 1, True), "diagonal of pairs, more": diagonal_scan(16, 4, True),
+    "mlstm_gates": gates_of_mlstm(3, 5), "mlstm_gates, wide": gates_of_mlstm(2, 64),
+    "mlstm": mlstm_matrix(3, 5, 7), "mlstm, strips": mlstm_matrix(2, 16, 144),
+    "delta, bounded": gated_delta(2, 2, 9, 33, False, floor=-3.0),
+    "delta by key, bounded": gated_delta(3, 3, 18, 40, True, floor=-5.0),
     "delta by key": gated_delta(3, 3, 6, 48, True), "delta by key, whole": gated_delta(2, 2, 40, 33, True),
 }  # fmt: skip
 each_case = pytest.mark.parametrize("name", CASES)
@@ -278,6 +336,9 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
     ("wkv4", {"pointers": ()}, "decay and a bonus"), ("scan2", {"pointers": ()}, "has weights"),
     ("scan2", {"n": (0, 0, 0, 6, 5, 7, 4)}, "equal groups"), ("scan2", {"n": (0, 0, 0, 6, 5, 8, 2)}, "does not fit"),
     ("recurrent", {"n": (0, 0, 0, 3, 6, 7)}, "does not fit"), ("wkv7", {"n": (0, 0, 0, 0, 8, 8)}, "heads, keys and"),
+    ("rg_lru", {"pointers": ()}, "has a, and biases"), ("diagonal", {"pointers": ()}, "has a, c and, of real rows, d"),
+    ("diagonal", {"n": (0, 0, 1, 0, 4, 0)}, "plane does not hold"),
+    ("mlstm", {"n": (0, 0, 0, 3, 6, 7)}, "does not fit"),
     ("delta", {"n": (0, -1, 0, 6, 5, 7, 2)}, "no such layer"),
 ]  # fmt: skip
 
@@ -333,3 +394,23 @@ def test_rows_of_rwkv(width: int, isa: str) -> None:
         assert np.array_equal(execute(isa, 1, [part[4:5] for part in inputs], width, make), got[4:5])
     zeros = np.zeros((1, width), np.float32)
     assert not execute(isa, 1, [zeros], width, by(Kind.REMOVAL_KEY, n=(heads,))).any(), "nothing has no direction"
+
+
+@each_isa
+@pytest.mark.parametrize(("heads", "dim"), [(1, 1), (3, 5), (2, 64), (7, 130)])
+def test_heads_with_a_bias_behind_them(heads: int, dim: int, isa: str) -> None:
+    """A number of its own for each, or the same one; rows do not depend on their company, nor on who runs them."""
+    x, dt, a = normal(1, 9, heads * dim), normal(2, 9, heads) * np.float32(4), normal(3, heads) * np.float32(0.4)
+    dt[0, 0], dt[1, 0] = 60.0, -60.0
+    for inputs, own, factor in (([x, dt], a, 2.5), ([x], None, 1.0)):
+        want = pointwise.biased_heads(split(x, heads), dt, own, factor).reshape(9, -1)
+
+        def make(ins: list[int], out: int, own: Any = own, factor: float = factor) -> NativeOp:
+            return NativeOp(Kind.BIASED_HEADS, tuple(ins), out, (heads,), (factor,), (own,))
+
+        got = execute(isa, 1, inputs, want.shape[1], make)
+        np.testing.assert_allclose(got, want, rtol=2e-5)
+        assert np.array_equal(execute(isa, 3, inputs, want.shape[1], make), got)
+        for row in (0, 8):
+            alone = execute(isa, 1, [part[row : row + 1] for part in inputs], want.shape[1], make)
+            assert np.array_equal(alone, got[row : row + 1])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     QkNorm,
+    QueryScale,
     Recurrent,
     Rope,
     weight_shapes,
@@ -43,6 +45,7 @@ class SpecModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.max_len = max_len
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.tensors = nn.ParameterDict(
             {_key(name): nn.Parameter(torch.empty(shape)) for name, shape in weight_shapes(spec).items()}
         )
@@ -126,6 +129,8 @@ class SpecModule(nn.Module):
         return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
 
     def _layer(self, x: Tensor, p: str, layer: Layer) -> Tensor:
+        if (layer.per_layer, layer.altup, layer.laurel) != (None, None, None):
+            raise NotImplementedError("no trainable form of residuals of several streams, and of what comes with them")
         if layer.parallel:
             h = self._norm(x, p + "attn_norm", layer.norm)
             other = h if layer.shared_norm else self._norm(x, p + "ffn_norm", layer.norm)
@@ -163,7 +168,10 @@ class SpecModule(nn.Module):
         if not isinstance(f, FeedForward) or f.activation not in ACTIVATIONS:
             raise NotImplementedError(f"no trainable form of {f}")
         act, up = ACTIVATIONS[f.activation], self._linear(h, p + "up")
-        return self._linear(act(self._linear(h, p + "gate")) * up if f.gated else act(up), p + "down")
+        inner = act(self._linear(h, p + "gate")) * up if f.gated else act(up)
+        if f.down_norm is not None:
+            inner = F.rms_norm(inner, inner.shape[-1:], self._w(p + "down_norm"), f.down_norm)
+        return self._linear(inner, p + "down")
 
     def _rope(self, x: Tensor, rope: Rope) -> Tensor:
         """Rotate the first rope.dim components of x [B, T, heads, D]."""
@@ -180,6 +188,9 @@ class SpecModule(nn.Module):
 
     def _qk_norm(self, x: Tensor, name: str, n: QkNorm) -> Tensor:
         weight = None if n.kind == "unit" else self._w(name) + n.offset
+        if n.in_query:
+            before = name.removesuffix("q_norm").removesuffix("k_norm")
+            weight = self._w(name) * self._w(before + "k_norm") if name.endswith("q_norm") else None
         if n.kind == "layer":
             mean = x.mean(-1, keepdim=True)
             out = (x - mean) * torch.rsqrt(((x - mean) ** 2).mean(-1, keepdim=True) + n.eps)
@@ -189,7 +200,11 @@ class SpecModule(nn.Module):
         return out + self._w(name + ".bias") if n.bias else out
 
     def _attention(self, h: Tensor, p: str, m: Attention) -> Tensor:
+        if m.key_bias:
+            raise NotImplementedError("no trainable form of scores with a bias of the key")
         b, t, _ = h.shape
+        if m.kv_from is not None:
+            return self._attention_of_others(h, p, m)
         q, k, v = (self._linear(h, p + name) for name in "qkv")
         n = m.qk_norm
         if n is not None and n.over == "all":
@@ -204,20 +219,38 @@ class SpecModule(nn.Module):
             q, k = self._rope(q, m.rope), self._rope(k, m.rope)
         if n is not None and n.over != "all" and n.after_rope:
             q, k = self._qk_norm(q, p + "q_norm", n), self._qk_norm(k, p + "k_norm", n)
-        if m.query_scale is not None:
-            s = m.query_scale
-            turns = torch.div(torch.arange(t, device=h.device) + s.shift, s.floor, rounding_mode="floor")
-            q = q * (1.0 + s.beta * torch.log1p(turns.float())).to(q.dtype)[None, :, None, None]
+        q = _grown(q, m.query_scale)
         scale = m.head_dim**-0.5 if m.scale is None else m.scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        self._kept[int(p.split(".")[1])] = k, v
         if m.soft_cap is None and not m.sinks and m.alibi is None and m.window is None and m.chunk is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         else:
             out = self._scored(q, k, v, p, m, scale)
         out = out.transpose(1, 2).reshape(b, t, -1)
         if m.output_gate:
-            out = out * torch.sigmoid(self._linear(h, p + "o_gate"))
+            by = F.softplus if m.gate == "softplus" else torch.sigmoid
+            out = out * by(self._linear(h, p + "o_gate"))
+        if m.o_norm is not None:
+            out = F.rms_norm(out, out.shape[-1:], self._w(p + "o_norm"), m.o_norm)
         return self._linear(out, p + "o")
+
+    def _attention_of_others(self, h: Tensor, p: str, m: Attention) -> Tensor:
+        """Queries over the keys and values of an earlier layer."""
+        # Only what is trained so.
+        plain = msgspec.structs.replace(m, kv_from=None, scale=None, rope=None, o_bias=False, qk_norm=None)
+        if plain != Attention(num_heads=m.num_heads, num_kv_heads=m.num_kv_heads, head_dim=m.head_dim):
+            raise NotImplementedError(f"no trainable form of {m}")
+        b, t, _ = h.shape
+        assert m.kv_from is not None
+        k, v = self._kept[m.kv_from]
+        q = self._linear(h, p + "q").view(b, t, m.num_heads, m.head_dim)
+        n = m.qk_norm
+        q = q if n is None or n.after_rope else self._qk_norm(q, p + "q_norm", n)
+        q = q if m.rope is None else self._rope(q, m.rope)
+        q = (self._qk_norm(q, p + "q_norm", n) if n is not None and n.after_rope else q).transpose(1, 2)
+        out = self._scored(q, k, v, p, m, m.head_dim**-0.5 if m.scale is None else m.scale)
+        return self._linear(out.transpose(1, 2).reshape(b, t, -1), p + "o")
 
     def _scored(self, q: Tensor, k: Tensor, v: Tensor, p: str, m: Attention, scale: float) -> Tensor:
         """Attention with everything that the fused form cannot do. q [B, H, T, D], k and v [B, G, T, D]."""
@@ -253,6 +286,7 @@ class SpecModule(nn.Module):
         q = q.view(b, t, m.num_heads, m.nope_dim + m.rope_dim)
         if m.rope is not None:
             q = torch.cat([q[..., : m.nope_dim], self._rope(q[..., m.nope_dim :], m.rope)], -1)
+        q = _grown(q, m.query_scale)
         kv = self._linear(h, p + "kv_a")
         c = F.rms_norm(kv[..., : m.kv_rank], (m.kv_rank,), self._w(p + "kv_a_norm"), m.eps)
         k_rope = kv[..., None, m.kv_rank :]
@@ -262,8 +296,10 @@ class SpecModule(nn.Module):
         v = kv[..., m.nope_dim :]
         scale = (m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        return self._linear(out.transpose(1, 2).reshape(b, t, -1), p + "o")
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
+        if m.head_gate:
+            out = out * torch.sigmoid(self._linear(h, p + "o_gate"))[..., None]
+        return self._linear(out.reshape(b, t, -1), p + "o")
 
     def _recurrent(self, h: Tensor, p: str, m: Recurrent) -> Tensor:
         """Parallel form of the gated recurrence: a causal product whose entries decay with the distance."""
@@ -275,6 +311,14 @@ class SpecModule(nn.Module):
         keep = torch.ones(t, t, device=h.device, dtype=torch.bool).tril()
         scores = (q @ k.transpose(-1, -2)).float() * torch.exp(weight).masked_fill(~keep, 0.0)
         return self._linear((scores.to(v.dtype) @ v).transpose(1, 2).reshape(b, t, -1), p + "o")
+
+
+def _grown(q: Tensor, s: QueryScale | None) -> Tensor:
+    """Queries [B, T, heads, D] that grow with their position."""
+    if s is None:
+        return q
+    turns = torch.div(torch.arange(q.shape[1], device=q.device) + s.shift, s.floor, rounding_mode="floor")
+    return q * (1.0 + s.beta * torch.log1p(turns.float())).to(q.dtype)[None, :, None, None]
 
 
 def _key(name: str) -> str:

@@ -63,14 +63,14 @@ def plan(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: must be at least 1, not {value}")
     config = from_args(args)
     check_names(config)
-    own, stored, _, head = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored, _, heads = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     machine = probe()
     chosen: tuple[Decision, ...] = ()
     traits = None
     if args.planned_device is None:
         config, chosen = choose_ops(config, spec)
-        config, speculates = choose_mtp(config, head is not None)
+        config, speculates = choose_mtp(config, bool(heads))
         chosen = (*chosen, *speculates)
         device, traits = device_of(config, machine.num_cores), traits_of(config)
     else:
@@ -79,7 +79,7 @@ def plan(args: argparse.Namespace) -> int:
     if memory is not None:
         machine = Machine(num_cores=machine.num_cores, memory_bytes=memory, available_bytes=memory)
     result = report(
-        config, spec, machine, device, args.context, draft_specs(config, head), keeping_of(config), stored, traits
+        config, spec, machine, device, args.context, draft_specs(config, heads), keeping_of(config), stored, traits
     )
     result = msgspec.structs.replace(result, decisions=(*chosen, *result.decisions))
     if args.json:

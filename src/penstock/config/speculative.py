@@ -13,7 +13,7 @@ from penstock.config.setting import Section, setting, settings_of
 VERIFIERS = ("match", "speculative-sampling", "multi-step", "spectr", "typical", "bild")
 TREES = ("chain", "k-ary", "sequoia", "opt", "grown")
 CONTROLLERS = ("adaptive", "fixed")
-_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp")
+_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp", "mimo_v2_mtp")
 """What vLLM calls the one method mtp, by family."""
 
 

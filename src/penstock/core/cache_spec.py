@@ -17,16 +17,25 @@ CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "uint8": 1}
 
 
 class PlaneSpec(NamedTuple):
-    """One named array of a cache: `heads` x `dim` elements of `dtype`, per token or per sequence (slot)."""
+    """One named array of a cache: `heads` x `dim` elements of `dtype`, per token or per sequence (slot).
+
+    `every`, of a page's own planes: one row per so many tokens, in the page of the last of them; None: one row.
+    """
 
     name: str
     heads: int
     dim: int
     dtype: str
+    every: int | None = None
 
     @property
     def num_bytes(self) -> int:
         return self.heads * self.dim * CACHE_DTYPE_BYTES[self.dtype]
+
+    def page_rows(self, block_size: int) -> int:
+        """Rows that a page has of it, if it is one of a page's own. Blocks that are no multiple of `every` have some
+        that no run of tokens ends in."""
+        return 1 if self.every is None else -(-block_size // self.every)
 
 
 def run_name(plane: str, run: int) -> str:
@@ -77,7 +86,8 @@ class CacheSpec(msgspec.Struct, frozen=True):
     only).
     `lanes`: runs of kv heads that have pages of their own, so that they may keep different tokens: 1, or the number of
     kv heads. A page then holds heads / lanes heads; the pages of a slab are those of layer 0, lane by lane, and so on.
-    `page_planes`: what a page has besides its tokens, `heads` x `dim` numbers each (bounds of its keys, say).
+    `page_planes`: what a page has besides its tokens, `heads` x `dim` numbers each (bounds of its keys, say), or, with
+    `every`, what several tokens have together (entries of compressed attention). There may be nothing else: no planes.
     """
 
     kind: Literal["paged", "window", "slot"]
@@ -133,7 +143,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
     def slab_bytes(self, block_size: int) -> int:
         tokens = block_size if self.spec.per_token else 1
-        besides = sum(p.num_bytes for p in self.spec.page_planes)
+        besides = sum(p.num_bytes * p.page_rows(block_size) for p in self.spec.page_planes)
         return len(self.layers) * (self.spec.num_bytes * tokens + besides)
 
     def token_bytes(self, block_size: int) -> int:

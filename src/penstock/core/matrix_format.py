@@ -171,12 +171,12 @@ def parse_scheme(text: str) -> Scheme:
 
 # --- which matrices of a model
 
-_KEPT = ("router", "shared_gate")
+_KEPT = ("router", "shared_gate", "altup_predict", "altup_correct", "_streams")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
-_ELEMENTWISE = ("conv", "a_log", "q_norm", "k_norm", "bias")
-_LATENT = ("kv_b", "k_b", "v_b")
-"""Multiplied by, but not with rows (`model.attention.latent`)."""
-TABLES = ("embed", "positions")
+_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias", "router_table")
+_LATENT = ("kv_b", "k_b", "v_b", "o_a")
+"""Multiplied by, but not with rows (`model.attention.latent`, `model.compressed`)."""
+TABLES = ("embed", "positions", "ple_embed")
 """Weights that are looked up in; a tied one is multiplied with, too."""
 
 
@@ -195,9 +195,10 @@ def row_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def codes_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Those of `row_matrices`, and the table of embeddings, tied or not: what may be held as codes."""
-    table = weight_shapes(spec)["embed"]
-    return {"embed": (table[0], table[1])} | row_matrices(spec)
+    """Those of `row_matrices`, and the tables of embeddings, tied or not: what may be held as codes."""
+    shapes = weight_shapes(spec)
+    tables = {name: shapes[name] for name in ("embed", "ple_embed") if name in shapes}
+    return {name: (shape[0], shape[1]) for name, shape in tables.items()} | row_matrices(spec)
 
 
 def rounded_matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:

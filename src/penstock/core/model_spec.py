@@ -16,24 +16,34 @@ from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Indexer, Latent, QkNorm
+from penstock.core.mixers.compressed import EntryAttention, EntryIndexer
 from penstock.core.mixers.delta import GatedDelta
+from penstock.core.mixers.diagonal import Diagonal
+from penstock.core.mixers.gated_lru import GatedLru
 from penstock.core.mixers.lightning import Lightning
 from penstock.core.mixers.mamba import Mamba, Mamba2
+from penstock.core.mixers.mlstm import Mlstm
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
 from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
+from penstock.core.mixers.streams import Streams
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "Attention", "ChannelMix", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta",
-    "Indexer", "Latent", "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "ModelSpec", "Norm", "Pair", "QkNorm",
-    "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "ShortConv", "cache_groups", "cache_spec",
-    "cache_specs", "layer_shapes", "weight_shapes",
+    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Diagonal", "EntryAttention", "EntryIndexer", "Experts",
+    "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba",
+    "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope",
+    "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs",
+    "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "xielu"]
-Mixer = Attention | Latent | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv | Lightning
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"]
+Mixer = (
+    Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv
+    | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock
+)  # fmt: skip
 
 
 class Norm(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +61,13 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     """`gated`: down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
 
     `swiglu_clamped` (gpt-oss, always gated): with gate cut to at most `limit` and up cut to [-limit, limit],
-    gate * sigmoid(1.702 gate) * (up + 1). `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at
-    most `limit`, and up to [-limit, limit] (Step 3.7). `gate_scale` multiplies the
-    gate before its activation. `xielu` (Apertus, never
-    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`.
+    gate * sigmoid(1.702 gate) * (up + 1). `silu_clamped` (DeepSeek-V4, always gated) cuts both in the same way and is
+    silu(gate) * up. `relu2` is relu(x)^2. With other activations a `limit` cuts act(gate) to at most `limit`, and up to
+    [-limit, limit] (Step 3.7). `gate_scale` multiplies the gate before its activation.
+    `sparsity` (gated only): from every gate is taken the mean of its row and as many standard deviations as a share
+    `sparsity` of a normal distribution lies below; what is negative then is 0 (Gemma 3n). `xielu` (Apertus, never
+    gated; Huang & Schlag, arXiv 2411.13010) has two numbers of its own, weights `act_p` and `act_n`. `down_norm`:
+    epsilon of an RMS norm of what `down` reads (weight `down_norm` [F]; BitNet; not of experts).
     """
 
     width: int
@@ -63,27 +76,30 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     bias: bool = False
     limit: float | None = None
     gate_scale: float = 1.0
+    sparsity: float = 0.0
+    down_norm: float | None = None
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """How a token chooses its experts. Source: Shazeer et al., arXiv 1701.06538, section 2; DeepSeek-V3, arXiv
     2412.19437, section 2.1.2.
 
-    Scores of the X experts are softmax or sigmoid of the router's product (weight `router` [X, E], `router.bias` if
-    `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower id; `correction`
-    (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1, only experts of
-    the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or the sum of its
-    two best ("top2"). An expert weighs its score; `renormalize`: divided by the sum over those chosen (plus 1e-20 if
-    scores are sigmoids); `chosen_only`: the softmax runs over the chosen ones alone; then times `scale`.
-    `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4). `expert_scale`: the
-    weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
+    Scores of the X experts are softmax, sigmoid or sqrt(softplus) of the router's product (weight `router` [X, E],
+    `router.bias` if `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower
+    id; `correction` (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1,
+    only experts of the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or
+    the sum of its two best ("top2"). `listed`: nobody chooses, a token's experts stand in a table (weight
+    `router_table` [V, top_k], whole numbers). An expert weighs its score; `renormalize`: divided by the sum over those
+    chosen (plus 1e-20 unless scores are a softmax); `chosen_only`: the softmax runs over the chosen ones alone; then
+    times `scale`. `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4).
+    `expert_scale`: the weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
 
     `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
     those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu
     et al., GRIN, arXiv 2409.12136, section 2.2.
     """
 
-    score: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparse_mixer"] = "softmax"
     jitter: float = 0.0
     renormalize: bool = False
     chosen_only: bool = False
@@ -95,6 +111,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     group_score: Literal["max", "top2"] = "max"
     scale_input: bool = False
     expert_scale: bool = False
+    listed: bool = False
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -127,30 +144,81 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 FeedForwardKind = FeedForward | Experts | ChannelMix
 
 
+class PerLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer adds for a token besides its halves (per-layer embeddings; Gemma 3n, Google, 2025).
+
+    The model has one table for all layers, weight `ple_embed` [rows, L * width], of which a token whose id is `rows` or
+    more reads row 0. What a layer is given of a token is (its part of the row, times sqrt(width), plus norm(part of
+    `ple_in` [L * width, E] times the embedding, divided by sqrt(E))) / sqrt(2); `ple_norm` [width] is the norm's. The
+    layer adds norm'(`ple_out` act(`ple_gate` x) * given), with `ple_post_norm` [E].
+    """
+
+    width: int
+    rows: int
+    activation: Activation = "gelu_tanh"
+
+
+class AltUp(msgspec.Struct, frozen=True, kw_only=True):
+    """Residuals of `streams` times E numbers, of which a layer computes one (Alternating Updates).
+
+    Router: m(x) = tanh(`altup_router` [n, E] norm(x) / E), with `altup_norm`. A layer predicts each stream: s_i +
+    sum over j of (`altup_predict` [n * n, n] m(s_active))_(n i + j) s_j. It works on the active one, giving x, and
+    corrects each prediction p_i by (x - p_active) (1 + (`altup_correct` [n, n] m(x))_i). What a `PerLayer` reads is the
+    corrected active one times `altup_scale` [E], and all streams but the first get what it adds.
+
+    Stream 0 begins as the embedding, stream i as `altup_in_i` [E, E] times it, as large as it in the root mean square;
+    behind the layers the mean of stream 0 and of `altup_out_i` s_i, as large as stream 0, is what is left.
+    Source: Baykal et al., NeurIPS 2023, section 3; Gemma 3n's form of it.
+    """
+
+    streams: int
+    active: int = 0
+    scale: bool = True
+
+
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """A mixer half and a feed-forward half; either may be missing.
 
     placement: `pre` x += f(norm(x)); `post` x += norm(f(x)); `both` x += norm'(f(norm(x))); `sum` x = norm(x + f(x));
-    `normed` x = norm(x), then x = `keep` x + f(x).
+    `normed` x = norm(x), then x = `keep` x + f(x); `bare` x += f(x).
     Weights `attn_norm` and `ffn_norm` are the norm of a half's input (`post`, `sum`: the only one there is);
     `attn_post_norm` and `ffn_post_norm` exist for `both`. `parallel` (with `pre`): x += mixer(norm(x)) + ffn(norm'(x)),
     where `shared_norm` means that both read the same normed input (no `ffn_norm`). `residual_scale` multiplies what a
     half adds, `mixer_scale` what the mixer reads. `beside` (with `pre`): the mixer reads what that of the layer before
     read, as if both stood in one layer; it has no `attn_norm`, and the layer before has no feed-forward.
-    `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]).
+    `forgets` (with `pre`): what the layer before added is read here and nowhere else; what the mixer gives is added to
+    what the layer before read. The layer before has no feed-forward, nor has this one.
+    `output_scale`: what the layer leaves is multiplied by a learned number (weight `layer_scale` [1]). `per_layer`,
+    `altup`: in all layers of a model or in none. `laurel` (with `both`): half the mixer's sum is another path, x =
+    (x + norm'(mixer) + h + norm''(`laurel_out` `laurel_in` h)) / sqrt(2), where h is what the mixer reads, through so
+    many numbers (Learned Augmented Residual Layer, Gemma 3n; weight `laurel_norm`). `streams` (with `pre`, in all
+    layers of a model or in none): x is several streams, see there.
+    `residual_weights`: what a half is added to is multiplied by learned numbers (weights `attn_residual` and
+    `ffn_residual` [E]; Doge).
     """
 
     mixer: Mixer | None
     ffn: FeedForwardKind | None
     norm: Norm = Norm()
-    placement: Literal["pre", "post", "both", "sum", "normed"] = "pre"
+    placement: Literal["pre", "post", "both", "sum", "normed", "bare"] = "pre"
     keep: float = 1.0
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
     output_scale: bool = False
+    residual_weights: bool = False
     mixer_scale: float = 1.0
     beside: bool = False
+    forgets: bool = False
+    per_layer: PerLayer | None = None
+    altup: AltUp | None = None
+    laurel: int | None = None
+    streams: Streams | None = None
+
+    @property
+    def kv_from(self) -> int | None:
+        """The layer whose keys and values this one reads in place of its own."""
+        return self.mixer.kv_from if isinstance(self.mixer, Attention) else None
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,19 +265,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_soft_cap: float | None = None
     pair: Pair | None = None
 
+    def __post_init__(self) -> None:
+        assert len({(layer.per_layer, layer.altup) for layer in self.layers}) <= 1, "layers differ in what all share"
+        for n, layer in enumerate(self.layers):
+            if (source := layer.kv_from) is not None:
+                assert 0 <= source < n, f"layer {n} reads keys and values of layer {source}"
+                assert _can_read(layer.mixer, self.layers[source].mixer), (
+                    f"layers {n} and {source} differ in their keys"
+                )
+
+    @property
+    def per_layer(self) -> PerLayer | None:
+        return self.layers[0].per_layer if self.layers else None
+
+    @property
+    def altup(self) -> AltUp | None:
+        return self.layers[0].altup if self.layers else None
+
+    @property
+    def streams(self) -> Streams | None:
+        """What the residual consists of, if it is more than one vector."""
+        return self.layers[0].streams if self.layers else None
+
     @property
     def num_params(self) -> int:
         """Numbers in all weights; a tied head counts once."""
         return sum(prod(shape) for shape in weight_shapes(self).values())
 
 
+def _can_read(mixer: Mixer | None, source: Mixer | None) -> bool:
+    """Whether queries of one layer can meet the keys and values that another keeps."""
+    if not isinstance(mixer, Attention) or not isinstance(source, Attention) or source.kv_from is not None:
+        return False
+    alike = all(
+        getattr(mixer, name) == getattr(source, name) for name in ("num_kv_heads", "head_dim", "value_dim", "rope")
+    )
+    return alike and (source.reach is None or (mixer.reach is not None and mixer.reach <= source.reach))
+
+
 def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> CacheSpec | None:
-    """What one layer keeps between steps; None for a layer without a mixer. Recurrent state is always float32.
+    """What one layer keeps between steps; None for a layer without a mixer, and for one that reads the keys and values
+    of another (`Layer.kv_from`). Recurrent state is always float32.
 
     `lanes`: runs of kv heads with pages of their own (attention only). `bounds`: pages have the bounds of their keys
     (`core.selection.PageReads`; attention without a window only).
     """
-    if layer.mixer is None:
+    if layer.mixer is None or layer.kv_from is not None:
         return None
     spec = layer.mixer.cache(kv_dtype)
     if isinstance(layer.ffn, ChannelMix):
@@ -226,7 +327,8 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
 
 def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> list[tuple[CacheSpec, ...]]:
     """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
-    are further ones (`core.mixers.attention.Attention.caches`). `kv_dtype`: see `core.kv_format`.
+    are further ones (`core.mixers.attention.Attention.caches`), and so are entries of several tokens
+    (`core.mixers.compressed.EntryAttention.caches`). `kv_dtype`: see `core.kv_format`.
 
     `lanes`, `bounds`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always
     is.
@@ -235,8 +337,10 @@ def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool 
     out: list[tuple[CacheSpec, ...]] = []
     for n, layer in enumerate(spec.layers):
         how = kv.of(n)
-        if how.plain is None and isinstance(layer.mixer, Attention):
+        if how.plain is None and isinstance(layer.mixer, Attention) and layer.kv_from is None:
             out.append(layer.mixer.caches(how))
+        elif isinstance(layer.mixer, EntryAttention):
+            out.append(layer.mixer.caches(how.plain or "float32"))
         else:
             one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
             out.append(() if one is None else (one,))
@@ -268,9 +372,22 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
         out["positions"] = (spec.max_position, e)
     if spec.embed_size is not None:
         out["embed_in"] = (e, width)
+    if (ple := spec.per_layer) is not None:
+        columns = len(spec.layers) * ple.width
+        out |= {"ple_embed": (ple.rows, columns), "ple_in": (columns, e), "ple_norm": (ple.width,)}
+    others = range(1, 1 if spec.altup is None else spec.altup.streams)
+    out |= {f"altup_in_{i}": (e, e) for i in others}
     out |= norm_shapes("embed_norm", spec.embed_norm, e)
     for i, layer in enumerate(spec.layers):
+        if isinstance(layer.mixer, SharedBlock):
+            own = layer.mixer.shared_shapes(e)
+            out |= {layer.mixer.shared + name: shape for name, shape in own.items()}
         out |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(layer, e).items()}
+        if isinstance(layer.ffn, Experts) and layer.ffn.router.listed:
+            out[f"layers.{i}.router_table"] = (spec.vocab_size, layer.ffn.top_k)
+    out |= {f"altup_out_{i}": (e, e) for i in others}
+    if spec.streams is not None:
+        out |= spec.streams.weight_shapes("head_streams", e, last=True)
     out |= norm_shapes("final_norm", spec.final_norm, e)
     if spec.pair is not None:
         return out
@@ -286,8 +403,11 @@ def weight_shapes(spec: ModelSpec) -> Shapes:
 def layer_shapes(layer: Layer, e: int) -> Shapes:
     """The same for one layer, names without its prefix."""
     out: Shapes = {}
+    if layer.streams is not None:
+        for half in ("attn", "ffn"):
+            out |= layer.streams.weight_shapes(half + "_streams", e)
     if layer.mixer is not None:
-        if not layer.beside:
+        if not layer.beside and layer.placement != "bare":
             out |= norm_shapes("attn_norm", layer.norm, e)
         out |= layer.mixer.weight_shapes(e)
         if layer.placement == "both":
@@ -298,8 +418,22 @@ def layer_shapes(layer: Layer, e: int) -> Shapes:
         out |= _feed_forward_shapes(layer.ffn, e)
         if layer.placement == "both":
             out |= norm_shapes("ffn_post_norm", layer.norm, e)
+    if layer.laurel is not None:
+        out |= {"laurel_in": (layer.laurel, e), "laurel_out": (e, layer.laurel)}
+        out |= norm_shapes("laurel_norm", layer.norm, e)
+    if (up := layer.altup) is not None:
+        n = up.streams
+        out |= {"altup_norm": (e,), "altup_router": (n, e), "altup_predict": (n * n, n), "altup_correct": (n, n)}
+        if up.scale:
+            out["altup_scale"] = (e,)
+    if (ple := layer.per_layer) is not None:
+        out |= {"ple_gate": (ple.width, e), "ple_out": (e, ple.width)}
+        out |= norm_shapes("ple_post_norm", layer.norm, e)
     if layer.output_scale:
         out["layer_scale"] = (1,)
+    if layer.residual_weights:
+        halves = {"attn_residual": layer.mixer, "ffn_residual": layer.ffn}
+        out |= {name: (e,) for name, half in halves.items() if half is not None}
     return out
 
 
@@ -325,6 +459,8 @@ def _dense_shapes(prefix: str, ffn: FeedForward, e: int) -> Shapes:
             out[prefix + name + ".bias"] = (ffn.width,)
     if ffn.activation == "xielu":
         out |= {prefix + "act_p": (1,), prefix + "act_n": (1,)}
+    if ffn.down_norm is not None:
+        out[prefix + "down_norm"] = (ffn.width,)
     out[prefix + "down"] = (e, ffn.width)
     if ffn.bias:
         out[prefix + "down.bias"] = (e,)

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.backends.reference import BlasBackend
 from penstock.base.bf16 import F32
-from penstock.core.model_spec import cache_groups
+from penstock.core.model_spec import Attention, Latent
 from penstock.eval.scorer import LoadedModel, ProgramScorer
 from penstock.ops.ref.attention.rows import RowBackend, Rule, scores
 from penstock.ops.step import Step
@@ -34,30 +34,29 @@ class MapReader(ProgramScorer):
     def __init__(self, model: LoadedModel) -> None:
         self._recorder = _Recorder()
         super().__init__(model, BlasBackend(self._recorder))
-        self._layers_of = [group.layers for group in cache_groups(model.spec, model.kv_dtype)]
+        self._layers = [n for n, layer in enumerate(model.spec.layers) if isinstance(layer.mixer, Attention | Latent)]
 
     def read(self, token_ids: Sequence[int], first: int = 0) -> tuple[F32, list[LayerMap]]:
         """Logits [T, V], and for each attention layer what the tokens from `first` on attended to."""
         self._recorder.begin(first, len(token_ids))
         logits = self.logits(token_ids)
-        found = {self._layers_of[group][layer]: map for (group, layer), map in self._recorder.maps.items()}
-        return logits, [LayerMap(layer, found[layer]) for layer in sorted(found)]
+        return logits, [LayerMap(n, found) for n, found in zip(self._layers, self._recorder.maps, strict=True)]
 
 
 class _Recorder(RowBackend):
-    """Attention that writes down its weights for one text. `maps`: by group and layer of the group."""
+    """Attention that writes down its weights for one text. `maps`: one for each layer that attends, in their order."""
 
     def __init__(self) -> None:
         super().__init__("recorder", False, self._row)
-        self.maps: dict[tuple[int, int], F32] = {}
-        self._place = (0, 0)
+        self.maps: list[F32] = []
+        self._new = True
         self._first, self._length = 0, 0
 
     def begin(self, first: int, length: int) -> None:
-        self._first, self._length, self.maps = first, length, {}
+        self._first, self._length, self.maps = first, length, []
 
     def attend(self, q: F32, step: Step, group: int, layer: int, **named: Any) -> F32:
-        self._place = group, layer
+        self._new = True
         return super().attend(q, step, group, layer, **named)
 
     def _row(self, q: F32, k: F32, v: F32, first: int, rule: Rule) -> F32:
@@ -71,11 +70,12 @@ class _Recorder(RowBackend):
         if rule.sinks is not None:
             total = total + np.exp(rule.sinks - m)
         weights /= total
-        if self._place not in self.maps:
+        if self._new:
             shape = (self._length - self._first, *q.shape[:2], self._length)
-            self.maps[self._place] = np.zeros(shape, np.float32)
+            self.maps.append(np.zeros(shape, np.float32))
+            self._new = False
         end = first + len(k)
         if end > self._first:
-            self.maps[self._place][end - 1 - self._first, :, :, first:end] = weights
+            self.maps[-1][end - 1 - self._first, :, :, first:end] = weights
         out: F32 = np.matmul(weights, v.transpose(1, 0, 2))
         return out

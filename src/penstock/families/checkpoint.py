@@ -18,6 +18,8 @@ from penstock.formats.tensor_ref import TensorRef
 
 LOADABLE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Stored element types that weights may have as they are -> their names in a ModelSpec."""
+WHOLE_DTYPES = {"I64": 8, "I32": 4}
+"""Types of whole numbers that tables have -> bytes of one. They are read as float32, which is exact below 2^24."""
 BLOCK_DTYPES = frozenset(GGML_FORMATS)
 """Types that are decoded (`weights.stored.ggml`) and hold their scales themselves."""
 SCALED_DTYPES = frozenset({"I8", "T2"})
@@ -88,14 +90,15 @@ class WeightRef:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`weights` has exactly the keys of `weight_shapes(spec)`, with these shapes and dtypes that can be read."""
+    """`weights` has exactly the keys of `weight_shapes(spec)`, with these shapes and dtypes that can be read. `heads`:
+    for multi-token prediction (`families.mtp`), in their order."""
 
     path: Path
     spec: ModelSpec
     weights: dict[str, WeightRef]
     tokenizer: TokenizerFiles
     generation_config: dict[str, Any] = field(default_factory=dict)
-    head: Checkpoint | None = None
+    heads: tuple[Checkpoint, ...] = ()
 
     @property
     def stored(self) -> dict[str, MatrixFormat]:
@@ -127,6 +130,8 @@ def check_weights(weights: Mapping[str, WeightRef], spec: ModelSpec) -> None:
         wanted = shape if cut is None else cut.shape
         if tensor.shape != wanted:
             raise ModelError(f"{where} has the shape {quoted(tensor.shape)}, but the model needs {quoted(wanted)}")
+        if tensor.dtype in WHOLE_DTYPES and name.endswith("router_table"):
+            continue
         if weights[name].codes is None:
             _check_type(where, tensor, weights[name].scales)
 

@@ -1,8 +1,9 @@
-"""Nemotron made smaller by architecture search: `DeciLMForCausalLM`, Llama with layers that differ.
+"""Models made smaller by architecture search: `DeciLMForCausalLM`, Llama with layers that differ.
 
-A block may lack its attention or its feed-forward, and each has its own number of kv heads and width.
-Source: Bercovich et al., Puzzle, arXiv 2411.19146; Llama-Nemotron, arXiv 2505.00949, section 2; rounding of widths as
-in the configuration code published with the models.
+DeciLM-6B and 7B (model_type deci) have a number of kv heads for each layer. In Nemotron's successors (nemotron-nas) a
+block may lack its attention or its feed-forward, and each has its own number of kv heads and width.
+Source: Deci, DeciLM-6B (2023) and its published configuration code; Bercovich et al., Puzzle, arXiv 2411.19146;
+Llama-Nemotron, arXiv 2505.00949, section 2; rounding of widths as in the configuration code published with the models.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from penstock.families.positions import read_rope
 from penstock.families.reading import MAX_SIZE, WHERE, finish, read_activation, read_sizes, require
 
 _WIDTH_STEP = 256
+# Which of its forms of attention the published code takes.
+_ATTENTION_CODE = (
+    "naive_attention_prefill", "naive_attention_decode_batched", "naive_attention_decode_single", "num_key_value_heads",
+)  # fmt: skip
 
 
 class Deci:
-    """The `ModelFamily` of DeciLMForCausalLM (model_type nemotron-nas)."""
+    """The `ModelFamily` of DeciLMForCausalLM (model_type deci or nemotron-nas)."""
 
     name = "nemotron-nas"
     architectures = ("DeciLMForCausalLM",)
@@ -39,6 +44,11 @@ class Deci:
         activation, norm = read_activation(fields), Norm(eps=fields.number("rms_norm_eps", default=1e-6))
         for name in ("attention_bias", "mlp_bias"):
             require(fields, name, False)
+        if "num_key_value_heads_per_layer" in fields:
+            layers = _layers(fields, sizes.num_layers, heads, e // heads, rope, activation, norm)
+            return finish(
+                fields, self.name, sizes, layers, bos=(1,), eos=(2,), final_norm=norm, harmless=_ATTENTION_CODE
+            )  # fmt: skip
         for name in ("intermediate_size", "num_key_value_heads"):
             require(fields, name, None)  # every block has its own
         blocks = fields.raw("block_configs")
@@ -60,6 +70,25 @@ class Deci:
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         return ignored(name, spec)
+
+
+def _layers(
+    fields: Fields, num_layers: int, heads: int, head_dim: int, rope: Rope, activation: Activation, norm: Norm
+) -> list[Layer]:  # fmt: skip
+    """Of DeciLM: they differ in their kv heads alone."""
+    groups = fields.integers("num_key_value_heads_per_layer", low=1, high=heads) or []
+    if len(groups) != num_layers:
+        raise ModelError(
+            f"{WHERE} gives num_key_value_heads_per_layer for {len(groups)} layers, but the model has {num_layers}"
+        )
+    odd = next((g for g in groups if heads % g), None)
+    if odd is not None:
+        raise ModelError(f"{WHERE}: {odd} of num_key_value_heads_per_layer does not divide {heads} query heads")
+    ffn = FeedForward(width=fields.integer("intermediate_size", high=MAX_SIZE), activation=activation)
+    return [
+        Layer(mixer=Attention(num_heads=heads, num_kv_heads=g, head_dim=head_dim, rope=rope), ffn=ffn, norm=norm)
+        for g in groups
+    ]
 
 
 def _half(block: Fields, name: str) -> Fields | None:

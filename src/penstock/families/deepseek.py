@@ -115,7 +115,7 @@ def latent_spec(
     indexers: Callable[[Fields, Latent, int], list[Latent]] | None = None,
 ) -> ModelSpec:  # fmt: skip
     norm = Norm(eps=fields.number("rms_norm_eps", default=1e-6))
-    mixer = _latent(fields, sizes)
+    mixer = read_latent(fields, sizes)
     mixers = [mixer] * sizes.num_layers if indexers is None else indexers(fields, mixer, sizes.num_layers)
     activation = read_activation(fields)
     bias = fields.flag("mlp_bias")
@@ -138,7 +138,7 @@ def latent_spec(
     return finish(fields, family, sizes, layers, bos=(bos,), eos=(eos,), final_norm=norm, harmless=_TRAINING)
 
 
-def _latent(fields: Fields, sizes: Sizes) -> Latent:
+def read_latent(fields: Fields, sizes: Sizes) -> Latent:
     heads = fields.integer("num_attention_heads", high=MAX_SIZE)
     if fields.integer("num_key_value_heads", high=MAX_SIZE, default=heads) != heads:
         raise ModelError(f"{WHERE}: latent attention has as many key-value heads as query heads, {heads}")

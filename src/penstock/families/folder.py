@@ -25,7 +25,7 @@ from penstock.families.checkpoint import (
     check_weights,
 )
 from penstock.families.fields import Fields
-from penstock.families.mtp import mtp_head
+from penstock.families.mtp import mtp_heads
 from penstock.families.quantization import METHODS, read_method
 from penstock.families.quantization.gather import check_claims, codes_ref, drop_empty_biases, gather
 from penstock.families.quantization.method import Method
@@ -52,7 +52,7 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     spec = family.spec(told)
     check_count(spec)
     tensors = _tensors(folder, names)
-    weights, head = _match(folder, tensors, spec, family, method)
+    weights, heads = _match(folder, tensors, spec, family, method)
     check_weights(weights, spec)
     if not _says_dtype(config):
         spec = msgspec.structs.replace(spec, dtype=LOADABLE_DTYPES.get(weights["embed"].tensor.dtype, "bfloat16"))
@@ -61,10 +61,10 @@ def open_folder(folder: Path, names: list[str], config: Mapping[str, Any], famil
     # Instruction models list the ends of a turn only here.
     spec = msgspec.structs.replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *eos))))
     files = read_tokenizer_files(folder, names)
-    if head is not None:
+    for head in heads:
         check_weights(head.weights, head.spec)
-        head = replace(head, spec=msgspec.structs.replace(head.spec, dtype=spec.dtype), tokenizer=files)
-    return Checkpoint(folder, spec, weights, files, generation, head)
+    heads = [replace(h, spec=msgspec.structs.replace(h.spec, dtype=spec.dtype), tokenizer=files) for h in heads]
+    return Checkpoint(folder, spec, weights, files, generation, tuple(heads))
 
 
 def _says_dtype(config: Mapping[str, Any]) -> bool:
@@ -110,6 +110,8 @@ def read_quantization(folder: Path, names: list[str], config: dict[str, Any]) ->
     if not quantization:
         return None
     fields = quantization if isinstance(quantization, dict) else {}
+    if fields.get("quant_method") == "fp8" and config.get("expert_dtype") is not None:  # DeepSeek-V4 has it outside
+        fields = {"expert_dtype": config["expert_dtype"], **fields}
     method = read_method(fields, told)
     if method is None:
         name = fields.get("quant_method") or "unnamed"
@@ -133,8 +135,8 @@ def _tensors(folder: Path, names: list[str]) -> dict[str, TensorRef]:
 
 def _match(
     folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, method: Method | None
-) -> tuple[dict[str, WeightRef], Checkpoint | None]:
-    """The model's weights, and its head for multi-token prediction if all of one is there."""
+) -> tuple[dict[str, WeightRef], list[Checkpoint]]:
+    """The model's weights, and its heads for multi-token prediction as far as all of each is there."""
     places = family.layout(spec, tensors) if isinstance(family, SeveralParts) else family.weight_map(spec)
     places = laid_out(places, tensors)
     names = {name: place.name if isinstance(place, Cut) else place for name, place in places.items()}
@@ -157,7 +159,7 @@ def _match(
             f"{quoted(folder)} holds {len(unexpected)} tensors that the {family.name} family does not use with this "
             f"config.json, first {quoted(unexpected[0])}"
         )
-    return _refs(places, tensors, codes), _head(folder, tensors, spec, family, codes)
+    return _refs(places, tensors, codes), _heads(folder, tensors, spec, family, codes)
 
 
 def _refs(
@@ -170,17 +172,17 @@ def _refs(
     return out
 
 
-def _head(
+def _heads(
     folder: Path, tensors: dict[str, TensorRef], spec: ModelSpec, family: ModelFamily, codes: Mapping[str, Codes]
-) -> Checkpoint | None:
-    """None as well where a part of it is missing: conversions leave such layers out, more or less."""
-    found = mtp_head(family, spec)
-    if found is None:
-        return None
-    places = laid_out(found.places, tensors)
-    if any((place.name if isinstance(place, Cut) else place) not in tensors for place in places.values()):
-        return None
-    return Checkpoint(folder, found.spec, _refs(places, tensors, codes), TokenizerFiles("none"))
+) -> list[Checkpoint]:
+    """Those before the first that is not whole: conversions leave such layers out, more or less."""
+    heads: list[Checkpoint] = []
+    for found in mtp_heads(family, spec, tensors=tensors):
+        places = laid_out(found.places, tensors)
+        if any((place.name if isinstance(place, Cut) else place) not in tensors for place in places.values()):
+            break
+        heads.append(Checkpoint(folder, found.spec, _refs(places, tensors, codes), TokenizerFiles("none")))
+    return heads
 
 
 def _with_outer_name(

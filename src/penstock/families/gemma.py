@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and the text part of Gemma 3.
+"""Gemma, Gemma 2, VaultGemma and the text part of Gemma 3.
 
 Source: Gemma Team, arXiv 2403.08295, 2408.00118 and 2503.19786; defaults of absent fields as in transformers'
 GemmaConfig, Gemma2Config and Gemma3TextConfig. All of them keep norm weights minus one, multiply embeddings by the
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from penstock.core.model_spec import ModelSpec, QkNorm
 from penstock.families.llama_like import (
@@ -87,6 +89,19 @@ class Gemma2(LlamaNames):
             fields, self.name, sizes, layers, bos=(2,), eos=(1,), tie=True, final_norm=norm, harmless=_HARMLESS,
             embed_scale=sizes.hidden_size**0.5, logit_soft_cap=read_optional(fields, "final_logit_softcapping"),
         )  # fmt: skip
+
+
+class VaultGemma(LlamaNames):
+    """The `ModelFamily` of VaultGemmaForCausalLM: Gemma 2 with norms in front of its halves alone."""
+
+    name = "vaultgemma"
+    architectures = ("VaultGemmaForCausalLM",)
+    names: Mapping[str, str] = {"ffn_norm": "pre_feedforward_layernorm"}
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        spec = Gemma2().spec(config)
+        layers = tuple(msgspec.structs.replace(layer, placement="pre") for layer in spec.layers)
+        return msgspec.structs.replace(spec, family=self.name, layers=layers)
 
 
 class Gemma3(LlamaNames):

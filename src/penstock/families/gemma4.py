@@ -1,8 +1,7 @@
-"""Gemma 4, its text part: global layers with heads of their own size whose keys are values, too, and experts that work
-beside a dense feed-forward.
+"""Gemma 4, its text part: global layers with heads of their own size whose keys are values, too, experts that work
+beside a dense feed-forward, and, in E2B and E4B, embeddings for every layer and layers that share keys and values.
 
-Source: Gemma 4's model card; layout and absent fields as in transformers' Gemma4TextConfig. Embeddings for every layer
-and layers that share keys and values (E2B, E4B) are not computed.
+Source: Gemma 4's model card; layout and absent fields as in transformers' Gemma4TextConfig.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ModelError, UnsupportedError
-from penstock.core.model_spec import Attention, Experts, FeedForwardKind, Layer, ModelSpec, QkNorm, Router
+from penstock.core.model_spec import Attention, Experts, FeedForward, FeedForwardKind, Layer, ModelSpec, QkNorm, Router
 from penstock.core.weight_map import Cut, WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama_like import (
@@ -29,6 +28,13 @@ from penstock.families.llama_like import (
     read_norm,
     read_optional,
     start,
+)
+from penstock.families.per_layer import (
+    PER_LAYER_NAMES,
+    PER_LAYER_TOP,
+    is_unused,
+    read_per_layer,
+    read_sources,
 )
 from penstock.families.positions import read_ropes
 from penstock.families.reading import MAX_EXPERTS, MAX_POSITION, MAX_SIZE, WHERE, finish, require
@@ -47,8 +53,7 @@ _EXPERTS = {
     "shared_post_norm": "post_feedforward_layernorm_1", "shared.gate": "mlp.gate_proj", "shared.up": "mlp.up_proj",
     "shared.down": "mlp.down_proj",
 }  # fmt: skip
-# Sizes of tables and what they would be used for: see `_refuse`.
-_HARMLESS = ("vocab_size_per_layer_input", "use_double_wide_mlp", "expert_intermediate_size")
+_HARMLESS = ("expert_intermediate_size",)
 
 
 class Gemma4(LlamaNames):
@@ -56,7 +61,8 @@ class Gemma4(LlamaNames):
 
     name = "gemma4_text"
     architectures = ("Gemma4ForCausalLM",)
-    names = SANDWICH_NORMS | _EXPERTS | {"layer_scale": "layer_scalar!"}
+    top = PER_LAYER_TOP
+    names = SANDWICH_NORMS | _EXPERTS | PER_LAYER_NAMES | {"layer_scale": "layer_scalar!"}
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         begun = start(
@@ -68,9 +74,15 @@ class Gemma4(LlamaNames):
         norm = read_norm(fields)
         kinds = read_kinds(fields, sizes.num_layers, every(fields, "sliding_window_pattern", 6))
         kinds = (*kinds[:-1], FULL)  # the last layer is global, whatever the list says
-        mixers = _mixers(begun, kinds, norm.eps)
-        ffn = _feed_forward(fields)
-        layers = [Layer(mixer=mixers[kind], ffn=ffn, norm=norm, placement="both", output_scale=True) for kind in kinds]
+        mixers, sources = _mixers(begun, kinds, norm.eps), read_sources(fields, kinds)
+        ffn, wide, per_layer = _feed_forward(fields), fields.flag("use_double_wide_mlp"), read_per_layer(fields)
+        layers = [
+            Layer(
+                mixer=msgspec.structs.replace(mixers[kind], kv_from=source), placement="both", norm=norm,
+                ffn=_doubled(ffn) if wide and source is not None else ffn, output_scale=True, per_layer=per_layer,
+            )
+            for kind, source in zip(kinds, sources, strict=True)
+        ]  # fmt: skip
         return finish(
             fields, self.name, sizes, layers, bos=(2,), eos=(1,), tie=True, final_norm=norm, harmless=_HARMLESS,
             embed_scale=sizes.hidden_size**0.5, logit_soft_cap=read_optional(fields, "final_logit_softcapping"),
@@ -83,17 +95,14 @@ class Gemma4(LlamaNames):
                 out |= stacked_rows(f"layers.{i}.experts", f"model.layers.{i}.experts", layer.ffn, spec.hidden_size)
         return out
 
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        return is_unused(name, spec) or super().ignores(name, spec)
+
 
 def _refuse(fields: Fields) -> None:
     require(fields, "hidden_activation", _TANH)
     if fields.raw("use_bidirectional_attention") not in (None, "vision"):  # between tokens of one image
         raise UnsupportedError(f"{WHERE}: attention to tokens that come after (use_bidirectional_attention) is missing")
-    for name, what in (
-        ("hidden_size_per_layer_input", "embeddings for every layer"),
-        ("num_kv_shared_layers", "layers that share keys and values"),
-    ):
-        if fields.integer(name, low=0, high=MAX_SIZE, default=0):
-            raise UnsupportedError(f"{WHERE} sets {name}: {what}, which needs more than Penstock has, are not computed")
 
 
 def _mixers(begun: Start, kinds: tuple[str, ...], eps: float) -> dict[str, Attention]:
@@ -126,6 +135,15 @@ def _mixers(begun: Start, kinds: tuple[str, ...], eps: float) -> dict[str, Atten
         rope=read_ropes(source, heads.head_dim, sizes.max_position, _THETAS)[SLIDING], **more,
     )  # fmt: skip
     return {FULL: full, SLIDING: sliding}
+
+
+def _doubled(ffn: FeedForwardKind) -> FeedForwardKind:
+    """Of a layer that has no keys and values to make: the dense feed-forward is twice as wide."""
+    if isinstance(ffn, Experts):
+        assert ffn.shared is not None
+        return msgspec.structs.replace(ffn, shared=msgspec.structs.replace(ffn.shared, width=2 * ffn.shared.width))
+    assert isinstance(ffn, FeedForward)
+    return msgspec.structs.replace(ffn, width=2 * ffn.width)
 
 
 def _feed_forward(fields: Fields) -> FeedForwardKind:

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: `GPTNeoXForCausalLM`.
+"""GPT-NeoX and Pythia: `GPTNeoXForCausalLM`; ABEJA's Japanese one, almost without biases: `GPTNeoXJapaneseForCausalLM`.
 
 Source: Black et al., GPT-NeoX-20B, arXiv 2204.06745; Biderman et al., Pythia, arXiv 2304.01373; defaults of absent
 fields as in transformers.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec
 from penstock.core.weight_map import WeightMap
@@ -57,3 +59,46 @@ class GptNeoX:
 
     def ignores(self, name: str, spec: ModelSpec) -> bool:
         return unneeded(name, spec, _BUFFERS, "embed_out")
+
+
+class GptNeoXJapanese:
+    """The `ModelFamily` of GPTNeoXJapaneseForCausalLM: halves one after the other, a bias on the last output alone."""
+
+    name = "gpt_neox_japanese"
+    architectures = ("GPTNeoXJapaneseForCausalLM",)
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        names = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+        fields = Fields(renamed(config, names), WHERE)
+        sizes = read_sizes(fields, default_positions=2048)
+        heads = read_equal_heads(fields, sizes.hidden_size, rotary=True)
+        rope = read_rope(fields, heads.head_dim, sizes.max_position, partial=1.0)
+        norm = layer_norm(fields, "layer_norm_eps")
+        layer = Layer(
+            mixer=Attention(**heads._asdict(), rope=rope),
+            ffn=FeedForward(
+                width=sizes.hidden_size * fields.integer("intermediate_multiple_size", high=64, default=4),
+                activation=read_activation(fields, default="gelu"), gated=False,
+            ),
+            norm=norm,
+        )  # fmt: skip
+        assert isinstance(layer.mixer, Attention)
+        last = msgspec.structs.replace(layer, mixer=msgspec.structs.replace(layer.mixer, o_bias=True))
+        layers = [*[layer] * (sizes.num_layers - 1), last]
+        return finish(
+            fields, self.name, sizes, layers, bos=(31996,), eos=(31999,), tie=True, final_norm=norm,
+            harmless=("is_decoder",),
+        )  # fmt: skip
+
+    def weight_map(self, spec: ModelSpec) -> WeightMap:
+        top = {name: stored.replace("gpt_neox.", "gpt_neox_japanese.") for name, stored in _TOP.items()}
+        places = named(spec, top, _LAYER, "gpt_neox_japanese.layers")
+        for i in range(len(spec.layers)):
+            stored = f"gpt_neox_japanese.layers.{i}.attention."
+            places |= grouped_rows(spec, i, stored + "query_key_value")
+            if f"layers.{i}.o.bias" in places:
+                places[f"layers.{i}.o.bias"] = stored + "dense_bias"
+        return places
+
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        return unneeded(name, spec, head="embed_out")

@@ -1,7 +1,8 @@
-"""HunYuan dense and with experts (V1): Llama with q and k normed after their rotation.
+"""HunYuan dense and with experts (V1): Llama with q and k normed after their rotation; Hy3: before it, and with
+experts by sigmoid scores.
 
-Source: Tencent, Hunyuan-7B-Instruct (2025); defaults of absent fields as in transformers' HunYuanDenseV1Config
-and HunYuanMoEV1Config.
+Source: Tencent, Hunyuan-7B-Instruct (2025) and Hy3 (2026); defaults of absent fields as in transformers'
+HunYuanDenseV1Config, HunYuanMoEV1Config and HYV3Config.
 """
 
 from __future__ import annotations
@@ -9,26 +10,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import Experts, FeedForward, Layer, ModelSpec, QkNorm, Rope, Router
+from penstock.core.model_spec import Attention, Experts, FeedForward, Layer, ModelSpec, QkNorm, Rope, Router
 from penstock.families.fields import Fields
 from penstock.families.llama_like import LlamaNames, attention, read_ffn, read_norm, stack, start
+from penstock.families.mixtral import beyond
 from penstock.families.positions import read_rope
-from penstock.families.reading import MAX_EXPERTS, MAX_SIZE, WHERE, finish, read_activation, require
-from penstock.families.sparse import SPARSE_MLP
+from penstock.families.reading import MAX_EXPERTS, MAX_LAYERS, MAX_SIZE, WHERE, finish, read_activation, require
+from penstock.families.sparse import SPARSE_MLP, read_experts, read_sparse, read_width
 
+_HY3: dict[str, Any] = {
+    "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192,
+    "intermediate_size": 13312,
+}  # fmt: skip
 _NORMS = {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
 
-_ONLY = {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms", "mlp_bias": False, "use_cla": False}
+_ONLY = {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms", "mlp_bias": False}
 """Fields of released files that transformers does not read: what they say is what there is."""
 _ONLY_SPARSE = {
     "use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "use_mla": False, "use_vision": False,
     "group_limited_greedy": False, "norm_topk_prob": True, "position_embedding_xdrope": False,
 }  # fmt: skip
-# Token ids of other kinds, a classifier's head, and how many layers would share a cache if `use_cla` were on.
+# Token ids of other kinds, and a classifier's head.
 _HARMLESS = (
     "eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id", "text_end_id",
-    "mask_init_id", "org_vocab_size", "class_num", "dense_list", "pool_type", "cla_share_factor",
+    "mask_init_id", "org_vocab_size", "class_num", "dense_list", "pool_type",
 )  # fmt: skip
 
 
@@ -47,7 +55,7 @@ class HunYuanDense(LlamaNames):
             require(fields, name, value)
         qk_norm = QkNorm(eps=norm.eps, after_rope=True)
         mixer = attention(heads, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
-        layers = stack((mixer,) * sizes.num_layers, read_ffn(fields), norm)
+        layers = stack(_shared(fields, mixer, sizes.num_layers), read_ffn(fields), norm)
         return finish(fields, self.name, sizes, layers, bos=(1,), eos=(2,), final_norm=norm, harmless=_HARMLESS)
 
 
@@ -69,7 +77,8 @@ class HunYuanMoe(LlamaNames):
             require(fields, name, value)
         qk_norm = QkNorm(eps=norm.eps, after_rope=True)
         mixer = attention(heads, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)
-        layers = [Layer(mixer=mixer, ffn=ffn, norm=norm) for ffn in self._experts(fields, sizes.num_layers)]
+        mixers, ffns = _shared(fields, mixer, sizes.num_layers), self._experts(fields, sizes.num_layers)
+        layers = [Layer(mixer=m, ffn=ffn, norm=norm) for m, ffn in zip(mixers, ffns, strict=True)]
         return finish(fields, self.name, sizes, layers, bos=(1,), eos=(2,), final_norm=norm, harmless=_HARMLESS)
 
     def _experts(self, fields: Fields, num_layers: int) -> list[Experts]:
@@ -90,6 +99,58 @@ class HunYuanMoe(LlamaNames):
             )
             for n, k, s, w in zip(numbers, chosen, shared, widths, strict=True)
         ]  # fmt: skip
+
+
+def _shared(fields: Fields, mixer: Attention, num_layers: int) -> list[Attention]:
+    """With `use_cla`, the first of every `cla_share_factor` layers keeps keys and values for all of them
+    (Hunyuan-Large, arXiv 2411.02265, section 2.2.2: of every two). transformers does not compute it."""
+    used, factor = fields.flag("use_cla"), fields.integer("cla_share_factor", high=MAX_LAYERS, default=1)
+    if not used:
+        return [mixer] * num_layers
+    # Every layer has a norm of keys, those of others too.
+    norm = QkNorm(eps=mixer.qk_norm.eps, after_rope=True, in_query=True) if mixer.qk_norm is not None else None
+    mixer = msgspec.structs.replace(mixer, qk_norm=norm)
+    return [msgspec.structs.replace(mixer, kv_from=n - n % factor if n % factor else None) for n in range(num_layers)]
+
+
+class Hy3(LlamaNames):
+    """The `ModelFamily` of HYV3ForCausalLM."""
+
+    name = "hy_v3"
+    architectures = ("HYV3ForCausalLM",)
+    names = SPARSE_MLP | {
+        "router": "mlp.router.gate", "router_correction": "mlp.expert_bias!",
+        **{f"shared.{part}": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    }  # fmt: skip
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        fields, sizes, heads = start(config, **_HY3)
+        norm, activation = read_norm(fields, default=1e-5), read_activation(fields)
+        bias, inner = fields.flag("attention_bias"), fields.flag("mlp_bias")
+        rope = read_rope(fields, heads.head_dim, sizes.max_position, theta=11158840.0)
+        mixer = attention(heads, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=QkNorm(eps=norm.eps))
+        width = read_width(fields, "moe_intermediate_size", 1536)
+        shared = width * fields.integer("num_shared_experts", high=MAX_EXPERTS, default=1)
+        router = Router(
+            score="sigmoid", renormalize=True, correction=True,
+            scale=fields.number("router_scaling_factor", default=2.826),
+        )  # fmt: skip
+        ffn = read_experts(
+            fields, FeedForward(width=width, activation=activation), router,
+            number=("num_experts", "num_local_experts"), default_top_k=8,
+            shared=FeedForward(width=shared, activation=activation, bias=inner),
+        )  # fmt: skip
+        dense = read_ffn(fields, bias=inner)
+        layers = [
+            Layer(mixer=mixer, ffn=ffn if sparse else dense, norm=norm)
+            for sparse in read_sparse(fields, sizes.num_layers, 1)
+        ]
+        # In which type sums are made, and layers that predict further tokens, which are not run.
+        harmless = ("enable_moe_fp32_combine", "num_nextn_predict_layers")
+        return finish(fields, self.name, sizes, layers, final_norm=norm, harmless=harmless)
+
+    def ignores(self, name: str, spec: ModelSpec) -> bool:
+        return super().ignores(name, spec) or beyond(name, spec)
 
 
 def _per_layer(fields: Fields, name: str, num_layers: int, high: int, default: int) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import ModelError, UnsupportedError
-from penstock.core.model_spec import Indexer, Latent, ModelSpec
+from penstock.core.model_spec import Indexer, Latent, Layer, ModelSpec
 from penstock.core.weight_map import WeightMap
 from penstock.families.deepseek import LATENT, DeepseekV3, latent_spec
 from penstock.families.fields import Fields
+from penstock.families.mtp import MtpNames
 from penstock.families.naming import LLAMA_LAYER, LLAMA_TOP, named
 from penstock.families.reading import MAX_LAYERS, MAX_POSITION, MAX_SIZE, WHERE, read_sizes, require
 from penstock.families.sparse import SPARSE_MLP, grouped_router
@@ -29,12 +30,18 @@ FULL, SHARED = "full", "shared"
 _KIND = "indexed_attention"
 
 
+def _own_choice(spec: ModelSpec) -> Layer | None:
+    """The last layer that chooses for itself: a head has no earlier one whose choice it could read."""
+    choosing = [layer for layer in spec.layers if isinstance(layer.mixer, Latent) and layer.mixer.indexer is not None]
+    return choosing[-1] if choosing else None
+
+
 class DeepseekV32(DeepseekV3):
     """The `ModelFamily` of DeepseekV32ForCausalLM."""
 
     name = "deepseek_v32"
     architectures = ("DeepseekV32ForCausalLM",)
-    mtp = None  # a head whose layer chooses tokens, too, is untried
+    mtp = MtpNames(layer=_own_choice)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields({"n_shared_experts": 1, "n_group": 8, "topk_group": 4, **config}, WHERE)
@@ -59,7 +66,7 @@ class GlmMoeDsa(DeepseekV32):
         read = {name: value for name, value in config.items() if name != "head_dim"}
         fields = Fields({**defaults, **read}, WHERE)
         require(fields, "moe_router_dtype", "float32")
-        fields.flag("index_share_for_mtp_iteration")  # about layers that are not run
+        fields.flag("index_share_for_mtp_iteration")  # a head that drafts again may choose again
         return _spec(fields, self.name, _some)
 
 

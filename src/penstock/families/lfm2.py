@@ -1,6 +1,7 @@
-"""LFM2 and its mixture of experts: short convolutions between gates, and attention in some layers.
+"""LFM2 and its mixture of experts: short convolutions between gates, and attention in some layers. LFM3: norms behind
+the halves, too, a gate on every head, and windows in some layers.
 
-Source: Liquid AI, LFM2, arXiv 2511.23404; absent fields as in transformers' Lfm2Config and Lfm2MoeConfig.
+Source: Liquid AI, LFM2, arXiv 2511.23404; absent fields as in transformers' Lfm2Config, Lfm2MoeConfig and Lfm3Config.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ from typing import Any
 from penstock.core.model_spec import FeedForward, FeedForwardKind, Layer, Mixer, ModelSpec, QkNorm, Router, ShortConv
 from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
-from penstock.families.llama_like import LlamaNames, attention, read_norm, start
+from penstock.families.llama_like import (
+    FULL,
+    SLIDING,
+    LlamaNames,
+    attention,
+    by_kind,
+    read_ffn,
+    read_norm,
+    read_window,
+    start,
+)
 from penstock.families.mamba import MAX_TAPS
 from penstock.families.mixed import with_mixers
 from penstock.families.naming import LLAMA_TOP
-from penstock.families.positions import read_rope
+from penstock.families.positions import read_rope, read_ropes
 from penstock.families.reading import MAX_LAYERS, MAX_SIZE, finish, read_layer_types, require
 from penstock.families.sparse import read_experts, read_width
 
@@ -34,6 +45,15 @@ _HARMLESS = (
     "block_norm_eps", "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "use_pos_enc", "num_heads",
     "theta", "full_attn_idxs", "tie_embedding",
 )  # fmt: skip
+
+_LFM3: dict[str, Any] = {
+    "max_position_embeddings": 128000, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": 256,
+    "intermediate_size": 7680,
+}  # fmt: skip
+_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+}
 
 
 class Lfm2(LlamaNames):
@@ -98,6 +118,46 @@ class Lfm2Moe(Lfm2):
         ffn = read_experts(fields, expert, router, default_top_k=4)
         num_dense = fields.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=2)
         return [dense if i < num_dense else ffn for i in range(num_layers)]
+
+
+class Lfm3(LlamaNames):
+    """The `ModelFamily` of Lfm3ForCausalLM."""
+
+    name = "lfm3"
+    architectures = ("Lfm3ForCausalLM",)
+    top = Lfm2.top
+    names: Mapping[str, str] = {
+        **{name: stored for name, stored in _NAMES.items() if name not in ("o", "q_norm", "k_norm")},
+        "attn_post_norm": "post_operator_norm", "ffn_post_norm": "post_ffn_norm", "o_gate": "self_attn.gate_proj",
+    }  # fmt: skip
+
+    def spec(self, config: Mapping[str, Any]) -> ModelSpec:
+        rope = {} if config.get("rope_parameters") else {"rope_parameters": _ROPES}
+        fields, sizes, heads = start({**config, **rope}, **_LFM3)
+        norm, bias = read_norm(fields, "norm_eps", 1e-5), fields.flag("attention_bias")
+        conv = ShortConv(
+            width=sizes.hidden_size, conv=fields.integer("conv_L_cache", low=2, high=MAX_TAPS, default=7),
+            bias=fields.flag("conv_bias"),
+        )  # fmt: skip
+        kinds = read_layer_types(fields, sizes.num_layers, ("conv", FULL, SLIDING)) or tuple(
+            FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else "conv" for i in range(sizes.num_layers)
+        )
+        thetas = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
+        ropes = read_ropes(fields, heads.head_dim, sizes.max_position, thetas)
+        mixer = attention(
+            heads, qk_norm=QkNorm(eps=norm.eps), qkv_bias=bias, o_bias=bias,
+            head_gate=fields.flag("use_attention_gate", default=True),
+        )  # fmt: skip
+        attending = tuple(kind for kind in kinds if kind != "conv")
+        found = iter(by_kind(mixer, attending, read_window(fields), ropes))
+        mixers: list[Mixer] = [conv if kind == "conv" else next(found) for kind in kinds]
+        placement: Any = "both" if fields.flag("use_sandwich_norm", default=True) else "pre"
+        ffn = read_ffn(fields)
+        layers = [Layer(mixer=m, ffn=ffn, norm=norm, placement=placement) for m in mixers]
+        return finish(fields, self.name, sizes, layers, bos=(124894,), eos=(124900,), tie=True, final_norm=norm)
+
+    def weight_map(self, spec: ModelSpec) -> WeightMap:
+        return with_mixers(spec, super().weight_map(spec), _CONV)
 
 
 def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:

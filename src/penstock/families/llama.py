@@ -24,7 +24,7 @@ class Llama:
     """The `ModelFamily` of LlamaForCausalLM."""
 
     name = "llama"
-    architectures = ("LlamaForCausalLM",)
+    architectures = ("LlamaForCausalLM", "IQuestCoderForCausalLM")
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         fields = Fields(config, WHERE)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.base.errors import ModelError
-from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, Norm, Rope
+from penstock.core.model_spec import Attention, FeedForward, Layer, Mixer, ModelSpec, Norm, Rope
 from penstock.core.weight_map import WeightMap
 from penstock.families.fields import Fields
 from penstock.families.llama import ignored
@@ -138,7 +138,7 @@ def by_kind(
     return tuple(variants[kind] for kind in kinds)
 
 
-def stack(mixers: Sequence[Attention], ffn: FeedForward, norm: Norm, **more: Any) -> tuple[Layer, ...]:
+def stack(mixers: Sequence[Mixer], ffn: FeedForward, norm: Norm, **more: Any) -> tuple[Layer, ...]:
     """One layer per mixer; `more`: further fields of Layer."""
     made = {mixer: Layer(mixer=mixer, ffn=ffn, norm=norm, **more) for mixer in dict.fromkeys(mixers)}
     return tuple(made[mixer] for mixer in mixers)

@@ -2,7 +2,7 @@
 
 Source: MiMo-V2-Flash's technical report, arXiv 2601.02780, section 2; absent fields as in transformers'
 MiMoV2FlashConfig, published ones by its makers' names (`hybrid_layer_pattern`, `swa_*`, `moe_layer_freq`). Layers that
-predict further tokens (`model.mtp`) are not run.
+predict further tokens (`model.mtp`) may draft (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec, N
 from penstock.families.fields import Fields
 from penstock.families.llama_like import FULL, SLIDING, LlamaNames
 from penstock.families.mixtral import beyond
+from penstock.families.mtp import MtpNames
 from penstock.families.positions import read_rope
 from penstock.families.reading import (
     MAX_POSITION,
@@ -34,12 +35,23 @@ _ROTATED = 0.334
 _THETAS = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
 
 
+def _light_layer(spec: ModelSpec) -> Layer | None:
+    """What predicts further tokens is small: attention with a window, and no experts (section 2.2)."""
+    slides = [layer for layer in spec.layers if isinstance(layer.mixer, Attention) and layer.mixer.window is not None]
+    dense = [layer for layer in spec.layers if isinstance(layer.ffn, FeedForward)]
+    return Layer(mixer=slides[0].mixer, ffn=dense[0].ffn, norm=dense[0].norm) if slides and dense else None
+
+
 class MiMoV2Flash(LlamaNames):
     """The `ModelFamily` of MiMoV2FlashForCausalLM."""
 
     name = "mimo_v2_flash"
     architectures = ("MiMoV2FlashForCausalLM",)
     names = SPARSE_MLP | {"sinks": "self_attn.attention_sink_bias!"}
+    mtp = MtpNames(
+        block="model.mtp.layers.{k}", final_norm="{block}.final_layernorm", layer=_light_layer,
+        renamed=(("post_attention_layernorm", "pre_mlp_layernorm"),),
+    )  # fmt: skip
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         defaults = {"num_key_value_heads": 4, "head_dim": 192, "max_position_embeddings": 131072}

@@ -76,7 +76,7 @@ class MiniMax(LlamaNames):
             stored, view = f"model.layers.{i}.self_attn.", (m.num_heads, 3, m.head_dim, e)
             for part, name in enumerate("qkv"):
                 out[f"layers.{i}.{name}"] = Cut(
-                    stored + "qkv_proj.weight", (3 * m.width, e), ((0, m.num_heads), part), view=view
+                    stored + "qkv_proj.weight", (3 * m.num_heads * m.head_dim, e), ((0, m.num_heads), part), view=view
                 )
             out[f"layers.{i}.o"] = stored + "out_proj.weight"
         return out

@@ -19,7 +19,7 @@ from penstock.families.folder import open_folder, pickle_refusal, read_quantizat
 from penstock.families.gguf.files import open_gguf_file, open_gguf_folder
 from penstock.families.llama2c import open_llama2c_file, open_llama2c_folder
 from penstock.families.missing import missing_part
-from penstock.families.mtp import mtp_head, says_mtp
+from penstock.families.mtp import count_mtp, mtp_heads
 from penstock.families.quantization.gather import expected_codes
 from penstock.families.rwkv_cpp import open_rwkv_cpp_file
 from penstock.families.ternary import open_ternary_file
@@ -32,7 +32,9 @@ FAMILIES: Registry[Callable[[], ModelFamily], None] = Registry("model family")
 """`model_type` of config.json -> ModelFamily."""
 ARCHITECTURES: dict[str, str] = {}
 """Entry of `architectures` in config.json -> name in FAMILIES."""
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {
+    "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4", "deci": "nemotron-nas", "iquestcoder": "llama",
+}  # fmt: skip
 """Other values of `model_type` that say the same as a name in FAMILIES."""
 
 
@@ -41,11 +43,12 @@ def _register(name: str, target: str, *architectures: str) -> None:
     ARCHITECTURES.update(dict.fromkeys(architectures, name))
 
 
-_register("llama", "penstock.families.llama:Llama", "LlamaForCausalLM")
+_register("llama", "penstock.families.llama:Llama", "LlamaForCausalLM", "IQuestCoderForCausalLM")
 _register("nemotron-nas", "penstock.families.deci:Deci", "DeciLMForCausalLM")
 _register("deepseek_v2", "penstock.families.deepseek:DeepseekV2", "DeepseekV2ForCausalLM")
 _register("deepseek_v3", "penstock.families.deepseek:DeepseekV3", "DeepseekV3ForCausalLM")
 _register("deepseek_v32", "penstock.families.indexed:DeepseekV32", "DeepseekV32ForCausalLM")
+_register("deepseek_v4", "penstock.families.deepseek_v4:DeepseekV4", "DeepseekV4ForCausalLM")
 _register("glm_moe_dsa", "penstock.families.indexed:GlmMoeDsa", "GlmMoeDsaForCausalLM")
 _register("glm4_moe", "penstock.families.qwen_moe:Glm4Moe", "Glm4MoeForCausalLM")
 _register("gpt_oss", "penstock.families.gpt_oss:GptOss", "GptOssForCausalLM")
@@ -60,6 +63,7 @@ _register("qwen2_moe", "penstock.families.qwen_moe:Qwen2Moe", "Qwen2MoeForCausal
 _register("qwen3_moe", "penstock.families.qwen_moe:Qwen3Moe", "Qwen3MoeForCausalLM")
 _register("apertus", "penstock.families.apertus:Apertus", "ApertusForCausalLM")
 _register("arcee", "penstock.families.arcee:Arcee", "ArceeForCausalLM")
+_register("bitnet", "penstock.families.bitnet:BitNet", "BitNetForCausalLM")
 _register("cohere", "penstock.families.cohere:Cohere", "CohereForCausalLM")
 _register("cohere2", "penstock.families.cohere:Cohere2", "Cohere2ForCausalLM")
 _register("ernie4_5", "penstock.families.ernie:Ernie45", "Ernie4_5ForCausalLM")
@@ -68,6 +72,7 @@ _register("exaone4", "penstock.families.exaone:Exaone4", "Exaone4ForCausalLM")
 _register("gemma", "penstock.families.gemma:Gemma", "GemmaForCausalLM")
 _register("gemma2", "penstock.families.gemma:Gemma2", "Gemma2ForCausalLM")
 _register("gemma3_text", "penstock.families.gemma:Gemma3", "Gemma3ForCausalLM")
+_register("gemma3n_text", "penstock.families.gemma3n:Gemma3n", "Gemma3nForCausalLM")
 _register("gemma4_text", "penstock.families.gemma4:Gemma4", "Gemma4ForCausalLM")
 _register("glm", "penstock.families.glm:Glm", "GlmForCausalLM")
 _register("glm4", "penstock.families.glm:Glm4", "Glm4ForCausalLM")
@@ -116,7 +121,13 @@ _register("lfm2_moe", "penstock.families.lfm2:Lfm2Moe", "Lfm2MoeForCausalLM")
 _register("mamba", "penstock.families.mamba:MambaFamily", "MambaForCausalLM")
 _register("mamba2", "penstock.families.mamba2:Mamba2Family", "Mamba2ForCausalLM")
 _register("nemotron_h", "penstock.families.nemotron_h:NemotronH", "NemotronHForCausalLM")
+_register("olmo_hybrid", "penstock.families.olmo_hybrid:OlmoHybrid", "OlmoHybridForCausalLM")
+_register("recurrent_gemma", "penstock.families.recurrent_gemma:RecurrentGemma", "RecurrentGemmaForCausalLM")
+_register("retnet", "penstock.families.retnet:RetNet", "RetNetForCausalLM")
+_register("xlstm", "penstock.families.xlstm:XLstm", "xLSTMForCausalLM")
+_register("zamba2", "penstock.families.zamba2:Zamba2", "Zamba2ForCausalLM")
 _register("rwkv", "penstock.families.rwkv:RwkvFamily", "RwkvForCausalLM")
+_register("rwkv7", "penstock.families.rwkv7:Rwkv7Family", "RWKV7ForCausalLM")
 _register("biogpt", "penstock.families.opt:BioGpt", "BioGptForCausalLM")
 _register("bloom", "penstock.families.bloom:Bloom", "BloomForCausalLM")
 _register("codegen", "penstock.families.gptj:CodeGen", "CodeGenForCausalLM")
@@ -134,6 +145,29 @@ _register("phi", "penstock.families.phi:Phi", "PhiForCausalLM")
 _register("step3p7", "penstock.families.step:Step37", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration")
 _register("stablelm", "penstock.families.stablelm:StableLm", "StableLmForCausalLM")
 _register("starcoder2", "penstock.families.starcoder2:Starcoder2", "Starcoder2ForCausalLM")
+_register("bailing_moe", "penstock.families.bailing:BailingMoe", "BailingMoeForCausalLM")
+_register("bailing_moe_v2", "penstock.families.bailing:BailingMoeV2", "BailingMoeV2ForCausalLM")
+_register("bailing_hybrid", "penstock.families.ling:BailingHybrid", "BailingHybridForCausalLM")
+_register("laguna", "penstock.families.laguna:Laguna", "LagunaForCausalLM")
+_register("solar_open", "penstock.families.solar:SolarOpen", "SolarOpenForCausalLM")
+_register("flint", "penstock.families.flint:Flint", "FlintForCausalLM")
+_register("mellum", "penstock.families.mellum:Mellum", "MellumForCausalLM")
+_register("granite_swa", "penstock.families.granite_swa:GraniteSwa", "GraniteSWAForCausalLM")
+_register("granitemoe_swa", "penstock.families.granite_swa:GraniteMoeSwa", "GraniteMoeSWAForCausalLM")
+_register("cwm", "penstock.families.cwm:Cwm", "CwmForCausalLM")
+_register("jais2", "penstock.families.jais:Jais2", "Jais2ForCausalLM")
+_register("olmo", "penstock.families.olmo:Olmo", "OlmoForCausalLM")
+_register("dbrx", "penstock.families.dbrx:Dbrx", "DbrxForCausalLM")
+_register("mistral4", "penstock.families.mistral4:Mistral4", "Mistral4ForCausalLM")
+_register("youtu", "penstock.families.youtu:Youtu", "YoutuForCausalLM")
+_register("axk1", "penstock.families.axk1:AxK1", "AXK1ForCausalLM")
+_register("doge", "penstock.families.doge:Doge", "DogeForCausalLM")
+_register("hy_v3", "penstock.families.hunyuan:Hy3", "HYV3ForCausalLM")
+_register("minicpm3", "penstock.families.minicpm:MiniCPM3", "MiniCPM3ForCausalLM")
+_register("vaultgemma", "penstock.families.gemma:VaultGemma", "VaultGemmaForCausalLM")
+_register("lfm3", "penstock.families.lfm2:Lfm3", "Lfm3ForCausalLM")
+_register("gpt_neox_japanese", "penstock.families.gpt_neox:GptNeoXJapanese", "GPTNeoXJapaneseForCausalLM")
+_register("chatglm", "penstock.families.chatglm:ChatGlm", "ChatGLMModel", "ChatGLMForConditionalGeneration")
 
 
 _TEXT_PARTS = {"step3p7"}
@@ -146,6 +180,7 @@ def _register_text_part(name: str, target: str, *architectures: str) -> None:
 
 
 _register_text_part("gemma3", "Gemma3Seeing", "Gemma3ForConditionalGeneration")
+_register_text_part("gemma3n", "Gemma3nSeeing", "Gemma3nForConditionalGeneration")
 _register_text_part("gemma4", "Gemma4Seeing", "Gemma4ForConditionalGeneration")
 _register_text_part("kimi_k25", "KimiK25", "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 _register_text_part("llama4", "Llama4Seeing", "Llama4ForConditionalGeneration")
@@ -208,12 +243,12 @@ def open_model(path: str | os.PathLike[str]) -> Checkpoint:
 
 class Described(NamedTuple):
     """What a model computes, its matrices that are stored as codes, by logical name, how it wants to be sampled, and
-    its head for multi-token prediction, if it has one."""
+    its heads for multi-token prediction, if it has any."""
 
     spec: ModelSpec
     stored: Mapping[str, MatrixFormat]
     generation_config: Mapping[str, Any]
-    head: Described | None = None
+    heads: tuple[Described, ...] = ()
 
 
 def read_spec(path: str | os.PathLike[str]) -> ModelSpec:
@@ -244,14 +279,13 @@ def read_model(path: str | os.PathLike[str]) -> Described:
     check_count(spec)
     codes = {} if method is None else expected_codes(method, spec, family.weight_map(spec))
     generation = "generation_config.json" in names
-    found = mtp_head(family, spec) if says_mtp(family, config) else None
-    head = None if found is None else Described(found.spec, {}, {})
-    return Described(spec, codes, read_json_object(folder / "generation_config.json") if generation else {}, head)
+    heads = tuple(Described(head.spec, {}, {}) for head in mtp_heads(family, spec, count_mtp(family, config)))
+    return Described(spec, codes, read_json_object(folder / "generation_config.json") if generation else {}, heads)
 
 
 def _described(checkpoint: Checkpoint) -> Described:
-    head = None if checkpoint.head is None else _described(checkpoint.head)
-    return Described(checkpoint.spec, checkpoint.stored, checkpoint.generation_config, head)
+    heads = tuple(map(_described, checkpoint.heads))
+    return Described(checkpoint.spec, checkpoint.stored, checkpoint.generation_config, heads)
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily:

@@ -1,8 +1,7 @@
 """RWKV-4 as published for transformers: `RwkvForCausalLM`.
 
-Source: Peng et al., arXiv 2305.13048; defaults of absent fields as in transformers' RwkvConfig. RWKV-7 comes with code
-of its own (`auto_map`) that is not part of transformers, so its folders are refused by name; its rwkv.cpp files are
-read (`families.rwkv_cpp`).
+Source: Peng et al., arXiv 2305.13048; defaults of absent fields as in transformers' RwkvConfig. RWKV-7 has a family of
+its own (`families.rwkv7`).
 """
 
 from __future__ import annotations

@@ -20,10 +20,12 @@ from penstock.core.weight_map import WeightMap
 from penstock.families.deepseek import DeepseekV3
 from penstock.families.fields import Fields
 from penstock.families.gemma import Gemma3
+from penstock.families.gemma3n import Gemma3n
 from penstock.families.gemma4 import Gemma4
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
 from penstock.families.mistral import Ministral3, Mistral
+from penstock.families.mtp import MtpNames
 from penstock.families.positions import one_axis
 from penstock.families.qwen import Qwen2, Qwen3
 from penstock.families.qwen_moe import Qwen3VLMoeText
@@ -43,6 +45,7 @@ _OUTSIDE = frozenset({
     "vision_start_token_id", "vision_end_token_id", "image_token_index", "boi_token_index", "eoi_token_index",
     "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "boi_token_id", "eoi_token_id",
     "vision_soft_tokens_per_image", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
+    "audio_soft_tokens_per_image",
 })  # fmt: skip
 _SEEING = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|"
@@ -83,6 +86,11 @@ class TextPart:
     published: ClassVar[TextPlace] = LAYOUTS[0]
     tied: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def mtp(self) -> MtpNames | None:
+        """Heads that ship with the text: see `families.mtp`."""
+        return getattr(self._family(None), "mtp", None)
 
     def spec(self, config: Mapping[str, Any]) -> ModelSpec:
         text = self._text(config)
@@ -184,6 +192,10 @@ _GEMMA3: dict[str, Any] = {
     "num_attention_heads": 8,
 }  # fmt: skip
 
+_GEMMA3N: dict[str, Any] = {
+    "vocab_size": 262400, "hidden_size": 2048, "num_hidden_layers": 35,
+}  # fmt: skip
+
 
 class Qwen2VL(TextPart):
     """The `ModelFamily` of Qwen2VLForConditionalGeneration."""
@@ -258,6 +270,16 @@ class Gemma3Seeing(TextPart):
     published = LAYOUTS[1]
     tied = True
     defaults = _GEMMA3
+
+
+class Gemma3nSeeing(TextPart):
+    """The `ModelFamily` of Gemma3nForConditionalGeneration, which hears, too."""
+
+    name = "gemma3n"
+    architectures = ("Gemma3nForConditionalGeneration",)
+    texts = (("gemma3n_text", Gemma3n),)
+    tied = True
+    defaults = _GEMMA3N
 
 
 class Gemma4Seeing(TextPart):

@@ -93,7 +93,7 @@ def start(
         path = local_path(config.model.model, config.model.revision, download)
         files = open_files(config, path)
         config, chosen = choose_ops(config, files.checkpoint.spec)
-        config, speculates = choose_mtp(config, files.checkpoint.head is not None)
+        config, speculates = choose_mtp(config, bool(files.checkpoint.heads))
         draft_models = open_drafts(config, files.checkpoint, download)
     drafts = tuple(str(draft_model.checkpoint.path) for draft_model in draft_models)
     hold = ModelStore().hold(path, *drafts)
@@ -164,12 +164,12 @@ def start(
 def plan_of(config: EngineConfig, machine: Machine | None = None) -> Plan:
     """What `start` would decide, without reading a weight. Raises as `start`."""
     check_names(config)
-    own, stored, generation, head = read_model(local_path(config.model.model, config.model.revision, weights=False))
+    own, stored, generation, heads = read_model(local_path(config.model.model, config.model.revision, weights=False))
     spec = stretched(own, config.model)
     config, chosen = choose_ops(config, spec)
-    config, speculates = choose_mtp(config, head is not None)
+    config, speculates = choose_mtp(config, bool(heads))
     machine = machine_of(config, machine or probe(), spec)
-    plan = resolve(config, spec, machine, draft_specs(config, head), keeping_of(config), stored, traits_of(config))
+    plan = resolve(config, spec, machine, draft_specs(config, heads), keeping_of(config), stored, traits_of(config))
     changed = (*unread_decision(spec), *stretch_decision(own, spec))
     decided = (*backend_decisions(config, spec, plan), *events_decision(config))
     said = _sampling(generation, limits_of(spec, generation, plan), config)[1]

@@ -22,6 +22,7 @@ from penstock.families.registry import Described, open_model, read_model
 from penstock.families.stretch import stretched
 from penstock.launch.hub import local_path
 from penstock.launch.names import model_names, wrong_draft
+from penstock.launch.speculation import num_drafts
 from penstock.launch.tokenizer import load_tokenizer
 from penstock.ops.stored import Weight
 from penstock.plan.drafts import NamedSpec
@@ -36,7 +37,7 @@ T = TypeVar("T")
 LoadedDraft = tuple[ModelSpec, Mapping[str, Weight]]
 """A draft model and its weights by logical name."""
 OWN_HEAD = "mtp"
-"""What the head that ships with a model is called."""
+"""What the first head that ships with a model is called; the k-th is called mtp-k."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,15 @@ class OpenDraft:
         return spec, weights
 
 
-def draft_specs(config: EngineConfig, head: Described | None = None) -> list[NamedSpec]:
+def draft_specs(config: EngineConfig, heads: Sequence[Described] = ()) -> list[NamedSpec]:
     """What the draft models compute; no weight is read. Raises ConfigError for one that cannot be had or run.
 
-    `head`: the one that ships with the model.
+    `heads`: those that ship with the model.
     """
     if runs_own_head(config):
-        assert head is not None, "choose_mtp has looked for it"
-        return [NamedSpec(OWN_HEAD, stretched(head.spec, config.model), head.stored)]
+        return [
+            NamedSpec(name, stretched(head.spec, config.model), head.stored) for name, head in _named(config, heads)
+        ]
 
     def read(name: str) -> Described:
         return read_model(local_path(name, weights=False))
@@ -74,7 +76,7 @@ def open_drafts(
 ) -> list[OpenDraft]:
     """`model`: the one they draft for. Raises ConfigError for a draft model that cannot be had or run."""
     if runs_own_head(config):
-        return [own_head(config, model)]
+        return own_heads(config, model)
 
     def opened(name: str) -> Checkpoint:
         return open_model(local_path(name, progress=progress))
@@ -85,36 +87,46 @@ def open_drafts(
 def reopened(config: EngineConfig, name: str, path: str) -> OpenDraft:
     """A draft model of a plan, for a rank in a process of its own."""
     found = open_model(path)
-    return own_head(config, found) if runs_own_head(config) else OpenDraft(name, found)
+    if runs_own_head(config):
+        return next(head for head in own_heads(config, found) if head.name == name)
+    return OpenDraft(name, found)
 
 
 def runs_own_head(config: EngineConfig) -> bool:
     return config.speculation is not None and DRAFTERS.traits(config.speculation.method).own_head
 
 
-def own_head(config: EngineConfig, model: Checkpoint) -> OpenDraft:
-    assert model.head is not None, "choose_mtp has looked for it"
-    return OpenDraft(OWN_HEAD, replace(model.head, spec=stretched(model.head.spec, config.model)))
+def own_heads(config: EngineConfig, model: Checkpoint) -> list[OpenDraft]:
+    return [
+        OpenDraft(name, replace(head, spec=stretched(head.spec, config.model)))
+        for name, head in _named(config, model.heads)
+    ]
+
+
+def _named(config: EngineConfig, heads: Sequence[T]) -> list[tuple[str, T]]:
+    """Those that draft, in their order: the k-th makes the k-th draft, so no more than there are drafts."""
+    assert heads, "choose_mtp has looked for them"
+    assert config.speculation is not None
+    most = num_drafts(config.speculation)
+    return [(OWN_HEAD if k == 0 else f"{OWN_HEAD}-{k + 1}", head) for k, head in enumerate(heads[:most])]
 
 
 def choose_mtp(config: EngineConfig, has_head: bool) -> tuple[EngineConfig, tuple[Decision, ...]]:
-    """Whether the head for multi-token prediction drafts that ships with the model, and why, if there is one.
+    """Whether heads for multi-token prediction draft that ship with the model, and why, if there are any.
 
     Nobody has to ask for it: no token changes, and the controller stops drafting where it does not pay. `ops` has been
     decided. Raises ConfigError if it is asked for and cannot be had.
     """
-    torch, given = config.execution.ops == "torch", config.execution.speculative_config
+    given = config.execution.speculative_config
     if given is not None:
         if runs_own_head(config) and not has_head:
             raise _no_head("needs a head that predicts further tokens, and the model's checkpoint has none")
-        if runs_own_head(config) and torch:
-            raise _no_head("runs on the CPU, and ops is torch")
         return config, ()
     if not has_head:
         return config, ()
     cache = config.cache
-    if torch:
-        why = "the model's head runs on the CPU, and ops is torch"
+    if config.execution.ops == "torch":
+        why = "the model has a head that predicts further tokens; on torch it drafts if it is asked to"
     elif config.selection is not None or cache.kv_cache_dtype != "auto" or cache.kv_allocator != "paged":
         why = "the model has a head that predicts further tokens; unasked it drafts with plain keys and values only"
     else:

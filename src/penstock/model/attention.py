@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm
+from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm, QueryScale
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
 from penstock.ops.ref.rotary import rope_table
 
 
-def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) -> None:
-    """Register x -> register y; `p`: prefix of the layer's weights."""
-    for name, heads in (("q", m.num_heads), ("k", m.num_kv_heads), ("v", m.num_kv_heads)):
+def attention(
+    b: Emitter, p: str, m: Attention, place: Place, x: str, y: str,
+    product: Callable[[str, str, str], None] | None = None,
+) -> None:  # fmt: skip
+    """Register x -> register y; `p`: prefix of the layer's weights. Keys and values that another layer keeps are there
+    already. `product`: what multiplies a register, to another, with the matrix `q`, `k`, `v` or `o`, if they are not
+    the layer's own."""
+    if product is None:
+        product = partial(_product, b, p)
+    made = ("q", "k", "v") if m.kv_from is None else ("q",)
+    for name, heads in zip(made, (m.num_heads, m.num_kv_heads, m.num_kv_heads), strict=False):
         if name == "v" and m.v_from_k:
             b.values["v"] = b.values["k"]
         else:
-            b.linear(x, name, p + name)
+            product(x, name, name)
         if name != "v" and m.qk_norm is not None and m.qk_norm.over == "all":
             _qk_norm(b, p, name, m.qk_norm)
         if m.clip is not None:
@@ -26,10 +36,13 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         if name == "v":
             b.scale("v", m.value_scale)
         b.emit("heads", (name,), name, bound=(heads,))
-    if m.v_norm is not None:
+    if m.v_norm is not None and m.kv_from is None:
         b.raw_norm("v", "v", "", "rms", m.v_norm)
+    if m.key_bias:
+        b.emit("flat", ("v",), "bias")
+        b.linear("bias", "bias", p + "bias_dt")
     per_head = m.qk_norm if m.qk_norm is not None and m.qk_norm.over != "all" else None
-    for name in ("q", "k"):
+    for name in made[:2]:
         if per_head is not None and not per_head.after_rope:
             _qk_norm(b, p, name, per_head)
         if m.rope is not None and not (name == "k" and b.reading.raw_keys):
@@ -37,18 +50,25 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         if per_head is not None and per_head.after_rope:
             _qk_norm(b, p, name, per_head)
     if m.query_scale is not None:
-        s = m.query_scale
-        b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
+        _grow(b, m.query_scale)
     kept, turned = b.kept.get(b.layer), b.rotation == "hadamard"
-    for name in ("q", "k", "v") if turned else ():
+    for name in made if turned else ():
         b.emit("hadamard", (name,), name)
-    reads = b.reading.pages if b.reading.pages is not None and b.layer >= b.reading.pages.dense_layers else None
+    scale = m.head_dim**-0.5 if m.scale is None else m.scale
+    if m.key_bias:
+        b.emit("biased_heads", ("k", "bias"), "k", bound=(b.array(p + "bias_a"), 1.0 / scale))
+        b.emit("biased_heads", ("q", "q"), "q", bound=(None, 1.0))
+    # Pages have bounds where the layer that keeps them chooses among them.
+    keeper = b.layer if m.kv_from is None else m.kv_from
+    reads = b.reading.pages if b.reading.pages is not None and keeper >= b.reading.pages.dense_layers else None
     bounded: dict[str, Any] = {} if reads is None else {"bounds": BOUNDS}
-    if kept is None:
+    if m.kv_from is not None:
+        pass
+    elif kept is None:
         b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")), **bounded)
     else:
         b.emit("write_kept", ("step", "k", "v"), "", bound=(*place, kept))
-    if b.reading.observe:
+    if b.reading.observe and m.kv_from is None:
         b.emit("observe", ("q", "step"), "", bound=place)
     more: dict[str, Any] = {} if reads is None else {"pages": reads}
     if kept is not None:
@@ -57,32 +77,50 @@ def attention(b: Emitter, p: str, m: Attention, place: Place, x: str, y: str) ->
         more["rotation"] = (rope_table(m.rope, b.max_model_len), m.rope.interleaved, 0)
     slopes = None if m.alibi is None else np.array(m.alibi.slopes(m.num_heads), np.float32)
     b.emit(
-        "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v",
-        scale=m.head_dim**-0.5 if m.scale is None else m.scale, window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
+        "attention", ("q", "step"), "a", bound=place, keys=("k",), value="v", scale=scale,
+        window=m.window, chunk=m.chunk, soft_cap=m.soft_cap,
         slopes=slopes, sinks=b.vector(p + "sinks"), width=m.num_heads * m.value_dim, **more,
     )  # fmt: skip
     if turned:
         b.emit("hadamard", ("a",), "a")
     if m.head_gate:
-        b.linear(x, "gate", p + "o_gate")
-        b.emit("heads", ("gate",), "gate", bound=(m.num_heads,))
-        b.emit("gate_rows", ("a", "gate"), "a")
+        _gate_heads(b, p, x, m.num_heads, m.gate)
     b.emit("flat", ("a",), "a")
     if m.output_gate:
         b.linear(x, "gate", p + "o_gate")
-        b.emit("gate_rows", ("a", "gate"), "a")
-    b.linear("a", y, p + "o")
+        b.emit("gate_rows", ("a", "gate"), "a", bound=(m.gate,))
+    if m.o_norm is not None:
+        b.raw_norm("a", "a", p + "o_norm", "rms", m.o_norm)
+    product("a", y, "o")
+
+
+def _product(b: Emitter, p: str, x: str, y: str, name: str) -> None:
+    b.linear(x, y, p + name)
+
+
+def _grow(b: Emitter, s: QueryScale) -> None:
+    b.emit("scale_queries", ("q", "positions"), "q", bound=(s.beta, s.floor, s.shift))
+
+
+def _gate_heads(b: Emitter, p: str, x: str, heads: int, by: str = "sigmoid") -> None:
+    b.linear(x, "gate", p + "o_gate")
+    b.emit("heads", ("gate",), "gate", bound=(heads,))
+    b.emit("gate_rows", ("a", "gate"), "a", bound=(by,))
 
 
 def _qk_norm(b: Emitter, p: str, name: str, norm: QkNorm) -> None:
     weights = f"{p}{name}_norm"
     if norm.over == "split":
         num_heads = sum(key.startswith(weights + ".") for key in b.weights)
-        weight = np.stack([b.array(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
+        weight: Any = np.stack([b.array(f"{weights}.{i}") for i in range(num_heads)]) + np.float32(norm.offset)
         if norm.kind == "layer":
             b.emit("layer_norm", (name,), name, bound=(weight, None, norm.eps))
         else:
             b.emit("rms_norm", (name,), name, bound=(weight, norm.eps))
+        return
+    if norm.in_query:
+        weight = None if name == "k" else b.array(p + "q_norm") * b.array(p + "k_norm")
+        b.emit("rms_norm", (name,), name, bound=(weight, norm.eps))
         return
     b.raw_norm(name, name, weights, norm.kind, norm.eps, norm.offset)
 
@@ -100,6 +138,8 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
     b.emit("heads", ("q",), "q", bound=(m.num_heads,))
     if m.rope is not None:
         b.rope("q", m.rope, first=m.nope_dim)
+    if m.query_scale is not None:
+        _grow(b, m.query_scale)
     b.linear(x, "kv", p + "kv_a")
     b.emit("columns", ("kv",), "latent", bound=(0, m.kv_rank))
     b.raw_norm("latent", "latent", p + "kv_a_norm", "rms", m.eps)
@@ -122,6 +162,8 @@ def latent(b: Emitter, p: str, m: Latent, place: Place, x: str, y: str) -> None:
         scale=(m.nope_dim + m.rope_dim) ** -0.5 if m.scale is None else m.scale, width=m.num_heads * m.kv_rank,
     )  # fmt: skip
     b.emit("latent_output", ("a",), "a", bound=(v_b,))
+    if m.head_gate:
+        _gate_heads(b, p, x, m.num_heads)
     b.emit("flat", ("a",), "a")
     b.linear("a", y, p + "o")
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.model_spec import ChannelMix, Experts, FeedForward, Layer, ModelSpec
+from penstock.model import residuals
 from penstock.model.checks import check_weights
 from penstock.model.emitter import PLAIN, Emitter, Place, Reading, Weights
+from penstock.model.ends import embedding, head, last
 from penstock.model.feed_forward import experts, feed_forward
 from penstock.model.graph import NO_LAYER, Graph
 from penstock.model.mixers import MIXERS
 from penstock.model.places import places_of
 from penstock.model.rwkv import channel_mix
+from penstock.model.streams import halves
 
 
 def build(
@@ -28,48 +33,44 @@ def build(
     Raises: ModelError for weights that are missing, unknown or of wrong shape or type.
     """
     check_weights(spec, weights)
-    places, kept = places_of(spec, groups)
-    b = Emitter(spec, weights, max_model_len, kept, rotation, reading)
-    _embedding(b)
-    residuals = [b.values["x"]]
+    places, kept, further = places_of(spec, groups)
+    b = Emitter(spec, weights, max_model_len, kept, rotation, reading, further)
+    embedding(b)
+    between = [b.values["x"]]
     for n, layer in enumerate(spec.layers):
         b.layer = n
-        if layer.beside:
+        if layer.beside or layer.forgets:
             assert n, "there is a layer before"
-            assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer"
-            b.values["before"] = residuals[n - 1]
+            assert spec.layers[n - 1].ffn is None, "a mixer stands beside a mixer, or reads what one added"
+            b.values["before"] = between[n - 1]
         _layer(b, f"layers.{n}.", layer, places.get(n))
-        residuals.append(b.values["x"])
+        between.append(b.values["x"])
     b.layer = NO_LAYER
-    _last(b)
-    head, hidden = len(b.nodes), b.values["x"]
-    _head(b)
-    return Graph(b.nodes, head, hidden, b.values["logits"], tuple(residuals), spec.vocab_size, max_model_len)
-
-
-def _embedding(b: Emitter) -> None:
-    b.emit("embed", ("token_ids",), "x", "embed")
-    b.scale("x", b.spec.embed_scale)
-    if b.spec.embed_size is not None:
-        b.linear("x", "x", "embed_in")
-    if b.spec.positions:
-        b.emit("embed", ("positions",), "y", "positions")
-        b.emit("add", ("x", "y"), "x")
-    if b.spec.embed_norm is not None:
-        b.norm("x", "x", "embed_norm", b.spec.embed_norm)
+    last(b)
+    at, hidden = len(b.nodes), b.values["x"]
+    head(b)
+    return Graph(b.nodes, at, hidden, b.values["logits"], tuple(between), spec.vocab_size, max_model_len)
 
 
 def _layer(b: Emitter, p: str, layer: Layer, place: Place | None) -> None:
     """Registers: x the residual; h what a half reads; y what it adds."""
+    if layer.streams is not None:
+        halves(b, p, layer, place, _mixer, _feed_forward)
+        return
     if layer.parallel:
         _parallel(b, p, layer, place)
         return
+    residuals.enter(b, p, layer)
     if layer.mixer is not None:
-        _mixer(b, p, layer, place, _read(b, p, layer), "y")
+        x = _read(b, p, layer)
+        residuals.beside(b, p, layer, x)
+        _mixer(b, p, layer, place, x, "y")
         _after(b, p + "attn", layer)
+        residuals.joined(b, layer)
     if layer.ffn is not None:
         _feed_forward(b, p, layer, place, _before(b, p + "ffn_norm", layer), "y")
         _after(b, p + "ffn", layer)
+    residuals.leave(b, p, layer)
     if layer.output_scale:
         b.scale("x", float(b.array(p + "layer_scale")[0]))
 
@@ -105,7 +106,10 @@ def _after(b: Emitter, half: str, layer: Layer) -> None:
         b.norm("y", "y", half + "_post_norm", layer.norm)
     b.scale("y", layer.residual_scale)
     b.scale("x", layer.keep)
-    b.emit("add", ("x", "y"), "x")
+    if layer.residual_weights:  # x + (2x - x) (w - 1)
+        b.emit("scale", ("x",), "twice", bound=(2.0,))
+        b.emit("interpolate", ("x", "twice"), "x", bound=(b.array(half + "_residual") - np.float32(1.0),))
+    b.emit("add", ("before" if layer.forgets else "x", "y"), "x")
     if layer.placement == "sum":
         b.norm("x", "x", half + "_norm", layer.norm)
 
@@ -139,25 +143,3 @@ def _feed_forward(b: Emitter, p: str, layer: Layer, place: Place | None, x: str,
             channel_mix(b, p, f, place, x, y)
         case other:
             raise AssertionError(f"no builder for {type(other).__name__}")
-
-
-def _last(b: Emitter) -> None:
-    """The hidden state of the rows that somebody wants."""
-    spec = b.spec
-    b.emit("select", ("x", "rows"), "x")
-    if spec.final_norm is not None:
-        b.norm("x", "x", "final_norm", spec.final_norm)
-    if spec.embed_size is not None and spec.pair is None:
-        b.linear("x", "x", "embed_out")
-
-
-def _head(b: Emitter) -> None:
-    spec = b.spec
-    if spec.pair is not None:  # its logits are made by the model that it hangs on
-        b.emit("scale", ("x",), "logits", bound=(1.0,))
-        return
-    bias = ("lm_head.bias",) if spec.lm_head_bias else ()
-    b.emit("linear", ("x",), "logits", "embed" if spec.tie_embeddings else "lm_head", *bias)
-    b.scale("logits", spec.logit_scale)
-    if spec.logit_soft_cap is not None:
-        b.emit("soft_cap", ("logits",), "logits", bound=(spec.logit_soft_cap,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,10 +49,10 @@ class Emitter:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, max_model_len: int, kept: Mapping[int, Kept] | None = None,
-        rotation: str = "none", reading: Reading = PLAIN,
+        rotation: str = "none", reading: Reading = PLAIN, further: Mapping[int, Sequence[Place]] | None = None,
     ) -> None:  # fmt: skip
         """`kept`: where layers keep their newest tokens, if not with the others. `rotation`: how heads are turned
-        before they are cached, none or hadamard."""
+        before they are cached, none or hadamard. `further`: the other places of layers whose caches are several."""
         self.reading = reading
         self.nodes: list[Node] = []
         self.values: dict[str, Value] = {}
@@ -62,7 +62,9 @@ class Emitter:
         self.layer = NO_LAYER
         """What is emitted belongs to this layer."""
         self.kept, self.rotation = kept or {}, rotation
+        self.further = further or {}
         self._angles: dict[Rope, Value] = {}
+        self._tables: dict[Rope, F32] = {}
 
     def emit(
         self, op: str, inputs: tuple[str, ...], output: str, *weights: str, bound: tuple[Any, ...] = (),
@@ -129,12 +131,18 @@ class Emitter:
         if factor != 1.0:
             self.emit("scale", (x,), x, bound=(factor,))
 
+    def table(self, rope: Rope) -> F32:
+        """`ops.ref.rotary.rope_table`, made once: of a long context it is large."""
+        if rope not in self._tables:
+            self._tables[rope] = rope_table(rope, self.max_model_len)
+        return self._tables[rope]
+
     def rope(self, x: str, rope: Rope, first: int = 0) -> None:
         """Layers of equal rope share its angles: they are worked out once per step."""
         if rope not in self._angles:
             name = f"angles{len(self._angles)}"
             layer, self.layer = self.layer, NO_LAYER
-            self.emit("rope_angles", ("positions",), name, bound=(rope_table(rope, self.max_model_len),))
+            self.emit("rope_angles", ("positions",), name, bound=(self.table(rope),))
             self.layer = layer
             self._angles[rope] = self.values[name]
         self.values["angles"] = self._angles[rope]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
     if f.gated:
         b.linear(x, "gate", p + "gate")
         b.scale("gate", f.gate_scale)
+        if f.sparsity:
+            b.emit("cut_off", ("gate",), "gate", bound=(NormalDist().inv_cdf(f.sparsity),))
         b.emit("activate_gated", ("gate", "up"), "up", bound=(f.activation, f.limit))
     elif f.activation == "xielu":
         # Stored is what softplus makes positive; below zero a constant half comes to it.
@@ -24,6 +27,8 @@ def feed_forward(b: Emitter, p: str, f: FeedForward, x: str, y: str) -> None:
         b.emit("xielu", ("up",), "up", bound=(positive, 0.5 + negative))
     else:
         b.emit("activate", ("up",), "up", bound=(f.activation,))
+    if f.down_norm is not None:
+        b.raw_norm("up", "up", p + "down_norm", "rms", f.down_norm)
     b.linear("up", y, p + "down")
 
 
@@ -37,8 +42,12 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
         b.emit("rms_norm", ("x",), routed, bound=(weight, f.apart.eps))
         b.norm("x", inner, p + "experts_norm", f.apart)
     b.linear(routed, "routes", p + "router")
-    more = (b.vector(p + "router_correction"), *([b.vector(p + "router_scale")] if f.router.expert_scale else []))
-    b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, *more))
+    if f.router.listed:
+        table = np.ascontiguousarray(np.sort(b.array(p + "router_table"), axis=-1), np.int32)
+        b.emit("route_listed", ("routes", "token_ids"), "routes", bound=(f.top_k, f.router, table))
+    else:
+        more = (b.vector(p + "router_correction"), *([b.vector(p + "router_scale")] if f.router.expert_scale else []))
+        b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, *more))
     weights = [_expert(b, f"{p}experts.{i}.", f.expert) for i in range(f.num_experts)]
     named: dict[str, Any] = {"activation": f.expert.activation, "limit": f.expert.limit}
     if f.latent is not None:

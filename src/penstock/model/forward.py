@@ -71,6 +71,15 @@ class HeadForward(PoolingForward, Protocol):
 
 
 @runtime_checkable
+class TableForward(Forward, Protocol):
+    """A model whose table of embeddings lies where whoever changes it cannot write."""
+
+    def put_rows(self, first: int, rows: npt.NDArray[np.float32]) -> None:
+        """From row `first` on the table `embed` holds `rows` [n, W], for the runs that follow. Mutates: self."""
+        ...
+
+
+@runtime_checkable
 class WatchedForward(Forward, Protocol):
     """A model that shows how it gets on while it runs."""
 

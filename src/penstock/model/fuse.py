@@ -87,24 +87,39 @@ def _is_alone(value: Value, counts: Counter[int], op: str) -> bool:
 
 BY_ROWS = {
     "linear", "rms_norm", "layer_norm", "activate", "activate_gated", "scale", "clip", "soft_cap", "add", "multiply",
-    "gate_rows", "interpolate", "value_bonus", "attention", "latent_output", "route", "experts",
+    "gate_rows", "interpolate", "value_bonus", "attention", "attend_chosen", "latent_output", "route", "experts",
+    "cut_off", "match_magnitude", "scale_columns", "stack_streams", "mix_streams", "correct_streams", "add_streams",
+    "rope", "scale_queries",
+    "weigh_streams", "collapse_streams", "blend_streams",
 }  # fmt: skip
-"""Calls whose result at a token needs their inputs at that token only. Attention reads queries of all tokens and gives
-some rows; rotations and scales of queries look up where a token stands."""
+"""Calls whose result at a token needs their inputs at that token only. Attention may read queries (and what they
+chose) of all tokens and give some rows; rotations and scales of queries look up where a token stands."""
+
+
+_OF_ALL_TOKENS = ("attention", "attend_chosen")
+
+
+def _goes_by_rows(node: Node) -> bool:
+    """Routes have no rows that could be selected, and listed ones are looked up by token: there experts take all."""
+    if node.op == "experts" and (routes := node.inputs[1].maker) is not None and routes.op == "route_listed":
+        return False
+    return node.op in BY_ROWS
 
 
 def _selection(graph: Graph) -> None:
-    """What leads to selected rows and to nothing else is done for those rows: in the last layer all that comes behind
-    its keys and values. Of a prompt's tokens one is selected as a rule, of a chunk that more follows none."""
+    """What leads to selected rows and to nothing else is done for those rows: all that comes behind the last keys and
+    values. Of a prompt's tokens one is selected as a rule, of a chunk that more follows none."""
+    keeping = {node.layer for node in graph.nodes if node.op in ("write_kv", "write_kept")}
     select = next(node for node in graph.nodes if node.op == "select")
     only = {id(select)}
     read_by: dict[int, list[int]] = {}
     for node in graph.nodes:
         for v in inputs_of(node):
-            # Queries are read at all tokens: what makes them leads to more than selected rows.
-            read_by.setdefault(id(v.maker), []).append(0 if node.op == "attention" else id(node))
+            # Queries that are made beside keys and values are read at all tokens.
+            beside = node.op in _OF_ALL_TOKENS and node.layer in keeping
+            read_by.setdefault(id(v.maker), []).append(0 if beside else id(node))
     for node in reversed(graph.nodes[: graph.nodes.index(select)]):
-        if node.op in BY_ROWS and id(node) in read_by and only.issuperset(read_by[id(node)]):
+        if _goes_by_rows(node) and id(node) in read_by and only.issuperset(read_by[id(node)]):
             only.add(id(node))
     if id(select.inputs[0].maker) not in only:
         return
@@ -113,8 +128,10 @@ def _selection(graph: Graph) -> None:
         if id(node) in only and node is not select:
             assert node.out is not None
             node.out.rows = SELECTED
-            if node.op != "attention":
-                node.inputs = [_selected(v, only, nodes) for v in node.inputs]
+            if node.op not in _OF_ALL_TOKENS or node.layer not in keeping:
+                angles = node.inputs[1:] if node.op == "rope" else []
+                rows = node.inputs[:1] if angles else node.inputs
+                node.inputs = [_selected(v, only, nodes) for v in rows] + angles
         nodes.append(node)
     graph.head += len(nodes) - len(graph.nodes)
     graph.nodes = nodes
@@ -204,13 +221,17 @@ def _activations(graph: Graph) -> None:
 
 
 def _siblings(graph: Graph, same: Same, together: Same) -> None:
-    """Products of one input, as q, k and v, become one with their outputs side by side."""
+    """Products of one input, as q, k and v, become one with their outputs side by side.
+
+    What layers share stays apart from what is a layer's own: it would be stored once for each of them.
+    """
     plain = [n for n in graph.nodes if n.op == "linear" and not n.more["pair"] and "activation" not in n.more]
     families: list[list[Node]] = []
     for node in plain:
         for family in families:
             first = family[0]
-            if first.inputs[0].same(node.inputs[0]) and together(_weight(first), _weight(node)):
+            one_owner = first.inputs[0].same(node.inputs[0]) and _owner(first) == _owner(node)
+            if one_owner and together(_weight(first), _weight(node)):
                 places = [i for i, other in enumerate(family, 1) if same(_weight(other), _weight(node))]
                 family.insert(places[-1] if places else len(family), node)
                 break
@@ -230,6 +251,11 @@ def _siblings(graph: Graph, same: Same, together: Same) -> None:
         # The node's own value is all of it; those who read the first part keep a view of their own.
         first.out = Value(first, width, first.out.rows)
         _remove(graph, others)
+
+
+def _owner(node: Node) -> str:
+    """`layers`, or `shared`."""
+    return node.weights[0].partition(".")[0]
 
 
 def _residuals(graph: Graph) -> None:

@@ -26,7 +26,7 @@ class Value:
     is for people.
     """
 
-    maker: Node | None
+    maker: Node | None = field(repr=False)  # whose inputs have makers: each would be told many times
     width: int
     rows: int
     start: int = 0
@@ -125,7 +125,7 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
     """What a node gives, by the contract of its operation. `width`: of attention, whose values lie in a cache."""
     first = node.inputs[0] if node.inputs else None
     match node.op:
-        case "write_kv" | "write_kept" | "observe":
+        case "write_kv" | "write_kept" | "write_entries" | "observe":
             return None
         case "embed":
             return Value(node, node.bound[0].shape[1], TOKENS, name=name)
@@ -134,16 +134,29 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
     assert first is not None, f"{node.op} reads nothing"
     width, rows, heads = width or first.width, first.rows, first.heads
     match node.op:
+        case "stack_streams":
+            heads = len(node.inputs)
+            width *= heads
         case "select":
             rows = SELECTED
         case "linear":
             width, heads = node.bound[0].shape[0], None
-        case "route":
+        case "route" | "route_listed":
             width = node.bound[0]
+        case "spread":
+            width *= node.bound[0]
+        case "collapse_streams":
+            width //= node.bound[0]
         case "removal_key":
             heads = node.bound[1]
-        case "recurrent" | "retention" | "value_bonus" | "gated_delta":
+        case "mlstm_gates":
+            width, heads = 3 * first.width, None
+        case "concat":
+            width, heads = first.width + node.inputs[1].width, None
+        case "recurrent" | "retention" | "value_bonus" | "gated_delta" | "mlstm":
             width, heads = node.inputs[2].width, node.inputs[2].heads
+        case "biased_heads":
+            width += 4 * (heads or 0)
         case "latent_query":
             num_heads, nope, rank = node.bound[0].shape
             width += num_heads * (rank - nope)

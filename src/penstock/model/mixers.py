@@ -6,25 +6,35 @@ from collections.abc import Callable
 
 from penstock.core.model_spec import (
     Attention,
+    Diagonal,
+    EntryAttention,
     GatedDelta,
+    GatedLru,
     Latent,
     Lightning,
     Mamba,
     Mamba2,
+    Mlstm,
     Recurrent,
     Rwkv4,
     Rwkv7,
+    SharedBlock,
     ShortConv,
 )
 from penstock.model.attention import attention, latent
+from penstock.model.compressed import compressed
 from penstock.model.delta import gated_delta
+from penstock.model.diagonal import diagonal, gated_lru
 from penstock.model.mamba import mamba, mamba2
+from penstock.model.mlstm import mlstm
 from penstock.model.recurrent import lightning, recurrent
 from penstock.model.rwkv import rwkv4, rwkv7
+from penstock.model.shared_block import shared_block
 from penstock.model.short_conv import short_conv
 
 MIXERS: dict[type, Callable[..., None]] = {
     Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
-    Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv, Lightning: lightning,
+    Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv, Lightning: lightning, EntryAttention: compressed,
+    GatedLru: gated_lru, Mlstm: mlstm, Diagonal: diagonal, SharedBlock: shared_block,
 }  # fmt: skip
 """Each is called with emitter, prefix of the layer's weights, mixer, place, and the registers it reads and fills."""

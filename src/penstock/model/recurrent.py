@@ -23,11 +23,21 @@ def lightning(b: Emitter, p: str, m: Lightning, place: Place, x: str, y: str) ->
     """As `recurrent`."""
     for name in ("q", "k", "v"):
         b.linear(x, name, p + name)
-        b.emit("activate", (name,), name, bound=(m.activation,))
+        if m.activation is not None:
+            b.emit("activate", (name,), name, bound=(m.activation,))
         b.emit("heads", (name,), name, bound=(m.num_heads,))
+        if m.rope is not None and name != "v":
+            b.rope(name, m.rope)
+    b.scale("q", m.scale)
     b.linear(x, "z", p + "z")
     b.emit("retention", ("q", "k", "v", "step"), "a", bound=(*place, np.array(m.decay, np.float32)))
+    if m.norm == "head":
+        b.raw_norm("a", "a", p + "state_norm", "rms", m.eps)
     b.emit("flat", ("a",), "a")
-    b.raw_norm("a", "a", p + "state_norm", "rms", m.eps)
-    b.emit("gate_rows", ("a", "z"), "a")
+    if m.norm == "all":
+        b.raw_norm("a", "a", p + "state_norm", "rms", m.eps)
+    if m.gate == "silu":
+        b.emit("activate_gated", ("z", "a"), "a", bound=("silu",))
+    else:
+        b.emit("gate_rows", ("a", "z"), "a")
     b.linear("a", y, p + "o")

@@ -12,7 +12,7 @@ from penstock.core.cache_spec import CacheGroup, group_layers, without_windows
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
 from penstock.core.machine import Machine
-from penstock.core.model_spec import ModelSpec, cache_spec
+from penstock.core.model_spec import EntryAttention, ModelSpec, cache_spec
 from penstock.plan.memory import gib
 from penstock.plan.weights import NO_CODES, StoredFormats
 
@@ -58,6 +58,12 @@ def plan_drafts(
             raise ConfigError(
                 f"speculative_config: model: {name} has layers with a recurrent state, which cannot take back a "
                 "rejected draft; use a draft model of attention layers only",
+                field="speculative_config",
+            )
+        if any(isinstance(layer.mixer, EntryAttention) for layer in spec.layers):
+            raise ConfigError(
+                f"speculative_config: model: {name} has layers with several caches, which a draft model cannot have; "
+                "use one of plain attention layers",
                 field="speculative_config",
             )
         first = len(groups)

@@ -19,7 +19,16 @@ import msgspec
 
 from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.matrix_format import is_product
-from penstock.core.model_spec import Attention, Experts, Latent, ModelSpec, cache_specs, weight_shapes
+from penstock.core.model_spec import (
+    Attention,
+    EntryAttention,
+    Experts,
+    Latent,
+    ModelSpec,
+    SharedBlock,
+    cache_specs,
+    weight_shapes,
+)
 from penstock.core.step_shape import StepShape
 
 _LOGIT_BYTES = 4  # logits are float32 everywhere
@@ -133,6 +142,7 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
     shapes = weight_shapes(spec)
     embed = shapes.pop("embed")
     shapes.pop("positions", None)
+    shapes.pop("ple_embed", None)  # a row of it is read, as of the embedding
     head = shapes.pop("lm_head", embed)
     shapes.pop("lm_head.bias", None)
     sparse = [
@@ -140,6 +150,16 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
     ]
     dense = {name: shape for name, shape in shapes.items() if ".experts." not in name}
     matrices = sum(prod(shape) for name, shape in dense.items() if is_product(name, shape))
+    # A block that layers share is multiplied with, and comes from memory, once for each of them.
+    blocks = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, SharedBlock)]
+    again = sum(
+        prod(shape)
+        for i, m in enumerate(blocks)
+        if any(m.block == other.block for other in blocks[:i])
+        for name, shape in m.shared_shapes(spec.hidden_size).items()
+        if is_product(name, shape)
+    )
+    matrices, stored = matrices + again, matrices
     chosen = sum(f.top_k * _expert_params(f, spec.hidden_size) for f in _sparse(spec))
     activations = sum(_layer_elements(spec, i, dense) for i in range(len(spec.layers)))
     vocab_size, hidden_size = head
@@ -147,7 +167,7 @@ def model_work(spec: ModelSpec, dtype: str, kv_dtype: str | None = None, matrix_
         linear_flops_per_token=2 * (matrices + chosen),
         # The embedding's row, read and written, comes on top of what the layers move.
         linear_bytes_per_token=(activations + 2 * hidden_size) * size,
-        weight_bytes=(sum(prod(shape) for shape in dense.values()) - matrices) * size + int(matrices * held),
+        weight_bytes=(sum(prod(shape) for shape in dense.values()) - stored) * size + int(matrices * held),
         head_flops_per_logit=2 * vocab_size * hidden_size,
         head_bytes_per_logit=3 * hidden_size * size + vocab_size * _LOGIT_BYTES,
         head_weight_bytes=int(vocab_size * hidden_size * held),
@@ -180,11 +200,19 @@ def _expert_params(ffn: Experts, e: int) -> int:
 
 def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     sums: dict[int | None, tuple[int, int]] = {}
-    for layer, kept in zip(spec.layers, cache_specs(spec, kv_dtype), strict=True):
+
+    def add(window: int | None, flops: int, num_bytes: int) -> None:
+        before = sums.get(window, (0, 0))
+        sums[window] = before[0] + flops, before[1] + num_bytes
+
+    every = cache_specs(spec, kv_dtype)
+    for n, layer in enumerate(spec.layers):
         m = layer.mixer
-        if isinstance(m, Attention | Latent):
-            before = sums.get(m.reach, (0, 0))
-            sums[m.reach] = before[0] + m.pair_flops, before[1] + kept[0].num_bytes
+        kept = every[n if layer.kv_from is None else layer.kv_from]
+        if isinstance(m, Attention | Latent | EntryAttention):
+            add(m.reach, m.pair_flops, kept[0].num_bytes)
+        if isinstance(m, EntryAttention) and m.every is not None:  # as if every token had its part of an entry
+            add(None, m.entry_flops // m.every, sum(p.num_bytes for p in kept[1].page_planes) // m.every)
     for window, (flops, num_bytes) in sums.items():
         yield Reach(window, flops, num_bytes)
 

@@ -6,7 +6,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.kv_codec import KV_CODECS, codecs_by_token
 from penstock.core.kv_format import KvFormat, LayerFormat, parse_kv_format, wrong
-from penstock.core.model_spec import Attention, Latent, ModelSpec, cache_spec
+from penstock.core.model_spec import Attention, EntryAttention, Latent, ModelSpec, cache_spec
 
 LEAST_CHANNEL_BLOCK = 16
 """Tokens of a block that make scales of channels worth their bytes."""
@@ -56,6 +56,10 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
     reaching = False
     for n, layer in enumerate(spec.layers):
         how, m = kv.of(n), layer.mixer
+        if layer.kv_from is not None:
+            if how != kv.of(layer.kv_from) and n in kv.layers:
+                raise wrong(f"layers: {n} reads the keys and values of layer {layer.kv_from}; name that one alone")
+            continue
         if isinstance(m, Attention):
             for dim in {m.head_dim, m.value_dim}:
                 _check_dims(how, n, dim)
@@ -69,6 +73,14 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
                 )
             _check_dims(how, n, m.kv_rank)
             _check_dims(how, n, m.rope_dim)
+        elif isinstance(m, EntryAttention):
+            if how.plain is None:
+                raise wrong(
+                    f"layer {n} keeps one vector as key and value, and entries of several tokens, and has no k, v, "
+                    "heads, newest or first tokens of its own; use a name such as int8 or int4"
+                )
+            for dim in (m.head_dim, m.head_dim if m.indexer is None else m.indexer.head_dim):
+                _check_dims(how, n, dim)
     if any(how.recent for how in kv.every) and not reaching:
         raise wrong(
             "newest tokens are kept beside codes only in layers that see the whole context, and all layers of this "

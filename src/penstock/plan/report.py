@@ -206,9 +206,12 @@ def _decisions(config: EngineConfig, plan: Plan | None, fit: Fit | None, longest
 
 
 def _group_line(group: CacheGroup, model: str, block_size: int) -> GroupLine:
-    dtypes = ", ".join(sorted({p.dtype for p in group.spec.planes}))
-    planes = " + ".join(f"{p.name} {p.heads}x{p.dim}" for p in group.spec.planes) + f", {dtypes}"
-    planes += "".join(f", {p.name} {p.heads}x{p.dim} for each block" for p in group.spec.page_planes)
+    dtypes = sorted({p.dtype for p in group.spec.planes})
+    parts = [" + ".join(f"{p.name} {p.heads}x{p.dim}" for p in group.spec.planes), *dtypes] if dtypes else []
+    for p in group.spec.page_planes:
+        each = "each block" if p.every is None else f"every {p.every} tokens"
+        parts.append(f"{p.name} {p.heads}x{p.dim} for {each}")
+    planes = ", ".join(parts)
     return GroupLine(
         kind=group.spec.kind,
         num_layers=len(group.layers),

@@ -32,9 +32,9 @@ _ARRAYS: dict[str, tuple[type[np.generic], Any]] = {
 class Storage:
     """One array per plane per cache group.
 
-    Shapes: `planes[g][name]` is [num_pages, S, heads, dim] for a paged or window group ([num_pages, 1, heads, dim] for
-    its `page_planes`; with lanes a page has heads / lanes heads) and [num_pages, heads, dim] for a slot group, where
-    num_pages = num_slabs[g] * pages_per_slab.
+    Shapes: `planes[g][name]` is [num_pages, S, heads, dim] for a paged or window group ([num_pages, rows, heads, dim]
+    for its `page_planes`, see `PlaneSpec.page_rows`; with lanes a page has heads / lanes heads) and
+    [num_pages, heads, dim] for a slot group, where num_pages = num_slabs[g] * pages_per_slab.
 
     `tiers`: who keeps the bytes outside the device, by the number that StoreOp and LoadOp have; `host_slabs` of each
     group in the tier `tier` (a name in PAGE_STORES).
@@ -60,6 +60,7 @@ class Storage:
         if new is not None:
             self._new, self.touches = new, False  # type: ignore[method-assign, assignment]
         assert len(groups) == len(num_slabs)
+        self._block_size = block_size
         self.pages_per_slab = tuple(group.pages_per_slab for group in groups)
         self.num_pages = tuple(slabs * group.pages_per_slab for group, slabs in zip(groups, num_slabs, strict=True))
         self.planes: tuple[Planes, ...] = tuple(
@@ -159,6 +160,7 @@ class Storage:
         for g, table in enumerate(tables):
             for array in self.planes[g].values():
                 assert array.ndim == 4, f"group {g} keeps no tokens"
+                assert array.shape[1] == self._block_size, "entries of several tokens follow one path"
                 array[self._place(g, table, there, array)] = array[self._place(g, table, here, array)]
 
     def clear_slots(self, tables: Sequence[I32], slots: Sequence[int] | I32) -> None:
@@ -169,7 +171,7 @@ class Storage:
         there = np.asarray(slots, np.int32)
         for g, table in enumerate(tables):
             for array in self.planes[g].values():
-                if array.ndim == 4:
+                if array.ndim == 4 and array.shape[1] == self._block_size:  # entries are made anew
                     array[self._place(g, table, there, array)] = 0
 
     def _place(self, g: int, table: I32, slots: I32, array: Array) -> tuple[Array, Array]:
@@ -214,6 +216,7 @@ def planes_of(
     planes: Planes = {}
     for besides, plane in [(False, p) for p in group.spec.planes] + [(True, p) for p in group.spec.page_planes]:
         dtype, nan = _ARRAYS[plane.dtype]
-        shape = (num_pages, *((1,) if besides else per_page), plane.heads // group.spec.lanes, plane.dim)
+        rows = (plane.page_rows(block_size),) if besides else per_page
+        shape = (num_pages, *rows, plane.heads // group.spec.lanes, plane.dim)
         planes[plane.name] = new(shape, dtype, nan if poison else 0)
     return planes

@@ -30,11 +30,15 @@ class Undo:
     def __init__(self, storage: Storage, rows: RowStore) -> None:
         self._storage, self._rows = storage, rows
         self._slots = [g for g, group in enumerate(rows.groups) if not group.spec.per_token]
+        self._entries = any(p.every is not None for group in rows.groups for p in group.spec.page_planes)
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state that follows one path only."""
-        return bool(self._slots)
+        """Whether some layer keeps a state, or entries of several tokens, that follow one path only.
+
+        Entries need no undoing: nobody sees one before all of its tokens are known, and it is made anew then.
+        """
+        return bool(self._slots) or self._entries
 
     def remember(self, drafted_rows: Sequence[DraftedRow]) -> States:
         """The states of the rows whose drafts might be rejected."""

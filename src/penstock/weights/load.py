@@ -17,9 +17,16 @@ from penstock.base.bf16 import narrow, widen
 from penstock.base.errors import ModelError
 from penstock.base.hashing import digest
 from penstock.core.held_weights import HeldWeights
-from penstock.core.model_spec import ModelSpec
+from penstock.core.model_spec import Experts, ModelSpec
 from penstock.core.weight_map import Cut
-from penstock.families.checkpoint import LOADABLE_DTYPES, Checkpoint, WeightRef, check_weights, stored_shapes
+from penstock.families.checkpoint import (
+    LOADABLE_DTYPES,
+    WHOLE_DTYPES,
+    Checkpoint,
+    WeightRef,
+    check_weights,
+    stored_shapes,
+)
 from penstock.formats.files import file_size, quoted, unreadable
 from penstock.formats.tensor_ref import TensorRef, stored_bytes
 from penstock.ops.ref.product import as_float32, take_rows
@@ -92,7 +99,10 @@ def load_weights(
                 _check_codes(codes, refs[name].tensor)
                 advance(_num_bytes(refs[name], shape))
         elif name in wanted:
-            out[name] = _load(files, wanted[name], shape, own, advance)
+            whole = refs[name].codes is None and refs[name].tensor.dtype in WHOLE_DTYPES
+            out[name] = (_whole if whole else _load)(files, wanted[name], shape, own, advance)
+            if name.endswith(".router_table"):
+                _check_listed(np.asarray(out[name]), spec, name, refs[name].tensor)
         else:
             out[name] = np.broadcast_to(np.zeros((), _NUMPY[own]), shape)
     return out
@@ -186,6 +196,32 @@ def _load(
     out = out.reshape(shape)
     out.flags.writeable = False
     return out
+
+
+def _whole(
+    files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str, advance: Callable[[int], None]
+) -> Array:
+    """Whole numbers, as float32 whatever `dtype` is: 16 bits would round them."""
+    kind = f"<i{WHOLE_DTYPES[ref.tensor.dtype]}"
+    out = _bytes(files, ref.tensor).view(kind).astype(np.float32).reshape(shape)
+    advance(ref.tensor.nbytes)
+    out.flags.writeable = False
+    return out
+
+
+def _check_listed(table: Array, spec: ModelSpec, name: str, tensor: TensorRef) -> None:
+    """Raises ModelError unless every token of the vocabulary has experts of the layer, none of them twice."""
+    ffn = spec.layers[int(name.split(".")[1])].ffn
+    assert isinstance(ffn, Experts), "who has a table chooses experts"
+    own = np.sort(as_float32(table), axis=-1)
+    good = (own >= 0) & (own < ffn.num_experts) & (own == np.floor(own))
+    good[:, 1:] &= own[:, 1:] > own[:, :-1]
+    if not good.all():
+        token = int(np.argmin(good.all(axis=-1)))
+        raise ModelError(
+            f"tensor {quoted(tensor.name)} of {quoted(tensor.path)} does not list {ffn.top_k} different experts of "
+            f"{ffn.num_experts} for token {token}"
+        )
 
 
 def _codes(files: Mapping[Path, U8], ref: WeightRef, shape: tuple[int, ...], dtype: str) -> StoredMatrix:

@@ -82,7 +82,10 @@ def test_vectors_are_the_naive_loops_in_chunks_and_in_company(name: str, pooling
     company = request(prompts(name, 7)[0], max_tokens=6)
     got = pooled(core, [asked[0], company, *asked[1:]])
     for r, p in zip(asked, ids, strict=True):
-        np.testing.assert_array_equal(got[r.request_id], naive_pooled(name, p, pooling))
+        if name == "entries":  # the order of its sums is not the naive loop's
+            np.testing.assert_allclose(got[r.request_id], naive_pooled(name, p, pooling), atol=1e-4)
+        else:
+            np.testing.assert_array_equal(got[r.request_id], naive_pooled(name, p, pooling))
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])

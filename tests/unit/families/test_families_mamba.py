@@ -111,8 +111,6 @@ def test_time_step_limits_that_are_none(limit: object) -> None:
         (MAMBA2, {"num_heads": 64}, "num_heads 64 x head_dim 64", ModelError),
         (MAMBA2, {"n_groups": 3}, "n_groups 3", ModelError),
         (MAMBA2, {"d_mlp": 4}, "d_mlp", UnsupportedError),
-        (MAMBA, {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"}, "blocks that several layers share",
-         UnsupportedError),
     ],
 )  # fmt: skip
 def test_refused_by_name(base: dict[str, Any], changes: dict[str, Any], message: str, kind: type[ModelError]) -> None:

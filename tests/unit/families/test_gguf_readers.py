@@ -10,7 +10,7 @@ import pytest
 
 from penstock.base.errors import ModelError, UnsupportedError
 from penstock.families.fields import Fields
-from penstock.families.gguf import readers, single
+from penstock.families.gguf import readers, single, uneven
 from penstock.families.gguf.header import Header
 from penstock.families.gguf.rope import rope
 
@@ -89,7 +89,6 @@ def test_versions_of_deepseek() -> None:
     (readers.rope_for_granite, {"rope__scaling__finetuned": False}, "without positions"),
     (readers.times_four, {"feed_forward_length": 200}, "200, not 4 times 64"),
     (readers.equal_heads, {"attention__head_count_kv": 2}, "fewer kv heads"),
-    (single.expansion, {"ssm__dt_b_c_rms": True}, "dt_b_c_rms"),
     (single.expansion, {"ssm__inner_size": 100}, "no multiple of 64"),
     (single.state_heads, {"ssm__inner_size": 100, "ssm__time_step_rank": 3}, "do not divide"),
     (single.blocks_of_deci, {"attention__head_count_kv": 0, "feed_forward_length": 8}, "one product"),
@@ -98,10 +97,38 @@ def test_versions_of_deepseek() -> None:
         "attention__temperature_scale": 0.1, "attention__temperature_length": 5,
         "rope__scaling__original_context_length": 64,
     }, "temperature_length"),
+    (uneven.every(0, uneven.attends, "attention"), {"attention__head_count_kv": [0, 2, 0, 0, 2, 0, 2, 0]}, "equally"),
+    (uneven.of_kind("attention.head_count_kv", S), {
+        "attention__head_count_kv": [1, 2, 1, 4] * 2, "attention__sliding_window": 9,
+        "attention__sliding_window_pattern": [False, True] * 4,
+    }, "as 2 and 4"),
+    (uneven.indexer_types, {"attention__indexer__types": [True] * 3}, "8 truth values"),
+    (uneven.limits("swiglu_clamp_exp"), {"swiglu_clamp_exp": [0.5, -1.0] * 4}, "swiglu_clamp_exp"),
+    (uneven.score, {"expert_gating_func": 4}, "expert_gating_func"),
+    (uneven.cohere_experts, {"expert_weights_scale": 2.0}, "expert_weights_scale"),
+    (uneven.cohere_experts, {"expert_gating_func": 1}, "expert_weights_norm"),
+    (uneven.rwkv_gate, {"token_shift_count": 1}, "token_shift_count"),
 ])  # fmt: skip
 def test_what_does_not_go_together(read: readers.Read, entries: dict[str, Any], culprit: str) -> None:
     with pytest.raises(ModelError, match=culprit):
         read(header(**entries))
+
+
+def test_layers_that_differ() -> None:
+    found = {"attention__head_count_kv": [0, 2, 0, 0, 2, 0, 0, 2]}
+    assert [uneven.every(part, uneven.attends, "")(header(**found)) for part in (0, 1)] == [3, 1]
+    once = {"attention__head_count_kv": [0, 0, 0, 2, 0, 0, 0, 0]}
+    assert [uneven.every(part, uneven.attends, "")(header(**once)) for part in (0, 1)] == [9, 3]
+    assert uneven.indexer_types(header()) == ["full"] * 8
+    long = uneven.indexer_types(header(context_length=2**20))
+    assert [kind == "full" for kind in long] == [True, True, True, False, False, False, True, False]
+    assert uneven.indexer_types(header(2, attention__indexer__types=[1, 0])) == ["full", "shared"]
+    assert uneven.limits("x")(header()) is None
+    assert uneven.limits("x")(header(x=0.5)) == [0.5] * 8
+    assert uneven.cohere_kinds(header(attention__sliding_window=4)) == [F, S, S, S] * 2
+    assert (uneven.score(header()), uneven.score(header(expert_gating_func=1))) == ("sigmoid", "softmax")
+    assert uneven.value_scale(header()) == 1.0
+    assert (single.mamba(header()), single.mamba(header(ssm__dt_b_c_rms=True))) == ("mamba", "falcon_mamba")
 
 
 def test_small_choices() -> None:

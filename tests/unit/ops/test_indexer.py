@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from penstock.backends.native.obstacle import native_obstacle
+from penstock.base.bf16 import F32
 from penstock.core.cache_spec import group_layers
 from penstock.core.model_spec import Latent, ModelSpec, cache_spec
 from penstock.ops.ref.indexer import best_of, index_scores
@@ -15,9 +18,28 @@ from tests.paged import Paged
 
 def test_of_equal_scores_the_lower_position_is_chosen() -> None:
     scores = np.array([0.0, 2.0, 0.0, -1.0, 2.0, 0.0], np.float32)
-    assert best_of(scores, 3).tolist() == [0, 1, 4]
-    assert best_of(scores, 9).tolist() == [0, 1, 2, 3, 4, 5]
-    assert best_of(np.zeros(5, np.float32), 2).tolist() == [0, 1]
+    assert best(scores, range(6), 3) == [0, 1, 4]
+    assert best(scores, range(6), 6) == [0, 1, 2, 3, 4, 5]
+    assert best(np.zeros(5, np.float32), range(5), 2) == [0, 1]
+
+
+def test_only_what_is_seen_is_chosen_and_numbers_before_others() -> None:
+    scores = np.array([np.nan, -np.inf, 2.0, np.nan, 9.0, 9.0], np.float32)
+    assert best(scores, range(4), 1) == [2]
+    assert best(scores, range(4), 3) == [0, 1, 2]
+    assert best(scores, range(4), 4) == [0, 1, 2, 3]
+    rows = np.stack([scores, scores])
+    assert [x.tolist() for x in best_of(rows, [np.arange(4), np.arange(5)], 2)] == [[1, 2], [2, 4]]
+    # The places of a tree's path are among those that it sees.
+    assert best(scores, (0, 2, 3, 5), 2) == [1, 3]
+
+
+def best(scores: F32, seen: Sequence[int], top_k: int) -> list[int]:
+    """Alone, and beside another row, which is another way."""
+    alone, own = best_of(scores[None], [np.array(seen)], top_k)[0].tolist(), np.array(seen)
+    beside = best_of(np.stack([scores, scores]), [own, own], top_k)
+    assert [x.tolist() for x in beside] == [alone, alone]
+    return alone
 
 
 def test_scores_equal_the_formula_in_float64() -> None:
@@ -27,7 +49,17 @@ def test_scores_equal_the_formula_in_float64() -> None:
         want = sum(
             float(w[h]) * np.maximum(k.astype(np.float64) @ q[h].astype(np.float64) * 0.3, 0) for h in range(heads)
         )
-        np.testing.assert_allclose(index_scores(q, w, k, 0.3), want, atol=1e-5)
+        np.testing.assert_allclose(index_scores(q[None], w[None], k, 0.3)[0], want, atol=1e-5)
+
+
+def test_a_tokens_scores_depend_on_no_other_tokens() -> None:
+    """Nor on how many keys there are behind those that it sees: two chunks of them here."""
+    rng = np.random.default_rng(6)
+    q, w, k = (rng.standard_normal(s).astype(np.float32) for s in ((40, 7, 33), (40, 7), (600, 33)))
+    whole = index_scores(q, w, k, 0.3)
+    for t in (0, 17, 39):
+        for n in (1, 255, 256, 257, 599, 600):
+            np.testing.assert_array_equal(index_scores(q[t : t + 1], w[t : t + 1], k[:n], 0.3)[0], whole[t, :n])
 
 
 def _with_top_k(spec: ModelSpec, top_k: int | None) -> ModelSpec:
@@ -62,5 +94,5 @@ def test_index_keys_have_a_plane_and_layers_without_an_indexer_a_group_of_their_
     assert names == [["latent", "k_rope", "index"], ["latent", "k_rope"]]
 
 
-def test_native_kernels_say_that_they_have_no_indexer() -> None:
-    assert native_obstacle(specs.make("indexed")[0]) == "operation choose_tokens"
+def test_native_kernels_have_an_indexer() -> None:
+    assert native_obstacle(specs.make("indexed")[0]) is None

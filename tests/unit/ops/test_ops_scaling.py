@@ -63,6 +63,7 @@ def test_equals_its_definition_row_by_row(name: str, shape: tuple[int, ...]) -> 
 TWO: dict[str, tuple[Callable[[Any, Any], Any], Callable[[F64, F64], F64]]] = {
     "multiply": (multiply, lambda x, y: x * y),
     "gate_rows": (gate_rows, lambda x, y: x / (1 + np.exp(-y))),
+    "gate_rows softplus": (lambda x, y: gate_rows(x, y, "softplus"), lambda x, y: x * np.logaddexp(0.0, y)),
     "gate_rows by one": (lambda x, y: gate_rows(x, y[:, :1].copy()), lambda x, y: x / (1 + np.exp(-y[:, :1]))),
     "swiglu_clamped": (
         lambda x, y: activate_gated(x, y, "swiglu_clamped", 1.1),

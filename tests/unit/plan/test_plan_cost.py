@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import timeit
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
-from penstock.core.model_spec import Attention, FeedForward, Latent, Layer, Mixer, ModelSpec, Recurrent, Rope
+from penstock.core.model_spec import (
+    Attention,
+    FeedForward,
+    Latent,
+    Layer,
+    Mixer,
+    ModelSpec,
+    Recurrent,
+    Rope,
+    SharedBlock,
+)
 from penstock.core.protocols import StepTimer
 from penstock.core.step_shape import EMPTY, StepShape
 from penstock.plan.cost import RooflineTimer
@@ -52,6 +64,23 @@ def test_a_decode_step_by_hand() -> None:
     norms = 5 * E
     assert step.linear_bytes - 2 * _activations(per_token_layers=2) == 4 * (2 * per_layer + norms)
     assert step.head_bytes == 4 * E * V + 2 * (3 * E * 4 + V * 4)
+
+
+def test_a_block_that_layers_share_is_held_once_and_used_by_each() -> None:
+    """Three layers of Mamba-2 read what blocks add: two of them the same block."""
+    spec, _ = specs.make("shared")
+    blocks = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, SharedBlock)]
+    apart = [msgspec.structs.replace(m, block=n) for n, m in enumerate(blocks)]
+    layers = tuple(
+        msgspec.structs.replace(layer, mixer=apart.pop(0)) if isinstance(layer.mixer, SharedBlock) else layer
+        for layer in spec.layers
+    )
+    three = msgspec.structs.replace(spec, layers=layers)
+    shared, separate = (model_work(one, "float32") for one in (spec, three))
+    matrices = sum(prod(shape) for shape in blocks[0].shared_shapes(E).values() if len(shape) == 2)
+    assert three.num_params - spec.num_params == matrices + 3 * E  # and two norms
+    assert separate.linear_flops_per_token == shared.linear_flops_per_token
+    assert separate.weight_bytes - shared.weight_bytes == 4 * 3 * E
 
 
 def _activations(per_token_layers: int) -> int:

@@ -179,6 +179,19 @@ def test_F13_laws_of_a_model(attention: str) -> None:
     np.testing.assert_array_equal(np.concatenate(parts), want)
 
 
+def test_F13_C10_layers_that_share_keys_choose_where_the_one_that_keeps_them_does() -> None:
+    """Pages of a dense layer have no bounds for those that read its keys; elsewhere each layer chooses for itself."""
+    spec, weights = specs.make("shared_kv")
+    plain = Paged(spec, weights).chunked("a", IDS, (40, 1))
+    for dense, choosing in ((1, {2, 3}), (0, {0, 1, 2, 3}), (3, set())):
+        full = Paged(spec, weights, reading=Reading(pages=PageReads(dense_layers=dense)))
+        nodes = [node for node in full.graph.nodes if node.op == "attention"]
+        assert {node.layer for node in nodes if "pages" in node.named} == choosing
+        np.testing.assert_array_equal(full.chunked("a", IDS, (40, 1)), plain)
+    some = Paged(spec, weights, reading=Reading(pages=PageReads(share=0.25, recent=4, dense_layers=0)))
+    assert np.abs(some.chunked("a", IDS, (40, 1))[40:] - plain[40:]).max() > 1e-3
+
+
 @pytest.mark.parametrize("attention", ["ref", "ref-online"])
 def test_F13_tokens_behind_their_prompt_choose_however_they_come(attention: str) -> None:
     """F13: where the plan says from which position on, no cut of the text changes a bit."""

@@ -247,7 +247,8 @@ def test_only_what_rows_are_multiplied_with_or_looked_up_in_stays_codes(name: st
         assert codes == rounded_matrices(spec).keys() - {"embed"}
         assert held.beside == (("embed",) if spec.tie_embeddings else ())
     else:
-        assert codes == {"embed", *row_matrices(spec)}
+        tables = {"embed", "ple_embed"} & weight_shapes(spec).keys()
+        assert codes == {*tables, *row_matrices(spec)}
 
 
 def test_rows_cannot_be_looked_up_in_panels_of_an_order() -> None:

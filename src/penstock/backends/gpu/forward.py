@@ -89,6 +89,11 @@ class TorchForward(Program):
             self._execute(self._head, registers)
             return _array(registers[self._logits])
 
+    def put_rows(self, first: int, rows: F32) -> None:
+        """See `model.forward.TableForward`."""
+        table = next(call.bound[0] for call in self.code if call.op == "embed")
+        table[first : first + len(rows)] = torch.from_numpy(rows).to(self._device)
+
     def queries(self, num_tokens: int) -> list[F32]:
         """See `model.forward.ObservedForward`."""
         return [_array(q) for q in super().queries(num_tokens)]  # type: ignore[arg-type]

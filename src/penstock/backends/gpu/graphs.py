@@ -37,8 +37,11 @@ _AT_HOST = {
     "experts": "experts are chosen on the host",
     "write_kept": "blocks are encoded as they fill up", "observe": "a KV selector looks at its queries",
     **dict.fromkeys(("choose_tokens", "attend_chosen"), "an indexer's choice of tokens is made on the host"),
+    **dict.fromkeys(("write_entries", "choose_entries", "attend_entries"),
+                    "entries of several tokens are looked up on the host"),
     **dict.fromkeys(("recurrent", "retention", "gated_delta", "causal_conv", "mamba_scan", "mamba2_scan", "token_shift",
-                     "wkv4", "wkv7"), "the pages of recurrent states are looked up on the host"),
+                     "wkv4", "wkv7", "rg_lru", "diagonal_scan", "mlstm_gates", "mlstm"),
+                    "the pages of recurrent states are looked up on the host"),
 }  # fmt: skip
 
 

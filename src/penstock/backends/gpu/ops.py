@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from penstock.backends.gpu.placed import Matrix, StoredTensor, rows_of
 from penstock.core.model_spec import Router
@@ -51,7 +52,7 @@ def by_row(op: Callable[..., Tensor], num_rowed: int = 1) -> Callable[..., Tenso
 
 
 def embed(token_ids: Tensor, weight: Matrix) -> Tensor:
-    return rows_of(weight, token_ids)
+    return rows_of(weight, torch.where(token_ids < weight.shape[0], token_ids, 0))
 
 
 def select(x: Tensor, rows: Tensor) -> Tensor:
@@ -100,6 +101,10 @@ def columns(x: Tensor, start: int, stop: int) -> Tensor:
     return x[:, start:stop].contiguous()
 
 
+def concat(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([x, y], dim=1)
+
+
 def rope_angles(positions: Tensor, table: Tensor) -> Tensor:
     return table[:, positions]
 
@@ -130,11 +135,13 @@ def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
 
 
 def activate_gated(gate: Tensor, up: Tensor, activation: str, limit: float | None = None) -> Tensor:
-    if activation != "swiglu_clamped":
+    if activation not in ("swiglu_clamped", "silu_clamped"):
         act = _ACTIVATIONS[activation](gate)
         return act * up if limit is None else act.clamp(max=limit) * up.clamp(-limit, limit)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "silu_clamped":
+        return torch.nn.functional.silu(gate) * up
     return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
 
 
@@ -158,8 +165,14 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
-    return x * torch.sigmoid(gate)
+def gate_rows(x: Tensor, gate: Tensor, by: str = "sigmoid") -> Tensor:
+    return x * (softplus(gate) if by == "softplus" else torch.sigmoid(gate))
+
+
+def biased_heads(x: Tensor, dt: Tensor, a: Tensor | None, factor: float) -> Tensor:
+    more = x.new_zeros((*x.shape[:2], 4))
+    more[:, :, 0] = factor if a is None else torch.exp(softplus(dt) * a) * factor
+    return torch.cat([x, more], dim=-1)
 
 
 def scale_queries(x: Tensor, positions: Tensor, beta: float, floor: int, shift: int) -> Tensor:
@@ -209,7 +222,7 @@ def route(
     """See `ops.ref.experts.route`. Ties go to the lower id: sorts are stable."""
     if router.score == "sparse_mixer":
         return _sparse_mixer(logits, top_k, router)
-    scores = torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+    scores = _scores(logits, router)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _best_groups(choice, router)
@@ -221,9 +234,25 @@ def route(
         weights = torch.softmax(weights, dim=-1)
     if router.renormalize:
         total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / (total + 1e-20 if router.score == "sigmoid" else total)
+        weights = weights / (total if router.score == "softmax" else total + 1e-20)
     weights = weights * router.scale
     found: Any = (ids, weights if expert_scale is None else weights * expert_scale[ids])
+    return Routes(*found)
+
+
+def _scores(logits: Tensor, router: Router) -> Tensor:
+    if router.score == "sqrtsoftplus":
+        return torch.sqrt(torch.nn.functional.softplus(logits))
+    return torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
+
+
+def route_listed(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+    """See `ops.ref.experts.route_listed`."""
+    ids = table[token_ids.long()].long()
+    weights = _scores(logits, router).gather(-1, ids)
+    if router.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    found: Any = (ids, weights * router.scale)
     return Routes(*found)
 
 
@@ -267,17 +296,30 @@ def route_by_row(
     return Routes(*found)
 
 
+def listed_by_row(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+    """`route_listed` for one row at a time."""
+    if not len(logits):
+        return route_listed(logits, token_ids, top_k, router, table)
+    rows: Any = zip(
+        *(route_listed(logits[i : i + 1].clone(), token_ids[i : i + 1], top_k, router, table)
+          for i in range(len(logits))), strict=True
+    )  # fmt: skip
+    ids, weights = (torch.cat(parts) for parts in rows)
+    found: Any = (ids, weights)
+    return Routes(*found)
+
+
 PLAIN: dict[str, Callable[..., Any]] = {
     op.__name__: op
     for op in (
         embed, select, linear, rms_norm, layer_norm, heads, flat, columns, rope_angles, rope, activate, activate_gated,
-        xielu, add, multiply, scale, clip, soft_cap, gate_rows, scale_queries, hadamard, latent_query, latent_output,
-        interpolate, removal_key, replacement_key, value_bonus, route,
+        xielu, add, multiply, scale, clip, soft_cap, gate_rows, biased_heads, scale_queries, hadamard, latent_query,
+        latent_output, interpolate, removal_key, replacement_key, value_bonus, route, route_listed, concat,
     )
 }  # fmt: skip
 _ROWED: dict[Callable[..., Tensor], int] = {
     linear: 1, rms_norm: 1, layer_norm: 1, hadamard: 1, latent_query: 1, latent_output: 1, removal_key: 1, activate: 1,
-    xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, scale_queries: 2, value_bonus: 3,
+    xielu: 1, activate_gated: 2, soft_cap: 1, gate_rows: 2, biased_heads: 2, scale_queries: 2, value_bonus: 3,
 }  # fmt: skip
 EXACT: dict[str, Callable[..., Any]] = PLAIN | {op.__name__: by_row(op, n) for op, n in _ROWED.items()}
-EXACT["route"] = route_by_row
+EXACT |= {"route": route_by_row, "route_listed": listed_by_row}

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from penstock.backends.gpu.recurrent_ops import diagonal_scan, mlstm, mlstm_gates, rg_lru
 from penstock.backends.gpu.step import TorchStep
-
-
-def _each(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Of every token by itself: see `ops.EXACT`. A GPU has one form for all."""
-    return function(x) if x.device.type != "cpu" or not len(x) else torch.stack([function(row) for row in x])
+from penstock.backends.gpu.token_by_token import each
 
 
 def _turned(state: Tensor) -> Tensor:
@@ -26,7 +23,7 @@ def _turned(state: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
-    return _advance(q, k, v, _each(torch.sigmoid, decay), step, group, layer)
+    return _advance(q, k, v, each(torch.sigmoid, decay), step, group, layer)
 
 
 def retention(q: Tensor, k: Tensor, v: Tensor, step: TorchStep, group: int, layer: int, decay: Tensor) -> Tensor:
@@ -66,7 +63,7 @@ def mamba_scan(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, step: TorchStep, group: int, layer: int, a: Tensor, d: Tensor
 ) -> Tensor:
     plane = step.tensor(group, "state")
-    dt = _each(softplus, dt)
+    dt = each(softplus, dt)
     dx = dt * x
     out = torch.empty_like(x)
     for page, lo, hi, fresh in step.states(group, layer):
@@ -85,8 +82,8 @@ def mamba2_scan(
     plane = step.tensor(group, "state")
     t, heads, width = x.shape
     groups, n = b.shape[1:]
-    dt = _each(softplus, dt + dt_bias).clamp(dt_min, dt_max)
-    keep = _each(torch.exp, dt * a).repeat_interleave(width, dim=1).reshape(t, groups, heads // groups * width, 1)
+    dt = each(softplus, dt + dt_bias).clamp(dt_min, dt_max)
+    keep = each(torch.exp, dt * a).repeat_interleave(width, dim=1).reshape(t, groups, heads // groups * width, 1)
     dx = (dt[:, :, None] * x).reshape(keep.shape)
     out = x.new_empty(keep.shape[:3])
     for page, lo, hi, fresh in step.states(group, layer):
@@ -137,7 +134,7 @@ def wkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, removal: Tensor, rate: Tensor, step: TorchStep, group: int, layer: int
 ) -> Tensor:
     plane = step.tensor(group, "state")
-    decay = _each(lambda row: torch.exp(torch.sigmoid(row) * -math.exp(-0.5)), w)
+    decay = each(lambda row: torch.exp(torch.sigmoid(row) * -math.exp(-0.5)), w)
     written = removal * rate
     _, h, d = v.shape
     out = torch.empty_like(v)
@@ -154,19 +151,25 @@ def wkv7(
 
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, dt: Tensor, beta: Tensor, step: TorchStep, group: int, layer: int, a: Tensor,
-    norm_eps: float, beta_scale: float,
+    norm_eps: float, beta_scale: float, in_turn: bool = False, floor: float = 0.0,
 ) -> Tensor:  # fmt: skip
     plane = step.tensor(group, "state")
     t, heads, width = v.shape
     dim = q.shape[2]
 
     def unit(x: Tensor) -> Tensor:
-        norm = _each(lambda row: torch.sqrt((row * row).sum(-1, keepdim=True) + norm_eps), x)
-        return (x / norm).repeat_interleave(heads // x.shape[1], dim=1)
+        norm = each(lambda row: torch.sqrt((row * row).sum(-1, keepdim=True) + norm_eps), x)
+        share = heads // x.shape[1]
+        return (x / norm).repeat(1, share, 1) if in_turn else (x / norm).repeat_interleave(share, dim=1)
 
     q, k = unit(q) * dim**-0.5, unit(k)
-    keep = _each(torch.exp, _each(softplus, dt).reshape(t, heads, -1) * a[:, None])[..., None]
-    share = (_each(torch.sigmoid, beta) * beta_scale)[:, :, None, None]
+    by = dt.reshape(t, heads, -1)
+    if floor:
+        decay = each(torch.sigmoid, by * a[:, None]) * floor
+    else:
+        decay = each(softplus, dt).reshape(t, heads, -1) * a[:, None]
+    keep = each(torch.exp, decay)[..., None]
+    share = (each(torch.sigmoid, beta) * beta_scale)[:, :, None, None]
     out = torch.empty_like(v)
     for page, lo, hi, fresh in step.states(group, layer):
         state = v.new_zeros((heads, dim, width)) if fresh else plane[page].reshape(heads, dim, width)
@@ -181,5 +184,19 @@ def gated_delta(
 
 STATE_OPS: dict[str, Callable[..., Any]] = {
     op.__name__: op
-    for op in (recurrent, retention, causal_conv, mamba_scan, mamba2_scan, token_shift, wkv4, wkv7, gated_delta)
+    for op in (
+        recurrent,
+        retention,
+        causal_conv,
+        mamba_scan,
+        mamba2_scan,
+        token_shift,
+        wkv4,
+        wkv7,
+        gated_delta,
+        rg_lru,
+        diagonal_scan,
+        mlstm_gates,
+        mlstm,
+    )
 }

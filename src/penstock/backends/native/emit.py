@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.backends.native.entry_forms import entry_forms, stream_form
+from penstock.backends.native.row_forms import row_form
 from penstock.backends.native.stacks import expert_stacks
 from penstock.backends.native.state_forms import Form, plane_names, state_form
 from penstock.core.cache_spec import CacheGroup
@@ -72,11 +74,13 @@ def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, Run]:
     return found
 
 
+SCORES = ("softmax", "sigmoid", "sparse_mixer", "sqrtsoftplus")
+"""How PST_ROUTE counts `core.model_spec.Router.score`."""
 _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
 
 def _latent_name(node: Node) -> str:
-    return f"layers.{node.layer}.{_LATENT[node.op]}"
+    return node.weights[0] if node.weights else f"layers.{node.layer}.{_LATENT[node.op]}"
 
 
 def emit(
@@ -159,8 +163,13 @@ class _Emitter:
         method = getattr(self, "_" + node.op, None)
         if method is not None:
             method(i, node)
-        elif (form := state_form(node, self._planes)) is not None:
+        elif (form := state_form(node, self._planes) or row_form(node) or stream_form(node)) is not None:
             self._of_form(i, node, form)
+        elif (forms := entry_forms(node, self._planes, self._max_tokens)) is not None:
+            for form in forms:
+                out = -1 if node.out is None else self._new_home(node)
+                inputs = () if form.kind == Kind.WRITE_ENTRIES else tuple(self.register(v) for v in node.inputs)
+                self._add_op(form.kind, form.label, inputs, out, n=form.n, f=form.f, pointers=form.pointers)
         else:
             raise NotNativeError(f"operation {node.op}")
         self._release(i)
@@ -185,12 +194,15 @@ class _Emitter:
         inputs = tuple(self.register(v) for v in node.inputs)
         candidates = () if form.in_place is None else (node.inputs[form.in_place],)
         out = self._out(i, node, *candidates)
+        if form.kind == Kind.MIX_STREAMS and out != inputs[0]:
+            raise NotNativeError("streams that are read as they were, too")
         self._add_op(form.kind, form.label, inputs, out, n=form.n, f=form.f, pointers=form.pointers)
 
     def _embed(self, i: int, node: Node) -> None:
         table, name = node.bound[0], node.weights[0]
         coded = isinstance(table, StoredMatrix)
-        n = (0 if coded else int(DTYPES[table.dtype]), int(node.takes is not None and node.takes[0] == "positions"))
+        by_position = int(node.takes is not None and node.takes[0] == "positions")
+        n = (0 if coded else int(DTYPES[table.dtype]), by_position, table.shape[0])
         pointers = (None, self._matrices[name]) if coded else (table,)
         self._add_op(Kind.EMBED, name, (), self._new_home(node), n=n, f=(1.0,), pointers=pointers)
 
@@ -231,7 +243,7 @@ class _Emitter:
             kind, (weight, bias, eps) = "layer", norm.bound
         activation = more.get("activation")
         then = 0 if activation is None else 2 if more["pair"] else 1
-        limit = _limit(activation, more.get("limit"))
+        limit = more.get("limit") or 0.0
         # Rows are read again for every stretch of outputs: the result must not lie on them.
         in_place = [] if residual is None or residual.maker is x.maker else [residual]
         out = self._out(i, node, *in_place)
@@ -270,7 +282,9 @@ class _Emitter:
             group, layer, a.heads, a.width // a.heads, b.heads, b.width // b.heads,
             *(planes.index(name) for name in (*names, *(node.named.get("bounds") or ()))),
         )  # fmt: skip
-        self._add_op(Kind.WRITE, f"group {group} layer {layer}", (self.register(a), self.register(b)), -1, n=n)
+        # One plane of which the same rows are written twice is written once.
+        inputs = (a,) if a.same(b) and names[0] == names[1] else (a, b)
+        self._add_op(Kind.WRITE, f"group {group} layer {layer}", tuple(map(self.register, inputs)), -1, n=n)
 
     def _planes(self, group: int) -> list[str]:
         return plane_names(self._groups[group])
@@ -309,7 +323,7 @@ class _Emitter:
         if (reads := named.get("pages")) is not None:
             low, high = (self._planes(group).index(name) for name in BOUNDS)
             pointers += [None] * (3 - len(pointers)) + [ChosenPages(reads, low, high, self._max_tokens)]
-        inputs = (self.register(q),)
+        inputs = tuple(self.register(v) for v in node.inputs)
         f = (named["scale"], named.get("soft_cap") or 0.0)
         self._add_op(
             Kind.ATTEND,
@@ -320,6 +334,17 @@ class _Emitter:
             f=f,
             pointers=tuple(pointers),
         )
+
+    def _attend_chosen(self, i: int, node: Node) -> None:
+        self._attention(i, node)
+
+    def _choose_tokens(self, i: int, node: Node) -> None:
+        q, weights = node.inputs
+        group, layer, plane, _, scale = node.bound
+        assert q.heads is not None
+        n = (group, layer, q.heads, q.width // q.heads, self._planes(group).index(plane), self._max_tokens)
+        inputs, label = (self.register(q), self.register(weights)), f"group {group} layer {layer}"
+        self._add_op(Kind.CHOOSE, label, inputs, self._new_home(node), n=n, f=(float(scale),))
 
     def _latent_query(self, i: int, node: Node) -> None:
         num_heads, nope, rank = node.bound[0].shape
@@ -333,6 +358,15 @@ class _Emitter:
         name, inputs = _latent_name(node), (self.register(node.inputs[0]),)
         pointers = (self._matrices[name],)
         self._add_op(Kind.LATENT, name, inputs, self._new_home(node), n=(heads, width, 0, rest), pointers=pointers)
+
+    def _concat(self, i: int, node: Node) -> None:
+        assert node.out is not None
+        self._new_home(node)
+        start = 0
+        for x in node.inputs:
+            part = self.register(node.out.view(start, x.width))
+            self._add_op(Kind.SCALE, "side by side", (self.register(x),), part, f=(1.0,))
+            start += x.width
 
     def _add(self, i: int, node: Node) -> None:
         self._elementwise(i, node, Kind.ADD)
@@ -354,37 +388,63 @@ class _Emitter:
 
     def _activate_gated(self, i: int, node: Node) -> None:
         activation, limit = (*node.bound, None)[:2]
-        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(_limit(activation, limit),))
+        self._elementwise(i, node, Kind.GATED, n=(ACTIVATIONS[activation],), f=(limit or 0.0,))
+
+    def _xielu(self, i: int, node: Node) -> None:
+        self._elementwise(i, node, Kind.ACT, n=(ACTIVATIONS["xielu"],), f=tuple(map(float, node.bound)))
 
     def _gate_rows(self, i: int, node: Node) -> None:
         x, gate = node.inputs
+        n = (int("softplus" in node.bound),)
         if gate.width in (1, x.width):
             inputs = (self.register(x), self.register(gate))
-            self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, x))
+            self._add_op(Kind.GATE_ROWS, "", inputs, self._out(i, node, x), n=n)
             return
         # A gate for each head is an operation for each, in place on parts of the same rows.
         if not self._is_dead(i, x):
             raise NotNativeError("a gate of heads that are read as they were, too")
         for head in range(gate.width):
             part = self.register(x.view(head * (x.width // gate.width), x.width // gate.width))
-            self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part)
+            self._add_op(Kind.GATE_ROWS, "", (part, self.register(gate.view(head, 1))), part, n=n)
         self._in_place(node, x)
 
+    def _stack_streams(self, i: int, node: Node) -> None:
+        self._new_home(node)
+        for k, x in enumerate(node.inputs):
+            assert node.out is not None
+            part = self.register(node.out.view(k * x.width, x.width))
+            self._add_op(Kind.SCALE, "", (self.register(x),), part, f=(1.0,))
+
+    def _add_streams(self, i: int, node: Node) -> None:
+        x, y = node.inputs
+        if not self._is_dead(i, x):
+            raise NotNativeError("streams that are read as they were, too")
+        for start in range(y.width, x.width, y.width):
+            part = self.register(x.view(start, y.width))
+            self._add_op(Kind.ADD, "", (part, self.register(y)), part)
+        self._in_place(node, x)
+
+    def _route_listed(self, i: int, node: Node) -> None:
+        top_k, router, table = node.bound
+        pointers = (None, None, np.ascontiguousarray(table, np.int32))
+        n = (top_k, SCORES.index(router.score), 1, 1, 0, int(router.renormalize), 0)
+        inputs = (self.register(node.inputs[0]),)
+        self._add_op(
+            Kind.ROUTE, "listed", inputs, self._new_home(node, 2 * top_k), n=n, f=(router.scale,), pointers=pointers
+        )
+
     def _route(self, i: int, node: Node) -> None:
-        top_k, router, correction, *scales = node.bound
-        if scales:
-            raise NotNativeError("learned weights of experts beside the router's")
-        if router.score == "sparse_mixer":
-            raise NotNativeError("experts that SparseMixer weighs")
+        top_k, router, *vectors = node.bound
         inputs = (self.register(node.inputs[0]),)
         n = (
-            top_k, int(router.score == "sigmoid"), router.groups, router.top_groups, int(router.group_score == "top2"),
+            top_k, SCORES.index(router.score), router.groups, router.top_groups, int(router.group_score == "top2"),
             int(router.renormalize), int(router.chosen_only),
         )  # fmt: skip
-        pointers = (None if correction is None else np.ascontiguousarray(correction, np.float32),)
+        # What is added to the scores for the choice, and what the experts' weights are multiplied by.
+        pointers = tuple(None if x is None else np.ascontiguousarray(x, np.float32) for x in vectors)
         # An id and a weight of each of the K experts, where the node has K of what nobody names.
         out = self._new_home(node, 2 * top_k)
-        self._add_op(Kind.ROUTE, "", inputs, out, n=n, f=(router.scale,), pointers=pointers)
+        self._add_op(Kind.ROUTE, "", inputs, out, n=n, f=(router.scale, 2 * router.jitter), pointers=pointers)
 
     def _experts(self, i: int, node: Node) -> None:
         x, routes = node.inputs
@@ -400,19 +460,12 @@ class _Emitter:
         label = f"{weights[0].name}... of {len(weights)}"
         # Rows are read again for every panel: the result must not lie on them.
         out = self._new_home(node)
-        f = (_limit(named["activation"], named["limit"]),)
+        f = (named["limit"] or 0.0,)
         self._add_op(Kind.EXPERTS, label, inputs, out, n=n, f=f, pointers=pointers)
 
     def _scale_queries(self, i: int, node: Node) -> None:
         beta, floor, shift = node.bound
         self._elementwise(i, node, Kind.SCALE_QUERIES, f=(float(beta), float(floor), float(shift)))
-
-
-def _limit(activation: str | None, limit: float | None) -> float:
-    """What a gated activation cuts at, 0 for nothing."""
-    if limit is not None and activation != "swiglu_clamped":
-        raise NotNativeError(f"a limit behind the activation {activation}")
-    return limit or 0.0
 
 
 def _last_reads(graph: Graph) -> dict[int, int]:

@@ -6,8 +6,7 @@ import numpy as np
 
 from penstock.backends.native.emit import NotNativeError, emit, matrix_runs
 from penstock.backends.native.stacks import stack_runs
-from penstock.core.cache_spec import group_layers
-from penstock.core.model_spec import ModelSpec, cache_spec, weight_shapes
+from penstock.core.model_spec import ModelSpec, cache_groups, weight_shapes
 from penstock.model.builder import build
 from penstock.model.fuse import fuse
 from penstock.ops.native.abi import Act, Format
@@ -38,7 +37,7 @@ def native_matrices(spec: ModelSpec) -> list[str]:
     shapes = weight_shapes(spec)
     made = {shape: np.broadcast_to(element, shape) for shape in set(shapes.values())}
     weights = {name: made[shape] for name, shape in shapes.items()}
-    groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
+    groups = cache_groups(spec, "bfloat16")
     graph = build(spec, weights, groups, max_model_len=1)
     fuse(graph)
     emit(graph, groups, _NoMatrices())

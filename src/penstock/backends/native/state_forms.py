@@ -97,14 +97,41 @@ def _wkv7(node: Node, planes: Planes) -> Form:
 
 
 def _delta(node: Node, planes: Planes) -> Form:
-    a, eps, factor = node.bound[2:]
-    return _matrix(Kind.DELTA, node, planes, 1, 2, f=(float(eps), float(factor)), pointers=(_numbers(a),))
+    a, eps, factor, in_turn, floor = (*node.bound[2:], 0.0)[:5]
+    f = (float(eps), float(factor), float(floor))
+    form = _matrix(Kind.DELTA, node, planes, 1, 2, f=f, pointers=(_numbers(a),))
+    return form._replace(n=(*form.n, int(in_turn)))
 
 
 def _wkv4(node: Node, planes: Planes) -> Form:
     decay, first, group, layer = node.bound
     place, label = _place(group, layer, planes, "num", "den", "exponent")
     return Form(Kind.WKV4, label, place, pointers=(_numbers(decay), _numbers(first)), in_place=1)
+
+
+def _rg_lru(node: Node, planes: Planes) -> Form:
+    group, layer, *fixed = node.bound
+    place, label = _place(group, layer, planes, "state")
+    return Form(Kind.RG_LRU, label, place, pointers=tuple(map(_numbers, fixed)), in_place=0)
+
+
+def _diagonal(node: Node, planes: Planes) -> Form:
+    group, layer, a, c, skip = node.bound
+    place, label = _place(group, layer, planes, "re", "im")
+    n = (*place, a.shape[2], int(skip is None))
+    return Form(Kind.DIAGONAL, label, n, pointers=(_numbers(a), _numbers(c), _numbers(skip)), in_place=0)
+
+
+def _mlstm_gates(node: Node, planes: Planes) -> Form:
+    group, layer, eps = node.bound
+    place, label = _place(group, layer, planes, "norm", "max")
+    keys = node.inputs[3]
+    assert keys.heads
+    return Form(Kind.MLSTM_GATES, label, (*place, keys.heads, keys.width // keys.heads), f=(float(eps),))
+
+
+def _mlstm(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.MLSTM, node, planes, 1, 2)
 
 
 def _lerp(node: Node, planes: Planes) -> Form:
@@ -120,6 +147,13 @@ def _replacement_key(node: Node, planes: Planes) -> Form:
     return Form(Kind.REPLACEMENT_KEY, pointers=(_numbers(node.bound[0]),), in_place=0)
 
 
+def _biased_heads(node: Node, planes: Planes) -> Form:
+    a, factor = node.bound
+    heads = node.inputs[0].heads
+    assert heads
+    return Form(Kind.BIASED_HEADS, n=(heads,), f=(float(factor),), pointers=(_numbers(a),))
+
+
 def _value_bonus(node: Node, planes: Planes) -> Form:
     heads = node.inputs[0].heads
     assert heads
@@ -129,5 +163,7 @@ def _value_bonus(node: Node, planes: Planes) -> Form:
 _FORMS: dict[str, Callable[[Node, Planes], Form]] = {
     "causal_conv": _conv, "token_shift": _shift, "mamba_scan": _scan, "mamba2_scan": _scan2, "recurrent": _recurrent,
     "retention": _retention, "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp,
+    "rg_lru": _rg_lru, "diagonal_scan": _diagonal, "mlstm_gates": _mlstm_gates, "mlstm": _mlstm,
     "removal_key": _removal_key, "replacement_key": _replacement_key, "value_bonus": _value_bonus,
+    "biased_heads": _biased_heads,
 }  # fmt: skip

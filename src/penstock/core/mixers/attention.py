@@ -18,7 +18,9 @@ class QkNorm(msgspec.Struct, frozen=True, kw_only=True):
     kinds: `rms`; `layer` (bias too if `bias`); `unit` is an RMS norm without weights. over: `head`, each head by itself
     with shared weights [D]; `each`, each head with weights of its own [H, D]; `split`, the same with a weight [D] per
     head, `q_norm.0`, `q_norm.1`, ... (without bias); `all`, all heads of a token jointly, weights [H*D]. `offset` is
-    added to the weights. `after_rope`: applied to rotated q and k.
+    added to the weights. `after_rope`: applied to rotated q and k. `in_query` (with `after_rope` and RMS norms over
+    each `head`): the weights of the keys' norm multiply the queries, so that layers with weights of their own can read
+    one plane of keys.
     """
 
     kind: Literal["rms", "layer", "unit"] = "rms"
@@ -27,6 +29,7 @@ class QkNorm(msgspec.Struct, frozen=True, kw_only=True):
     offset: float = 0.0
     bias: bool = False
     after_rope: bool = False
+    in_query: bool = False
 
     def weight_shapes(self, name: str, heads: int, dim: int) -> Shapes:
         if self.kind == "unit":
@@ -46,10 +49,17 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     the output (`o_bias`). `clip`: q, k and v are cut to [-clip, clip] after their projection (and after a
     norm over all heads). `output_gate`: what the heads give is multiplied by the sigmoid of a product of its own with
     the layer's input (weight `o_gate` [H*D, E], its bias with `qkv_bias`; Qiu et al., arXiv 2505.06708);
-    `head_gate`: the same with one number per head (weight `o_gate` [H, E], no bias). `v_dim`: numbers of a head's
+    `head_gate`: the same with one number per head (weight `o_gate` [H, E], no bias); `gate`: softplus instead of the
+    sigmoid. `v_dim`: numbers of a head's
     value, where they are not as many as a key's; values are multiplied by `value_scale`. `v_from_k`: a head's value is
     its key before norm and rotation (no weight `v`). `v_norm`: epsilon of an RMS norm of each head's value, without
-    weights.
+    weights. `kv_from`: the layer reads the keys and values that this earlier layer keeps; it has none of its own, nor
+    their weights (cross-layer attention; Brandon et al., arXiv 2405.12981, section 2).
+    `o_norm`: epsilon of an RMS norm of what all heads give together, in front of the output (weight `o_norm`
+    [H*D], D of a value; BitNet). `key_bias`: e^(a softplus(dt)) of the key is added to its scores, one number per kv
+    head, where dt is a product of the token's values (weights `bias_dt` [G, G*D], its bias with `qkv_bias`, and
+    `bias_a` [G]; Doge). It is kept as a component of the key that meets a 1 in the query, with three of zeros: formats
+    of few bits take whole fours.
     """
 
     num_heads: int
@@ -69,10 +79,14 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     clip: float | None = None
     output_gate: bool = False
     head_gate: bool = False
+    gate: Literal["sigmoid", "softplus"] = "sigmoid"
     v_dim: int | None = None
     value_scale: float = 1.0
     v_from_k: bool = False
     v_norm: float | None = None
+    kv_from: int | None = None
+    o_norm: float | None = None
+    key_bias: bool = False
 
     @property
     def value_dim(self) -> int:
@@ -98,6 +112,16 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             out |= self.qk_norm.weight_shapes("k_norm", self.num_kv_heads, self.head_dim)
         if self.sinks:
             out["sinks"] = (self.num_heads,)
+        if self.kv_from is not None:
+            in_query = self.qk_norm is not None and self.qk_norm.in_query
+            gone = ("k", "v", "k.bias", "v.bias", *(() if in_query else ("k_norm", "k_norm.bias")))
+            out = {name: shape for name, shape in out.items() if name not in gone}
+        if self.key_bias:
+            out |= {"bias_dt": (self.num_kv_heads, v), "bias_a": (self.num_kv_heads,)}
+            if self.qkv_bias:
+                out["bias_dt.bias"] = (self.num_kv_heads,)
+        if self.o_norm is not None:
+            out["o_norm"] = (self.num_heads * self.value_dim,)
         return out
 
     def cache(self, kv_dtype: str) -> CacheSpec:
@@ -107,7 +131,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     @property
     def _shapes(self) -> dict[str, tuple[int, int]]:
-        return {"k": (self.num_kv_heads, self.head_dim), "v": (self.num_kv_heads, self.value_dim)}
+        key = self.head_dim + (4 if self.key_bias else 0)
+        return {"k": (self.num_kv_heads, key), "v": (self.num_kv_heads, self.value_dim)}
 
     def caches(self, how: LayerFormat) -> tuple[CacheSpec, ...]:
         """What the layer keeps by a format that is not plain: its codes; the newest tokens, float16, in a window; and
@@ -174,7 +199,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     projections down (`q_a`, `kv_a`) and on the output. `split`: weights `k_b` [H * nope_dim, kv_rank] and `v_b`
     [H * v_dim, kv_rank] take the place of `kv_b`, in which every head has its part of both. Without `rope` (Kimi
     Linear) what would be rotated is left as it is. `indexer`: a query reads the tokens that it chooses (needs
-    `q_rank`); `reads_choice`: those that the last layer with an indexer chose.
+    `q_rank`); `reads_choice`: those that the last layer with an indexer chose. `query_scale` and `head_gate` as in
+    `Attention`.
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
 
@@ -191,6 +217,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
     split: bool = False
     indexer: Indexer | None = None
     reads_choice: bool = False
+    query_scale: QueryScale | None = None
+    head_gate: bool = False
 
     def weight_shapes(self, e: int) -> Shapes:
         q = self.num_heads * (self.nope_dim + self.rope_dim)
@@ -209,6 +237,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, tag="latent"):
         halves = {"k_b": self.nope_dim, "v_b": self.v_dim} if self.split else {"kv_b": self.nope_dim + self.v_dim}
         out |= {name: (self.num_heads * dim, self.kv_rank) for name, dim in halves.items()}
         out["o"] = (e, self.num_heads * self.v_dim)
+        if self.head_gate:
+            out["o_gate"] = (self.num_heads, e)
         if self.bias:
             out |= {"kv_a.bias": (self.kv_rank + self.rope_dim,), "o.bias": (e,)}
         return out

@@ -11,7 +11,8 @@ from penstock.core.mixers import Shapes
 
 
 class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
-    """Gated delta net: `value_heads` states [key_dim, value_dim]; as many of them in a row share a key head.
+    """Gated delta net: `value_heads` states [key_dim, value_dim]; as many of them in a row share a key head. `in_turn`:
+    value head h has key head h modulo `key_heads` instead, as files of llama.cpp have it.
 
     Queries, keys and values go through causal convolutions of `conv` taps and silu; queries and keys become unit
     vectors (with `norm_eps` under the root), queries also times key_dim^-0.5. A state fades by exp(A softplus(dt)),
@@ -19,7 +20,8 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     What the state gives for the key is corrected towards the value by `beta_scale` times sigmoid(beta). Heads of the
     result go through the RMS norm `head_norm`, whose weights they share, then the gate: times silu(z) or sigmoid(z).
     `decay_rank` and `gate_rank`: the products for dt and z are of low rank, by way of `dt_down` and `z_down`.
-    `decay_is_log` as in `core.mixers.mamba.Mamba`: weight `a_log` is log(-A).
+    `decay_is_log` as in `core.mixers.mamba.Mamba`: weight `a_log` is log(-A). With a `floor` below zero a state fades
+    by exp(floor sigmoid(-A dt)) instead, and so never by more than exp(floor) (Ling 3).
     Source: Yang et al., arXiv 2412.06464, section 3; Kimi Team, arXiv 2510.26692, section 3 (decay per channel).
     """
 
@@ -36,6 +38,8 @@ class GatedDelta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     gate_rank: int | None = None
     beta_scale: float = 1.0
     decay_is_log: bool = True
+    in_turn: bool = False
+    floor: float | None = None
 
     @property
     def keys(self) -> int:

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.families.gguf import gemma as g
 from penstock.families.gguf import mixed as m
 from penstock.families.gguf import readers as r
 from penstock.families.gguf import single as s
+from penstock.families.gguf import uneven as u
 from penstock.families.gguf.header import Header
 from penstock.families.gguf.rope import head_dim, rope, rotated
+from penstock.families.llama_like import FULL, SLIDING
 
 Source = str | r.Read
 """Key of the metadata without the architecture's name ("?" at its end: it may be absent), or what reads the header."""
@@ -27,8 +30,9 @@ class Architecture:
     `neighbours`: rotary pairs are rows that lie side by side (llama.cpp's LLAMA_ROPE_TYPE_NORM), because the family has
     them so or because the converter has put them so. `names`: logical name -> tensor, for those unlike
     `places.NAMES`; "a|b" is the first of them that there is. `halves_apart`: every half of a layer is a block of its
-    own. `value_heads_in_turn`: value heads of the delta rule lie in an order in which each next one has the next key
-    head. `choose`: which of several families it is.
+    own. `per_block`: layers that a block holds together. `value_heads_in_turn`: value heads of the delta rule lie in an
+    order in which each next one has the next key head. `drafts`: the first block behind the layers, if it predicts
+    further tokens, reads what the model's final norm gives, and can draft. `choose`: which of several families it is.
     """
 
     families: tuple[str, ...]
@@ -36,6 +40,8 @@ class Architecture:
     neighbours: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     halves_apart: bool = False
+    per_block: int = 1
+    drafts: bool = False
     value_heads_in_turn: bool = False
     choose: r.Read | None = None
 
@@ -56,6 +62,9 @@ _RMS: dict[str, Source] = {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
 _LLAMA = {**_SIZES, **_HEADS, **_WIDTH, **_RMS, "rope_parameters": rope}
 _LAYER_NORM = "attention.layer_norm_epsilon"
 _WITH_LAYER_NORM = {**_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "layer_norm_eps": _LAYER_NORM}
+_RMS_OR_LAYER: dict[str, Source] = {
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon?", "layer_norm_eps": f"{_LAYER_NORM}?",
+}  # fmt: skip
 _GPT2: dict[str, Source] = {
     **_SIZES, "num_attention_heads": r.equal_heads, "n_inner": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM,
 }  # fmt: skip
@@ -84,6 +93,25 @@ _DELTA_MOE: dict[str, Source] = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "num_experts_per_tok": r.experts(r.SOFTMAX, normed=True),
 }  # fmt: skip
+_LATENT: dict[str, Source] = {
+    **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": s.all_heads,
+    "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": s.query_rank,
+    "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
+    "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?",
+    "norm_topk_prob": u.norm_experts(),
+}  # fmt: skip
+_INDEXED: dict[str, Source] = {
+    **_LATENT, "num_experts_per_tok": r.gated_as(r.SIGMOID), "n_group": u.groups("expert_group_count"),
+    "topk_group": u.groups("expert_group_used_count"), "first_k_dense_replace": u.num_dense,
+    "index_n_heads": "attention.indexer.head_count", "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}  # fmt: skip
+_KINDS: dict[str, Source] = {
+    **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": u.of_kind("attention.head_count", FULL), "head_dim": u.key_dim,
+    "num_key_value_heads": u.of_kind("attention.head_count_kv", FULL), "sliding_window": "attention.sliding_window",
+    "layer_types": r.layer_types(None), "mlp_layer_types": u.sparse_each,
+    "num_experts_per_tok": r.gated_as(r.SIGMOID), "moe_intermediate_size": "expert_feed_forward_length",
+}  # fmt: skip
 _STATE: dict[str, Source] = {
     **_SIZES, "state_size": "ssm.state_size", "conv_kernel": "ssm.conv_kernel", "expand": s.expansion,
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
@@ -107,6 +135,16 @@ _LFM2: dict[str, Source] = {
     "layer_types": m.kinds("full_attention", "conv"),
 }  # fmt: skip
 _LFM2_NAMES = {"final_norm": "token_embd_norm", "in": "shortconv.in_proj", "conv": "shortconv.conv"}
+_KIMI_NAMES = {
+    "dt_down": "ssm_f_a", "dt": "ssm_f_b", "dt.bias": "ssm_dt.bias!", "z_down": "ssm_g_a", "z": "ssm_g_b",
+    "beta": "ssm_beta", "head_norm": "ssm_norm", **{f"{part}.conv": f"ssm_conv1d_{part}" for part in "qkv"},
+}  # fmt: skip
+_RWKV7_NAMES = {
+    "ffn_norm": "attn_norm_2", "r": "time_mix_receptance", "k": "time_mix_key", "v": "time_mix_value",
+    "o": "time_mix_output", "head_norm": "time_mix_ln", "ffn_mix_k": "channel_mix_lerp_k", "up": "channel_mix_key",
+    "down": "channel_mix_value", **{f"{part}_k": f"time_mix_{part}_k" for part in "kr"}, "k_a": "time_mix_k_a",
+    **{f"{part}{n}": f"time_mix_{part}{n}" for part in "wavg" for n in "012"},
+}  # fmt: skip
 _POST_NORM = {"ffn_norm": "post_attention_norm"}
 """Norms before each half, of which the second is called after what it follows."""
 
@@ -141,6 +179,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("llama", "mixtral"), {**_LLAMA, **{n: _llama_fields(n) for n in ("num_local_experts", "num_experts_per_tok")}},
         neighbours=True, choose=_sparse_llama,
     ),
+    "afmoe": Architecture(("afmoe",), {
+        **_LLAMA, "rope_parameters": u.local_rope, "sliding_window": r.window, "layer_types": r.layer_types(4),
+        "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+        "num_shared_experts": m.num_shared, "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "route_norm": u.norm_experts(), "route_scale": "expert_weights_scale?",
+        "num_dense_layers": u.num_dense, "mup_enabled": r.just(True),
+    }, names={"o_gate": "attn_gate"}),
     "arcee": Architecture(("arcee",), _LLAMA, neighbours=True),
     "bloom": Architecture(("bloom",), {
         **_GPT2, "max_position_embeddings": r.just(None), "seq_length": "context_length",
@@ -150,6 +195,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_WITH_LAYER_NORM, "logit_scale": "logit_scale", "sliding_window": "attention.sliding_window",
         "layer_types": r.layer_types(4),
     }, neighbours=True),
+    "cohere2moe": Architecture(("cohere2_moe",), {
+        **_SIZES, **_HEADS, **_RMS_OR_LAYER, "rope_parameters": rope, "logit_scale": "logit_scale",
+        "sliding_window": "attention.sliding_window", "layer_types": u.cohere_kinds,
+        "first_k_dense_replace": u.num_dense, "intermediate_size": "expert_feed_forward_length",
+        "prefix_dense_intermediate_size": "feed_forward_length", "num_experts": "expert_count",
+        "num_experts_per_tok": u.cohere_experts, "expert_selection_fn": u.score, "norm_topk_prob": u.norm_experts(),
+        "num_shared_experts": m.num_shared,
+    }, neighbours=True),
     "command-r": Architecture(("cohere",), {
         **_WITH_LAYER_NORM, "logit_scale": lambda h: h.fields.number("logit_scale", default=1.0),
         "use_qk_norm": r.holds("attn_q_norm.weight"),
@@ -158,13 +211,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_SIZES, **_RMS, "num_attention_heads": s.most("attention.head_count"), "block_configs": s.blocks_of_deci,
         "rope_parameters": rope,
     }, neighbours=True),
-    "deepseek2": Architecture(("deepseek_v2", "deepseek_v3"), {
-        **_SIZES, **_WIDTH, **_RMS, **_ROUTED, "num_attention_heads": s.all_heads,
-        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": s.query_rank,
-        "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
-        "rope_parameters": s.latent_rope, "num_experts_per_tok": "expert_used_count?", "topk_method": s.topk_method,
-        "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
-    }, neighbours=True, choose=s.deepseek),
+    "deepseek2": Architecture(
+        ("deepseek_v2", "deepseek_v3"), {**_LATENT, "topk_method": s.topk_method}, neighbours=True, drafts=True,
+        choose=s.deepseek,
+    ),
+    "deepseek32": Architecture(("deepseek_v32",), _INDEXED, neighbours=True),
     "dots1": Architecture(("dots1",), {
         **_LLAMA, **_ROUTED, "n_shared_experts": m.num_shared, "num_experts_per_tok": r.gated_as(r.SIGMOID),
         "sliding_window": r.just(None),
@@ -179,6 +230,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_LLAMA, "num_hidden_layers": r.just(None), "num_layers": r.num_layers, "rms_norm_eps": r.just(None),
         "layer_norm_epsilon": s.either_epsilon,
     }),
+    "exaone-moe": Architecture(("exaone_moe",), {
+        **_LLAMA, "sliding_window": "attention.sliding_window", "layer_types": r.layer_types(4),
+        "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+        "num_shared_experts": m.num_shared, "num_experts_per_tok": r.gated_as(r.SIGMOID),
+        "norm_topk_prob": u.norm_experts(), "routed_scaling_factor": "expert_weights_scale?",
+        "first_k_dense_replace": u.num_dense, "n_group": u.groups("expert_group_count"),
+        "topk_group": u.groups("expert_group_used_count"),
+    }),
     "exaone4": Architecture(("exaone4",), {
         **_LLAMA, "sliding_window": r.window, "layer_types": r.exaone4_types
     }),
@@ -188,6 +247,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "num_ln_in_parallel_attn": lambda h: 2 if h.has("blk.0.attn_norm_2.weight") else 1,
         "ffn_hidden_size": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM, "rope_parameters": rope,
     }, names={"attn_norm": "attn_norm_2|attn_norm", "ffn_norm": "attn_norm"}),
+    "falcon-h1": Architecture(("falcon_h1",), {
+        **_LLAMA, "mamba_d_ssm": "ssm.inner_size", "mamba_n_heads": "ssm.time_step_rank",
+        "mamba_d_head": s.state_heads, "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
+        "mamba_d_conv": "ssm.conv_kernel", "mamba_rms_norm": r.holds("ssm_norm.weight"),
+        "mamba_norm_before_gate": r.just(False),
+    }, names={"ffn_norm": "ffn_norm!|ffn_norm"}, per_block=3),
     "gemma": Architecture(("gemma",), _LLAMA),
     "gemma2": Architecture(("gemma2",), {
         **_LLAMA, "attn_logit_softcapping": lambda h: h.fields.number("attn_logit_softcapping", default=50.0),
@@ -200,13 +265,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "layer_types": r.layer_types(6), "query_pre_attn_scalar": r.score_divisor(62),
         "rope_parameters": r.two_ropes(10000.0),
     }),
+    "gemma3n": Architecture(("gemma3n_text",), {**_LLAMA, **g.GEMMA3N}),
+    "gemma4": Architecture(("gemma4_text",), {**_LLAMA, **g.GEMMA4}, names=g.GEMMA4_NAMES),
+    "glm-dsa": Architecture(("glm_moe_dsa",), {
+        **_INDEXED, "indexer_types": u.indexer_types,
+    }, neighbours=True),
     "glm4": Architecture(("glm4",), _LLAMA, neighbours=True),
     "glm4moe": Architecture(("glm4_moe",), {
         **_LLAMA, **_ROUTED, "num_experts_per_tok": r.gated_as(r.SIGMOID),
         "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm"),
         "first_k_dense_replace": lambda h: h.fields.integer("leading_dense_block_count", low=0, high=4096, default=0),
         "use_qk_norm": r.holds("attn_q_norm.weight"),
-    }, names=_POST_NORM),
+    }, names=_POST_NORM, drafts=True),
     "gpt2": Architecture(("gpt2",), _GPT2),
     "gpt-oss": Architecture(("gpt_oss",), {
         **_LLAMA, "intermediate_size": "expert_feed_forward_length", "sliding_window": "attention.sliding_window",
@@ -241,6 +311,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     }),
     "hunyuan-dense": Architecture(("hunyuan_v1_dense",), _LLAMA),
     "internlm2": Architecture(("internlm2",), _LLAMA, neighbours=True),
+    "jamba": Architecture(("jamba",), {
+        **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": s.most("attention.head_count"), "head_dim": head_dim,
+        "num_key_value_heads": u.most_kv_heads, "attn_layer_period": u.every(0, u.attends, "attention"),
+        "attn_layer_offset": u.every(1, u.attends, "attention"),
+        "expert_layer_period": u.every(0, u.routes, "experts"), "expert_layer_offset": u.every(1, u.routes, "experts"),
+        "num_experts": u.jamba_experts, "num_experts_per_tok": "expert_used_count?", "mamba_expand": s.expansion,
+        "mamba_d_state": "ssm.state_size", "mamba_d_conv": "ssm.conv_kernel", "mamba_dt_rank": "ssm.time_step_rank",
+    }),
+    "kimi-linear": Architecture(("kimi_linear",), {
+        **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": u.query_heads, "linear_attn_config": u.kimi_layers,
+        "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": s.query_rank,
+        "qk_rope_head_dim": "rope.dimension_count", "qk_nope_head_dim": s.unrotated, "v_head_dim": s.latent_values,
+        "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+        "num_experts_per_token": r.gated_as(r.SIGMOID), "num_shared_experts": m.num_shared,
+        "moe_renormalize": u.norm_experts(default=True), "routed_scaling_factor": u.kimi_scale,
+        "first_k_dense_replace": u.num_dense, "num_expert_group": u.groups("expert_group_count"),
+        "topk_group": u.groups("expert_group_used_count"),
+    }, names=_KIMI_NAMES),
     "lfm2": Architecture(
         ("lfm2",), {**_LFM2, "block_auto_adjust_ff_dim": r.just(False)}, names=_LFM2_NAMES
     ),
@@ -255,9 +343,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "no_rope_layers": s.llama4_rotates, "attn_temperature_tuning": s.chunked,
         "use_qk_norm": lambda h: h.fields.raw("expert_count") != 128,
     }, neighbours=True),
-    "mamba": Architecture(("mamba",), {**_STATE, "time_step_rank": "ssm.time_step_rank"}),
+    "mamba": Architecture(("mamba", "falcon_mamba"), {
+        **_STATE, "time_step_rank": "ssm.time_step_rank", "mixer_rms_eps": s.inner_eps,
+    }, choose=s.mamba),
     "mamba2": Architecture(("mamba2",), {
         **_STATE, "num_heads": "ssm.time_step_rank", "head_dim": s.state_heads, "n_groups": "ssm.group_count",
+    }),
+    "mimo2": Architecture(("mimo_v2_flash",), {
+        **_KINDS, "v_head_dim": u.value_dim, "swa_v_head_dim": u.value_dim, "swa_head_dim": u.key_dim,
+        "swa_num_attention_heads": u.of_kind("attention.head_count", SLIDING),
+        "swa_num_key_value_heads": u.of_kind("attention.head_count_kv", SLIDING),
+        "rope_parameters": u.ropes_of_kinds(), "attention_value_scale": u.value_scale,
+        "add_full_attention_sink_bias": u.sinks(FULL), "add_swa_attention_sink_bias": u.sinks(SLIDING),
+        "n_routed_experts": "expert_count", "routed_scaling_factor": "expert_weights_scale?",
+        "norm_topk_prob": u.norm_experts(default=True), "n_group": u.groups("expert_group_count"),
+        "topk_group": u.groups("expert_group_used_count"),
     }),
     "minicpm": Architecture(("minicpm",), {
         **_LLAMA, "scale_emb": lambda h: h.fields.number("embedding_scale", default=12.0),
@@ -297,6 +397,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(("phi3",), {
         **_LLAMA, "original_max_position_embeddings": s.original_context, "sliding_window": r.window,
     }),
+    "phimoe": Architecture(("phimoe",), {
+        **_LLAMA, "sliding_window": r.window, "num_local_experts": "expert_count",
+        "num_experts_per_tok": r.experts(r.SOFTMAX),
+    }),
     "qwen2": Architecture(("qwen2",), _LLAMA),
     "qwen2moe": Architecture(("qwen2_moe",), {
         **_QWEN_MOE, "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
@@ -307,14 +411,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3moe": Architecture(("qwen3_moe",), {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
     }),
-    "qwen3next": Architecture(("qwen3_next",), _DELTA_MOE, names=_POST_NORM),
-    "qwen35": Architecture(("qwen3_5",), _DELTA, names=_POST_NORM, value_heads_in_turn=True),
-    "qwen35moe": Architecture(("qwen3_5_moe",), _DELTA_MOE, names=_POST_NORM, value_heads_in_turn=True),
+    "qwen3next": Architecture(("qwen3_next",), _DELTA_MOE, names=_POST_NORM, drafts=True),
+    "qwen35": Architecture(("qwen3_5",), _DELTA, names=_POST_NORM, value_heads_in_turn=True, drafts=True),
+    "qwen35moe": Architecture(("qwen3_5_moe",), _DELTA_MOE, names=_POST_NORM, value_heads_in_turn=True, drafts=True),
     "qwen3vl": Architecture(("qwen3_vl",), _LLAMA | {"rope_parameters": s.one_axis}),
     "qwen3vlmoe": Architecture(("qwen3_vl_moe",), {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
         "rope_parameters": s.one_axis,
     }),
+    "rwkv7": Architecture(("rwkv7",), {
+        "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
+        "max_position_embeddings": "context_length", "intermediate_size": "feed_forward_length",
+        "norm_eps": _LAYER_NORM, "head_dim": "wkv.head_size", "decay_low_rank_dim": "attention.decay_lora_rank",
+        "a_low_rank_dim": "attention.iclr_lora_rank", "v_low_rank_dim": "attention.value_residual_mix_lora_rank",
+        "gate_low_rank_dim": u.rwkv_gate,
+    }, names=_RWKV7_NAMES),
     "seed_oss": Architecture(("seed_oss",), _LLAMA, names=_POST_NORM),
     "smollm3": Architecture(("smollm3",), _LLAMA, neighbours=True),
     "stablelm": Architecture(("stablelm",), {
@@ -327,5 +438,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "starcoder2": Architecture(("starcoder2",), {
         **_SIZES, **_HEADS, **_WIDTH, "rope_parameters": rope, "norm_epsilon": _LAYER_NORM, "sliding_window": r.window,
     }),
+    "step35": Architecture(("step3p7",), {
+        **_KINDS, "head_dim": head_dim, "num_sliding_attention_heads": u.of_kind("attention.head_count", SLIDING),
+        "rope_parameters": u.ropes_of_kinds(0.5), "share_expert_dim": m.shared_width, "num_experts": "expert_count",
+        "moe_router_scaling_factor": "expert_weights_scale?", "norm_topk_prob": u.norm_experts(),
+        "swiglu_limits": u.limits("swiglu_clamp_exp"), "swiglu_limits_shared": u.limits("swiglu_clamp_shexp"),
+    }, names={"o_gate": "attn_gate"}),
 }  # fmt: skip
 """`general.architecture` -> how its files are read."""

@@ -16,9 +16,11 @@ from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import ModelFamily
 from penstock.core.weight_map import Cut
 from penstock.families.blocks import beside_blocks, block_refs
-from penstock.families.checkpoint import Checkpoint, WeightRef, check_count, check_weights
+from penstock.families.checkpoint import Checkpoint, TokenizerFiles, WeightRef, check_count, check_weights
 from penstock.families.gguf.architectures import ARCHITECTURES, Architecture
+from penstock.families.gguf.gemma import is_unused
 from penstock.families.gguf.header import Header, read_header
+from penstock.families.gguf.heads import find_heads
 from penstock.families.gguf.missing import NEEDS
 from penstock.families.gguf.places import find_places
 from penstock.families.gguf.rope import FACTORS
@@ -31,8 +33,9 @@ from penstock.formats.tensor_ref import TensorRef
 
 FindFamily = Callable[[Mapping[str, Any]], ModelFamily]
 
-_IGNORED = re.compile(r"blk\.\d+\.(attn_rot_embd\.weight|nextn\..*)")
-"""Frequencies that follow from the metadata; heads that predict further tokens."""
+_IGNORED = re.compile(r"blk\.\d+\.(attn_rot_embd\.weight|nextn\..*)|blk\.0\.time_mix_v[012]\.weight")
+"""Frequencies that follow from the metadata; heads that predict further tokens; what RWKV-7's first layer has no use
+of."""
 _BLOCK = re.compile(r"blk\.(\d+)\..*")
 # How the training code laid its tensors out, and whether scaling was trained in: neither changes what is computed.
 # Every architecture that has use of the others reads them: converters also write what follows from a config's defaults.
@@ -75,17 +78,24 @@ def open_gguf_file(path: Path, find_family: FindFamily) -> Checkpoint:
     header = read_header(first, tensors, name)
     spec = _spec(first, header, architecture, find_family)
     check_count(spec)
-    spec = as_stored(spec, header, neighbours=architecture.neighbours)
+    in_turn = architecture.value_heads_in_turn
+    spec = as_stored(spec, header, neighbours=architecture.neighbours, in_turn=in_turn)
     places = find_places(
         spec,
         tensors,
         architecture.names,
         halves_apart=architecture.halves_apart,
-        in_turn=architecture.value_heads_in_turn,
+        per_block=architecture.per_block,
+        in_turn=in_turn,
     )
     weights = _match(path, header, spec, places, name)
     check_weights(weights, spec)
-    return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first))
+    found = find_heads(spec, header.num_layers, tensors, architecture.names) if architecture.drafts else []
+    heads = tuple(
+        Checkpoint(path, head.spec, block_refs(tensors, head.places, head.spec), TokenizerFiles("none"))
+        for head in found
+    )
+    return Checkpoint(path, spec, weights, tokenizer_files(first), sampling_fields(first), heads)
 
 
 def _unknown(path: Path, name: object) -> UnsupportedError:
@@ -159,7 +169,7 @@ def _match(
         raise ModelError(f"{quoted(path)} lacks {len(missing)} of {len(wanted)} tensors, first {quoted(missing[0])}")
     further = h.fields.raw("nextn_predict_layers") or 0
     others = h.tensors.keys() - wanted - FACTORS - beside_blocks(h.tensors)
-    unexpected = sorted(n for n in others if not _needless(n, h.num_layers, further))
+    unexpected = sorted(n for n in others if not _needless(n, h.num_layers, further) and not is_unused(n, spec))
     if unexpected:
         raise UnsupportedError(
             f"{quoted(path)} holds {len(unexpected)} tensors that a {name} model does not have here, first "

@@ -128,12 +128,20 @@ def state_heads(h: Header) -> int:
     return inner // heads
 
 
+def mamba(h: Header) -> str:
+    """Falcon Mamba norms B, C and the time step."""
+    return "falcon_mamba" if h.fields.flag("ssm.dt_b_c_rms") else "mamba"
+
+
+def inner_eps(h: Header) -> float | None:
+    """Of those norms; files give one epsilon for all."""
+    return h.fields.number("attention.layer_norm_rms_epsilon") if mamba(h) == "falcon_mamba" else None
+
+
 def expansion(h: Header) -> int:
-    """`expand` of Mamba; refuses what only its descendants have, and reads what no Mamba has."""
+    """`expand` of Mamba; reads what no Mamba has."""
     for name in ("attention.head_count", "feed_forward_length"):
         h.fields.raw(name)
-    if h.fields.flag("ssm.dt_b_c_rms"):
-        raise UnsupportedError(f"{quoted(h.path)} norms B, C and the time step (ssm.dt_b_c_rms), as Penstock does not")
     inner = h.fields.integer("ssm.inner_size", high=MAX_SIZE)
     if inner % h.hidden_size:
         raise UnsupportedError(f"{quoted(h.path)}: ssm.inner_size {inner} is no multiple of {h.hidden_size}")

@@ -34,14 +34,15 @@ _change = msgspec.structs.replace
 N = TypeVar("N", Norm, QkNorm)
 
 
-def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool) -> ModelSpec:
-    """`spec` as the family makes it from the metadata, with what the tensors say; `neighbours`: how rotary pairs lie.
+def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool, in_turn: bool = False) -> ModelSpec:
+    """`spec` as the family makes it from the metadata, with what the tensors say; `neighbours`, `in_turn`: how rotary
+    pairs and value heads of the delta rule lie.
 
     What one block has, all have: a file that lacks a bias in one of them is found to be incomplete.
     """
     everywhere = {name.split(".", 2)[-1] for name in h.tensors if name.startswith("blk.")}
     has = {names: not everywhere.isdisjoint(names) for names in _TOLD}
-    made = {layer: _layer(layer, has, neighbours) for layer in dict.fromkeys(spec.layers)}
+    made = {layer: _layer(layer, has, neighbours, in_turn) for layer in dict.fromkeys(spec.layers)}
     return _change(
         spec,
         layers=tuple(made[layer] for layer in spec.layers),
@@ -62,7 +63,7 @@ def _plain(norm: N) -> N:
     return _change(norm, offset=0.0)
 
 
-def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool) -> Layer:
+def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool, in_turn: bool) -> Layer:
     mixer, ffn = layer.mixer, layer.ffn
     if isinstance(mixer, Attention):
         rope = None if mixer.rope is None else _change(mixer.rope, interleaved=neighbours)
@@ -72,7 +73,7 @@ def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool) -> 
         rope = None if mixer.rope is None else _change(mixer.rope, interleaved=neighbours)
         mixer = _change(mixer, rope=rope, split=has[_KEY])
     elif isinstance(mixer, GatedDelta):
-        mixer = _change(mixer, decay_is_log=False)
+        mixer = _change(mixer, decay_is_log=False, in_turn=in_turn and mixer.value_heads > mixer.key_heads)
     elif isinstance(mixer, Mamba | Mamba2):
         mixer = _change(mixer, decay_is_log=False, conv_bias=has[_CONV], proj_bias=has[_PROJ])
     if isinstance(ffn, FeedForward):

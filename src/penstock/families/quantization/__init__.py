@@ -14,6 +14,7 @@ from penstock.families.quantization.settings import Settings
 METHODS: Registry[Callable[[Settings], Method], None] = Registry("quantisation method")
 METHODS.add("auto-round", "penstock.families.quantization.auto_round:read")
 METHODS.add("awq", "penstock.families.quantization.awq:read")
+METHODS.add("bitnet", "penstock.families.quantization.bitnet:read")
 METHODS.add("bitsandbytes", "penstock.families.quantization.bitsandbytes:read")
 METHODS.add("compressed-tensors", "penstock.families.quantization.compressed:read")
 METHODS.add("fbgemm_fp8", "penstock.families.quantization.fp8:read_fbgemm")

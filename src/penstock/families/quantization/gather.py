@@ -15,8 +15,8 @@ from penstock.formats.tensor_ref import TensorRef
 
 _MARKS = {
     ".qweight": "gptq, awq or auto-round", ".weight_packed": "compressed-tensors", ".weight_scale_inv": "fp8",
-    ".weight_scale": "fp8, modelopt or compressed-tensors", ".weight.absmax": "bitsandbytes", ".SCB": "bitsandbytes",
-    ".W_q": "hqq", "_blocks": "mxfp4",
+    ".weight_scale": "fp8, modelopt, bitnet or compressed-tensors", ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes", ".W_q": "hqq", "_blocks": "mxfp4",
 }  # fmt: skip
 """End of a tensor's name -> the methods that write such tensors."""
 
@@ -44,7 +44,9 @@ def gather(tensors: Mapping[str, TensorRef], method: Method) -> tuple[dict[str, 
                 "but that is there as it was, too: leave one of the two out"
             )
         found = method.matrix(Module(stem, parts, mark))
-        if found is not None:
+        if found is None:
+            out |= {stem + part: ref for part, ref in parts.items()}
+        else:
             out[whole], codes[whole] = found
     return out, codes
 
@@ -111,7 +113,7 @@ def expected_codes(method: Method, spec: ModelSpec, places: WeightMap) -> dict[s
     """
     out: dict[str, MatrixFormat] = {}
     for name, shape in rounded_matrices(spec).items():  # what chooses experts is left alone by others, too
-        if not name.startswith("layers.") and not method.lm_head:
+        if not name.startswith(("layers.", "shared.")) and not method.lm_head:
             continue
         place = places[name]
         stored = place.name if isinstance(place, Cut) else place

@@ -73,7 +73,7 @@ def fp4_matrix(
     Raises ModelError for tensors that do not go together.
     """
     ref, module = module.need(part), module.about(part)
-    if ref.dtype != "U8" or len(ref.shape) < 2 or 0 in ref.shape:
+    if ref.dtype not in ("U8", "I8") or len(ref.shape) < 2 or 0 in ref.shape:
         raise ModelError(f"{module.where} is {ref.dtype} of shape {quoted(ref.shape)}; bytes of a matrix are needed")
     *rows, half = ref.shape
     if len(ref.shape) == 4:  # gpt-oss has the 16 bytes of a group in an axis of their own

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 10
+ABI = 11
 PANEL = 64
 
 
@@ -107,6 +107,22 @@ class Kind(IntEnum):
     REMOVAL_KEY = 30
     REPLACEMENT_KEY = 31
     VALUE_BONUS = 32
+    CHOOSE = 33
+    RG_LRU = 40
+    MLSTM_GATES = 41
+    MLSTM = 42
+    DIAGONAL = 43
+    CUT_OFF = 45
+    STREAMS = 46
+    MATCH = 47
+    SPREAD = 48
+    WEIGH_STREAMS = 49
+    COLLAPSE_STREAMS = 50
+    MIX_STREAMS = 51
+    WRITE_ENTRIES = 52
+    CHOOSE_ENTRIES = 53
+    ATTEND_ENTRIES = 54
+    BIASED_HEADS = 55
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}
@@ -120,6 +136,8 @@ ACTIVATIONS = {
     "tanh": 6,
     "swiglu_clamped": 7,
     "quick_gelu": 8,
+    "xielu": 9,
+    "silu_clamped": 10,
 }
 
 

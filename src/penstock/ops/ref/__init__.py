@@ -8,18 +8,24 @@ its position alone.
 from __future__ import annotations
 
 from penstock.ops.ref.attention.kept import write_kept
+from penstock.ops.ref.connections import blend_streams, collapse_streams, spread, weigh_streams
 from penstock.ops.ref.delta import gated_delta
-from penstock.ops.ref.experts import experts, route
+from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
+from penstock.ops.ref.entries import attend_entries, choose_entries, write_entries
+from penstock.ops.ref.experts import experts, route, route_listed
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
+from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import (
     activate,
     activate_gated,
     add,
+    biased_heads,
     clip,
     columns,
+    concat,
     flat,
     gate_rows,
     heads,
@@ -43,6 +49,15 @@ from penstock.ops.ref.rwkv import (
     wkv7,
 )
 from penstock.ops.ref.storage import observe, write_kv
+from penstock.ops.ref.streams import (
+    add_streams,
+    correct_streams,
+    cut_off,
+    match_magnitude,
+    mix_streams,
+    scale_columns,
+    stack_streams,
+)
 from penstock.ops.table import OpTable
 
 REF = OpTable(
@@ -67,8 +82,17 @@ REF = OpTable(
         "clip": clip,
         "soft_cap": soft_cap,
         "gate_rows": gate_rows,
+        "cut_off": cut_off,
+        "match_magnitude": match_magnitude,
+        "scale_columns": scale_columns,
+        "stack_streams": stack_streams,
+        "mix_streams": mix_streams,
+        "correct_streams": correct_streams,
+        "add_streams": add_streams,
+        "biased_heads": biased_heads,
         "scale_queries": scale_queries,
         "route": route,
+        "route_listed": route_listed,
         "experts": experts,
         "hadamard": hadamard,
         "write_kv": write_kv,
@@ -78,6 +102,13 @@ REF = OpTable(
         "attend_chosen": attend_chosen,
         "latent_query": latent_query,
         "latent_output": latent_output,
+        "write_entries": write_entries,
+        "choose_entries": choose_entries,
+        "attend_entries": attend_entries,
+        "spread": spread,
+        "weigh_streams": weigh_streams,
+        "collapse_streams": collapse_streams,
+        "blend_streams": blend_streams,
         "recurrent": recurrent,
         "retention": retention,
         "token_shift": token_shift,
@@ -91,6 +122,11 @@ REF = OpTable(
         "mamba_scan": mamba_scan,
         "mamba2_scan": mamba2_scan,
         "gated_delta": gated_delta,
+        "concat": concat,
+        "rg_lru": rg_lru,
+        "diagonal_scan": diagonal_scan,
+        "mlstm_gates": mlstm_gates,
+        "mlstm": mlstm,
     },
 )
 """Every op but attention, which `ops.attention.ATTENTION_BACKENDS` names."""

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.base.bf16 import F32
 from penstock.core.model_spec import Router
 from penstock.ops.plan import I32
-from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid
+from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid, softplus
 from penstock.ops.stored import Weight
 
 
@@ -47,7 +47,7 @@ def route(
     """The router's product logits [T, X] -> the `top_k` experts of each token, as `core.model_spec.Router` says."""
     if router.score == "sparse_mixer":
         return _sparse_mixer(logits, top_k, router)
-    scores: F32 = sigmoid(logits) if router.score == "sigmoid" else softmax(logits)
+    scores = _scores(logits, router)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _best_groups(choice, router)
@@ -61,11 +61,30 @@ def route(
         weights = np.take_along_axis(scores, ids, axis=-1)
     if router.renormalize:
         total = np.add.reduce(weights, axis=-1, keepdims=True)
-        weights /= total + np.float32(1e-20) if router.score == "sigmoid" else total
+        weights /= total if router.score == "softmax" else total + np.float32(1e-20)
     scaled: F32 = weights * np.float32(router.scale)
     if expert_scale is not None:
         scaled = scaled * expert_scale[ids]
     return Routes(ids.astype(np.int32), scaled)
+
+
+def _scores(logits: F32, router: Router) -> F32:
+    if router.score == "sqrtsoftplus":
+        out: F32 = np.sqrt(softplus(logits))
+        return out
+    return sigmoid(logits) if router.score == "sigmoid" else softmax(logits)
+
+
+def route_listed(logits: F32, token_ids: I32, top_k: int, router: Router, table: I32) -> Routes:
+    """The router's product logits [T, X] and the experts [V, K] of every token of the vocabulary, ascending.
+
+    Source: DeepSeek-V4 (2026), section 2.1; Roller et al., Hash Layers, arXiv 2106.04426.
+    """
+    ids = table[token_ids]
+    weights: F32 = np.take_along_axis(_scores(logits, router), ids, axis=-1)
+    if router.renormalize:
+        weights /= np.add.reduce(weights, axis=-1, keepdims=True) + np.float32(1e-20)
+    return Routes(ids, weights * np.float32(router.scale))
 
 
 def _sparse_mixer(logits: F32, top_k: int, router: Router) -> Routes:

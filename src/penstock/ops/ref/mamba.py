@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.base.bf16 import F32
+from penstock.ops.ref.pointwise import softplus
 from penstock.ops.step import Step
 
 
@@ -80,9 +81,3 @@ def mamba2_scan(
 def turned(state: F32) -> F32:
     """[H, A, B] -> [H, B, A], in order of memory: in a plane, what is advanced together lies together."""
     return np.ascontiguousarray(state.swapaxes(1, 2))
-
-
-def softplus(x: F32) -> F32:
-    """log(1 + e^x), without overflow."""
-    out: F32 = np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x)))
-    return out

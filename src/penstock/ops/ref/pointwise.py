@@ -91,15 +91,18 @@ def activate_gated(gate: F32, up: F32, activation: str, limit: float | None = No
     """act(gate) * up [T, F]. Source: Shazeer, GLU Variants, arXiv 2002.05202.
 
     `swiglu_clamped`: gate * sigmoid(1.702 gate) * (up + 1), with gate at most `limit` and up within [-limit, limit].
-    Source: gpt-oss model card, arXiv 2508.10925, section 2. With others a `limit` cuts act(gate) and up.
+    Source: gpt-oss model card, arXiv 2508.10925, section 2. `silu_clamped`: silu(gate) * up of what is cut so. With
+    others a `limit` cuts act(gate) and up.
     """
-    if activation != "swiglu_clamped":
+    if activation not in ("swiglu_clamped", "silu_clamped"):
         act = ACTIVATIONS[activation](gate)
         if limit is not None:
             act, up = np.minimum(act, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
         return act * up
     if limit is not None:
         gate, up = np.minimum(gate, np.float32(limit)), np.clip(up, np.float32(-limit), np.float32(limit))
+    if activation == "silu_clamped":
+        return silu(gate) * up
     return gate * sigmoid(np.float32(SWIGLU_ALPHA) * gate) * (up + np.float32(1.0))
 
 
@@ -142,9 +145,15 @@ def soft_cap(x: F32, cap: float) -> F32:
     return out
 
 
-def gate_rows(x: F32, gate: F32) -> F32:
-    """x [T, E] * sigmoid(gate [T, 1 or E])."""
-    return x * sigmoid(gate)
+def softplus(x: F32) -> F32:
+    """log(1 + e^x), without overflow."""
+    out: F32 = np.maximum(x, 0.0) + np.log1p(np.exp(-np.abs(x)))
+    return out
+
+
+def gate_rows(x: F32, gate: F32, by: str = "sigmoid") -> F32:
+    """x [T, E] * sigmoid(gate [T, 1 or E]), or softplus of it."""
+    return x * (softplus(gate) if by == "softplus" else sigmoid(gate))
 
 
 def scale_queries(x: F32, positions: I32, beta: float, floor: int, shift: int) -> F32:
@@ -152,6 +161,14 @@ def scale_queries(x: F32, positions: I32, beta: float, floor: int, shift: int) -
     turns = (positions.astype(np.int64) + shift) // floor
     factor = (1.0 + beta * np.log1p(turns)).astype(np.float32)
     return x * factor[:, None, None]
+
+
+def biased_heads(x: F32, dt: F32, a: F32 | None, factor: float) -> F32:
+    """x [T, H, D], dt [T, H] if there is an `a` [H] -> [T, H, D + 4]: see `ops.table`."""
+    more = np.zeros((*x.shape[:2], 4), np.float32)
+    with np.errstate(over="ignore"):  # infinity shows in the logits
+        more[:, :, 0] = np.float32(factor) if a is None else np.exp(softplus(dt) * a) * np.float32(factor)
+    return np.concatenate([x, more], axis=-1)
 
 
 def heads(x: F32, num_heads: int) -> F32:
@@ -162,6 +179,11 @@ def heads(x: F32, num_heads: int) -> F32:
 def flat(x: F32) -> F32:
     """View [T, H, D] as [T, H*D]."""
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
+
+
+def concat(x: F32, y: F32) -> F32:
+    """x [T, N], y [T, M] -> [T, N+M]."""
+    return np.concatenate([x, y], axis=1)
 
 
 def columns(x: F32, start: int, stop: int) -> F32:

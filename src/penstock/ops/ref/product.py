@@ -28,8 +28,8 @@ def rows_as_float32(weight: Weight, first: int, last: int) -> F32:
 
 
 def embed(token_ids: I32, weight: Weight) -> F32:
-    """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]."""
-    return take_rows(weight, token_ids)
+    """Rows `token_ids` [T] of `weight` [V, E] -> [T, E]. Ids beyond the table read row 0."""
+    return take_rows(weight, np.where(token_ids < weight.shape[0], token_ids, 0))
 
 
 def take_rows(weight: Weight, rows: npt.NDArray[np.integer[Any]]) -> F32:

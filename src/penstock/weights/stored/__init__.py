@@ -32,6 +32,8 @@ class StoredLayout(Protocol):
 STORED_FORMATS: Registry[StoredLayout, None] = Registry("stored format")
 """`families.checkpoint.Codes.layout` -> its reader."""
 STORED_FORMATS.add("awq", "penstock.weights.stored.awq:AwqMatrix")
+STORED_FORMATS.add("bitnet", "penstock.weights.stored.bitnet:PackedTernary")
+STORED_FORMATS.add("bitnet-online", "penstock.weights.stored.bitnet:TrainedTernary")
 STORED_FORMATS.add("bnb4", "penstock.weights.stored.bnb4:TableMatrix")
 STORED_FORMATS.add("bnb8", "penstock.weights.stored.eight:ScbMatrix")
 STORED_FORMATS.add("bytes", "penstock.weights.stored.eight:ByteMatrix")

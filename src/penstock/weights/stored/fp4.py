@@ -34,7 +34,7 @@ class Fp4Matrix(StoredMatrix):
     ) -> None:  # fmt: skip
         """See `weights.stored.StoredLayout`. Parts: scales [.., K / group], whole? of one number; numbers: divides."""
         super().__init__(codes.format, shape, dtype, None, rows)
-        self._pairs: U8 = arrays["codes"].reshape(-1, shape[1] // 2)
+        self._pairs: U8 = arrays["codes"].view(np.uint8).reshape(-1, shape[1] // 2)
         self._groups = arrays["scales"].reshape(len(self._pairs), -1)
         self._whole: F32 | None = arrays["whole"].reshape(1) if "whole" in arrays else None
         self._divides = bool(codes.numbers["divides"])
