@@ -14,6 +14,7 @@ import argparse
 import errno
 import logging
 import math
+import os
 import random
 import shutil
 import sys
@@ -27,11 +28,12 @@ from typing import Any
 from unittest import mock
 
 from penstock.core.events import StoreNews
-from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.model_spec import cache_groups
+from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
+from penstock.core.request import Abort, Control, Request
 from penstock.engine.core import EngineCore
 from penstock.runner.block_files import OVERHEAD, BlockFiles
-from tests.engine.harness import Knobs, disturbed, real_engine, tiny
+from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
 SPECS = ["llama_gqa", "latent", "indexed", "windowed", "all_windowed", "slots", "mamba2", "delta", "scores"]
@@ -40,13 +42,13 @@ FATES = ["gone", "flip", "cut"]
 
 
 class Disk:
-    """A drawn disk. `truth`: bytes by path, of all engines so far; `how`: what became of orders, for `main`."""
+    """A drawn disk. `truth`: bytes by path, of all engines so far."""
 
     def __init__(self, rng: random.Random, truth: dict[str, bytes]) -> None:
         self.rng, self.truth = rng, truth
         self.read_fails = rng.choice([0.0, 0.1, 0.3, 0.6])
         self.write_fails = rng.choice([0.0, 0.2])
-        self.pace = rng.choice([0.1, 0.4, 0.8, 1.0])
+        self.pace = rng.choice([0.03, 0.1, 0.4, 0.8, 1.0])
         """How likely it goes on, each time it could."""
         self.gives_up = rng.choice([0.0, 0.0, 0.02])
         self.refuses = rng.choice([0.0, 0.1])
@@ -57,6 +59,10 @@ class Disk:
         self.go_on(files)
         files._paused_s = math.inf if self.rng.random() < self.refuses else -math.inf
         _put(files, op)
+
+    def get(self, files: BlockFiles, op: GetOp) -> None:
+        _get(files, op)
+        self.go_on(files)
 
     def begin(self, files: BlockFiles) -> None:
         _begin(files)
@@ -133,18 +139,19 @@ class Disk:
         _fill(files, op, block)
 
 
-_put, _begin, _ended, _read, _write, _fill, _queue = (
-    BlockFiles.put, BlockFiles.begin, BlockFiles.ended, BlockFiles._read, BlockFiles._write, BlockFiles._fill,
-    BlockFiles._queue,
+_put, _get, _begin, _ended, _queue = (
+    BlockFiles.put, BlockFiles.get, BlockFiles.begin, BlockFiles.ended, BlockFiles._queue,
 )  # fmt: skip
+_read, _write, _fill = BlockFiles._read, BlockFiles._write, BlockFiles._fill
 
 
 @contextmanager
 def drawn(disk: Disk) -> Iterator[None]:
     """Every BlockFiles is on this disk."""
     methods = {
-        "put": disk.put, "begin": disk.begin, "ended": disk.ended, "close": disk.close, "_start": disk.start,
-        "_read": disk.read_file, "_write": disk.write_file, "_fill": disk.filled, "_queue": disk.copied,
+        "put": disk.put, "get": disk.get, "begin": disk.begin, "ended": disk.ended, "close": disk.close,
+        "_start": disk.start, "_queue": disk.copied, "_read": disk.read_file, "_write": disk.write_file,
+        "_fill": disk.filled,
     }  # fmt: skip
 
     def bound(method: Any) -> Any:
@@ -158,14 +165,16 @@ def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
     """`full`: whether all groups keep their whole context; blocks of others do not go to the host."""
     k = draw_knobs(rng)
     k.block_size, k.kv_offload = 4, f"disk:{folder}"
+    k.num_blocks = rng.choice([24, 32, 48, 128])
+    k.window_blocks = min(k.window_blocks, k.num_blocks)
     k.prefix_cache = rng.choice(["radix", "hash"])
     k.kv_load_policy = rng.choice(["wait", "cake"])
     k.offload = k.host_blocks > 0 and rng.random() < 0.5 and full
     return k
 
 
-def news_of(core: EngineCore, rng: random.Random) -> None:
-    """Others take files away and bring them back, and the engine hears of it sooner or later."""
+def news_of(core: EngineCore, rng: random.Random) -> Any:
+    """Others take files away and bring them back, and the engine hears of it sooner or later. Returns its KVStore."""
     assert core.store_news is not None
     store: Any = core.store_news.__self__  # type: ignore[attr-defined]
     first = [_sorted(news) for news in store._news]
@@ -178,12 +187,41 @@ def news_of(core: EngineCore, rng: random.Random) -> None:
         return told
 
     core.store_news = news
+    return store
 
 
 def _sorted(news: StoreNews) -> StoreNews:
     """As if all had been used in the same minute: directories have no order."""
     found = sorted((path, num_bytes, 0) for path, num_bytes, _ in news.found)
-    return StoreNews(found=found, gone=news.gone, evicts=news.evicts)
+    return StoreNews(found=found, gone=news.gone)
+
+
+def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *, note: str) -> Collector:
+    """As `harness.disturbed`, beside others with the same beginnings who leave before they are done."""
+    stem = max((r.prompt_token_ids for r in requests), key=len)
+    guests = [
+        request([*stem[: rng.randrange(5, len(stem))], 7 + n], request_id=f"guest{n}", max_tokens=30, n=1 + n % 2)
+        for n in range(4)
+    ]
+    collector, todo, times, often = Collector(), [*requests, *guests], 30, rng.choice([0.1, 0.3, 0.6])
+    rng.shuffle(todo)
+    leaving = {r.request_id for r in guests}
+    steps = 0
+    while todo or core.has_work:
+        while todo and rng.random() < 0.4:
+            core.add(todo.pop())
+        live = sorted(core.groups)
+        if live and times and rng.random() < often:
+            times -= 1
+            core.add(Control(kind=rng.choice(CONTROLS), request_id=rng.choice(live)))
+        for name in [name for name in live if name in leaving and rng.random() < 0.1]:
+            leaving.discard(name)
+            core.add(Abort(request_id=name))
+        collector.take(core.step(), steps)
+        steps += 1
+        assert steps < 5000, f"somebody starves {note}"
+    assert_idle(core)
+    return collector
 
 
 def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3, folder: Path | None = None) -> int:
@@ -207,9 +245,10 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
                 assert stored is not None
                 if rng.random() < 0.3:
                     stored.index.limit_bytes = rng.choice([8, 20]) * stored._settings.block_bytes
-                news_of(core, rng)
+                stored.index.evicts = rng.random() < 0.8  # or another has the lock
+                store = news_of(core, rng)
                 try:
-                    collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k)
+                    collector = in_company(core, workload(spec.vocab_size), rng, note=str(k))
                     check(name, collector)
                     assert_beams(name, collector)
                     stored.index.check_invariants()
@@ -217,6 +256,8 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
                     raise AssertionError(note) from error
                 num_loaded += stored.num_loaded
                 core.executor._runner.storage.files.close()  # type: ignore[attr-defined]
+                if store._lock is not None:
+                    os.close(store._lock)  # as at the end of a process
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return num_loaded

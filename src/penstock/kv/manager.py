@@ -265,11 +265,6 @@ class KVManager:
             self._stop_following(seq.node)
         return self.swaps.back(seq)
 
-    def is_read(self, seq: Sequence) -> bool:
-        """Whether `seq` is read while it is computed. The load has memory that is to be its own, so it needs more than
-        it was admitted with if it begins at once; when the load has ended, it does not."""
-        return seq.node is not None and seq.node.front is not None
-
     def ended(self, move: int, *, good: bool) -> int:
         """A step has reported move `move`: nothing reads or writes for it any more.
 

@@ -384,13 +384,10 @@ class Scheduler:
         if self.kv.restore(seq):
             status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget)
         if n and not self.kv.grow(seq, seq.num_computed + n):
-            if self.kv.is_read(seq):
-                n = 0  # what it is read into is not free yet
-            elif seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
+            if seq.next_selection == NEVER or not (self.running or self.kv.reclaiming):
                 raise EngineError("admission promised memory that growth did not find")
-            else:
-                self.kv.release(seq)  # others, or steps in flight, use what its first selection would copy
-                return None
+            self.kv.release(seq)  # others, or steps in flight, use what its first selection would copy
+            return None
         self.waiting.remove(seq)
         seq.status = status
         insort(self.running, seq, key=self.policy.key)
