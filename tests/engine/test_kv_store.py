@@ -24,6 +24,7 @@ from penstock.core.request import Abort, Control
 from penstock.core.sampling import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
+from penstock.kv.store_index import depth_of
 from penstock.runner import block_files
 from penstock.runner.block_files import BlockFiles
 from tests.engine.harness import (
@@ -275,6 +276,29 @@ def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
         cached.append(run(core, [r])[r.request_id].cached)
     assert cached[0] == cached[2] == 64
     assert cached[1] == 4 * 8, "the beginning of the one used longest ago is there"
+
+
+def test_what_is_about_to_be_read_does_not_make_room(tmp_path: Path) -> None:
+    """The folder is full, and lacks a block that the device has: it is offered while what follows is claimed."""
+    text = [3 + i * 7 % 23 for i in range(42)]
+    core, _ = fake_engine(knobs(tmp_path))
+    run(core, [request(text, max_tokens=1)])
+    ended(core)
+    core, _ = fake_engine(knobs(tmp_path))
+    stored = core.kv.stored
+    assert stored is not None
+    run(core, [request(text[:17], max_tokens=1)])  # now the device has four blocks
+    written(core)
+    (lost,) = [str(p.relative_to(tmp_path)) for p in kept(tmp_path) if p.name.endswith("-1")]
+    stored.index.found([], [lost])
+    stored.index.evicts = True  # the first engine still has the lock
+    stored.index.limit_bytes = stored.index.num_bytes
+    r = request(text, max_tokens=2)
+    got = run(core, [r])[r.request_id]
+    assert got.tokens[0] == generate(fake_logits, r)[0]
+    assert got.cached == 40, "four blocks were on the device, six were read"
+    depths = {depth_of(path) for path in stored.index._entries}
+    assert {4, 5, 6, 7, 8, 9} <= depths, "what was being read stayed"
 
 
 def test_two_engines_share_a_folder_and_one_makes_room(tmp_path: Path) -> None:

@@ -39,11 +39,10 @@ def names_after(secret: bytes, name: bytes, tokens: bytes, block_bytes: int) -> 
 
 
 class _Entry:
-    __slots__ = ("depth", "holds", "num_bytes", "pinned", "tick")
+    __slots__ = ("depth", "num_bytes", "pinned", "tick")
 
     def __init__(self, num_bytes: int, tick: int, depth: int) -> None:
         self.num_bytes, self.tick, self.depth = num_bytes, tick, depth
-        self.holds = 0
         self.pinned = False
 
 
@@ -67,6 +66,7 @@ class StoreIndex:
         """Changes whenever something is forgotten."""
         self._entries: dict[str, _Entry] = {}
         self._coming: dict[str, _Entry] = {}
+        self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
         self._queue: list[tuple[int, int, str]] = []
         self._tick = 0
         self.keeps_changes = False
@@ -124,18 +124,22 @@ class StoreIndex:
     def prepare_load(self, paths: Iterable[str]) -> None:
         """Until `complete_load` they stay."""
         for path in paths:
-            self._entries[path].holds += 1
+            assert path in self._entries, f"{path} is to be read, and is not there"
+            self._holds[path] = self._holds.get(path, 0) + 1
 
     def complete_load(self, paths: Iterable[str], *, good: bool) -> None:
-        """What could not be read is forgotten: it may be stored anew."""
+        """What could not be read is forgotten at once, whoever else reads it: it may be stored anew, and nobody who
+        comes after this waits for it."""
         for path in paths:
+            self._holds[path] -= 1
+            if not self._holds[path]:
+                del self._holds[path]
             entry = self._entries.get(path)
             if entry is None:
                 continue
-            entry.holds -= 1
-            if not good and not entry.holds:
+            if not good:
                 self._forget(path)
-            elif not entry.holds:
+            elif path not in self._holds:
                 self._push(path, entry)
 
     def prepare_store(self, path: str, num_bytes: int, tick: int) -> tuple[bool, list[str]]:
@@ -189,7 +193,7 @@ class StoreIndex:
         while self._queue:
             tick, _, path = heapq.heappop(self._queue)
             entry = self._entries.get(path)
-            if entry is not None and entry.tick == tick and not entry.holds and not entry.pinned:
+            if entry is not None and entry.tick == tick and path not in self._holds and not entry.pinned:
                 return path
         return None
 
@@ -205,10 +209,10 @@ class StoreIndex:
         """Raises AssertionError unless bytes are counted and whatever may go can be found."""
         every = [*self._entries.values(), *self._coming.values()]
         assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
+        assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
         queued = {(path, tick) for tick, _, path in self._queue}
         for path, entry in self._entries.items():
-            assert entry.holds >= 0, f"{path} was let go more often than held"
-            assert entry.holds or entry.pinned or (path, entry.tick) in queued, f"{path} would never be evicted"
+            assert path in self._holds or entry.pinned or (path, entry.tick) in queued, f"{path} would never be evicted"
 
 
 def depth_of(path: str) -> int:

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 class Front:
     """`boundary`: from this block on up to `end` all have come. Blocks and chunks in blocks."""
 
-    __slots__ = ("_arrived", "_at", "_chunk", "_good", "_size", "boundary", "cursor", "end", "seq")
+    __slots__ = ("_arrived", "_at", "_chunk", "_good", "_size", "_slabs", "boundary", "cursor", "end", "seq")
 
     def __init__(self, seq: Seq, first: int, end: int, block_size: int) -> None:
+        """`seq` has just been given the memory of all blocks up to `end`."""
         self.seq = seq
+        self._slabs = [table.ids[:end] for table in seq.tables]
         self.cursor: PrefixCursor = seq.node
         self.boundary = self.end = end
         self._good: set[int] = set()
@@ -35,21 +37,31 @@ class Front:
             self.boundary -= 1
 
     def most(self, start: int) -> int:
-        """Tokens that may be computed from `start` on: none beyond what has come."""
-        return min(self.boundary * self._size - start, self._chunk * self._size - start % self._size)
+        """Tokens that may be computed from `start` on: up to what has come, and the rest of a block that was begun."""
+        end = max(self.boundary, -(-start // self._size))
+        return min(end * self._size - start, self._chunk * self._size - start % self._size)
 
     def computed(self) -> int:
         """The sequence has computed more. Returns the tokens that it has now, with what it has met.
 
-        Without a step in flight for it only: these know where they began.
+        Both meet between blocks: one that was begun is computed to its end, in memory of the sequence's own
+        (`KVManager.grow` copies it, for the load refers to the other), where nothing was read to. Without a step in
+        flight for it only: these know where they began.
         """
         num_tokens = self.seq.num_computed
-        at = num_tokens // self._size
-        if (self._good and at >= self.boundary) or at >= self.end:
-            return max(num_tokens, self.end * self._size)
+        at, end = num_tokens // self._size, self.end * self._size
+        if num_tokens >= end:
+            return num_tokens
+        if num_tokens % self._size == 0 and at >= self.boundary:
+            return end
         done, arrived = at - self._at, self._arrived
         if done > 0:
-            left = self.boundary - at
+            left = max(1, self.boundary - at)
             self._chunk = max(1, min(left, left * done // (2 * (done + arrived)) if arrived else 2 * self._chunk))
             self._at, self._arrived = at, 0
         return num_tokens
+
+    def holds(self, first: int) -> bool:
+        """Whether the tables have, from block `first` on, what was read to."""
+        tables = self.seq.tables
+        return all(table.ids[first : self.end] == ids[first:] for table, ids in zip(tables, self._slabs, strict=True))

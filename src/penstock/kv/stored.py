@@ -157,8 +157,8 @@ class StoredBlocks:
         first = seq.num_computed // self._block_size
         seq.claim = None
         self.num_query_tokens += max(0, limit - first) * self._block_size
-        self.offer(seq, 0, first)
         if claim is None:
+            self.offer(seq, 0, first)
             return True
         assert claim.first == first, f"{seq} claimed what follows {claim.first} blocks and has {first}"
         if self._has_blocks and not grow(seq, claim.num_tokens):
@@ -173,6 +173,7 @@ class StoredBlocks:
             orders.append((claim.state, self._pages_of_slots(seq)))
         self.index.touch([*paths, claim.state], cursor.tick)
         self.index.prepare_load([path for path, _ in orders])
+        self.offer(seq, 0, first)  # room for these is made of what is not held
         move = self._swaps.next_move()
         self._loads[move] = len(orders)
         front = Front(seq, first, end, self._block_size) if self._settings.both_ends else None
@@ -220,6 +221,9 @@ class StoredBlocks:
             return
         num_tokens = front.computed()
         if num_tokens >= front.end * self._block_size:
+            assert num_tokens == seq.num_computed or front.holds(seq.num_computed // self._block_size), (
+                f"{seq} goes on with blocks that were read into memory which it has not"
+            )
             saved = num_tokens - seq.num_computed
             seq.num_computed, front.cursor.front = num_tokens, None
             seq.num_cached += saved

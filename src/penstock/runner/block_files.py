@@ -103,8 +103,7 @@ class BlockFiles:
             at += view.nbytes
         with self._lock:
             self._waiting_bytes += num_bytes
-        self._start()
-        self._writes.put((op, copy))
+        self._queue((op, copy))
 
     def get(self, op: GetOp) -> None:
         """Reading begins with `begin`: when all blocks of the load are known."""
@@ -125,8 +124,11 @@ class BlockFiles:
             self._asked.clear()
 
     def drop(self, op: DropOp) -> None:
+        self._queue(op)
+
+    def _queue(self, order: tuple[PutOp, bytearray] | DropOp) -> None:
         self._start()
-        self._writes.put(op)
+        self._writes.put(order)
 
     def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
         """Moves that have ended since this was last asked, and whether they did what they should.
@@ -173,27 +175,30 @@ class BlockFiles:
 
     def _write_all(self) -> None:
         while (order := self._writes.get()) is not None:
-            if isinstance(order, DropOp):
-                for path in order.paths:
-                    with contextlib.suppress(OSError):
-                        (self._folder / path).unlink()
-                continue
-            op, copy = order
-            good = True
-            try:
-                self._write(op.path, copy)
-            except (OSError, ValueError) as error:
-                good = False
-                self._paused_s = time.monotonic() + RETRY_S
-                _log.warning(
-                    "blocks are not written to %s for %.0f s: %s", self._folder, RETRY_S,
-                    getattr(error, "strerror", None) or error,
-                )  # fmt: skip
-            with self._lock:
-                self._ended[op.move] = good
-                self._waiting_bytes -= len(copy) - OVERHEAD
-                if len(copy) == self._bytes[False] + OVERHEAD:
-                    self._free.append(copy)
+            self._write_one(order)
+
+    def _write_one(self, order: tuple[PutOp, bytearray] | DropOp) -> None:
+        if isinstance(order, DropOp):
+            for path in order.paths:
+                with contextlib.suppress(OSError):
+                    (self._folder / path).unlink()
+            return
+        op, copy = order
+        good = True
+        try:
+            self._write(op.path, copy)
+        except (OSError, ValueError) as error:
+            good = False
+            self._paused_s = time.monotonic() + RETRY_S
+            _log.warning(
+                "blocks are not written to %s for %.0f s: %s", self._folder, RETRY_S,
+                getattr(error, "strerror", None) or error,
+            )  # fmt: skip
+        with self._lock:
+            self._ended[op.move] = good
+            self._waiting_bytes -= len(copy) - OVERHEAD
+            if len(copy) == self._bytes[False] + OVERHEAD:
+                self._free.append(copy)
 
     def _write(self, path: str, copy: bytearray) -> None:
         end = len(copy) - MAC_BYTES
@@ -223,20 +228,23 @@ class BlockFiles:
         buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
         while (order := self._reads.get()) is not None:
             op, load = order
-            own = buffers[op.path.endswith(STATE)]
-            good = self._read(op.path, own)
-            with self._lock:
-                if self._loads.get(op.move) is not load:
-                    continue  # whoever gave up waiting has given the pages to others: nothing is written to them
-                if good:
-                    self._fill(op, own)
-                load.good = load.good and good
-                load.left.discard(op.block)
-                self._ended[op.block] = good
-                if not load.left:
-                    del self._loads[op.move]
-                    self._ended[op.move] = load.good
-                    self._done.notify_all()
+            self._read_one(op, load, buffers[op.path.endswith(STATE)])
+
+    def _read_one(self, op: GetOp, load: _Load, own: bytearray) -> None:
+        """`own`: where the file is read to."""
+        good = self._read(op.path, own)
+        with self._lock:
+            if self._loads.get(op.move) is not load:
+                return  # whoever gave up waiting has given the pages to others: nothing is written to them
+            if good:
+                self._fill(op, own)
+            load.good = load.good and good
+            load.left.discard(op.block)
+            self._ended[op.block] = good
+            if not load.left:
+                del self._loads[op.move]
+                self._ended[op.move] = load.good
+                self._done.notify_all()
 
     def _read(self, path: str, into: bytearray) -> bool:
         try:

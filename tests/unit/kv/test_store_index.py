@@ -64,6 +64,21 @@ def test_what_is_read_or_pinned_stays() -> None:
     index.check_invariants()
 
 
+def test_what_cannot_be_read_is_forgotten_whoever_else_reads_it() -> None:
+    """Two who read it would else find it again and again, each because the other holds it."""
+    index = StoreIndex(30)
+    stored(index, "a-0")
+    index.prepare_load(["a-0"])
+    index.prepare_load(["a-0"])
+    index.complete_load(["a-0"], good=False)
+    assert index.lookup(["a-0"]) == 0
+    stored(index, "a-0")
+    assert index.prepare_store("b-0", 30, 9) == (False, []), "the other still reads what has this name"
+    index.complete_load(["a-0"], good=True)
+    assert index.prepare_store("b-0", 30, 9) == (True, ["a-0"])
+    index.check_invariants()
+
+
 def test_who_may_not_make_room_stores_nothing_in_a_full_store() -> None:
     index = StoreIndex(20, evicts=False)
     stored(index, "a-0", "b-0")
@@ -125,10 +140,13 @@ def test_the_books_hold_whatever_comes() -> None:
             elif order < 0.9 and reading:
                 held, good = reading.pop(rng.randrange(len(reading))), rng.random() < 0.7
                 index.complete_load(held, good=good)
-                if not good:
-                    for p in held:
-                        if not any(p in other for other in reading):
-                            there.pop(p, None)
+                for p in held:
+                    if not good and there.get(p):
+                        del there[p]
+            elif order < 0.95:
+                index.found([], gone=[path])
+                if there.get(path):
+                    del there[path]
             else:
                 index.touch([path], index.next_tick())
             index.check_invariants()

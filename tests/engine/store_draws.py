@@ -1,0 +1,291 @@
+"""Engines over one folder of blocks whose disk is drawn: no threads, no clock, one seed for all that may vary.
+
+What threads would do at some moment - write a file, read one, report it - is done on the engine's own thread at moments
+that a seed draws, so that a run that fails can be run again. Files get lost, change, come late, cannot be written;
+others bring and take them away. Every token must be the naive loop's, and whatever is written under a name must be the
+same bytes every time (float32 on reference operations: nothing but the text decides them).
+
+`python -m tests.engine.store_draws --spec windowed --seconds 60` runs seeds until one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from penstock.core.events import StoreNews
+from penstock.core.model_spec import cache_groups
+from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
+from penstock.core.request import Abort, Control, Request
+from penstock.engine.core import EngineCore
+from penstock.runner.block_files import OVERHEAD, BlockFiles
+from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
+from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
+
+SPECS = ["llama_gqa", "latent", "indexed", "windowed", "all_windowed", "slots", "mamba2", "delta", "scores"]
+SECRET = bytes(range(32))
+FATES = ["gone", "flip", "cut"]
+
+
+class Disk:
+    """A drawn disk. `truth`: bytes by path, of all engines so far."""
+
+    def __init__(self, rng: random.Random, truth: dict[str, bytes]) -> None:
+        self.rng, self.truth = rng, truth
+        self.read_fails = rng.choice([0.0, 0.1, 0.3, 0.6])
+        self.write_fails = rng.choice([0.0, 0.2])
+        self.pace = rng.choice([0.03, 0.1, 0.4, 0.8, 1.0])
+        """How likely it goes on, each time it could."""
+        self.gives_up = rng.choice([0.0, 0.0, 0.02])
+        self.refuses = rng.choice([0.0, 0.1])
+
+    # -- in place of methods of BlockFiles ---------------------------------------------------------------------------
+
+    def put(self, files: BlockFiles, op: PutOp) -> None:
+        self.go_on(files)
+        files._paused_s = math.inf if self.rng.random() < self.refuses else -math.inf
+        _put(files, op)
+
+    def get(self, files: BlockFiles, op: GetOp) -> None:
+        _get(files, op)
+        self.go_on(files)
+
+    def begin(self, files: BlockFiles) -> None:
+        _begin(files)
+        self.go_on(files)
+
+    def ended(self, files: BlockFiles, wait_s: float = 0.0) -> dict[int, bool]:
+        self.go_on(files)
+        if wait_s and files._loads and not files._ended:
+            self.read(files)
+        for load in files._loads.values():
+            if self.rng.random() < self.gives_up:
+                load.until_s = -math.inf
+        return _ended(files)
+
+    def go_on(self, files: BlockFiles) -> None:
+        while self.rng.random() < self.pace:
+            moves = [self.read] * (not files._reads.empty() or bool(self.reading(files)))
+            moves += [self.write] * (not files._writes.empty())
+            if not moves:
+                break
+            self.rng.choice(moves)(files)
+
+    def reading(self, files: BlockFiles) -> deque[Any]:
+        found: deque[Any] = files.__dict__.setdefault("drawn_reading", deque())
+        return found
+
+    def read(self, files: BlockFiles) -> None:
+        """Two readers: of two orders the later may be done first."""
+        reading = self.reading(files)
+        while len(reading) < 2 and not files._reads.empty():
+            reading.append(files._reads.get())
+        if reading:
+            reading.rotate(-self.rng.randrange(len(reading)))
+            op, load = reading.popleft()
+            files._read_one(op, load, bytearray(files._bytes[op.path.endswith(STATE)] + OVERHEAD))
+
+    def write(self, files: BlockFiles) -> None:
+        files._write_one(files._writes.get())
+
+    def close(self, files: BlockFiles, wait_s: float = 0.0) -> None:
+        while not files._writes.empty():
+            self.write(files)
+
+    def read_file(self, files: BlockFiles, path: str, into: bytearray) -> bool:
+        place = files._folder / path
+        if self.rng.random() < self.read_fails and place.exists():
+            fate = self.rng.choice(FATES)
+            data = bytearray(place.read_bytes())
+            data[-40:-39] = bytes([data[-40] ^ 1]) if len(data) > 40 else b""
+            place.unlink()
+            if fate != "gone":
+                place.write_bytes(data if fate == "flip" else data[:-9])
+        return _read(files, path, into)
+
+    def write_file(self, files: BlockFiles, path: str, copy: bytearray) -> None:
+        if self.rng.random() < self.write_fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        _write(files, path, copy)
+
+    def start(self, files: BlockFiles) -> None:
+        """No threads."""
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def copied(self, files: BlockFiles, order: Any) -> None:
+        if not isinstance(order, DropOp):
+            op, copy = order
+            data = bytes(copy[16:-32])
+            assert self.truth.setdefault(op.path, data) == data, f"{op} is not what was written under this name"
+        _queue(files, order)
+
+    def filled(self, files: BlockFiles, op: GetOp, block: bytearray) -> None:
+        assert self.truth.get(op.path) == bytes(block[16:-32]), f"{op} is not what was written under this name"
+        _fill(files, op, block)
+
+
+_put, _get, _begin, _ended, _queue = (
+    BlockFiles.put, BlockFiles.get, BlockFiles.begin, BlockFiles.ended, BlockFiles._queue,
+)  # fmt: skip
+_read, _write, _fill = BlockFiles._read, BlockFiles._write, BlockFiles._fill
+
+
+@contextmanager
+def drawn(disk: Disk) -> Iterator[None]:
+    """Every BlockFiles is on this disk."""
+    methods = {
+        "put": disk.put, "get": disk.get, "begin": disk.begin, "ended": disk.ended, "close": disk.close,
+        "_start": disk.start, "_queue": disk.copied, "_read": disk.read_file, "_write": disk.write_file,
+        "_fill": disk.filled,
+    }  # fmt: skip
+
+    def bound(method: Any) -> Any:
+        return lambda files, *args: method(files, *args)
+
+    with mock.patch.multiple(BlockFiles, **{name: bound(method) for name, method in methods.items()}):
+        yield
+
+
+def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
+    """`full`: whether all groups keep their whole context; blocks of others do not go to the host."""
+    k = draw_knobs(rng)
+    k.block_size, k.kv_offload = 4, f"disk:{folder}"
+    k.num_blocks = rng.choice([24, 32, 48, 128])
+    k.window_blocks = min(k.window_blocks, k.num_blocks)
+    k.prefix_cache = rng.choice(["radix", "hash"])
+    k.kv_load_policy = rng.choice(["wait", "cake"])
+    k.offload = k.host_blocks > 0 and rng.random() < 0.5 and full
+    return k
+
+
+def news_of(core: EngineCore, rng: random.Random) -> Any:
+    """Others take files away and bring them back, and the engine hears of it sooner or later. Returns its KVStore."""
+    assert core.store_news is not None
+    store: Any = core.store_news.__self__  # type: ignore[attr-defined]
+    first = [_sorted(news) for news in store._news]
+
+    def news(now_s: float) -> list[StoreNews]:
+        told = first[:]
+        first.clear()
+        if rng.random() < 0.05:
+            told.append(_sorted(store.look()))
+        return told
+
+    core.store_news = news
+    return store
+
+
+def _sorted(news: StoreNews) -> StoreNews:
+    """As if all had been used in the same minute: directories have no order."""
+    found = sorted((path, num_bytes, 0) for path, num_bytes, _ in news.found)
+    return StoreNews(found=found, gone=news.gone)
+
+
+def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *, note: str) -> Collector:
+    """As `harness.disturbed`, beside others with the same beginnings who leave before they are done."""
+    stem = max((r.prompt_token_ids for r in requests), key=len)
+    guests = [
+        request([*stem[: rng.randrange(5, len(stem))], 7 + n], request_id=f"guest{n}", max_tokens=30, n=1 + n % 2)
+        for n in range(4)
+    ]
+    collector, todo, times, often = Collector(), [*requests, *guests], 30, rng.choice([0.1, 0.3, 0.6])
+    rng.shuffle(todo)
+    leaving = {r.request_id for r in guests}
+    steps = 0
+    while todo or core.has_work:
+        while todo and rng.random() < 0.4:
+            core.add(todo.pop())
+        live = sorted(core.groups)
+        if live and times and rng.random() < often:
+            times -= 1
+            core.add(Control(kind=rng.choice(CONTROLS), request_id=rng.choice(live)))
+        for name in [name for name in live if name in leaving and rng.random() < 0.1]:
+            leaving.discard(name)
+            core.add(Abort(request_id=name))
+        collector.take(core.step(), steps)
+        steps += 1
+        assert steps < 5000, f"somebody starves {note}"
+    assert_idle(core)
+    return collector
+
+
+def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3, folder: Path | None = None) -> int:
+    """Engines one after the other over one folder. Returns how many blocks they have read. Raises AssertionError with
+    what was drawn if a law is broken."""
+    spec, weights = tiny(name)
+    rng = random.Random(f"{name}-{seed}")
+    place = Path(tempfile.mkdtemp(prefix="penstock-draws-")) if folder is None else folder
+    full = all(group.spec.kind == "paged" for group in cache_groups(spec, "float32"))
+    num_loaded = 0
+    try:
+        kv = place / "kv"
+        kv.mkdir(mode=0o700)
+        (kv / "secret").write_bytes(SECRET)
+        for number in range(engines):
+            disk, k = Disk(rng, truth), knobs_of(rng, kv, full=full)
+            note = f"{name}, seed {seed}, engine {number}: {k}"
+            with drawn(disk):
+                core = real_engine(spec, weights, k)
+                stored = core.kv.stored
+                assert stored is not None
+                if rng.random() < 0.3:
+                    stored.index.limit_bytes = rng.choice([8, 20]) * stored._settings.block_bytes
+                stored.index.evicts = rng.random() < 0.8  # or another has the lock
+                store = news_of(core, rng)
+                try:
+                    collector = in_company(core, workload(spec.vocab_size), rng, note=str(k))
+                    check(name, collector)
+                    assert_beams(name, collector)
+                    stored.index.check_invariants()
+                except Exception as error:
+                    raise AssertionError(note) from error
+                num_loaded += stored.num_loaded
+                core.executor._runner.storage.files.close()  # type: ignore[attr-defined]
+                if store._lock is not None:
+                    os.close(store._lock)  # as at the end of a process
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return num_loaded
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--spec", choices=SPECS, action="append", help="all by default")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--keep-going", action="store_true", help="tell what failed, and go on")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    until, seed, num_failed, num_loaded = time.monotonic() + args.seconds, args.seed, 0, 0
+    truths: dict[str, dict[str, bytes]] = {}
+    while time.monotonic() < until:
+        for name in args.spec or SPECS:
+            try:
+                num_loaded += run_seed(name, seed, truths.setdefault(name, {}))
+            except AssertionError as error:
+                num_failed += 1
+                print(f"{error}\n    {type(error.__cause__).__name__}: {str(error.__cause__)[:300]}", flush=True)
+                if not args.keep_going:
+                    raise
+        seed += 1
+    print(f"seeds {args.seed} to {seed - 1}: {num_failed} failed, {num_loaded} loads")
+    sys.exit(num_failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""A store of blocks changes no token, whatever its disk does and when: drawn, without threads (`store_draws`)."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.engine.store_draws import SPECS, run_seed
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_drawn_disk_changes_no_token_and_no_name_has_two_contents(name: str) -> None:
+    logging.disable(logging.WARNING)  # every fault is a line
+    try:
+        truth: dict[str, bytes] = {}
+        assert sum(run_seed(name, seed, truth) for seed in range(3)) > 10, "hardly anything was read"
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_a_seed_is_drawn_the_same_again() -> None:
+    truths: list[dict[str, bytes]] = [{}, {}]
+    counts = [run_seed("llama_gqa", 3, truth) for truth in truths]
+    assert counts[0] == counts[1] > 0
+    assert list(truths[0].items()) == list(truths[1].items()), "something else than the seed decides"
