@@ -2,8 +2,8 @@
 
     python -m benchmarks.serving.kv_store MODEL --tokens 4096 --rounds 5 --out kv-store.json
 
-Each round begins engines anew, in processes of their own. `computed`: without a folder. `warm`: the folder's files are in
-the system's page cache. `cold`: they were dropped from it (posix_fadvise). `read`: the files alone, read by one thread,
+Each round begins engines anew, in processes of their own. `computed`: without a folder. `warm`: the folder's files are
+in the system's page cache. `cold`: they were dropped from it (posix_fadvise). `read`: the files alone, read by one thread,
 which is what the drive takes. `off` and `on`: generated tokens/s of 16 requests with prompts that nobody asked before,
 without and with a folder, in turns in one process. Tokens are compared in every round.
 """
@@ -44,11 +44,12 @@ def first_token(llm: Any, ids: list[int]) -> tuple[float, list[int], int]:
     from penstock import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    began, first_s, output = time.perf_counter(), 0.0, None
+    stamps, outputs = [time.perf_counter()], []
     for output in llm.stream({"prompt_token_ids": ids}, params):
-        first_s = first_s or time.perf_counter() - began
-    assert output is not None
-    return first_s, list(output.outputs[0].token_ids), output.num_cached_tokens
+        stamps.append(time.perf_counter())
+        outputs.append(output)
+    last = outputs[-1]
+    return stamps[1] - stamps[0], list(last.outputs[0].token_ids), last.num_cached_tokens
 
 
 def once(model: str, folder: str, length: int, policy: str) -> dict[str, Any]:

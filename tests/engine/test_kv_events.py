@@ -16,7 +16,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.kv.block_names import BlockNames
 from penstock.kv.events import EventRecorder, hash_of
-from penstock.kv.store_index import Kept, StoreIndex, names_after
+from penstock.kv.store_index import FoundBlock, StoreIndex, names_after
 from penstock.launch.assemble import engine_core
 from tests.engine.events import SECRET, Follower, checked
 from tests.engine.harness import Knobs, config_for, disturbed, fake_engine, plan_for, real_engine, request, run, tiny
@@ -159,13 +159,13 @@ def test_strange_files_of_a_store_are_no_events(tmp_path: Path) -> None:
     name = bytes(range(16))
     path = f"model/a/{name.hex()}-0"
     strange = ["model/a/notes.txt", f"other/a/{name.hex()}-0", f"{path}{STATE}", f"{path}\n", "model/a/-1", "x"]
-    index.found([Kept(path, 10, 0), *(Kept(path, 10, 0) for path in strange)])
+    index.found([FoundBlock(path, 10, 0), *(FoundBlock(path, 10, 0) for path in strange)])
     assert recorder.take()[1:] == [BlockStored([hash_of(name)], None, [], 4, None, DISK, None)]
-    index.found([Kept(f"model/b/{name.hex()}-0", 10, 0)], gone=strange)
+    index.found([FoundBlock(f"model/b/{name.hex()}-0", 10, 0)], gone=strange)
     assert recorder.take() == [], "another tenant has the same one"
     index.found([], gone=[path])
     assert recorder.take() == []
-    index.found([Kept(path, 10, 0)], gone=[f"model/b/{name.hex()}-0"])
+    index.found([FoundBlock(path, 10, 0)], gone=[f"model/b/{name.hex()}-0"])
     assert recorder.take() == [
         BlockRemoved([hash_of(name)], DISK), BlockStored([hash_of(name)], None, [], 4, None, DISK, None)
     ]  # fmt: skip

@@ -151,9 +151,8 @@ class CacheConfig(Section):
     )
     kv_offload: str = setting(
         "none",
-        "Where full blocks are kept outside this process: they outlive it, and prompts that begin with them are read, "
-        "not computed. disk:FOLDER or disk:FOLDER,20GiB (else 10GiB): files that only this user can read, with what "
-        "was computed from the texts in them.",
+        "Where full blocks are kept outside this process: they outlive it, and prompts that begin with them are read. "
+        "disk:FOLDER or disk:FOLDER,20GiB (else 10GiB): files that only this user can read, made from texts.",
     )
     kv_load_policy: str = setting(
         "wait",

@@ -6,10 +6,8 @@ Sources: vLLM, arXiv 2309.06180, section 4; SGLang, arXiv 2312.07104, section 3;
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 from penstock.base.errors import EngineError
 from penstock.base.hashing import digest
@@ -21,14 +19,14 @@ from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
-from penstock.kv.block_names import BlockNames
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import CHECKPOINT_RULES, Checkpoints
 from penstock.kv.cursor import PrefixCursor, PrefixMatch
-from penstock.kv.events import EventRecorder, EventSettings
+from penstock.kv.events import EventRecorder, EventSettings, recorder_of
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
+from penstock.kv.leaving import Leaving
 from penstock.kv.lines import share_table
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
@@ -41,9 +39,6 @@ from penstock.kv.swap import Swaps
 from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool
 from penstock.kv.windows import Windows
-
-MAX_IDLE_BLOCKS = 1 << 16
-"""Blocks that the prefix cache may keep of models without full groups: no slab of theirs would ever run out."""
 
 
 class KVManager:
@@ -128,9 +123,7 @@ class KVManager:
         """What has changed in the prefix cache, its tier and the store. None: nobody asks."""
         if events is not None:
             assert self._paged, "there are no blocks"
-            names = BlockNames(events.secret, "", block_size) if self.stored is None else self.stored.names
-            index = None if self.stored is None else self.stored.index
-            self.events = EventRecorder(names, include_token_ids=events.include_token_ids, store=index)
+            self.events = recorder_of(events, self.stored, block_size)
             self._sharing.events = self._room.events = self.events
             self.swaps.tell(self.events)
         self.selections = KeepAll(block_size)
@@ -139,12 +132,7 @@ class KVManager:
             self.selections = Selections(
                 keeping, 0, self.pools[0], self._room, self._outbox, block_size, self._withdraw
             )
-        self._submitted = -1
-        self._retired = -1
-        self._leaving: deque[tuple[int, Any]] = deque()
-        self._read_on: dict[int, Any] = {}
-        """Entries that somebody stood on who is gone, and whose blocks a load still writes to, by its number."""
-        self._generation = 0
+        self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
         self._num_cow_copies = 0
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -230,7 +218,7 @@ class KVManager:
         for g, table in enumerate(seq.tables):
             self._outbox.whole_table(seq.seq_id, g, table)
         seq.num_computed = seq.num_cached = num_blocks * self.block_size
-        seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._generation, branch)
+        seq.node = PrefixCursor(entry, num_blocks, seq.num_computed + self.block_size, self._leaving.generation, branch)
         seq.node.next_slide = self._windows.next_slide(seq.tables)
         seq.block_keys.clear()  # only `match` needs them
         self.selections.enter(seq)
@@ -274,7 +262,7 @@ class KVManager:
             return True
         if not self.grow(seq, seq.swapped.num_tokens):
             raise EngineError(f"{seq} was admitted without room for what it had swapped out")
-        if seq.swapped.generation != self._generation:
+        if seq.swapped.generation != self._leaving.generation:
             self._stop_following(seq.node)
         return self.swaps.back(seq)
 
@@ -286,8 +274,7 @@ class KVManager:
         if self.stored is not None:
             self.stored.ended(move, good=good)
         num_tokens = self.swaps.ended(move)
-        if move in self._read_on:
-            self._leave_entry(self._read_on.pop(move))
+        self._leaving.ended(move)
         return num_tokens
 
     # -- growth --------------------------------------------------------------------------------------------------
@@ -351,7 +338,7 @@ class KVManager:
             seq.taint_start = seq.num_computed
         cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
-        self._leave(cursor)
+        self._leaving.leave(cursor)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Nothing more of `seq` enters the prefix cache, and what only it uses of what is there leaves it.
@@ -361,7 +348,7 @@ class KVManager:
         cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
         self._room.evict(self.cache.num_evictable)  # what goes on from its blocks, and nobody stands on
-        if cursor.holding and cursor.generation == self._generation:
+        if cursor.holding and cursor.generation == self._leaving.generation:
             cursor.entry, blocks = self.cache.withdraw(cursor.entry)
             cursor.num_blocks -= len(blocks)
             self._room.drop(blocks, [], unseen=False)
@@ -386,7 +373,7 @@ class KVManager:
             self._lost(seq)
 
     def _follow(self, seq: Sequence, cursor: PrefixCursor) -> None:
-        if cursor.generation != self._generation:
+        if cursor.generation != self._leaving.generation:
             self._stop_following(cursor)  # what follows blocks of before the reset must not be found after it
             return
         end = seq.num_computed // self.block_size
@@ -435,7 +422,7 @@ class KVManager:
             self._outbox.whole_table(child.seq_id, g, copy)
         cursor: PrefixCursor = parent.node
         child.node = cursor.copy()
-        if cursor.holding and cursor.generation == self._generation:
+        if cursor.holding and cursor.generation == self._leaving.generation:
             self.cache.share(cursor.entry)
         parent.writable = child.writable = 0  # their tail is shared now
         child.num_computed = parent.num_computed
@@ -463,7 +450,7 @@ class KVManager:
         cursor.front = None  # what is read goes to the slabs that it had
         self._stop_following(cursor)
         if all(seq.tables[g].layers is not None for g in self._paged):
-            self._leave(cursor)
+            self._leaving.leave(cursor)
         return True
 
     def release(self, seq: Sequence) -> None:
@@ -479,7 +466,7 @@ class KVManager:
                 self.pools[g].unref_pages(reversed(pages))
         if seq.node is not None:
             self._states.drop_staged(seq.node)
-            self._leave(seq.node)
+            self._leaving.leave(seq.node)
         seq.tables = []
         seq.node = None
         seq.block_keys.clear()
@@ -487,35 +474,13 @@ class KVManager:
         seq.next_selection = NEVER
         seq.load = NO_LOAD
 
-    def _leave(self, cursor: PrefixCursor) -> None:
-        """Stop standing on the cursor's entry; only when steps in flight have retired, if there are any."""
-        if cursor.holding and cursor.generation == self._generation:
-            if cursor.reading in self.swaps.loads:
-                self._read_on[cursor.reading] = cursor.entry
-            else:
-                self._leave_entry(cursor.entry)
-        cursor.holding = False
-
-    def _leave_entry(self, entry: Any) -> None:
-        if self._submitted > self._retired:
-            self._leaving.append((self._submitted, entry))
-        else:
-            self._release_entry(entry)
-
-    def _release_entry(self, entry: Any) -> None:
-        self.cache.release(entry)
-        if not self._full and self.cache.num_evictable > MAX_IDLE_BLOCKS:
-            self._room.evict(self.cache.num_evictable - MAX_IDLE_BLOCKS)
-
     def reset_prefix_cache(self) -> None:
         """Forget all blocks and checkpoints. What runs, or is swapped out, goes on, and enters the cache no more."""
         if self.events is not None:
             self.events.emptied()
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
-        self._leaving.clear()
-        self._read_on.clear()
-        self._generation += 1
+        self._leaving.reset()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -532,17 +497,15 @@ class KVManager:
 
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""
-        self._submitted = step
+        self._leaving.submitted = step
         for pool in self.pools:
             pool.submitted(step)
 
     def retired(self, step: int) -> None:
         """`step` is done: what waited for it becomes free or evictable."""
-        self._retired = max(self._retired, step)
         for pool in self.pools:
             pool.retired(step)
-        while self._leaving and self._leaving[0][0] <= step:
-            self._release_entry(self._leaving.popleft()[1])
+        self._leaving.retire(step)
 
     @property
     def reclaiming(self) -> bool:
@@ -578,10 +541,5 @@ class KVManager:
         """Raises AssertionError, with what is wrong, unless the books are right. `live`: all sequences with memory."""
         live = list(live)
         self.swaps.check_invariants(live)
-        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._generation)
-        audit.run(
-            live,
-            [*(entry for _, entry in self._leaving), *self._read_on.values()],
-            self._outbox.pending(),
-            self.swaps.loads,
-        )
+        audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation)
+        audit.run(live, self._leaving.entries(), self._outbox.pending(), self.swaps.loads)

@@ -16,7 +16,7 @@ from penstock.core.page_ops import STATE
 NAME_BYTES = 16
 
 
-class Kept(NamedTuple):
+class FoundBlock(NamedTuple):
     """A block that a look at the store found. `path`: its place there. `tick`: orders by last use, oldest first."""
 
     path: str
@@ -86,7 +86,7 @@ class StoreIndex:
 
     # -- what is there -------------------------------------------------------------------------------------------
 
-    def found(self, blocks: Iterable[Kept], gone: Iterable[str] = ()) -> None:
+    def found(self, blocks: Iterable[FoundBlock], gone: Iterable[str] = ()) -> None:
         """A look at the store: what others brought, and what they took away."""
         for path in gone:
             self._forget(path)

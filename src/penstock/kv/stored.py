@@ -20,7 +20,7 @@ from penstock.core.sequence import LOST_LOAD
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.outbox import Outbox
-from penstock.kv.store_index import Kept, StoreIndex, root_name
+from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
 from penstock.kv.store_load import Front
 from penstock.kv.swap import Swapped, Swaps
 
@@ -41,7 +41,7 @@ class StoreSettings(NamedTuple):
     both_ends: bool = False
 
 
-class Claim(NamedTuple):
+class StoreClaim(NamedTuple):
     """What a sequence could go on with from the store: its tokens up to `num_tokens`, behind the first `first` blocks,
     which the device has. `state`: where that of its slots is, if it has any."""
 
@@ -135,7 +135,7 @@ class StoredBlocks:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def claim(self, seq: Seq, first: int, limit: int) -> Claim | None:
+    def claim(self, seq: Seq, first: int, limit: int) -> StoreClaim | None:
         """What is in the store behind the `first` blocks of `seq`, up to block `limit`. With slots a text goes on where
         there is a state."""
         if limit <= first or seq.load == LOST_LOAD or seq.swapped is not None:
@@ -143,17 +143,17 @@ class StoredBlocks:
         paths = self.paths(seq, first, limit)
         num = self.index.lookup(paths) if self._has_blocks else len(paths)
         if not self._slots:
-            return Claim((first + num) * self._block_size, first) if num else None
+            return StoreClaim((first + num) * self._block_size, first) if num else None
         states = (n for n in range(num, 0, -1) if paths[n - 1] + STATE in self.index)
         found = next(states, 0)
-        return Claim((first + found) * self._block_size, first, paths[found - 1] + STATE) if found else None
+        return StoreClaim((first + found) * self._block_size, first, paths[found - 1] + STATE) if found else None
 
     def begin(self, seq: Seq, limit: int, grow: Callable[[Seq, int], bool]) -> bool:
         """Straight after admission: what `seq` has claimed is read into its tables.
 
         `limit`: blocks that it could have had. False: it is on its way (`seq.load`). Mutates: seq.
         """
-        claim: Claim | None = seq.claim
+        claim: StoreClaim | None = seq.claim
         first = seq.num_computed // self._block_size
         seq.claim = None
         self.num_query_tokens += max(0, limit - first) * self._block_size
@@ -239,7 +239,7 @@ class StoredBlocks:
         """Others have changed what is there."""
         if news.evicts is not None:
             self.index.evicts = news.evicts
-        self.index.found([Kept(*found) for found in news.found], news.gone)
+        self.index.found([FoundBlock(*found) for found in news.found], news.gone)
 
     def _pages(self, seq: Seq, block: int) -> tuple[int, ...]:
         """First pages of a block; -1 where a group has none of it."""

@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock import __version__
 from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
@@ -34,6 +34,7 @@ from penstock.runner.block_files import OVERHEAD
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint
 
+_VERSION = version("penstock")
 SECRET, LOCK, ABOUT = "secret", "lock", "about.json"
 SECRET_BYTES = 32
 LOOK_S = 10.0
@@ -102,7 +103,7 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         "block_size",
     )
     parts = [
-        __version__, ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
+        _VERSION, ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
         {name: said.get(name) for name in decide}, sorted(hashes),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
@@ -218,7 +219,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         return None
     secret = open_folder(store)
     name = print_()
-    _describe(store.folder / name, About(config.model.model, plan.kv_dtype, plan.block_size, __version__))
+    _describe(store.folder / name, About(config.model.model, plan.kv_dtype, plan.block_size, _VERSION))
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.kv.store_index import Kept, StoreIndex, depth_of, names_after, root_name
+from penstock.kv.store_index import FoundBlock, StoreIndex, depth_of, names_after, root_name
 
 
 def stored(index: StoreIndex, *paths: str, tick: int = 0) -> None:
@@ -90,9 +90,9 @@ def test_who_may_not_make_room_stores_nothing_in_a_full_store() -> None:
 
 def test_what_others_do() -> None:
     index = StoreIndex(100)
-    index.found([Kept("x/a-1", 10, 7), Kept("x/a-0", 10, 7), Kept("old-0", 10, 1)])
+    index.found([FoundBlock("x/a-1", 10, 7), FoundBlock("x/a-0", 10, 7), FoundBlock("old-0", 10, 1)])
     assert index.lookup(["x/a-0", "x/a-1", "x/a-2"]) == 2
-    index.found([Kept("x/a-0", 10, 8)], gone=["x/a-1", "never"])
+    index.found([FoundBlock("x/a-0", 10, 8)], gone=["x/a-1", "never"])
     assert index.lookup(["x/a-0", "x/a-1"]) == 1
     assert index.num_bytes == 20
     wanted, gone = index.prepare_store("y-0", 90, index.next_tick())

@@ -1,0 +1,76 @@
+"""Entries of the prefix cache that nobody stands on any more, but that something still writes to, or looks at."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from penstock.core.protocols import PrefixCache
+from penstock.kv.cursor import PrefixCursor
+from penstock.kv.room import Room
+from penstock.kv.swap import Swaps
+
+MAX_IDLE_BLOCKS = 1 << 16
+"""Blocks that the prefix cache may keep of models without full groups: no slab of theirs would ever run out."""
+
+
+class Leaving:
+    """`bounded`: the cache is to be kept below MAX_IDLE_BLOCKS.
+
+    Attributes:
+        submitted, retired: the last step that was handed to the executor, and the last that is done.
+        generation: number of the cache's last reset; entries of before are void.
+    """
+
+    def __init__(self, cache: PrefixCache, room: Room, swaps: Swaps, *, bounded: bool) -> None:
+        self.submitted = self.retired = -1
+        self.generation = 0
+        self._cache, self._room, self._swaps = cache, room, swaps
+        self._bounded = bounded
+        self._seen: deque[tuple[int, Any]] = deque()  # by steps in flight that saw it
+        self._read: dict[int, Any] = {}  # by a load that writes to its blocks
+
+    def __bool__(self) -> bool:
+        """Whether something is given up when a step in flight retires."""
+        return bool(self._seen)
+
+    def leave(self, cursor: PrefixCursor) -> None:
+        """Stop standing on the cursor's entry; only when steps in flight, and what reads to it, have ended."""
+        if cursor.holding and cursor.generation == self.generation:
+            if cursor.reading in self._swaps.loads:
+                self._read[cursor.reading] = cursor.entry
+            else:
+                self._leave(cursor.entry)
+        cursor.holding = False
+
+    def ended(self, move: int) -> None:
+        """A load has ended."""
+        if move in self._read:
+            self._leave(self._read.pop(move))
+
+    def retire(self, step: int) -> None:
+        """A step is done."""
+        self.retired = max(self.retired, step)
+        while self._seen and self._seen[0][0] <= step:
+            self._release(self._seen.popleft()[1])
+
+    def reset(self) -> None:
+        """The cache was emptied."""
+        self._seen.clear()
+        self._read.clear()
+        self.generation += 1
+
+    def entries(self) -> list[Any]:
+        """Those that are still held."""
+        return [*(entry for _, entry in self._seen), *self._read.values()]
+
+    def _leave(self, entry: Any) -> None:
+        if self.submitted > self.retired:
+            self._seen.append((self.submitted, entry))
+        else:
+            self._release(entry)
+
+    def _release(self, entry: Any) -> None:
+        self._cache.release(entry)
+        if self._bounded and self._cache.num_evictable > MAX_IDLE_BLOCKS:
+            self._room.evict(self._cache.num_evictable - MAX_IDLE_BLOCKS)
