@@ -31,6 +31,7 @@ from penstock.core.events import StoreNews
 from penstock.core.model_spec import cache_groups
 from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.request import Abort, Control, Request
+from penstock.core.sequence import Sequence, Status
 from penstock.engine.core import EngineCore
 from penstock.runner.block_files import OVERHEAD, BlockFiles
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
@@ -196,6 +197,11 @@ def _sorted(news: StoreNews) -> StoreNews:
     return StoreNews(found=found, gone=news.gone)
 
 
+def is_read(seq: Sequence) -> bool:
+    """Whether blocks of `seq` are on their way."""
+    return seq.status is Status.LOADING or (seq.node is not None and seq.node.front is not None)
+
+
 def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *, note: str) -> Collector:
     """As `harness.disturbed`, beside others with the same beginnings who leave before they are done."""
     stem = max((r.prompt_token_ids for r in requests), key=len)
@@ -213,7 +219,8 @@ def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *,
         live = sorted(core.groups)
         if live and times and rng.random() < often:
             times -= 1
-            core.add(Control(kind=rng.choice(CONTROLS), request_id=rng.choice(live)))
+            read = [name for name in live if any(map(is_read, core.groups[name].live.values()))]
+            core.add(Control(kind=rng.choice(CONTROLS), request_id=rng.choice(read or live)))
         for name in [name for name in live if name in leaving and rng.random() < 0.1]:
             leaving.discard(name)
             core.add(Abort(request_id=name))

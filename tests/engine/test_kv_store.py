@@ -252,6 +252,36 @@ def test_who_leaves_while_blocks_are_read_leaks_nothing(tmp_path: Path) -> None:
         ended(core)
 
 
+def test_who_becomes_ragged_while_it_is_read_computes_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read goes to the slabs that it had."""
+    text = [3 + i * 7 % 23 for i in range(50)]
+    core, _ = fake_engine(knobs(tmp_path))
+    run(core, [request(text, max_tokens=2)])
+    ended(core)
+    read, come = BlockFiles._read, threading.Event()
+
+    def late(self: BlockFiles, path: str, into: bytearray) -> bool:
+        come.wait(20)
+        return read(self, path, into)
+
+    monkeypatch.setattr(BlockFiles, "_read", late)
+    core, forward = fake_engine(knobs(tmp_path, kv_load_policy="cake"))
+    r, collector = request(text, max_tokens=6), Collector()
+    core.add(r)
+    collector.take(core.step())
+    core.add(Control(kind="ragged", request_id=r.request_id))
+    core._take(core._intake.popleft())
+    come.set()
+    while files(core).loads:
+        time.sleep(0.001)
+    drain(core, collector)
+    assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+    assert forward.num_tokens == 50 + 5
+    assert_idle(core)
+
+
 def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
     """Room for 40 blocks: the text that nobody asked for again goes, from its end."""
     core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
