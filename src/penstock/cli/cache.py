@@ -14,7 +14,7 @@ from penstock.cli.models import JSON, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.launch.kv_store import Block, Place
+    from penstock.launch.kv_store import BlockFile, StorePlace
 
 _AGE = re.compile(r"(\d+)([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -67,7 +67,7 @@ def cache(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wanted(place: Place, args: argparse.Namespace, secret: bytes) -> bool:
+def _wanted(place: StorePlace, args: argparse.Namespace, secret: bytes) -> bool:
     from penstock.kv.stored import space_of
 
     if args.tenant is not None and place.space != space_of(secret, args.tenant):
@@ -79,7 +79,7 @@ def _wanted(place: Place, args: argparse.Namespace, secret: bytes) -> bool:
     return bool(place.blocks)
 
 
-def _ls(found: list[Place], args: argparse.Namespace) -> int:
+def _ls(found: list[StorePlace], args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = [
         {
             "model": p.about.model if p.about else "?", "id": p.print_, "tenant": p.space, "blocks": len(p.blocks),
@@ -111,7 +111,7 @@ def _ls(found: list[Place], args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(found: list[Place], secret: bytes, args: argparse.Namespace) -> int:
+def _verify(found: list[StorePlace], secret: bytes, args: argparse.Namespace) -> int:
     from penstock.runner.block_files import is_whole
 
     num, bad = 0, []
@@ -126,7 +126,7 @@ def _verify(found: list[Place], secret: bytes, args: argparse.Namespace) -> int:
     return 1 if bad and not args.delete else 0
 
 
-def _followed(blocks: list[Block]) -> Iterator[Block]:
+def _followed(blocks: list[BlockFile]) -> Iterator[BlockFile]:
     from rich.progress import track
 
     yield from track(blocks, description="reading", disable=not sys.stderr.isatty(), transient=True)

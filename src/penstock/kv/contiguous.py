@@ -186,7 +186,7 @@ class ContiguousManager(KVManager):
             for src, dst in zip(parent.tables[g].ids[:used], child.tables[g].ids, strict=False):
                 self._outbox.copy_slab(g, src, dst)
         self._open(child, used)
-        child.node = PrefixCursor(None, 0, NEVER, self._generation)
+        child.node = PrefixCursor(None, 0, NEVER, self._leaving.generation)
         child.num_computed = parent.num_computed
         child.num_cached = child.writable = 0
         child.taint_start = parent.taint_start

@@ -34,7 +34,7 @@ class PrefixCursor:
             it began from all of that.
         staged: a checkpoint that is being copied and cannot be attached yet: (tokens, one slab per slot group).
         last: the checkpoint that goes on with the sequence: (entry, slabs); see `checkpoints.AtBranches`.
-        front: what is read from the end of the sequence's text while it is computed (`store_load.Front`), or None.
+        front: what is read from the end of the sequence's text while it is computed (`store_load.BothEnds`), or None.
         reading: the load of that, which may outlast the sequence; NO_LOAD without one.
         tick: when the sequence's blocks in a store (`stored`) were last of use; 0: never.
     """

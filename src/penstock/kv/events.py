@@ -19,8 +19,8 @@ from penstock.kv.store_index import NAME_BYTES
 
 if TYPE_CHECKING:
     from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.block_names import BlockNames
     from penstock.kv.store_index import StoreIndex
-    from penstock.kv.stored import StoredBlocks
 
 Slabs = tuple[int, ...]
 _BLOCK = re.compile(rf"/([0-9a-f]{{{2 * NAME_BYTES}}})-[0-9a-f]+\Z")
@@ -137,10 +137,3 @@ def hash_of(name: bytes) -> int:
 def _forgotten(known: dict[Slabs, int], blocks: Iterable[Slabs]) -> list[int]:
     """What was known by `blocks`, which is not known any more; nothing of those that `emptied` has told of."""
     return [known.pop(block) for block in blocks if block in known]
-
-
-def recorder_of(settings: EventSettings, stored: StoredBlocks | None, block_size: int) -> EventRecorder:
-    """With the names of the store, if there is one."""
-    names = BlockNames(settings.secret, "", block_size) if stored is None else stored.names
-    index = None if stored is None else stored.index
-    return EventRecorder(names, include_token_ids=settings.include_token_ids, store=index)

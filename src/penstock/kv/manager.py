@@ -23,7 +23,7 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.checkpoints import CHECKPOINT_RULES, Checkpoints
 from penstock.kv.cursor import PrefixCursor, PrefixMatch
-from penstock.kv.events import EventRecorder, EventSettings, recorder_of
+from penstock.kv.events import EventRecorder, EventSettings
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.leaving import Leaving
@@ -34,7 +34,7 @@ from penstock.kv.room import Room, Want
 from penstock.kv.selection import KeepAll, Selections
 from penstock.kv.sharing import Sharing
 from penstock.kv.stats import KVStats, kv_stats
-from penstock.kv.stored import StoredBlocks, StoreSettings
+from penstock.kv.stored import StoredBlocks, StoreSettings, recorder_of
 from penstock.kv.swap import Swaps
 from penstock.kv.tiers import BLOCK_TIERS
 from penstock.kv.window_pool import WindowPool

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.kv.cursor import PrefixCursor
 
 
-class Front:
+class BothEnds:
     """`boundary`: from this block on up to `end` all have come. Blocks and chunks in blocks."""
 
     __slots__ = ("_arrived", "_at", "_chunk", "_good", "_size", "_slabs", "boundary", "cursor", "end", "seq")

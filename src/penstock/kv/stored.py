@@ -19,9 +19,10 @@ from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.sequence import LOST_LOAD
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
+from penstock.kv.events import EventRecorder, EventSettings
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
-from penstock.kv.store_load import Front
+from penstock.kv.store_load import BothEnds
 from penstock.kv.swap import Swapped, Swaps
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class StoredBlocks:
         self._puts: dict[int, str] = {}
         self._gets: dict[int, str] = {}
         self._loads: dict[int, int] = {}  # blocks and states by move
-        self._fronts: dict[int, tuple[Front, int]] = {}  # by the move of a block
+        self._fronts: dict[int, tuple[BothEnds, int]] = {}  # by the move of a block
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class StoredBlocks:
         self.offer(seq, 0, first)  # room for these is made of what is not held
         move = self._swaps.next_move()
         self._loads[move] = len(orders)
-        front = Front(seq, first, end, self._block_size) if self._settings.both_ends else None
+        front = BothEnds(seq, first, end, self._block_size) if self._settings.both_ends else None
         numbered = list(enumerate(orders, first))
         for n, (path, pages) in numbered if front is None else reversed(numbered):
             block = self._swaps.next_move()
@@ -215,7 +216,7 @@ class StoredBlocks:
         elif (num := self._loads.pop(move, None)) is not None:
             self.num_loaded += num * good
 
-    def meet(self, seq: Seq, front: Front) -> None:
+    def meet(self, seq: Seq, front: BothEnds) -> None:
         """More of `seq` was computed, or has come: if both have met, it goes on behind what came. Mutates: seq."""
         if seq.node is not front.cursor or front.cursor.front is not front or seq.num_inflight:
             return
@@ -258,3 +259,10 @@ class StoredBlocks:
 def space_of(secret: bytes, tenant: str) -> str:
     """Where the blocks of a tenant are: all of one stand together, so that they can be deleted together."""
     return root_name(secret, "tenant", tenant.encode())[:8].hex()
+
+
+def recorder_of(settings: EventSettings, stored: StoredBlocks | None, block_size: int) -> EventRecorder:
+    """With the names of the store, if there is one."""
+    names = BlockNames(settings.secret, "", block_size) if stored is None else stored.names
+    index = None if stored is None else stored.index
+    return EventRecorder(names, include_token_ids=settings.include_token_ids, store=index)

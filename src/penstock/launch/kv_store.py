@@ -109,7 +109,7 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
-class About(msgspec.Struct, frozen=True):
+class StoreModel(msgspec.Struct, frozen=True):
     """Whose blocks a folder below the store's holds; for people."""
 
     model: str
@@ -118,7 +118,7 @@ class About(msgspec.Struct, frozen=True):
     version: str
 
 
-def _describe(folder: Path, about: About) -> None:
+def _describe(folder: Path, about: StoreModel) -> None:
     """Without it nothing but `penstock cache ls` is poorer."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -219,7 +219,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         return None
     secret = open_folder(store)
     name = print_()
-    _describe(store.folder / name, About(config.model.model, plan.kv_dtype, plan.block_size, _VERSION))
+    _describe(store.folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _VERSION))
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
@@ -229,7 +229,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     )
 
 
-class Block(NamedTuple):
+class BlockFile(NamedTuple):
     """A file. `name`: its place below the folder."""
 
     name: str
@@ -239,13 +239,13 @@ class Block(NamedTuple):
 
 
 @dataclass
-class Place:
+class StorePlace:
     """The blocks of one model and tenant."""
 
     print_: str
     space: str
-    about: About | None
-    blocks: list[Block]
+    about: StoreModel | None
+    blocks: list[BlockFile]
 
 
 def open_existing(folder: Path) -> bytes:
@@ -255,9 +255,9 @@ def open_existing(folder: Path) -> bytes:
     return open_folder(DiskStore(folder, 0))
 
 
-def places(folder: Path) -> list[Place]:
+def places(folder: Path) -> list[StorePlace]:
     """What is there, by model and tenant."""
-    out: dict[str, Place] = {}
+    out: dict[str, StorePlace] = {}
     for name, info in files_of(folder):
         above, _, last = name.rpartition("/")
         if last.startswith("."):
@@ -266,7 +266,7 @@ def places(folder: Path) -> list[Place]:
             print_, _, space = above.partition("/")
             about = None
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                about = msgspec.json.decode((folder / print_ / ABOUT).read_bytes(), type=About)
-            out[above] = Place(print_, space, about, [])
-        out[above].blocks.append(Block(name, folder / name, info.st_size, info.st_mtime))
+                about = msgspec.json.decode((folder / print_ / ABOUT).read_bytes(), type=StoreModel)
+            out[above] = StorePlace(print_, space, about, [])
+        out[above].blocks.append(BlockFile(name, folder / name, info.st_size, info.st_mtime))
     return [out[key] for key in sorted(out)]
