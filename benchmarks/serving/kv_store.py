@@ -4,8 +4,8 @@
 
 Each round begins engines anew, in processes of their own. `computed`: without a folder. `warm`: the folder's files are
 in the system's page cache. `cold`: they were dropped from it (posix_fadvise). `read`: the files alone, read by one
-thread, which is what the drive takes. `off` and `on`: generated tokens/s of 16 requests with prompts that nobody asked before,
-without and with a folder, in turns in one process. Tokens are compared in every round.
+thread, which is what the drive takes. `off` and `on`: generated tokens/s of 16 requests with prompts that nobody asked
+before, without and with a folder, in turns in one process. Tokens are compared in every round.
 """
 
 from __future__ import annotations

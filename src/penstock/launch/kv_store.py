@@ -8,11 +8,11 @@ import logging
 import os
 import secrets
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +34,6 @@ from penstock.runner.block_files import OVERHEAD
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint
 
-_VERSION = version("penstock")
 SECRET, LOCK, ABOUT = "secret", "lock", "about.json"
 SECRET_BYTES = 32
 LOOK_S = 10.0
@@ -103,10 +102,15 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         "block_size",
     )
     parts = [
-        _VERSION, ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
+        _version(), ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
         {name: said.get(name) for name in decide}, sorted(hashes),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def _version() -> str:
+    """Of this package, which imports this room: so it is not imported here."""
+    return str(sys.modules["penstock"].__version__)
 
 
 class StoreModel(msgspec.Struct, frozen=True):
@@ -219,7 +223,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         return None
     secret = open_folder(store)
     name = print_()
-    _describe(store.folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _VERSION))
+    _describe(store.folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _version()))
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
