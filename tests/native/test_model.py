@@ -249,9 +249,10 @@ def test_behind_the_last_keys_and_values_only_selected_rows_go_on(name: str) -> 
     nodes = [node.op for node in traced.nodes]
     writing = {node.layer for node in traced.nodes if node.op == "write_kv"}
     # C10: where a layer reads the keys and values of another, nothing of its own is kept.
-    keeps = [node.op in KEEPING and (node.op != "attention" or node.layer in writing) for node in traced.nodes]
+    reads = ("attention", "attend_chosen")
+    keeps = [node.op in KEEPING and (node.op not in reads or node.layer in writing) for node in traced.nodes]
     last = max(i for i, keeping in enumerate(keeps) if keeping)
-    ends = last + (nodes[last] != "attention")
+    ends = last + (nodes[last] not in reads)
     # What keeping needs is made of all tokens; attention's own result is not kept.
     needed = {id(node) for node, keeping in zip(traced.nodes[:ends], keeps, strict=False) if keeping}
     for node, keeping in reversed(list(zip(traced.nodes, keeps, strict=True))):

@@ -126,9 +126,7 @@ def test_quantization_configs_of_real_models_are_read() -> None:
         else:
             found[path.name] = "unknown" if method is None else method.method
     refused = {name for name, what in found.items() if " " in what or what == "unknown"}
-    assert refused == {
-        "nvidia--DeepSeek-V4-Flash-NVFP4.config.json", "nvidia--DeepSeek-V4-Pro-NVFP4.config.json",
-    }  # fmt: skip
+    assert not refused
     assert set(found.values()) >= {"fp8", "modelopt", "compressed-tensors", "mxfp4"}
     assert len(found) > 20
 
