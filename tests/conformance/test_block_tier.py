@@ -502,6 +502,7 @@ def test_evicted_blocks_are_found_again_in_the_tier(name: str, late: bool, prefi
     stats = core.kv.stats()
     assert stats.num_loaded_blocks == 18 * 6
     assert stats.num_offloaded_blocks >= stats.num_loaded_blocks
+    assert stats.num_loaded_bytes == stats.num_loaded_blocks * core.kv.swaps.block_bytes > 0
     assert stats.num_prefix_hit_tokens == 18 * 24
     core.kv.reset_prefix_cache()
     core.kv.check_invariants([])

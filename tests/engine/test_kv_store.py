@@ -73,7 +73,7 @@ def knobs(folder: Path, **more: Any) -> Knobs:
     return Knobs(**({"block_size": 4, "budget": 64, "kv_offload": f"disk:{folder},1GiB"} | more))
 
 
-def test_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> None:
+def test_B33_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> None:
     text = [3 + i * 7 % 23 for i in range(50)]
     told = []
     for _ in range(2):
@@ -86,6 +86,10 @@ def test_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> None:
     assert told[0] == (50 + 5, 0, 0)
     assert told[1] == (2 + 5, 48, 12), "all whole blocks but the last token's were read"
     assert len(kept(tmp_path)) == 13, "the answer's whole block, too"
+    counters = core.kv.stats().counters()
+    size = kept(tmp_path)[0].stat().st_size
+    assert counters["num_store_read_bytes"] == 12 * size
+    assert counters["num_store_hit_tokens"] == counters["num_store_query_tokens"] == 48
 
 
 def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
@@ -159,7 +163,7 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     "harm", ["flip", "head", "cut", "empty", "longer", "swapped", "gone", "folder", "link", "unreadable"]
 )
-def test_what_is_wrong_with_a_file_is_a_miss(tmp_path: Path, harm: str) -> None:
+def test_B33_what_is_wrong_with_a_file_is_a_miss(tmp_path: Path, harm: str) -> None:
     text = [3 + i * 7 % 23 for i in range(50)]
     core, _ = fake_engine(knobs(tmp_path))
     r = request(text, max_tokens=6)

@@ -51,12 +51,15 @@ class KVStats:
     num_selections: int = 0
     num_offloaded_blocks: int = 0
     num_loaded_blocks: int = 0
+    num_offloaded_bytes: int = 0
+    num_loaded_bytes: int = 0
     store: dict[str, float] = field(default_factory=dict)
     """Of a store outside this process, if there is one."""
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
-        names = ("num_evicted_blocks", "num_selections", "num_offloaded_blocks", "num_loaded_blocks")
+        names = ("num_evicted_blocks", "num_selections", "num_offloaded_blocks", "num_loaded_blocks",
+                 "num_offloaded_bytes", "num_loaded_bytes")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names} | self.store
 
 
@@ -87,6 +90,8 @@ def kv_stats(
         num_selections=num_cut,
         num_offloaded_blocks=offloaded,
         num_loaded_blocks=loaded,
+        num_offloaded_bytes=offloaded * swaps.block_bytes,
+        num_loaded_bytes=loaded * swaps.block_bytes,
         store={} if stored is None else store_stats(stored),
     )
 
@@ -97,6 +102,8 @@ def store_stats(stored: StoredBlocks) -> dict[str, float]:
     return {
         "num_store_written_blocks": float(stored.num_stored),
         "num_store_read_blocks": float(stored.num_loaded),
+        "num_store_written_bytes": float(stored.written_bytes),
+        "num_store_read_bytes": float(stored.read_bytes),
         "num_store_refused_blocks": float(stored.num_refused),
         "num_store_lost_blocks": float(stored.num_lost),
         "num_store_evicted_blocks": float(index.num_evicted),

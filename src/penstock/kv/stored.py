@@ -60,6 +60,7 @@ class StoredBlocks:
         num_stored, num_loaded: blocks (and states) that were written, and that were read, since start.
         num_refused: those that found no room, or could not be written.
         num_lost: those that could not be read.
+        written_bytes, read_bytes: of those that were.
         num_query_tokens, num_hit_tokens: tokens of prompts that were looked up here, behind those that the prefix cache
             had, and that were there.
     """
@@ -75,6 +76,7 @@ class StoredBlocks:
         self.index = StoreIndex(settings.limit_bytes)
         self.names = BlockNames(settings.secret, settings.fingerprint, block_size)
         self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
+        self.written_bytes = self.read_bytes = 0
         self.num_query_tokens = self.num_hit_tokens = 0
         self.waiting = 0
         """Orders that wait in the outbox for a step to carry them."""
@@ -204,8 +206,10 @@ class StoredBlocks:
             self.index.complete_store(path, good=good)
             self.num_stored += good
             self.num_refused += not good
+            self.written_bytes += self._num_bytes(path) * good
         elif (path := self._gets.pop(move, None)) is not None:
             self.index.complete_load([path], good=good)
+            self.read_bytes += self._num_bytes(path) * good
             front, n = self._fronts.pop(move, (None, 0))
             if front is not None and good:
                 front.came(n)
@@ -231,6 +235,9 @@ class StoredBlocks:
             self.num_hit_tokens += saved
             if seq.num_preemptions == 0 and seq.num_generated == 0:
                 seq.first_cached = seq.num_cached
+
+    def _num_bytes(self, path: str) -> int:
+        return self._settings.state_bytes if path.endswith(STATE) else self._settings.block_bytes
 
     def reads(self, move: int) -> bool:
         """Whether this load is on its way from the store. If it fails, what was lost is known: the rest can be read."""

@@ -78,6 +78,11 @@ class Swaps:
         """Blocks of the prefix cache that went to the tier, and that came back for somebody, since start."""
         return (0, 0) if self._offload is None else (self._offload.num_stored, self._offload.num_loaded)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of the prefix cache."""
+        return self.num_bytes(self._block_size)
+
     def need(self, group: CacheGroup, num_tokens: int) -> int:
         """Slabs of a group that a sequence of so many tokens takes; of a window group, those that it still sees."""
         if not group.spec.per_token:
