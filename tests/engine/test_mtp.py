@@ -136,7 +136,8 @@ def test_the_block_behind_the_layers_of_a_gguf_file_is_the_head(
     assert stats.num_draft_tokens > 0
     assert not right or stats.num_draft_tokens == stats.num_accepted_tokens
     drafter_of(llm)
-    assert {d.name: d.value for d in made(path, ops, None).engine.plan.decisions}["speculative_config"] == "mtp"
+    decided = {d.name: d.value for d in made(path, ops, None).engine.plan.decisions}["speculative_config"]
+    assert decided == ("none" if ops == "torch" else "mtp"), "on torch a head drafts if it is asked to"
 
 
 def test_a_gguf_file_without_its_head_has_none(tmp_path: Path) -> None:

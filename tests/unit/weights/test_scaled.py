@@ -223,7 +223,7 @@ def test_fp8_of_the_matrix_and_of_outputs_is_read(tmp_path: Path, form: str) -> 
 @pytest.mark.parametrize(("change", "says"), [
     ({"weight_block_size": [0, 64]}, "weight_block_size"), ({"weight_block_size": "128"}, "weight_block_size"),
     ({"activation_scheme": "hybrid"}, "activation_scheme"), ({"fmt": "e5m2"}, "fmt e5m2"),
-    ({"quant_method": "quark"}, "'quark'"), ({"quant_method": None}, "unnamed"), ({"expert_dtype": "fp4"}, "fp4"),
+    ({"quant_method": "quark"}, "'quark'"), ({"quant_method": None}, "unnamed"), ({"expert_dtype": "fp6"}, "fp6"),
     ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme"),
 ])  # fmt: skip
 def test_other_kinds_of_fp8_are_refused_by_name(tmp_path: Path, change: dict[str, Any], says: str) -> None:
