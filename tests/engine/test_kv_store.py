@@ -42,7 +42,7 @@ from tests.engine.harness import (
 )
 from tests.engine.naive import fake_logits, generate
 from tests.engine.processes import nano, running, within
-from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
+from tests.engine.test_laws_models import CONTROLS, KIVI, SINKS, assert_beams, check, draw_knobs, workload
 
 SPECS = ["llama_gqa", "latent", "indexed", "windowed", "slots", "mamba2"]
 
@@ -278,7 +278,7 @@ def test_who_becomes_ragged_while_it_is_read_computes_all_of_it(
     core.add(Control(kind="ragged", request_id=r.request_id))
     core._take(core._intake.popleft())
     come.set()
-    while files(core).loads:
+    while files(core)._loads:
         time.sleep(0.001)
     drain(core, collector)
     assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
@@ -477,6 +477,26 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         fake_engine(knobs(tmp_path, kv_offload="disk:"))
     with pytest.raises(ConfigError, match="less than 1MiB"):
         fake_engine(knobs(tmp_path, kv_offload=f"disk:{tmp_path / 'x'},4K"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "block_size"),
+    [("llama_gqa", KIVI, 4), ("llama_gqa", SINKS, 4), ("slots", KIVI, 8), ("windowed", "int4", 4)],
+)
+def test_formats_that_encode_whole_blocks_are_kept_as_they_are(
+    name: str, kv_dtype: str, block_size: int, tmp_path: Path
+) -> None:
+    spec, weights = tiny(name)
+    loaded, rng = 0, random.Random(1)
+    for _ in range(3):
+        k = draw_knobs(rng, kv_dtype)
+        k.block_size, k.num_blocks, k.window_blocks = block_size, 64, 0
+        k.prefix_cache, k.kv_offload = "radix", f"disk:{tmp_path}"
+        core = real_engine(spec, weights, k)
+        check(name, disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k), kv_dtype, block_size)
+        loaded += core.kv.stored.num_loaded  # type: ignore[union-attr]
+        ended(core)
+    assert loaded > 3
 
 
 @pytest.mark.parametrize("ops", ["native", "torch"])

@@ -39,11 +39,10 @@ def names_after(secret: bytes, name: bytes, tokens: bytes, block_bytes: int) -> 
 
 
 class _Entry:
-    __slots__ = ("depth", "num_bytes", "pinned", "tick")
+    __slots__ = ("depth", "num_bytes", "tick")
 
     def __init__(self, num_bytes: int, tick: int, depth: int) -> None:
         self.num_bytes, self.tick, self.depth = num_bytes, tick, depth
-        self.pinned = False
 
 
 class StoreIndex:
@@ -79,6 +78,10 @@ class StoreIndex:
     def __contains__(self, path: str) -> bool:
         return path in self._entries
 
+    def wants(self, path: str) -> bool:
+        """Whether a block is neither there nor on its way."""
+        return path not in self._entries and path not in self._coming
+
     def next_tick(self) -> int:
         """Later than everything so far. One for all blocks of a text keeps its beginning longer than its end."""
         self._tick += 1
@@ -106,18 +109,6 @@ class StoreIndex:
             if entry is not None and entry.tick != tick:
                 entry.tick = tick
                 self._push(path, entry)
-
-    def pin(self, paths: Iterable[str], *, pinned: bool = True) -> int:
-        """They stay whatever room is short, or need not any more. Returns how many of them are there."""
-        num = 0
-        for path in paths:
-            entry = self._entries.get(path)
-            if entry is not None:
-                num += 1
-                entry.pinned = pinned
-                if not pinned:
-                    self._push(path, entry)
-        return num
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +139,7 @@ class StoreIndex:
         Not if it is there, or on its way, or no room can be made.
         """
         gone: list[str] = []
-        if path in self._entries or path in self._coming or num_bytes > self.limit_bytes:
+        if not self.wants(path) or num_bytes > self.limit_bytes:
             return False, gone
         while self.num_bytes + num_bytes > self.limit_bytes:
             victim = self._victim() if self.evicts else None
@@ -193,7 +184,7 @@ class StoreIndex:
         while self._queue:
             tick, _, path = heapq.heappop(self._queue)
             entry = self._entries.get(path)
-            if entry is not None and entry.tick == tick and path not in self._holds and not entry.pinned:
+            if entry is not None and entry.tick == tick and path not in self._holds:
                 return path
         return None
 
@@ -212,7 +203,7 @@ class StoreIndex:
         assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
         queued = {(path, tick) for tick, _, path in self._queue}
         for path, entry in self._entries.items():
-            assert path in self._holds or entry.pinned or (path, entry.tick) in queued, f"{path} would never be evicted"
+            assert path in self._holds or (path, entry.tick) in queued, f"{path} would never be evicted"
 
 
 def depth_of(path: str) -> int:

@@ -1,9 +1,8 @@
 """Blocks in a store outside this process: who is admitted may go on with them, and what is computed goes there.
 
-Blocks are written behind the computation, when they are full, and
-read back beside it: a load is late (`core.page_ops.LoadOp`), and one that fails is computed.
-A block's file has what the groups with tokens
-hold of it; of windows only what is seen from the text's end is read. States of slots are files of their own.
+Blocks are written behind the computation, when they are full, and read back beside it: a load is late
+(`core.page_ops.LoadOp`), and one that fails is computed. A block's file has what the groups with tokens hold of it; of
+windows only what is seen from the text's end is read. States of slots are files of their own.
 Sources: LMCache and vLLM's offloading connector (names); CachedAttention, arXiv 2403.19708, section 3.2 (write behind).
 """
 
@@ -107,7 +106,7 @@ class StoredBlocks:
         if end <= first or not self._has_blocks:
             return
         for n, path in enumerate(self.paths(seq, first, end), first):
-            if path not in self.index:
+            if self.index.wants(path):
                 pages = self._pages(seq, n)
                 if all(page >= 0 for g, page in enumerate(pages) if g not in self._slots):
                     self._put(seq, path, pages, self._settings.block_bytes)
@@ -115,7 +114,7 @@ class StoredBlocks:
     def offer_state(self, seq: Seq, num_blocks: int, slabs: Sequence[int]) -> None:
         """The prefix cache has a checkpoint behind so many blocks of `seq`, in `slabs` of each slot group."""
         (path,) = self.paths(seq, num_blocks - 1, num_blocks)
-        if path + STATE not in self.index:
+        if self.index.wants(path + STATE):
             pages = [-1] * len(self._groups)
             for g, slab in zip(self._slots, slabs, strict=True):
                 pages[g] = slab * self._groups[g].pages_per_slab

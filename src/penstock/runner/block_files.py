@@ -72,7 +72,6 @@ class BlockFiles:
         blocks = [g for g in range(len(planes)) if g not in slots]
         self._kinds = {False: blocks, True: sorted(slots)}
         self._bytes = {kind: block_bytes(planes, widths, groups) for kind, groups in self._kinds.items()}
-        self.read_bytes = self.written_bytes = 0
         self._lock = threading.Lock()
         self._done = threading.Condition(self._lock)
         self._ended: dict[int, bool] = {}
@@ -148,11 +147,6 @@ class BlockFiles:
             ended, self._ended = self._ended, {}
         return ended
 
-    @property
-    def loads(self) -> bool:
-        """Whether a load is on its way."""
-        return bool(self._loads)
-
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that."""
         for _ in range(NUM_READERS):
@@ -222,7 +216,6 @@ class BlockFiles:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        self.written_bytes += len(copy)
 
     def _read_all(self) -> None:
         buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
@@ -269,7 +262,6 @@ class BlockFiles:
         good = good and hmac.compare_digest(into[end:], mac_of(self._key, path, view[:end]))
         if not good:
             _log.warning("%s is not what was written, and is not used", self._folder / path)
-        self.read_bytes += at
         return good
 
     def _fill(self, op: GetOp, block: bytearray) -> None:

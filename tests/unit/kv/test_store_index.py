@@ -49,17 +49,17 @@ def test_ends_of_texts_go_before_their_beginnings() -> None:
     assert index.take_changes() == []
 
 
-def test_what_is_read_or_pinned_stays() -> None:
+def test_what_is_read_stays() -> None:
     index = StoreIndex(30)
     stored(index, "a-0", "b-0", "c-0")
     index.prepare_load(["a-0"])
-    assert index.pin(["b-0", "nowhere"]) == 1
+    index.prepare_load(["b-0"])
     assert index.prepare_store("d-0", 10, 9) == (True, ["c-0"])
     assert index.prepare_store("e-0", 10, 9) == (False, []), "nothing may go"
     index.complete_load(["a-0"], good=False)
     assert "a-0" not in index, "what could not be read is forgotten"
     assert index.prepare_store("a-0", 10, 9) == (True, [])
-    index.pin(["b-0"], pinned=False)
+    index.complete_load(["b-0"], good=True)
     assert index.prepare_store("e-0", 10, 9) == (True, ["b-0"])
     index.check_invariants()
 
