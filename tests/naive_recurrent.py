@@ -61,7 +61,13 @@ def mlstm(model: NaiveModel, h: F32, p: str, m: Mlstm) -> F32:
 
 
 def diagonal(model: NaiveModel, h: F32, p: str, m: Diagonal) -> F32:
-    u = model._linear(h, p + "in")
+    if m.gates == "h3":
+        q, k, v = (model._linear(h, p + name) for name in "qkv")
+        u = model._convolved(k, p) * v
+    else:
+        u = model._linear(h, p + "in")
+        if m.gates == "gss" and m.activation is not None:
+            u = ACTIVATIONS[m.activation](u)
 
     def wide(name: str) -> np.ndarray:
         return model._vector(p + name).astype(np.float64)
@@ -84,7 +90,12 @@ def diagonal(model: NaiveModel, h: F32, p: str, m: Diagonal) -> F32:
             out[n, m.inner :] = np.add.reduce((c_re * im + c_im * re).T, axis=0)
     if not m.pairs:
         out = out + u * model._vector(p + "d")
-    return model._linear(out if m.activation is None else ACTIVATIONS[m.activation](out), p + "o")
+    act = (lambda x: x) if m.activation is None else ACTIVATIONS[m.activation]
+    if m.gates == "h3":
+        return model._linear(q * out, p + "o")
+    if m.gates == "gss":
+        return model._linear(act(model._linear(h, p + "out_gate")) * model._linear(out, p + "mix"), p + "o")
+    return model._linear(act(out), p + "o")
 
 
 def shared_block(model: NaiveModel, x: F32, embedded: F32, p: str, m: SharedBlock) -> F32:

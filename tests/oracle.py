@@ -44,6 +44,7 @@ from penstock.core.model_spec import (
     SharedBlock,
     ShortConv,
 )
+from penstock.model.hashes import HASHES
 from penstock.ops.ref.norm import layer_norm, rms_norm
 from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
@@ -490,13 +491,30 @@ class NaiveModel:
         correction = self._vector(p + "router_correction") if f.router.correction else None
         inner = h if f.latent is None else self._linear(h, p + "experts_in")
         out = np.zeros_like(inner)
-        for i, logits in enumerate(self._linear(h, p + "router")):
-            listed = as_float32(self.weights[p + "router_table"])[self._token_ids[i]] if f.router.listed else None
+        for i, logits in enumerate(self._router(h, p, f)):
+            listed = None
+            if f.router.listed:
+                listed = as_float32(self.weights[p + "router_table"])[self._token_ids[i]]
+            elif f.router.hash is not None:
+                table = HASHES.get(f.router.hash)(
+                    self.spec.vocab_size, f.num_experts, f.top_k, int(p.split(".")[1])
+                )  # fmt: skip
+                listed = table[self._token_ids[i] if len(table) > 1 else 0].astype(np.float32)
             for expert, weight in chosen_experts(logits, f, correction, listed):
+                if f.router.expert_scale:
+                    weight = weight * self._vector(p + "router_scale")[expert]
                 x = inner[i : i + 1] * weight if f.router.scale_input else inner[i : i + 1]
                 y = self._dense(x, f"{p}experts.{expert}.", f.expert)
                 out[i : i + 1] += y if f.router.scale_input else y * weight
         return out if f.latent is None else self._linear(out, p + "experts_out")
+
+    def _router(self, h: F32, p: str, f: Experts) -> F32:
+        """Of every token [T, X]: the product, or the task's row."""
+        if f.router.tasks:
+            return np.tile(self._vector(p + "router_tasks")[f.router.task], (len(h), 1))
+        if f.router.score == "even":
+            return np.zeros((len(h), f.num_experts), np.float32)
+        return self._linear(h, p + "router")
 
 
 def _with(x: F32, more: npt.NDArray[Any]) -> F32:
@@ -518,7 +536,9 @@ def chosen_experts(
     r, n = f.router, f.num_experts
     if r.score == "sparse_mixer":
         return _sparse_mixer(logits, f)
-    if r.score == "sqrtsoftplus":
+    if r.score == "even":
+        scores = np.ones(n, np.float32)
+    elif r.score == "sqrtsoftplus":
         scores = np.sqrt(_softplus(logits))
     else:
         scores = sigmoid(logits) if r.score == "sigmoid" else _softmax(logits)

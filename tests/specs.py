@@ -157,6 +157,15 @@ _ROOT_EXPERTS = Experts(
 _LISTED_EXPERTS = msgspec.structs.replace(
     _ROOT_EXPERTS, router=Router(score="sqrtsoftplus", renormalize=True, listed=True)
 )
+# Nobody chooses: a function of the token, alone and with a router that weighs; and a task.
+_HASHED = Experts(num_experts=5, top_k=2, expert=FeedForward(width=11), router=Router(score="even", hash="random"))
+_HASHED_WEIGHED = Experts(
+    num_experts=4, top_k=2, expert=FeedForward(width=13), shared=FeedForward(width=9),
+    router=Router(score="sigmoid", renormalize=True, hash="modulo", scale=1.5, expert_scale=True),
+)  # fmt: skip
+_OF_TASK = Experts(
+    num_experts=6, top_k=2, expert=FeedForward(width=12), router=Router(renormalize=True, tasks=3, task=1)
+)  # fmt: skip
 _WINDOW_ALONE = EntryAttention(
     num_heads=4, head_dim=10, q_rank=9, window=5, rope=Rope(dim=4, interleaved=True), out_groups=2, out_rank=7
 )
@@ -221,6 +230,10 @@ _SPECS: dict[str, ModelSpec] = {
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
         layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_SOFTMAX_EXPERTS, _GROUPED_EXPERTS, _OSS_EXPERTS)),
     ),
+    "fixed_experts": ModelSpec(
+        family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
+        layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_HASHED, _HASHED_WEIGHED, _OF_TASK)),
+    ),
     # All that bends scores at once: no rope but a slope, chunks, sinks, caps, norms of q and k, queries that grow.
     "scores": _spec(
         _attention(
@@ -251,6 +264,11 @@ _SPECS: dict[str, ModelSpec] = {
         _attention(4, 2), _attention(6, 2, kv_from=0, o_bias=True),
         *[_attention(4, 2, kv_from=n, qk_norm=QkNorm(after_rope=True, in_query=True)) for n in (None, 2)],
     ),
+    # Windows below; above, layers that read what the first of them keeps (YOCO).
+    "yoco": _spec(
+        _attention(4, 2, window=7), _attention(4, 2, window=7), _attention(4, 2),
+        *[_attention(4, 2, kv_from=2)] * 2, width=35,
+    ),
     # All that Gemma 3n does at once: streams, embeddings for every layer, sparse gates, last layers that share.
     "streams": _stack(
         _streams(_attention(4, 2, window=7, qk_norm=QkNorm(), v_norm=1e-6), 0.8),
@@ -270,6 +288,10 @@ _SPECS: dict[str, ModelSpec] = {
     ),
     "diagonal": _spec(
         Diagonal(inner=37, state=5, activation="gelu"), _attention(4, 2), Diagonal(inner=21, form="lru"), width=45
+    ),
+    "gated_diagonal": _spec(
+        Diagonal(inner=37, state=5, gates="h3", taps=4), _attention(4, 2),
+        Diagonal(inner=19, state=3, activation="gelu", gates="gss", outer=45), width=41,
     ),
     "retention": _spec(
         Lightning(num_heads=4, head_dim=6, v_dim=10, decay=(0.6, 0.9, 0.97, 0.99), activation=None, rope=Rope(dim=6),
@@ -294,7 +316,7 @@ _SEEDS = {
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
-    "shared_kv": (19, 0), "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
+    "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0), "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

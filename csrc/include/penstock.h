@@ -209,7 +209,8 @@ typedef struct pst_register {
  *                ids, a NaN last, by scores + p0? [X]; of n2 equal groups only the best n3 take part, a group being worth
  *                its best (n4 0) or its two best together (n4 1). They weigh their scores (n6 1: the softmax of the chosen
  *                logits); n5 1: divided by their sum (+ 1e-20 unless it is a softmax); then times f0, and p1? [X].
- *                n1 2: SparseMixer (penstock.core.model_spec.Router), f1 twice its jitter; only n0, f0 and p1 matter then
+ *                n1 2: SparseMixer (penstock.core.router.Router), f1 twice its jitter; only n0, f0 and p1 matter then
+ *                n1 4: those listed weigh 1 (n5 1: 1 / n0), and in0 is not looked at. n7 1: p2 is [1, n0], the same for all
  * PST_EXPERTS    out = in2? + the sum over a token's experts, in order of ids, of weight * down(act(gate) * up) of in0, in1
  *                being routes of n1 experts. Of n0 experts: p0 pst_matrix [n0], gate and up as a `pair`; or up, and
  *                act(up) is all; or gate, and p1? pst_matrix [n0] up. p2 pst_matrix [n0] down. n2 1: the weight multiplies

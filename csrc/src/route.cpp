@@ -73,18 +73,19 @@ class Route final : public Op {
     Route(const pst_op& op, const Maker& maker)
         : in_(maker.reg(op.in[0])), out_(maker.reg(op.out)), shape_(maker.reg(op.out)), chosen_(op.n[0]), score_(op.n[1]),
           groups_(op.n[2]), top_groups_(op.n[3]), by_two_(op.n[4]), renormalize_(op.n[5]), chosen_only_(op.n[6]),
-          scale_(op.f[0]), far_(op.f[1]), correction_(static_cast<const float*>(op.p[0])),
+          alike_(op.n[7]), scale_(op.f[0]), far_(op.f[1]), correction_(static_cast<const float*>(op.p[0])),
           scales_(static_cast<const float*>(op.p[1])), listed_(static_cast<const int32_t*>(op.p[2])) {
         const int32_t count = in_.width;
         check(maker.reg(op.in[0]).rows == shape_.rows, "logits of a router and routes have rows of one kind");
-        check(chosen_ >= 1 && chosen_ <= count, "a token chooses one expert at least, and no more than there are");
+        check(chosen_ >= 1 && (chosen_ <= count || score_ == EVEN), "a token chooses one expert at least, and no more than there are");
         check(out_.width == 2 * chosen_, "routes are an id and a weight of every chosen expert");
-        check(score_ >= SOFTMAX && score_ <= ROOT, "scores are softmax, sigmoid, SparseMixer's or the root of softplus");
+        check(score_ >= SOFTMAX && score_ <= EVEN, "scores are softmax, sigmoid, SparseMixer's, the root of softplus or even");
+        check(score_ != EVEN || listed_, "experts that weigh the same are listed");
         check(score_ != SPARSE_MIXER || far_ >= 0, "SparseMixer's distance is not negative");
         check(!listed_ || shape_.rows == PST_ROWS_TOKENS, "only rows of tokens have listed experts");
         check(groups_ >= 1 && count % groups_ == 0, "groups of experts are equally large");
         check(top_groups_ >= 1 && top_groups_ <= groups_, "one group at least takes part, and no more than there are");
-        check(chosen_ <= count / groups_ * top_groups_, "the best groups hold fewer experts than a token chooses");
+        check(chosen_ <= count / groups_ * top_groups_ || score_ == EVEN, "the best groups hold fewer experts than a token chooses");
         keys_at_ = aligned(whole_lanes(count) * 4);
         worth_at_ = keys_at_ + aligned(int64_t(count) * 4);
         ids_at_ = worth_at_ + aligned(int64_t(groups_) * 4);
@@ -96,24 +97,30 @@ class Route final : public Op {
         const int64_t grain = std::max<int64_t>(1, 2048 / in_.width);
         for (int64_t first, last; team.next(grain, context.rows(shape_), first, last);)
             for (int64_t r = first; r < last; r++)
-                row(in_.row(r), listed_ ? listed_ + int64_t(context.step.token_ids[r]) * chosen_ : nullptr, out_.row(r),
-                    context.own_scratch);
+                row(in_.row(r), listed_ ? listed_ + (alike_ ? 0 : int64_t(context.step.token_ids[r]) * chosen_) : nullptr,
+                    out_.row(r), context.own_scratch);
     }
 
   private:
-    enum Score { SOFTMAX, SIGMOID, SPARSE_MIXER, ROOT };
+    enum Score { SOFTMAX, SIGMOID, SPARSE_MIXER, ROOT, EVEN };
 
     void row(const float* logits, const int32_t* listed, float* out, uint8_t* scratch) const {
         auto* scores = reinterpret_cast<float*>(scratch);
         auto* ids = reinterpret_cast<int32_t*>(scratch + ids_at_);
         auto* weights = reinterpret_cast<float*>(scratch + weights_at_);
         if (score_ == SPARSE_MIXER) mix(logits, scores, ids, weights, scratch);
+        else if (score_ == EVEN) even(listed, ids, weights);
         else choose(logits, listed, scores, ids, weights, scratch);
         for (int32_t k = 0; k < chosen_; k++) {
             const float weight = weights[k] * scale_;
             out[k] = float(ids[k]);
             out[chosen_ + k] = scales_ ? weight * scales_[ids[k]] : weight;
         }
+    }
+
+    // Those that are listed, in the order of ids, of which each weighs as much.
+    void even(const int32_t* listed, int32_t* ids, float* weights) const {
+        for (int32_t k = 0; k < chosen_; k++) ids[k] = listed[k], weights[k] = renormalize_ ? 1.0f / float(chosen_) : 1.0f;
     }
 
     // The best of all by their scores, in the order of ids, and what they weigh.
@@ -184,7 +191,7 @@ class Route final : public Op {
 
     View in_, out_;
     pst_register shape_;
-    int32_t chosen_, score_, groups_, top_groups_, by_two_, renormalize_, chosen_only_;
+    int32_t chosen_, score_, groups_, top_groups_, by_two_, renormalize_, chosen_only_, alike_;
     float scale_, far_;  // SparseMixer's: how far from the best one an expert may be, of the larger of both
     const float *correction_, *scales_;
     const int32_t* listed_;

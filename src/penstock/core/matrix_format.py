@@ -173,7 +173,8 @@ def parse_scheme(text: str) -> Scheme:
 
 _KEPT = ("router", "shared_gate", "altup_predict", "altup_correct", "_streams")
 """Matrices that no scheme rounds: tiny, and a wrong choice of expert costs more than bits."""
-_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias", "router_table")
+_ELEMENTWISE = ("conv", "a_log", "a_im", "c_re", "c_im", "q_norm", "k_norm", "bias", "router_table",
+                "router_tasks")  # fmt: skip
 _LATENT = ("kv_b", "k_b", "v_b", "o_a")
 """Multiplied by, but not with rows (`model.attention.latent`, `model.compressed`)."""
 TABLES = ("embed", "positions", "ple_embed")

@@ -29,6 +29,7 @@ from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
 from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.mixers.streams import Streams
+from penstock.core.router import Router
 from penstock.core.selection import BOUNDS
 
 __all__ = [
@@ -78,40 +79,6 @@ class FeedForward(msgspec.Struct, frozen=True, kw_only=True, tag="dense"):
     gate_scale: float = 1.0
     sparsity: float = 0.0
     down_norm: float | None = None
-
-
-class Router(msgspec.Struct, frozen=True, kw_only=True):
-    """How a token chooses its experts. Source: Shazeer et al., arXiv 1701.06538, section 2; DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2.
-
-    Scores of the X experts are softmax, sigmoid or sqrt(softplus) of the router's product (weight `router` [X, E],
-    `router.bias` if `bias`), or what SparseMixer makes of it: see below. The `top_k` best are chosen, ties by the lower
-    id; `correction` (weight `router_correction` [X]) is added to the scores for the choice only. With `groups` > 1,
-    only experts of the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or
-    the sum of its two best ("top2"). `listed`: nobody chooses, a token's experts stand in a table (weight
-    `router_table` [V, top_k], whole numbers). An expert weighs its score; `renormalize`: divided by the sum over those
-    chosen (plus 1e-20 unless scores are a softmax); `chosen_only`: the softmax runs over the chosen ones alone; then
-    times `scale`. `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4).
-    `expert_scale`: the weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
-
-    `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
-    those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu
-    et al., GRIN, arXiv 2409.12136, section 2.2.
-    """
-
-    score: Literal["softmax", "sigmoid", "sqrtsoftplus", "sparse_mixer"] = "softmax"
-    jitter: float = 0.0
-    renormalize: bool = False
-    chosen_only: bool = False
-    scale: float = 1.0
-    bias: bool = False
-    correction: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    scale_input: bool = False
-    expert_scale: bool = False
-    listed: bool = False
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -468,13 +435,7 @@ def _dense_shapes(prefix: str, ffn: FeedForward, e: int) -> Shapes:
 
 
 def _expert_shapes(ffn: Experts, e: int) -> Shapes:
-    out: Shapes = {"router": (ffn.num_experts, e)}
-    if ffn.router.bias:
-        out["router.bias"] = (ffn.num_experts,)
-    if ffn.router.correction:
-        out["router_correction"] = (ffn.num_experts,)
-    if ffn.router.expert_scale:
-        out["router_scale"] = (ffn.num_experts,)
+    out = ffn.router.weight_shapes(ffn.num_experts, e)
     if ffn.apart is not None:
         for name in ("router_norm", "experts_norm", "experts_post_norm", "shared_post_norm"):
             out |= norm_shapes(name, ffn.apart, e)

@@ -31,10 +31,27 @@ def gated_lru(b: Emitter, p: str, m: GatedLru, place: Place, x: str, y: str) -> 
 
 def diagonal(b: Emitter, p: str, m: Diagonal, place: Place, x: str, y: str) -> None:
     """As `gated_lru`."""
-    b.linear(x, "u", p + "in")
+    if m.gates == "h3":
+        for name in ("q", "k", "v"):
+            b.linear(x, name, p + name)
+        convolve(b, p, place, "k", None)
+        b.emit("multiply", ("k", "v"), "u")
+    else:
+        b.linear(x, "u", p + "in")
+        if m.gates == "gss" and m.activation is not None:
+            b.emit("activate", ("u",), "u", bound=(m.activation,))
     a, c, skip = _lru(b, p) if m.pairs else _s4d(b, p)
     b.emit("diagonal_scan", ("u", "step"), "u", bound=(*place, _parts(a), _parts(c), skip))
-    if m.activation is not None:
+    if m.gates == "h3":
+        b.emit("multiply", ("q", "u"), "u")
+    elif m.gates == "gss":
+        b.linear(x, "gate", p + "out_gate")
+        b.linear("u", "u", p + "mix")
+        if m.activation is None:
+            b.emit("multiply", ("gate", "u"), "u")
+        else:
+            b.emit("activate_gated", ("gate", "u"), "u", bound=(m.activation,))
+    elif m.activation is not None:
         b.emit("activate", ("u",), "u", bound=(m.activation,))
     b.linear("u", y, p + "o")
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.core.model_spec import Experts, FeedForward
 from penstock.model.emitter import Emitter
+from penstock.model.routes import routes
 from penstock.ops.ref.experts import ExpertWeights
 
 
@@ -41,13 +42,7 @@ def experts(b: Emitter, p: str, f: Experts, x: str, y: str) -> None:
         weight = b.array(p + "router_norm") * np.float32(b.spec.hidden_size**-0.5)
         b.emit("rms_norm", ("x",), routed, bound=(weight, f.apart.eps))
         b.norm("x", inner, p + "experts_norm", f.apart)
-    b.linear(routed, "routes", p + "router")
-    if f.router.listed:
-        table = np.ascontiguousarray(np.sort(b.array(p + "router_table"), axis=-1), np.int32)
-        b.emit("route_listed", ("routes", "token_ids"), "routes", bound=(f.top_k, f.router, table))
-    else:
-        more = (b.vector(p + "router_correction"), *([b.vector(p + "router_scale")] if f.router.expert_scale else []))
-        b.emit("route", ("routes",), "routes", bound=(f.top_k, f.router, *more))
+    routes(b, p, f, routed)
     weights = [_expert(b, f"{p}experts.{i}.", f.expert) for i in range(f.num_experts)]
     named: dict[str, Any] = {"activation": f.expert.activation, "limit": f.expert.limit}
     if f.latent is not None:

@@ -3,15 +3,20 @@ convolution, weighted sums over all tokens. Ours goes by token after token."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from penstock.core.model_spec import Diagonal, Layer, ModelSpec, weight_shapes
 from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
 from penstock.ops.ref.mlstm import mlstm, mlstm_gates
 from penstock.ops.ref.pointwise import sigmoid
 from penstock.ops.ref.recurrence import retention
+from tests import specs
+from tests.paged import Paged
 from tests.unit.ops.test_ops_mamba import normal, step_of
 
 T = 150
@@ -128,3 +133,63 @@ def test_C31_three_forms_of_retention_agree(chunk: int) -> None:
         np.testing.assert_allclose(got[:, head], parallel, atol=1e-4)
         np.testing.assert_allclose(planes["state"][1, head].reshape(keys, width), state, atol=1e-4)
     assert np.abs(got).max() > 1.0
+
+
+def whole(spec: ModelSpec, weights: dict[str, Array], ids: list[int], by: str) -> Array:
+    """Logits [T, V] of one layer of a diagonal between gates, in float64, over the whole text at once: `by` a scan or a
+    convolution with the kernel. Written from the papers: Fu et al., arXiv 2212.14052, section 3; Mehta et al., arXiv
+    2206.13947, section 3.2; Gu et al., arXiv 2206.11893, section 3."""
+    w = {name.removeprefix("layers.0."): array.astype(np.float64) for name, array in weights.items()}
+    m, t = spec.layers[0].mixer, len(ids)
+    assert isinstance(m, Diagonal)
+
+    def normed(x: Array, name: str) -> Array:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w[name]
+
+    def gelu(x: Array) -> Array:
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+    rate = -np.exp(w["a_log"]) + 1j * w["a_im"]
+    a = np.exp(np.exp(w["log_dt"])[:, None] * rate)
+    c = 2 * (w["c_re"] + 1j * w["c_im"]) * (a - 1) / rate
+
+    def spaces(u: Array) -> Array:
+        if by == "scan":
+            states = scanned(np.broadcast_to(a, (t, *a.shape)), np.repeat(u[:, :, None] + 0j, m.state, axis=2))
+            return (states * c).sum(-1).real + w["d"] * u
+        kernel = ((a[None] ** np.arange(t)[:, None, None]) * c).sum(-1).real
+        return np.stack([np.convolve(u[:, i], kernel[:, i])[:t] for i in range(m.inner)], axis=1) + w["d"] * u
+
+    x = w["embed"][ids]
+    h = normed(x, "attn_norm")
+    if m.gates == "h3":
+        # The shifting state holds the last inputs; its C are the taps, the newest input's being D as well.
+        k = np.stack([np.convolve((h @ w["k"].T)[:, i], w["conv"][i, ::-1])[:t] for i in range(m.inner)], axis=1)
+        y = (h @ w["q"].T) * spaces(k * (h @ w["v"].T))
+    else:
+        y = gelu(h @ w["out_gate"].T) * (spaces(gelu(h @ w["in"].T)) @ w["mix"].T)
+    return normed(x + y @ w["o"].T, "final_norm") @ w["lm_head"].T
+
+
+@pytest.mark.parametrize("gates", ["h3", "gss"])
+@pytest.mark.parametrize("cuts", CUTS, ids=["at once", "one by one", "chunks"])
+def test_C33_h3_and_gss_step_as_they_scan(cuts: list[int], gates: str) -> None:
+    """The engine's operations in steps, from a state of a fixed size, and the papers' two parallel forms."""
+    mixers = specs.make("gated_diagonal")[0].layers
+    mixer = next(layer.mixer for layer in mixers if isinstance(layer.mixer, Diagonal) and layer.mixer.gates == gates)
+    source = specs.make("gated_diagonal")[0]
+    spec = msgspec.structs.replace(source, layers=(Layer(mixer=mixer, ffn=None),))
+    rng = np.random.default_rng(3)
+    weights = {}
+    for name, shape in weight_shapes(spec).items():
+        noise = rng.standard_normal(shape).astype(np.float32)
+        weights[name] = np.exp(0.1 * noise) if name.endswith("norm") else noise / np.float32(np.sqrt(shape[-1]))
+    weights["layers.0.log_dt"] = (rng.random(mixer.inner) - 2).astype(np.float32)
+    ids = rng.integers(3, spec.vocab_size, T).tolist()
+    got = Paged(spec, weights).chunked("a", ids, cuts)
+    for by in ("scan", "kernel"):
+        want = whole(spec, weights, ids, by)
+        np.testing.assert_allclose(got, want, atol=1e-4)
+        assert want.std() > 0.3
+        without = whole(spec, weights | {"layers.0.o": 0 * weights["layers.0.o"]}, ids, by)
+        assert np.abs(want - without).max() > 0.3, "the layer matters"

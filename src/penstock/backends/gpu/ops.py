@@ -246,13 +246,19 @@ def _scores(logits: Tensor, router: Router) -> Tensor:
     return torch.sigmoid(logits) if router.score == "sigmoid" else torch.softmax(logits, dim=-1)
 
 
-def route_listed(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+def route_listed(
+    logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor, expert_scale: Tensor | None = None
+) -> Routes:
     """See `ops.ref.experts.route_listed`."""
-    ids = table[token_ids.long()].long()
-    weights = _scores(logits, router).gather(-1, ids)
+    ids = table[token_ids.long() if len(table) > 1 else torch.zeros_like(token_ids).long()].long()
+    if router.score == "even":
+        weights = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+    else:
+        weights = _scores(logits, router).gather(-1, ids)
     if router.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    found: Any = (ids, weights * router.scale)
+    weights = weights * router.scale
+    found: Any = (ids, weights if expert_scale is None else weights * expert_scale[ids])
     return Routes(*found)
 
 
@@ -296,14 +302,17 @@ def route_by_row(
     return Routes(*found)
 
 
-def listed_by_row(logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor) -> Routes:
+def listed_by_row(
+    logits: Tensor, token_ids: Tensor, top_k: int, router: Router, table: Tensor, expert_scale: Tensor | None = None
+) -> Routes:
     """`route_listed` for one row at a time."""
+    fixed = (top_k, router, table, expert_scale)
     if not len(logits):
-        return route_listed(logits, token_ids, top_k, router, table)
+        return route_listed(logits, token_ids, *fixed)
     rows: Any = zip(
-        *(route_listed(logits[i : i + 1].clone(), token_ids[i : i + 1], top_k, router, table)
-          for i in range(len(logits))), strict=True
-    )  # fmt: skip
+        *(route_listed(logits[i : i + 1].clone(), token_ids[i : i + 1], *fixed) for i in range(len(logits))),
+        strict=True,
+    )
     ids, weights = (torch.cat(parts) for parts in rows)
     found: Any = (ids, weights)
     return Routes(*found)

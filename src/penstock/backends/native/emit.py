@@ -74,7 +74,7 @@ def matrix_runs(graph: Graph, same: Same = alike) -> dict[str, Run]:
     return found
 
 
-SCORES = ("softmax", "sigmoid", "sparse_mixer", "sqrtsoftplus")
+SCORES = ("softmax", "sigmoid", "sparse_mixer", "sqrtsoftplus", "even")
 """How PST_ROUTE counts `core.model_spec.Router.score`."""
 _LATENT = {"latent_query": "k_b", "latent_output": "v_b"}
 
@@ -425,9 +425,10 @@ class _Emitter:
         self._in_place(node, x)
 
     def _route_listed(self, i: int, node: Node) -> None:
-        top_k, router, table = node.bound
-        pointers = (None, None, np.ascontiguousarray(table, np.int32))
-        n = (top_k, SCORES.index(router.score), 1, 1, 0, int(router.renormalize), 0)
+        top_k, router, table, *scale = node.bound
+        scales = np.ascontiguousarray(scale[0], np.float32) if scale and scale[0] is not None else None
+        pointers = (None, scales, np.ascontiguousarray(table, np.int32))
+        n = (top_k, SCORES.index(router.score), 1, 1, 0, int(router.renormalize), 0, int(len(table) == 1))
         inputs = (self.register(node.inputs[0]),)
         self._add_op(
             Kind.ROUTE, "listed", inputs, self._new_home(node, 2 * top_k), n=n, f=(router.scale,), pointers=pointers

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.model_spec import Router
+from penstock.core.model_spec import Experts, Router
 from penstock.ops.plan import I32
 from penstock.ops.ref.pointwise import activate, activate_gated, sigmoid, softplus
 from penstock.ops.stored import Weight
@@ -75,16 +76,34 @@ def _scores(logits: F32, router: Router) -> F32:
     return sigmoid(logits) if router.score == "sigmoid" else softmax(logits)
 
 
-def route_listed(logits: F32, token_ids: I32, top_k: int, router: Router, table: I32) -> Routes:
-    """The router's product logits [T, X] and the experts [V, K] of every token of the vocabulary, ascending.
+def route_listed(
+    logits: F32, token_ids: I32, top_k: int, router: Router, table: I32, expert_scale: F32 | None = None
+) -> Routes:
+    """The router's product logits [T, X] and the experts [V, K] of every token of the vocabulary, ascending; [1, K]: of
+    them all. With even scores only the rows of the logits are counted.
 
     Source: DeepSeek-V4 (2026), section 2.1; Roller et al., Hash Layers, arXiv 2106.04426.
     """
-    ids = table[token_ids]
-    weights: F32 = np.take_along_axis(_scores(logits, router), ids, axis=-1)
+    ids = table[token_ids if len(table) > 1 else np.zeros_like(token_ids)]
+    weights: F32
+    if router.score == "even":
+        weights = np.ones(ids.shape, np.float32)
+    else:
+        weights = np.take_along_axis(_scores(logits, router), ids, axis=-1)
     if router.renormalize:
         weights /= np.add.reduce(weights, axis=-1, keepdims=True) + np.float32(1e-20)
-    return Routes(ids, weights * np.float32(router.scale))
+    scaled: F32 = weights * np.float32(router.scale)
+    return Routes(ids, scaled if expert_scale is None else scaled * expert_scale[ids])
+
+
+def of_task(f: Experts, logits: F32, correction: F32 | None, scale: F32 | None = None) -> tuple[I32, F32]:
+    """The experts [1, K] of the router's task, ascending, and what every expert weighs then [X]: nothing if it is not
+    one of them. `logits` [tasks, X]; `correction` and `scale` [X]. Source: Kudugunta et al., arXiv 2110.03742."""
+    own = msgspec.structs.replace(f.router, tasks=0, task=0)
+    found = route(logits[f.router.task][None].copy(), f.top_k, own, correction, scale)
+    weighs = np.zeros(f.num_experts, np.float32)
+    weighs[found.ids[0]] = found.weights[0]
+    return found.ids, weighs
 
 
 def _sparse_mixer(logits: F32, top_k: int, router: Router) -> Routes:
