@@ -44,9 +44,10 @@ TURNED = {
     "deci",
     "granitemoe",
     "granitehybrid",
+    "bailingmoe",
 }
 """Rows of q and k are put in an order in which rotary pairs, halves of a head before, are neighbours."""
-FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3"}
+FUSED_QKV = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi3", "bailingmoe2"}
 FUSED_UP = {"phi3", "glm4", "chatglm"}
 UNSAID = {"gpt2", "starcoder", "bloom", "mpt", "falcon", "gptneox", "phi2", "phi3", "granite", "chatglm", "stablelm",
           "phimoe", "jamba"}  # fmt: skip
@@ -84,7 +85,7 @@ GEMMA4 = {
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
-    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
+    "bitnet": {"o_norm": "attn_sub_norm", "down_norm": "ffn_sub_norm"}, "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
     "kimi-linear": {
         "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
         "head_norm": "ssm_norm",
@@ -198,7 +199,7 @@ def folded(spec: ModelSpec, weights: Weights) -> Weights:
 FEED_FORWARD = {
     "ffn_norm", "ffn_post_norm", "gate", "up", "down", "router", "router_correction", "experts", "shared",
     "shared_gate", "experts_in", "experts_out", "router_norm", "router_scale", "experts_norm", "experts_post_norm",
-    "shared_post_norm",
+    "shared_post_norm", "down_norm",
 }  # fmt: skip
 
 
@@ -415,9 +416,9 @@ def _mixer(layer: Layer, arch: str) -> Metadata:
 
 
 SAY_NORM = {"deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "deepseek32", "glm-dsa", "afmoe", "exaone-moe",
-            "cohere2moe", "step35"}  # fmt: skip
+            "cohere2moe", "step35", "bailingmoe", "bailingmoe2", "mistral4"}  # fmt: skip
 SAY_SHARED = {"deepseek2", "glm4moe", "nemotron_h_moe", "dots1", "ernie4_5-moe", "deepseek32", "glm-dsa", "afmoe",
-              "exaone-moe", "cohere2moe", "kimi-linear"}  # fmt: skip
+              "exaone-moe", "cohere2moe", "kimi-linear", "bailingmoe", "bailingmoe2", "mistral4"}  # fmt: skip
 
 
 def _feed_forward(ffn: Any, arch: str) -> Metadata:
@@ -455,6 +456,7 @@ def _feed_forward(ffn: Any, arch: str) -> Metadata:
         "cohere2moe",
         "step35",
         "ernie4_5-moe",
+        "bailingmoe2",
     ):
         own |= {"expert_shared_feed_forward_length": ffn.shared.width}
     if ffn.shared is not None and arch in SAY_SHARED:
@@ -494,7 +496,9 @@ def _dense(spec: ModelSpec) -> int:
 
 
 def _dense_width(spec: ModelSpec) -> int:
-    return next(layer.ffn.width for layer in spec.layers if isinstance(layer.ffn, FeedForward))
+    found = (layer.ffn.width for layer in spec.layers if isinstance(layer.ffn, FeedForward))
+    first = spec.layers[0].ffn
+    return next(found, first.expert.width if isinstance(first, Experts) else 0)
 
 
 def _halves(spec: ModelSpec) -> Metadata:
@@ -652,6 +656,11 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
         "logit_scale": s.logit_scale, "leading_dense_block_count": _dense(s),
         "feed_forward_length": _dense_width(s) if _dense(s) else s.layers[0].ffn.expert.width,  # type: ignore[union-attr]
     },
+    "bailingmoe": lambda s: _routed(s) | {"expert_weights_scale": 1.0},
+    "bailingmoe2": lambda s: _routed(s) | {
+        "expert_shared_feed_forward_length": s.layers[-1].ffn.expert.width,  # type: ignore[union-attr]
+    },
+    "bitnet": lambda s: {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
     "deepseek32": _latent,
     "exaone-moe": _routed,
     "falcon-h1": lambda s: _attention_heads(s) | {"feed_forward_length": _dense_width(s)},
@@ -699,6 +708,12 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
     "qwen2vl": lambda s: {"rope.dimension_sections": [1, 1, 2, 0]},
     "qwen3vl": lambda s: {"rope.dimension_sections": [2, 2, 1, 0], "n_deepstack_layers": 1},
     "qwen3vlmoe": lambda s: {"rope.dimension_sections": [2, 1, 1, 0], "n_deepstack_layers": 1},
+    "mistral4": lambda s: _latent(s) | (
+        {} if s.layers[0].mixer.query_scale is None else {  # type: ignore[union-attr]
+            "attention.temperature_scale": s.layers[0].mixer.query_scale.beta,  # type: ignore[union-attr]
+            "attention.temperature_length": s.layers[0].mixer.query_scale.floor,  # type: ignore[union-attr]
+        }
+    ),
     "mistral3": lambda s: {
         "attention.temperature_scale": _first(s).query_scale.beta, "rope.scaling.yarn_log_multiplier": 1.0,  # type: ignore[union-attr]
     },

@@ -40,7 +40,7 @@ from penstock.families.registry import FAMILIES, find_family, open_model
 from penstock.formats.gguf import read_gguf
 from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
-from penstock.weights.load import load_weights
+from penstock.weights.load import apply_cut, load_weights
 from tests.ggml import stored_values, write_gguf
 from tests.models.gguf_writer import TURNED, file_metadata, file_tensors, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
@@ -132,6 +132,17 @@ KIMI = {
     "v_head_dim": 5, "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+LING = BASE | {
+    "architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "num_shared_experts": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6, "rope_theta": 6e5,
+}  # fmt: skip
+LING2 = BASE | {
+    "architectures": ["BailingMoeV2ForCausalLM"], "model_type": "bailing_moe_v2", "num_experts": 8, "head_dim": 8,
+    "num_experts_per_tok": 3, "num_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
+    "rope_theta": 6e5,
+}  # fmt: skip
 RWKV7 = {
     "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 128,
     "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 56, "decay_low_rank_dim": 6, "a_low_rank_dim": 5,
@@ -140,6 +151,17 @@ RWKV7 = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", TRINITY),
     "afmoe-dense": ("Afmoe", TRINITY | {"num_dense_layers": 2, "num_shared_experts": 1}),
+    "bailingmoe": ("", LING),
+    "bailingmoe-weights": ("", LING | {"norm_topk_prob": False, "use_qkv_bias": True, "head_dim": 10}),
+    "bailingmoe2": ("", LING2),
+    "bailingmoe2-whole": ("", LING2 | {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0, "n_group": 1,
+                                       "topk_group": 1, "norm_topk_prob": False, "num_shared_experts": 2}),
+    "bitnet": ("BitNet", {"hidden_act": "silu", "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "mistral4": ("Mistral4", MLA | {"first_k_dense_replace": 0, "rope_parameters": YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}}),
+    "mistral4-dense": ("Mistral4", MLA | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+                                          "routed_scaling_factor": 1.5, "rope_parameters": YARN | {
+                                              "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "cohere2moe": ("Cohere2Moe", COHERE | {"num_shared_experts": 2}),
     "cohere2moe-dense": ("Cohere2Moe", COHERE | {
         "rms_norm_eps": 1e-5, "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1, "num_shared_experts": 1,
@@ -349,8 +371,12 @@ def own_folder(config: dict[str, Any], folder: Path) -> Checkpoint:
         if name.endswith("norm"):
             array += 1.0
         place = places[name]
-        at, shape = (place, shape) if isinstance(place, str) else (place.name, place.shape)
-        stored[at] = array.astype(np.float32).reshape(shape)
+        if isinstance(place, str):
+            stored[place] = array.astype(np.float32)
+        else:
+            whole = stored.setdefault(place.name, np.zeros(place.shape, np.float32))
+            part = apply_cut(whole, place)
+            part[...] = array.reshape(part.shape)
     folder.mkdir()
     save_file(stored, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

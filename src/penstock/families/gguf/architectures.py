@@ -16,7 +16,7 @@ from penstock.families.gguf import readers as r
 from penstock.families.gguf import single as s
 from penstock.families.gguf import uneven as u
 from penstock.families.gguf.header import Header
-from penstock.families.gguf.rope import head_dim, rope, rotated
+from penstock.families.gguf.rope import head_dim, part, rope, rotated, scaled
 from penstock.families.llama_like import FULL, SLIDING
 
 Source = str | r.Read
@@ -124,6 +124,10 @@ _NEMOTRON_H: dict[str, Source] = {
     "mamba_num_heads": "ssm.time_step_rank", "mamba_head_dim": s.state_heads, "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count", "conv_kernel": "ssm.conv_kernel",
 }  # fmt: skip
+_BAILING: dict[str, Source] = {
+    **_LLAMA, "moe_intermediate_size": "expert_feed_forward_length", "num_experts": "expert_count",
+    "num_shared_experts": m.num_shared, "norm_topk_prob": u.norm_experts(), "first_k_dense_replace": u.num_dense,
+}  # fmt: skip
 _GRANITE: dict[str, Source] = {
     **_LLAMA, "attention_multiplier": r.attention_scale, "embedding_multiplier": "embedding_scale?",
     "residual_multiplier": "residual_scale?", "logits_scaling": "logit_scale?",
@@ -187,6 +191,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "num_dense_layers": u.num_dense, "mup_enabled": r.just(True),
     }, names={"o_gate": "attn_gate"}),
     "arcee": Architecture(("arcee",), _LLAMA, neighbours=True),
+    "bailingmoe": Architecture(("bailing_moe",), {
+        **_BAILING, "num_experts_per_tok": r.experts(r.SOFTMAX),
+    }, neighbours=True),
+    "bailingmoe2": Architecture(("bailing_moe_v2",), {
+        **_BAILING, "rope_parameters": lambda h: scaled(h, rotated(h)), "partial_rotary_factor": part,
+        "num_experts_per_tok": r.gated_as(r.SIGMOID), "routed_scaling_factor": "expert_weights_scale?",
+        "n_group": u.groups("expert_group_count"), "topk_group": u.groups("expert_group_used_count"),
+    }),
+    "bitnet": Architecture(
+        ("bitnet",), {**_LLAMA, "hidden_act": u.bitnet_act},
+        names={"o_norm": "attn_sub_norm", "down_norm": "ffn_sub_norm"},
+    ),
     "bloom": Architecture(("bloom",), {
         **_GPT2, "max_position_embeddings": r.just(None), "seq_length": "context_length",
     }),
@@ -371,6 +387,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture(("ministral3", "mistral"), {
         **_LLAMA, "rope_parameters": s.ministral_rope, "sliding_window": r.window,
     }, neighbours=True, choose=s.ministral),
+    "mistral4": Architecture(("mistral4",), {
+        **_LATENT, "num_experts_per_tok": r.gated_as(r.SOFTMAX), "rope_parameters": s.growing_latent_rope,
+        "n_group": u.groups("expert_group_count"), "topk_group": u.groups("expert_group_used_count"),
+    }, neighbours=True),
     "mpt": Architecture(("mpt",), {
         "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
         "max_seq_len": "context_length", "num_attention_heads": r.equal_heads, "expansion_ratio": r.times_four,

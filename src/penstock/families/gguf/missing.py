@@ -16,8 +16,7 @@ NEEDS: dict[str, str] = {
     "rwkv6": "RWKV-6 time mixing", "rwkv6qwen2": "RWKV-6 time mixing",
     "arwkv7": "RWKV-7 time mixing with the feed-forward of Qwen2",
     "plamo2": "a family that mixes state spaces or convolutions with attention in its own way",
-    **dict.fromkeys(("dbrx", "grok", "arctic", "deepseek", "bailingmoe", "bailingmoe2", "grovemoe", "smallthinker",
-                     "mistral4"),
+    **dict.fromkeys(("dbrx", "grok", "arctic", "deepseek", "grovemoe", "smallthinker"),
                     "a mixture of experts of a family of its own"),
 }  # fmt: skip
 """`general.architecture` -> what is missing."""

@@ -45,6 +45,12 @@ def rope(h: Header, **more: Any) -> dict[str, Any]:
     return scaled(h, dim, **more)
 
 
+def part(h: Header) -> float:
+    """`partial_rotary_factor` of a family that has it beside its positions."""
+    size, dim = head_dim(h), rotated(h)
+    return 1.0 if dim == size else (dim + 0.5) / size
+
+
 def scaled(h: Header, dim: int, **more: Any) -> dict[str, Any]:
     """`rope_parameters` for `dim` rotated components."""
     f = h.fields
@@ -60,10 +66,10 @@ def scaled(h: Header, dim: int, **more: Any) -> dict[str, Any]:
             raise UnsupportedError(f"{quoted(h.path)} has both {name} and rope scaling {quoted(kind)}")
         return out | _divisors(h, dim // 2, original)
     match kind:
-        case "none":
-            return out
-        case "linear":
+        case "linear" if factor != 1.0:
             return out | {"rope_type": "linear", "factor": factor}
+        case "none" | "linear":
+            return out
         case "yarn":
             return out | _yarn(h, factor, original)
     raise UnsupportedError(

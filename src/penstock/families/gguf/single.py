@@ -64,6 +64,11 @@ def topk_method(h: Header) -> str:
     return "greedy" if groups == 1 else "group_limited_greedy"
 
 
+def growing_latent_rope(h: Header) -> dict[str, Any]:
+    """Mistral 4's, whose queries grow if the file says so: what the converter makes of a folder does not."""
+    return latent_rope(h) | _growth(h)
+
+
 def ministral(h: Header) -> str:
     return "ministral3" if "attention.temperature_scale" in h.fields else "mistral"
 
@@ -73,14 +78,17 @@ def ministral_rope(h: Header) -> dict[str, Any]:
     if out["rope_type"] == "yarn" and "rope.scaling.yarn_log_multiplier" in h.fields:
         by = h.fields.number("rope.scaling.yarn_log_multiplier", above=-1.0)
         out |= {"mscale": 1.0, "mscale_all_dim": by}
-    if ministral(h) == "ministral3":
-        floor = h.fields.integer("rope.scaling.original_context_length", high=MAX_POSITION)
-        if h.fields.integer("attention.temperature_length", high=MAX_POSITION, default=floor) != floor:
-            raise UnsupportedError(
-                f"{quoted(h.path)} gives attention.temperature_length apart from the original context"
-            )
-        out["llama_4_scaling_beta"] = h.fields.number("attention.temperature_scale")
-    return out
+    return out | _growth(h)
+
+
+def _growth(h: Header) -> dict[str, Any]:
+    """How queries grow with their position, if they do."""
+    if "attention.temperature_scale" not in h.fields:
+        return {}
+    floor = h.fields.integer("rope.scaling.original_context_length", high=MAX_POSITION)
+    if h.fields.integer("attention.temperature_length", high=MAX_POSITION, default=floor) != floor:
+        raise UnsupportedError(f"{quoted(h.path)} gives attention.temperature_length apart from the original context")
+    return {"llama_4_scaling_beta": h.fields.number("attention.temperature_scale")}
 
 
 def blocks_of_deci(h: Header) -> list[dict[str, Any]]:

@@ -69,6 +69,17 @@ def cohere_kinds(h: Header) -> list[str]:
     return [SLIDING if i % 4 else FULL for i in range(h.num_layers)]
 
 
+def bitnet_act(h: Header) -> str:
+    """`hidden_act`, of which files say nothing: llama.cpp takes silu, as the models of 1bitLLM have it, which have a key
+    for every query. BitNet b1.58 2B4T has grouped heads and relu2, and comes out wrong there."""
+    if r.kv_heads(h) != h.fields.raw("attention.head_count"):
+        raise UnsupportedError(
+            f"{quoted(h.path)} has grouped heads, as BitNet b1.58 2B4T, but a file of this architecture cannot say that "
+            "its activation is relu2; use the model's own folder"
+        )
+    return "silu"
+
+
 def rwkv_gate(h: Header) -> int:
     """Rank of the gate; reads what is said of how many tokens are shifted, and of heads, which llama.cpp needs."""
     if h.fields.integer("token_shift_count", low=0, high=16, default=2) != 2:
