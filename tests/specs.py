@@ -232,7 +232,10 @@ _SPECS: dict[str, ModelSpec] = {
     ),
     "fixed_experts": ModelSpec(
         family="test", vocab_size=61, hidden_size=E, max_position=MAX_POSITION, bos_token_id=1,
-        layers=tuple(Layer(mixer=_attention(4, 2), ffn=f) for f in (_HASHED, _HASHED_WEIGHED, _OF_TASK)),
+        layers=tuple(
+            Layer(mixer=_attention(4, 2), ffn=f)
+            for f in (_HASHED, _HASHED_WEIGHED, _OF_TASK, FeedForward(width=43))
+        ),
     ),
     # All that bends scores at once: no rope but a slope, chunks, sinks, caps, norms of q and k, queries that grow.
     "scores": _spec(
