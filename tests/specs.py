@@ -319,7 +319,8 @@ _SEEDS = {
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
-    "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0), "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
+    "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0),
+    "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

@@ -85,7 +85,8 @@ GEMMA4 = {
 RENAMED: dict[str, dict[str, str]] = {
     "gpt-oss": SECOND, "glm4moe": SECOND, "seed_oss": SECOND, "qwen3next": SECOND,
     "qwen35": SECOND, "qwen35moe": SECOND, "olmo2": POST, "exaone4": POST,
-    "bitnet": {"o_norm": "attn_sub_norm", "down_norm": "ffn_sub_norm"}, "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
+    "bitnet": {"o_norm": "attn_sub_norm", "down_norm": "ffn_sub_norm"},
+    "gemma4": GEMMA4, "lfm2": SHORT, "lfm2moe": SHORT,
     "kimi-linear": {
         "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
         "head_norm": "ssm_norm",

@@ -142,7 +142,7 @@ def by_task(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Checkpoint,
 def test_C69_a_task_s_experts_alone_give_what_the_whole_model_gives(
     by_task: tuple[Checkpoint, dict[str, Any]], ops: str
 ) -> None:
-    """Logits bit by bit, and the engine's tokens; those of the tasks differ, and the naive whole model says the same."""
+    """Logits bit by bit, and the engine's tokens; those of the tasks differ. The naive whole model says so, too."""
     source, weights = by_task
     ids, texts = [3, 17, 40, 5, 5, 22, 9, 60], []
     for task in range(TASKS):

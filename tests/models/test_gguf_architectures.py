@@ -668,3 +668,13 @@ def test_llama_cpp_computes_the_same_of_a_written_file(case: str, tmp_path: Path
         return
     twice = gguf.spec.per_layer is not None  # so many more activations
     np.testing.assert_allclose(got, want, atol=(4e-2 if twice else 2e-2) if rough else 5e-4)
+
+
+def test_bitnet_with_grouped_heads_is_refused(tmp_path: Path) -> None:
+    """BitNet b1.58 2B4T, whose activation a file cannot say, and llama.cpp computes with another."""
+    _, checkpoint = both("bitnet", tmp_path)
+    gguf = read_gguf(checkpoint.path)
+    tensors = {name: ("F32", np.zeros(ref.shape, np.float32)) for name, ref in gguf.tensors.items()}
+    metadata = gguf.metadata | {"bitnet.attention.head_count_kv": 2}
+    with pytest.raises(ModelError, match="relu2"):
+        open_model(write_gguf(tmp_path / "grouped.gguf", metadata, tensors))

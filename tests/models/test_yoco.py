@@ -42,10 +42,14 @@ def test_C19_kv_bytes_do_not_depend_on_the_depth_of_the_upper_half() -> None:
     knobs = Knobs(block_size=4, num_blocks=32)
     found = {n: storage_bytes(real_engine(deep(n), drawn(deep(n)), knobs)) for n in (1, 4, 9)}
     assert len(set(found.values())) == 1
-    tokens = {n: sum(g.token_bytes(4) for g in cache_groups(deep(n), "float32") if g.spec.window is None) for n in found}
+    tokens = {
+        n: sum(g.token_bytes(4) for g in cache_groups(deep(n), "float32") if g.spec.window is None) for n in found
+    }
     assert set(tokens.values()) == {2 * 2 * 8 * 4}, "keys and values of two heads of eight, once"
     mixer = deep(1).layers[-1].mixer
-    usual = msgspec.structs.replace(deep(1), layers=tuple(Layer(mixer=mixer, ffn=FeedForward(width=35)) for _ in range(9)))
+    usual = msgspec.structs.replace(
+        deep(1), layers=tuple(Layer(mixer=mixer, ffn=FeedForward(width=35)) for _ in range(9))
+    )
     assert sum(g.token_bytes(4) for g in cache_groups(usual, "float32")) == 9 * 2 * 2 * 8 * 4
 
 

@@ -68,8 +68,8 @@ def test_which_specs_are_native() -> None:
     assert {"llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "scores", "parallel",
             "sandwich", "windowed", "all_windowed", "experts", "latent", "indexed", "slots", "mamba", "mamba2",
             "mamba2_hybrid", "rwkv4", "rwkv7", "delta", "short_conv", "lightning", "gated_lru", "mlstm", "diagonal",
-            "retention", "shared", "shared_kv", "streams", "entries", "inner_norms", "yoco", "fixed_experts", "gated_diagonal",
-            "key_bias"} <= set(NATIVE)  # fmt: skip
+            "retention", "shared", "shared_kv", "streams", "entries", "inner_norms", "yoco",
+            "fixed_experts", "gated_diagonal", "key_bias"} <= set(NATIVE)  # fmt: skip
 
 
 def test_what_layers_share_is_packed_once() -> None:

@@ -19,13 +19,15 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
     only experts of the `top_groups` best of as many equal groups take part; a group is worth its best score ("max") or
     the sum of its two best ("top2"). `listed`: nobody chooses, a token's experts stand in a table (weight
     `router_table` [V, top_k], whole numbers); `hash`: they are what a function of the token's id says (a name of
-    `model.hashes.HASHES`; Roller et al., arXiv 2106.04426), and with the score `even`, which nothing but these two has,
-    each of them weighs 1 and there is no router's product. An expert weighs its score; `renormalize`: divided by the sum over those
-    chosen (plus 1e-20 unless scores are a softmax); `chosen_only`: the softmax runs over the chosen ones alone; then
-    times `scale`. `tasks`: not tokens choose but tasks, of which this is number `task`: in place of the product there is
-    a row of logits for each (weight `router_tasks` [tasks, X]), so that a task needs its own experts alone
-    (`weights.tasks`; Kudugunta et al., TaskMoE, arXiv 2110.03742). `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4).
+    `model.hashes.HASHES`; Roller et al., arXiv 2106.04426). With the score `even`, which nothing but these two has,
+    each of them weighs 1, and there is no product. An expert weighs its score; `renormalize`: divided by the sum over
+    those chosen (plus 1e-20 unless scores are a softmax); `chosen_only`: the softmax runs over the chosen ones alone;
+    then times `scale`. `scale_input`: the weight multiplies what goes into the expert, not what comes out (Llama 4).
     `expert_scale`: the weight is multiplied by a learned one of the expert (weight `router_scale` [X]).
+
+    `tasks`: not tokens choose but tasks, of which this is number `task`. In place of the product there is a row of
+    logits for each (weight `router_tasks` [tasks, X]), so that a task needs its own experts alone (`weights.tasks`).
+    Source: Kudugunta et al., TaskMoE, arXiv 2110.03742, section 3.
 
     `sparse_mixer` takes one expert after the other: the best of those left, at z. It weighs its share of a softmax over
     those left whose z' is near, (z - z') / max(|z'|, z) <= 2 `jitter`. No other option applies but `scale`. Source: Liu
@@ -53,6 +55,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         fixed = self.listed + (self.hash is not None) + (self.tasks > 0)
         assert fixed <= 1, "experts are listed, or what a function says, or a task's"
         assert self.score != "even" or (fixed and not self.tasks), "experts that weigh the same are chosen by nobody"
+        assert not (self.bias and "router" not in self.weight_shapes(1, 1)), "a bias is one of the product"
         assert 0 <= self.task < max(1, self.tasks), f"there is no task {self.task} of {self.tasks}"
 
     def weight_shapes(self, num_experts: int, e: int) -> Shapes:

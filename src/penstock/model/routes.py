@@ -30,4 +30,3 @@ def routes(b: Emitter, p: str, f: Experts, x: str) -> None:
         b.emit("route", (x,), "routes", bound=(f.top_k, r, b.vector(p + "router_correction"), *more))
         return
     b.emit("route_listed", (x, "token_ids"), "routes", bound=(f.top_k, r, table, *more))
-

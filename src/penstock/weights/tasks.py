@@ -96,4 +96,3 @@ def _chosen(f: Experts, p: str, routers: dict[str, F32]) -> tuple[list[int], F32
     assert logits is not None, "tasks have rows of logits"
     ids, weighs = of_task(f, logits, correction, scale)
     return ids[0].tolist(), weighs
-

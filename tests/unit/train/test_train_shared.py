@@ -1,5 +1,5 @@
-"""Layers that share keys and values, trained (C10, C13, C19): a small form of `benchmarks/quality/cla.py`, whose figures
-for real prose are in `benchmarks/results/cla.json`."""
+"""Layers that share keys and values, trained (C10, C13, C19): a small form of `benchmarks/quality/cla.py`, whose
+figures for real prose are in `benchmarks/results/cla.json`."""
 
 from __future__ import annotations
 

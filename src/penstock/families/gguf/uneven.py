@@ -70,12 +70,12 @@ def cohere_kinds(h: Header) -> list[str]:
 
 
 def bitnet_act(h: Header) -> str:
-    """`hidden_act`, of which files say nothing: llama.cpp takes silu, as the models of 1bitLLM have it, which have a key
-    for every query. BitNet b1.58 2B4T has grouped heads and relu2, and comes out wrong there."""
+    """`hidden_act`, of which files say nothing: llama.cpp takes silu, as the models of 1bitLLM have it, with as many keys
+    as queries. BitNet b1.58 2B4T has grouped heads and relu2, and comes out wrong there."""
     if r.kv_heads(h) != h.fields.raw("attention.head_count"):
         raise UnsupportedError(
-            f"{quoted(h.path)} has grouped heads, as BitNet b1.58 2B4T, but a file of this architecture cannot say that "
-            "its activation is relu2; use the model's own folder"
+            f"{quoted(h.path)} has grouped heads, as BitNet b1.58 2B4T, but a file of this architecture cannot say "
+            "that its activation is relu2; use the model's own folder"
         )
     return "silu"
 
