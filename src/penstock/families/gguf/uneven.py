@@ -70,7 +70,7 @@ def cohere_kinds(h: Header) -> list[str]:
 
 
 def bitnet_act(h: Header) -> str:
-    """`hidden_act`, of which files say nothing: llama.cpp takes silu, as the models of 1bitLLM have it, with as many keys
+    """`hidden_act`, which no file says: llama.cpp takes silu, as the models of 1bitLLM have it, with as many keys
     as queries. BitNet b1.58 2B4T has grouped heads and relu2, and comes out wrong there."""
     if r.kv_heads(h) != h.fields.raw("attention.head_count"):
         raise UnsupportedError(
