@@ -35,7 +35,7 @@ MISSING: dict[str, str] = {
     "ZambaForCausalLM": "attention blocks that several layers share, each with an adapter of its own",
     "ZayaForCausalLM": "attention over keys and values that convolutions compress",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
-    "KimiK3ForConditionalGeneration": f"{_VISION}, delta attention (kda_layers) and latent experts",
+    "KimiK3ForConditionalGeneration": f"{_VISION}, residuals over blocks of layers (attn_res_block_size), situ gates",
     "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.base.errors import ModelError
 from penstock.base.registry import Registry
@@ -59,9 +60,10 @@ def random(vocab_size: int, num_experts: int, top_k: int, layer: int) -> I32:
     return out
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele et al., OOPSLA 2014) behind one step of its counter."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    out: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return out
