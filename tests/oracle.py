@@ -18,6 +18,7 @@ from penstock.base.bf16 import F32
 from penstock.core.kv_format import LayerFormat, parse_kv_format
 from penstock.core.model_spec import (
     Attention,
+    BlockAttention,
     ChannelMix,
     Diagonal,
     EntryAttention,
@@ -50,7 +51,7 @@ from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 from penstock.ops.ref.product import as_float32, embed, linear
 from penstock.ops.ref.rotary import rope, rope_table
 from penstock.ops.ref.rotation import hadamard
-from tests import naive_compressed, naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
+from tests import naive_blocks, naive_compressed, naive_delta, naive_kv, naive_recurrent, naive_rwkv, naive_streams
 
 Pick = Callable[[F32, Sequence[int]], int]
 """(logits [V] after the newest token, all tokens so far) -> next token."""
@@ -170,6 +171,8 @@ class NaiveModel:
                 return naive_recurrent.diagonal(self, h, p, m)
             case Attention() as m:
                 return self._attention(h, p, m)
+            case BlockAttention() as m:
+                return naive_blocks.block_attention(self, h, p, m)
             case Latent() as m:
                 return self._latent(h, p, m)
             case EntryAttention() as m:

@@ -17,6 +17,7 @@ from penstock.core.model_spec import (
     Alibi,
     AltUp,
     Attention,
+    BlockAttention,
     ChannelMix,
     Diagonal,
     EntryAttention,
@@ -157,6 +158,9 @@ _ROOT_EXPERTS = Experts(
 _LISTED_EXPERTS = msgspec.structs.replace(
     _ROOT_EXPERTS, router=Router(score="sqrtsoftplus", renormalize=True, listed=True)
 )
+_BLOCKS = BlockAttention(
+    num_heads=4, num_kv_heads=2, head_dim=8, index_dim=6, rope=Rope(dim=4), norm=QkNorm(offset=1.0), block=3, top_k=3,
+)  # fmt: skip
 # Nobody chooses: a function of the token, alone and with a router that weighs; and a task.
 _HASHED = Experts(num_experts=5, top_k=2, expert=FeedForward(width=11), router=Router(score="even", hash="random"))
 _HASHED_WEIGHED = Experts(
@@ -267,6 +271,8 @@ _SPECS: dict[str, ModelSpec] = {
         _attention(4, 2), _attention(6, 2, kv_from=0, o_bias=True),
         *[_attention(4, 2, kv_from=n, qk_norm=QkNorm(after_rope=True, in_query=True)) for n in (None, 2)],
     ),
+    # Blocks that no block of the cache is a multiple of, chosen for each kv head; norms that add one.
+    "blocks": _spec(_BLOCKS, _attention(4, 2), msgspec.structs.replace(_BLOCKS, block=5, top_k=4, local=2)),
     # Windows below; above, layers that read what the first of them keeps (YOCO).
     "yoco": _spec(
         _attention(4, 2, window=7), _attention(4, 2, window=7), _attention(4, 2),
@@ -319,7 +325,7 @@ _SEEDS = {
     "short_conv": (17, 0), "lightning": (18, 0), "experts": (13, 1), "scores": (14, 3), "parallel": (15, 5),
     "sandwich": (16, 1), "windowed": (8, 21), "all_windowed": (9, 39), "narrow_values": (17, 0), "indexed": (18, 0),
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
-    "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0),
+    "blocks": (21, 0), "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0),
     "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.

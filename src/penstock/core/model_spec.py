@@ -16,6 +16,7 @@ from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
 from penstock.core.mixers.attention import Attention, Indexer, Latent, QkNorm
+from penstock.core.mixers.blocks import BlockAttention
 from penstock.core.mixers.compressed import EntryAttention, EntryIndexer
 from penstock.core.mixers.delta import GatedDelta
 from penstock.core.mixers.diagonal import Diagonal
@@ -33,7 +34,7 @@ from penstock.core.router import Router
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "AltUp", "Attention", "ChannelMix", "Diagonal", "EntryAttention", "EntryIndexer", "Experts",
+    "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention", "EntryIndexer", "Experts",
     "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba",
     "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope",
     "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs",
@@ -43,7 +44,7 @@ __all__ = [
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"]
 Mixer = (
     Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv
-    | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock
+    | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock | BlockAttention
 )  # fmt: skip
 
 

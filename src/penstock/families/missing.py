@@ -36,7 +36,6 @@ MISSING: dict[str, str] = {
     "ZayaForCausalLM": "attention over keys and values that convolutions compress",
     "Gemma3nForConditionalGeneration": "vision and audio towers and per-layer embeddings",
     "KimiK3ForConditionalGeneration": f"{_VISION}, residuals over blocks of layers (attn_res_block_size), situ gates",
-    "MiniMaxM3ForCausalLM": "block-sparse attention whose blocks a learned indexer selects (sparse_attention_config)",
     "MllamaForConditionalGeneration": f"{_VISION} and cross-attention",
     "T5ForConditionalGeneration": "an encoder (Penstock runs decoders)",
     "WhisperForConditionalGeneration": "an audio encoder (Penstock runs text decoders)",

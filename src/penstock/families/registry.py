@@ -57,6 +57,7 @@ _register("llama4_text", "penstock.families.llama4:Llama4", "Llama4ForCausalLM")
 _register("minimax", "penstock.families.minimax:MiniMax", "MiniMaxForCausalLM", "MiniMaxText01ForCausalLM",
           "MiniMaxM1ForCausalLM")  # fmt: skip
 _register("minimax_m2", "penstock.families.mixtral:MiniMaxM2", "MiniMaxM2ForCausalLM")
+_register("minimax_m3", "penstock.families.minimax_m3:MiniMaxM3", "MiniMaxM3ForCausalLM", "MiniMaxM3VLForCausalLM")
 _register("mixtral", "penstock.families.mixtral:Mixtral", "MixtralForCausalLM")
 _register("olmoe", "penstock.families.qwen_moe:Olmoe", "OlmoeForCausalLM")
 _register("qwen2_moe", "penstock.families.qwen_moe:Qwen2Moe", "Qwen2MoeForCausalLM")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from penstock.core.model_spec import (
     Attention,
+    BlockAttention,
     Diagonal,
     EntryAttention,
     GatedDelta,
@@ -22,6 +23,7 @@ from penstock.core.model_spec import (
     ShortConv,
 )
 from penstock.model.attention import attention, latent
+from penstock.model.blocks import block_attention
 from penstock.model.compressed import compressed
 from penstock.model.delta import gated_delta
 from penstock.model.diagonal import diagonal, gated_lru
@@ -36,5 +38,6 @@ MIXERS: dict[type, Callable[..., None]] = {
     Attention: attention, Latent: latent, Recurrent: recurrent, Rwkv4: rwkv4, Rwkv7: rwkv7, Mamba: mamba,
     Mamba2: mamba2, GatedDelta: gated_delta, ShortConv: short_conv, Lightning: lightning, EntryAttention: compressed,
     GatedLru: gated_lru, Mlstm: mlstm, Diagonal: diagonal, SharedBlock: shared_block,
+    BlockAttention: block_attention,
 }  # fmt: skip
 """Each is called with emitter, prefix of the layer's weights, mixer, place, and the registers it reads and fills."""

@@ -110,6 +110,9 @@ CONTRACTS: tuple[OpContract, ...] = (
                "T arrays of up to top_k places among the tokens seen, ascending"),
     OpContract("attend_chosen", "softmax attention of each token over the tokens it has chosen",
                "q [T, H, D]; chosen; step", "group; layer of the group; keys; value; scale", "[T, H, W]"),
+    OpContract("attend_blocks", "softmax attention over the blocks that an indexer chooses for each kv head "
+               "(core.mixers.blocks.BlockAttention)", "q [T, H, D]; index_q [T, G, I]; step",
+               "group; layer of the group; tokens of a block; top_k; newest blocks; scale", "[T, H, D]"),
     OpContract("latent_output", "each head times a matrix: values out of the attended latent, gates by blocks",
                "x [T, H, C]", "value [H, W, C]", "[T, H, W]"),
     OpContract("write_entries", "keeps what tokens give to entries, and makes those that end in this step "

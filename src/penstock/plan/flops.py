@@ -21,6 +21,7 @@ from penstock.core.cache_spec import DTYPE_BYTES
 from penstock.core.matrix_format import is_product
 from penstock.core.model_spec import (
     Attention,
+    BlockAttention,
     EntryAttention,
     Experts,
     Latent,
@@ -209,7 +210,7 @@ def _reaches(spec: ModelSpec, kv_dtype: str) -> Iterator[Reach]:
     for n, layer in enumerate(spec.layers):
         m = layer.mixer
         kept = every[n if layer.kv_from is None else layer.kv_from]
-        if isinstance(m, Attention | Latent | EntryAttention):
+        if isinstance(m, Attention | Latent | EntryAttention | BlockAttention):
             add(m.reach, m.pair_flops, kept[0].num_bytes)
         if isinstance(m, EntryAttention) and m.every is not None:  # as if every token had its part of an entry
             add(None, m.entry_flops // m.every, sum(p.num_bytes for p in kept[1].page_planes) // m.every)

@@ -6,7 +6,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.core.kv_codec import KV_CODECS, codecs_by_token
 from penstock.core.kv_format import KvFormat, LayerFormat, parse_kv_format, wrong
-from penstock.core.model_spec import Attention, EntryAttention, Latent, ModelSpec, cache_spec
+from penstock.core.model_spec import Attention, BlockAttention, EntryAttention, Latent, ModelSpec, cache_spec
 
 LEAST_CHANNEL_BLOCK = 16
 """Tokens of a block that make scales of channels worth their bytes."""
@@ -73,6 +73,14 @@ def _check_layers(kv: KvFormat, spec: ModelSpec) -> None:
                 )
             _check_dims(how, n, m.kv_rank)
             _check_dims(how, n, m.rope_dim)
+        elif isinstance(m, BlockAttention):
+            if how.plain is None:
+                raise wrong(
+                    f"layer {n} chooses blocks by keys of their own, and has no heads, newest or first tokens apart; "
+                    "use a name such as int8 or int4"
+                )
+            for dim in (m.head_dim, m.index_dim):
+                _check_dims(how, n, dim)
         elif isinstance(m, EntryAttention):
             if how.plain is None:
                 raise wrong(
@@ -109,7 +117,7 @@ def _check_heads(how: LayerFormat, layer: int, heads: int) -> None:
 def _check_rotation(spec: ModelSpec) -> None:
     mixers = [layer.mixer for layer in spec.layers]
     dims = [dim for m in mixers if isinstance(m, Attention) for dim in (m.head_dim, m.value_dim)]
-    if not dims or any(isinstance(m, Latent) for m in mixers) or any(dim % 2 for dim in dims):
+    if not dims or any(isinstance(m, Latent | BlockAttention) for m in mixers) or any(dim % 2 for dim in dims):
         why = "an odd number of components" if any(dim % 2 for dim in dims) else "no heads of keys and values"
         raise ConfigError(
             f"kv_rotation: hadamard turns the heads of keys and values, and this model has {why}; use none",

@@ -10,7 +10,7 @@ from penstock.config.graphs import FIELD, parse_sizes, sizes_up_to
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import Decision
 from penstock.core.kv_format import parse_kv_format
-from penstock.core.model_spec import Attention, EntryAttention, Experts, Latent, ModelSpec
+from penstock.core.model_spec import Attention, BlockAttention, EntryAttention, Experts, Latent, ModelSpec
 from penstock.ops.attention import DEVICE_ATTENTION
 from penstock.plan.memory import gib
 from penstock.plan.resolve import DEFAULT_NUM_SEQS, Plan
@@ -59,6 +59,8 @@ def problem_of(spec: ModelSpec, groups: Sequence[CacheGroup], kv_dtype: str) -> 
         return "experts are chosen on the host"
     if any(isinstance(m := layer.mixer, Latent) and (m.indexer or m.reads_choice) for layer in spec.layers):
         return "an indexer's choice of tokens is made on the host"
+    if any(isinstance(layer.mixer, BlockAttention) for layer in spec.layers):
+        return "an indexer's choice of blocks is made on the host"
     if any(isinstance(layer.mixer, EntryAttention) and layer.mixer.every is not None for layer in spec.layers):
         return "entries of several tokens are looked up on the host"
     if any(group.spec.kind == "slot" for group in groups):

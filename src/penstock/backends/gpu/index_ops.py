@@ -39,6 +39,31 @@ def attend_chosen(
     return out
 
 
+def attend_blocks(
+    q: Tensor, index_q: Tensor, step: TorchStep, group: int, layer: int, block: int, top_k: int, local: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """See `ops.ref.blocks.attend_blocks`."""
+    out, share = torch.zeros_like(q), q.shape[1] // index_q.shape[1]
+    for t, (k, v, index) in _contexts(step, group, layer, ("k", "v", "index")):
+        n, count = len(k), -(-len(k) // block)
+        at = torch.ones((index_q.shape[1], n), dtype=torch.bool, device=q.device)
+        if count > top_k:
+            scores = q.new_full((index_q.shape[1], count * block), -torch.inf)
+            scores[:, :n] = torch.matmul(index_q[t].contiguous(), index[:, 0].T.contiguous())
+            worth = scores.view(-1, count, block).amax(dim=-1)
+            worth[:, count - local :] = torch.inf
+            best = torch.sort(-worth, dim=-1, stable=True).indices[:, :top_k]
+            kept = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, best, True)
+            at = kept.repeat_interleave(block, dim=-1)[:, :n]
+        for g in range(index_q.shape[1]):
+            heads, own = slice(g * share, (g + 1) * share), at[g]
+            found = torch.matmul(q[t, heads].contiguous(), k[own, g].T.contiguous()) * scale
+            weights = torch.exp(found - found.amax(dim=-1, keepdim=True))
+            out[t, heads] = torch.matmul(weights, v[own, g].contiguous()) / weights.sum(dim=-1, keepdim=True)
+    return out
+
+
 def _contexts(step: TorchStep, group: int, layer: int, names: Sequence[str]) -> Iterator[tuple[int, list[Tensor]]]:
     plan, where = step.plan, step.plan.groups[group]
     for b in range(step.num_sequences):
@@ -58,4 +83,6 @@ def _contexts(step: TorchStep, group: int, layer: int, names: Sequence[str]) -> 
                 yield t, [x[at] for x in held]
 
 
-INDEX_OPS: dict[str, Callable[..., Any]] = {"choose_tokens": choose_tokens, "attend_chosen": attend_chosen}
+INDEX_OPS: dict[str, Callable[..., Any]] = {
+    "choose_tokens": choose_tokens, "attend_chosen": attend_chosen, "attend_blocks": attend_blocks,
+}  # fmt: skip

@@ -13,6 +13,7 @@ from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
 from penstock.ops.ref.entries import attend_entries, choose_entries, write_entries
 from penstock.ops.ref.experts import experts, route, route_listed
+from penstock.ops.ref.blocks import attend_blocks
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
@@ -100,6 +101,7 @@ REF = OpTable(
         "write_kept": write_kept,
         "choose_tokens": choose_tokens,
         "attend_chosen": attend_chosen,
+        "attend_blocks": attend_blocks,
         "latent_query": latent_query,
         "latent_output": latent_output,
         "write_entries": write_entries,
