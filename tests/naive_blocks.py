@@ -20,7 +20,9 @@ def block_attention(model: NaiveModel, h: F32, p: str, m: BlockAttention) -> F32
 
     def made(name: str, heads: int) -> F32:
         x = model._linear(h, p + name).reshape(t, heads, -1)
-        return model._rope(rms_norm(x, model._vector(f"{p}{name}_norm") + np.float32(m.norm.offset), m.norm.eps), m.rope)
+        return model._rope(
+            rms_norm(x, model._vector(f"{p}{name}_norm") + np.float32(m.norm.offset), m.norm.eps), m.rope
+        )
 
     q, index_q = made("q", m.num_heads), made("index_q", groups)
     k, index = model._rounded(made("k", groups)), model._rounded(made("index_k", 1))[:, 0]

@@ -101,7 +101,7 @@ def test_tokens_do_not_depend_on_anything_but_the_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8"])
-@pytest.mark.parametrize("name", ["llama_gqa", "slots", "latent", "windowed", "scores"])
+@pytest.mark.parametrize("name", ["llama_gqa", "slots", "latent", "windowed", "scores", "blocks"])
 def test_8_bit_kv_obeys_the_same_laws(name: str, kv_dtype: str) -> None:
     in_turmoil(name, 4, kv_dtype)
 

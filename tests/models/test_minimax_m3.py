@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from penstock.base.errors import ModelError
 from penstock.core.model_spec import BlockAttention, Experts, ModelSpec
 from penstock.families.registry import find_family
-from tests.models.parity import VOCAB, check, random_model
+from tests.models.parity import VOCAB, check, random_model, save
 from tests.models.test_parity_renamed import write
 
 KINDS = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
@@ -72,7 +73,10 @@ def released(model: Any) -> dict[str, torch.Tensor]:
         if last.startswith("gate_up_proj"):
             for i, both in enumerate(tensor):
                 halves = both.chunk(2)
-                out |= {f"{stem}.block_sparse_moe.experts.{i}.{w}.weight": x for w, x in zip(("w1", "w3"), halves, strict=True)}
+                out |= {
+                    f"{stem}.block_sparse_moe.experts.{i}.{w}.weight": x
+                    for w, x in zip(("w1", "w3"), halves, strict=True)
+                }
         elif last.startswith("down_proj"):
             out |= {f"{stem}.block_sparse_moe.experts.{i}.w2.weight": x for i, x in enumerate(tensor)}
         elif ".gate_up_proj." in name:
@@ -93,12 +97,29 @@ def test_minimax_m3_equals_transformers(tmp_path: Path, local: int) -> None:
     """Over 60 tokens, of which a query reads the best four blocks of five."""
     blocks = BLOCKS | {"sparse_local_block": local}
     model = made(3 + local, sparse_attention_config=blocks)
-    found = check(write(tmp_path, CONFIG | {"sparse_attention_config": blocks}, released(model)), model, count_params=False)
+    found = check(
+        write(tmp_path, CONFIG | {"sparse_attention_config": blocks}, released(model)), model, count_params=False
+    )
     # What corrects the choice of six experts in two layers is no parameter there.
     assert found.spec.num_params == sum(p.numel() for p in model.parameters()) + 12
     assert found.spec.family == "minimax_m3"
     assert [type(layer.mixer).__name__ for layer in found.spec.layers] == ["Attention", *["BlockAttention"] * 2]
     assert [isinstance(layer.ffn, Experts) for layer in found.spec.layers] == [False, True, True]
+
+
+def test_the_text_part_of_a_checkpoint_that_sees(tmp_path: Path) -> None:
+    """As transformers writes it, by the names of the released files."""
+    text = made(5).config.to_dict() | {"model_type": "minimax_m3_vl_text"}
+    sees = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MiniMaxM3VLConfig(text_config=text, vision_config=sees, projector_hidden_size=16)
+    model = random_model(transformers.MiniMaxM3SparseForConditionalGeneration, config, seed=6)
+    model.set_experts_implementation("eager")
+    model.config._attn_implementation = model.config.text_config._attn_implementation = "eager"
+    save(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "language_model.model.layers.1.self_attn.index_q_proj.weight" in stored
+    assert "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight" in stored
+    assert check(tmp_path, model, count_params=False).spec.family == "minimax_m3_vl"
 
 
 def test_as_transformers_says_it() -> None:

@@ -34,11 +34,11 @@ from penstock.core.router import Router
 from penstock.core.selection import BOUNDS
 
 __all__ = [
-    "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention", "EntryIndexer", "Experts",
-    "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent", "Layer", "Lightning", "Mamba",
-    "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm", "QueryScale", "Recurrent", "Rope",
-    "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs",
-    "layer_shapes", "weight_shapes",
+    "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention",
+    "EntryIndexer", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent",
+    "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm",
+    "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams",
+    "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"]

@@ -52,7 +52,10 @@ class MiniMaxM3(LlamaNames):
         fields, sizes, heads = start(config, **_DEFAULTS)
         for name, value in _ONLY.items():
             require(fields, name, value)
-        if fields.string("hidden_act", default="swigluoai") not in ("swigluoai", "silu"):  # transformers says the second
+        if fields.string("hidden_act", default="swigluoai") not in (
+            "swigluoai",
+            "silu",
+        ):  # transformers says the second
             raise UnsupportedError(f"{WHERE} sets hidden_act to another than 'swigluoai', which is what is computed")
         norm = Norm(eps=fields.number("rms_norm_eps", default=1e-6), offset=1.0)
         blocks = fields.section("sparse_attention_config")

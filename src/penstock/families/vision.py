@@ -24,6 +24,7 @@ from penstock.families.gemma3n import Gemma3n
 from penstock.families.gemma4 import Gemma4
 from penstock.families.llama import Llama
 from penstock.families.llama4 import Llama4
+from penstock.families.minimax_m3 import MiniMaxM3
 from penstock.families.mistral import Ministral3, Mistral
 from penstock.families.mtp import MtpNames
 from penstock.families.positions import one_axis
@@ -41,15 +42,16 @@ _OUTSIDE = frozenset({
     "text_config", "vision_config", _TIED, *_SHARED, "ignore_index", "vision_feature_layer",
     "vision_feature_select_strategy", "multimodal_projector_bias", "projector_hidden_act", "projector_hidden_size",
     "projector_ln_eps", "projection_hidden_size", "projection_layer_norm_eps", "spatial_merge_size",
-    "image_seq_length", "mm_tokens_per_image", "image_token_id", "video_token_id", "vision_token_id",
+    "image_seq_length", "mm_tokens_per_image", "merged_hidden_size", "video_token_index",
+    "image_token_id", "video_token_id", "vision_token_id",
     "vision_start_token_id", "vision_end_token_id", "image_token_index", "boi_token_index", "eoi_token_index",
     "audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "boi_token_id", "eoi_token_id",
     "vision_soft_tokens_per_image", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder",
     "audio_soft_tokens_per_image",
 })  # fmt: skip
 _SEEING = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|embed_vision|audio_tower|"
-    r"embed_audio)\..*"
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|patch_merge_mlp|embed_vision|"
+    r"audio_tower|embed_audio)\..*"
 )
 """Names of tensors that see, or lead from there to the decoder."""
 _ROPES = ("rope_scaling", "rope_parameters")
@@ -312,6 +314,15 @@ class KimiK25(TextPart):
         ("deepseek_v3", DeepseekV3),
         ("kimi_k2", DeepseekV3),
     )
+    published = LAYOUTS[1]
+
+
+class MiniMaxM3Seeing(TextPart):
+    """The `ModelFamily` of MiniMaxM3SparseForConditionalGeneration."""
+
+    name = "minimax_m3_vl"
+    architectures = ("MiniMaxM3SparseForConditionalGeneration",)
+    texts = (("minimax_m3_vl_text", MiniMaxM3), ("minimax_m3", MiniMaxM3))
     published = LAYOUTS[1]
 
 

@@ -270,6 +270,7 @@ def test_a_format_that_makes_no_sense_is_refused_at_once(given: str, message: st
         ("llama_gqa", '{"dtype": "int4", "layers": {"1-2": "int8"}}', {}, "2 is named, but .* layers 0 to 1"),
         ("llama_gqa", '{"dtype": {"k": ["int4", "int8", "int8"], "v": "int4"}}', {}, "k: 3 codecs for the 2 kv heads"),
         ("latent", "kivi2", {}, "layer 0 keeps latents"),
+        ("blocks", "kivi2", {}, "layer 0 chooses blocks by keys of their own"),
         ("mamba", "int4", {}, "int4 is for keys and values, of which this model keeps none"),
         ("all_windowed", "kivi2", {}, "all layers of this model see a window; use int8 or int4"),
         ("llama_gqa", "kivi2", {"speculative_config": {"method": "ngram"}}, "cannot take back rejected drafts"),
@@ -290,6 +291,8 @@ def test_dimensions_that_do_not_pack_are_refused() -> None:
         resolve(from_kwargs(model="m", kv_rotation="hadamard"), model(7), MACHINE)
     with pytest.raises(ConfigError, match=r"kv_rotation: .* no heads of keys and values"):
         resolve(from_kwargs(model="m", kv_rotation="hadamard"), specs.make("latent")[0], MACHINE)
+    with pytest.raises(ConfigError, match=r"kv_rotation: .* no heads of keys and values"):
+        resolve(from_kwargs(model="m", kv_rotation="hadamard"), specs.make("blocks")[0], MACHINE)
 
 
 @pytest.mark.parametrize("more", [{"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "kivi2"}, {"kv_rotation": "hadamard"}])

@@ -16,8 +16,8 @@ class BlockAttention(msgspec.Struct, frozen=True, kw_only=True, tag="blocks"):
 
     A block is worth the best product of its tokens that the query's token sees: of a query of the kv head (weight
     `index_q` [G * index_dim, E], norm `index_q_norm`) with a key that all kv heads share (`index_k` [index_dim, E],
-    `index_k_norm`), kept in a plane of its own; both are turned by `rope` as the heads are. Ties go to the earlier block.
-    Weights besides: those of attention, with norms of each head before the rotation (`q_norm`, `k_norm`).
+    `index_k_norm`), kept in a plane of its own; both are turned by `rope` as the heads are. Ties go to the earlier
+    block. Weights besides: those of attention, with norms of each head before the rotation (`q_norm`, `k_norm`).
     Source: MiniMax, MiniMax-M3 (2026), and transformers' MiniMaxM3VLIndexer.
     """
 

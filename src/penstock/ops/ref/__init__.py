@@ -8,12 +8,12 @@ its position alone.
 from __future__ import annotations
 
 from penstock.ops.ref.attention.kept import write_kept
+from penstock.ops.ref.blocks import attend_blocks
 from penstock.ops.ref.connections import blend_streams, collapse_streams, spread, weigh_streams
 from penstock.ops.ref.delta import gated_delta
 from penstock.ops.ref.diagonal import diagonal_scan, rg_lru
 from penstock.ops.ref.entries import attend_entries, choose_entries, write_entries
 from penstock.ops.ref.experts import experts, route, route_listed
-from penstock.ops.ref.blocks import attend_blocks
 from penstock.ops.ref.indexer import attend_chosen, choose_tokens
 from penstock.ops.ref.latent import latent_output, latent_query
 from penstock.ops.ref.mamba import causal_conv, mamba2_scan, mamba_scan
