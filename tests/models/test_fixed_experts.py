@@ -43,7 +43,9 @@ def answers(spec: ModelSpec, weights: Any, ops: str, knobs: dict[str, Any]) -> l
 
 def test_C68_a_token_s_experts_are_a_function_of_the_token() -> None:
     """Wherever it stands, whatever it is beside; spread evenly over experts, other ones in another layer."""
-    for name in ("random", "modulo"):
+    for name in HASHES:
+        if name == "all":
+            continue
         table = hashed(name, 4100, 8, 2, 3)
         np.testing.assert_array_equal(table, hashed(name, 4100, 8, 2, 3))
         assert table.shape == (4100, 2)

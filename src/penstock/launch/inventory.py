@@ -18,6 +18,7 @@ from penstock.kv.checkpoints import CHECKPOINT_RULES
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.tiers import BLOCK_TIERS
+from penstock.model.hashes import HASHES
 from penstock.ops.attention import ATTENTION_BACKENDS
 from penstock.runner.logits import LOGITS_PROCESSORS
 from penstock.runner.tiers import PAGE_STORES
@@ -46,6 +47,7 @@ REGISTRIES: tuple[Registry[Any, Any], ...] = (
     KV_SELECTORS,
     KV_CODECS,
     STORED_FORMATS,
+    HASHES,
 )
 
 
