@@ -33,7 +33,8 @@ PUBLISHED = {
 """Sizes of models that transformers cannot build."""
 
 
-SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4"}
+SAME_SHAPE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4",
+              "minimax_m3": "minimax_m3_vl_text"}  # fmt: skip
 """Model types that transformers does not know -> one it knows whose layers have the same weights."""
 
 

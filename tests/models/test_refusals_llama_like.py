@@ -57,7 +57,15 @@ def test_every_architecture_that_shares_the_readers_is_tried() -> None:
     modules = {name: type(FAMILIES.get(name)()) for name in FAMILIES.names()}
     users = {name for name, family in modules.items() if issubclass(family, LlamaNames)}
     others = {case.split("-")[0] for case in (*SPARSE_CASES, *MORE_CASES, *MIXED_CASES, *DELTA_CASES, *RECURRENT_CASES)}
-    others |= {"gemma3n_text", "gemma4_text", "step3p7", "retnet", "bailing_moe", "bailing_moe_v2"}  # elsewhere
+    others |= {
+        "gemma3n_text",
+        "gemma4_text",
+        "step3p7",
+        "retnet",
+        "bailing_moe",
+        "bailing_moe_v2",
+        "minimax_m3",
+    }  # elsewhere
     assert users <= set(HERE) | others <= set(modules) | {"llama4"}
 
 

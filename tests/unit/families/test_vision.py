@@ -214,6 +214,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": None},
     "llama4": {"num_local_experts": 4},
     "gemma3": {"hidden_act": None},
+    "minimax_m3_vl": {"index_n_heads": 2, "num_key_value_heads": 2},
     "gemma3n": {"num_kv_shared_layers": 0, "hidden_act": None},
     "gemma4": {"hidden_size_per_layer_input": 4, "hidden_act": None},
 }  # fmt: skip
