@@ -60,7 +60,7 @@ def once(model: str, folder: str, length: int, policy: str) -> dict[str, Any]:
     first_s, tokens, cached = first_token(llm, prompt(length, 0))
     again_s, _, _ = first_token(llm, prompt(length, 0))  # from the device: a step and what is beside it
     if folder:
-        llm.engine.core.executor._runner.storage.files.close(60.0)
+        llm.engine.core.executor._runner.storage.outside.close(60.0)
     return {"first_s": first_s, "tokens": tokens, "cached": cached, "again_s": again_s}
 
 
@@ -107,7 +107,7 @@ def beside(args: argparse.Namespace, folder: str) -> list[float]:
         found = dict(speed)
         if number:
             ratios.append(found[1] / found[0])
-    engines[1].engine.core.executor._runner.storage.files.close(60.0)
+    engines[1].engine.core.executor._runner.storage.outside.close(60.0)
     return ratios
 
 

@@ -64,13 +64,13 @@ def disturb(seed: int, told: Any) -> None:
                 place.write_bytes(data if fate == "flip" else data[:-7])
         return read(self, path, into)
 
-    def bad_write(self: BlockFiles, path: str, copy: bytearray) -> None:
+    def bad_write(self: BlockFiles, path: str, copy: bytearray) -> bool:
         with lock:
             fails = rng.random() < SHARE
         if fails:
             told("full")
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, path, copy)
+        return write(self, path, copy)
 
     BlockFiles._read, BlockFiles._write = bad_read, bad_write  # type: ignore[method-assign]
     block_files.RETRY_S = 0.05
@@ -89,7 +89,7 @@ def child(folder: str, seed: int) -> int:
         started = time.monotonic()
         got = dict(zip(chosen, answers_of(llm, prompts, chosen), strict=True))
         stored = llm.engine.core.kv.stored
-        say(answers=got, s=time.monotonic() - started, read=stored.num_loaded, lost=stored.num_lost)
+        say(answers=got, s=time.monotonic() - started, read=stored.tiers[0].num_loaded, lost=stored.tiers[0].num_lost)
         if rng.random() < 0.5:
             llm.reset_prefix_cache()
 
@@ -158,7 +158,7 @@ def soak(kills: int, faults: int, seed: int, folder: Path, say: Any = lambda tex
     kv_store._PART_S = 0.0
     last = engine(str(folder))
     told["wrong"] += sum(a != b for a, b in zip(answers_of(last, texts(1), range(NUM_TEXTS)), right, strict=True))
-    last.engine.core.executor._runner.storage.files.close()
+    last.engine.core.executor._runner.storage.outside.close()
     told["left_half_written"] = len(list(folder.glob("*/*/.*")))
     last.engine.core.kv.check_invariants([])
     return told

@@ -19,7 +19,7 @@ from penstock.base.clock import MonotonicClock
 from penstock.core.batch import SchedulerOutput, StepOutput
 from penstock.core.cache_spec import CacheSpec, PlaneSpec, group_layers
 from penstock.core.page_ops import HOST, AnyPageOp, LoadOp, PageOp, StoreOp
-from penstock.core.protocols import BlockTier
+from penstock.core.protocols import IdTier
 from penstock.core.request import Abort, Control
 from penstock.core.sequence import Sequence as Seq
 from penstock.core.sequence import Status
@@ -63,7 +63,7 @@ class Bench:
 
     def __init__(self, name: str, late: bool = False) -> None:
         self.outbox = Outbox([BlockPool(n, g.pages_per_slab) for g, n in zip(GROUPS, DEVICE_SLABS, strict=True)])
-        self.tier: BlockTier = BLOCK_TIERS.get(name)(GROUPS, TIER_SLABS, self.outbox, late=late)
+        self.tier: IdTier = BLOCK_TIERS.get(name)(GROUPS, TIER_SLABS, self.outbox, late=late)
         self.storage = Storage(GROUPS, DEVICE_SLABS, S, host_slabs=TIER_SLABS, tier=name, poison=True)
         self.moves = 0
 
@@ -97,7 +97,7 @@ def test_ids_and_bytes_of_a_tier_have_one_name() -> None:
 def test_what_was_stored_comes_back(name: str, late: bool) -> None:
     bench = Bench(name, late)
     assert (bench.tier.name, bench.tier.late) == (name, late)
-    ids = bench.tier.reserve([3, 1])
+    ids = bench.tier.prepare_store([3, 1])
     assert ids is not None
     for g, slabs in enumerate(([2, 7, 4], [3])):
         for i, slab in enumerate(slabs):
@@ -119,20 +119,20 @@ def test_what_was_stored_comes_back(name: str, late: bool) -> None:
 @every
 def test_ids_are_nobody_elses_and_a_full_tier_refuses(name: str) -> None:
     tier = Bench(name).tier
-    first, second = tier.reserve([2, 1]), tier.reserve([3, 1])
+    first, second = tier.prepare_store([2, 1]), tier.prepare_store([3, 1])
     assert first is not None
     assert second is not None
     for a, b in zip(first, second, strict=True):
         assert len({*a, *b}) == len(a) + len(b)
     assert [tier.num_free(g) for g in range(2)] == [1, 0]
     for too_much in ([2, 0], [0, 1], [1, 1]):
-        assert tier.reserve(too_much) is None
+        assert tier.prepare_store(too_much) is None
         assert [tier.num_free(g) for g in range(2)] == [1, 0], "all or nothing"
-    assert tier.reserve([0, 0]) == [[], []]
+    assert tier.prepare_store([0, 0]) == [[], []]
     tier.check_invariants([[*first[0], *second[0]], [*first[1], *second[1]]])
-    tier.free(first)
+    tier.complete_load(first)
     assert [tier.num_free(g) for g in range(2)] == [3, 1]
-    again = tier.reserve([3, 1])
+    again = tier.prepare_store([3, 1])
     assert again is not None
     assert not {*again[0]} & {*second[0]}
     tier.check_invariants([[*again[0], *second[0]], [*again[1], *second[1]]])
@@ -159,10 +159,10 @@ def test_freed_ids_are_used_again_within_a_step(name: str) -> None:
                 ids, bytes_ = held.pop(rng.randrange(len(held)))
                 slab = targets.pop()
                 bench.load(0, ids[0], [slab])
-                bench.tier.free(ids)
+                bench.tier.complete_load(ids)
                 freed.update(ids[0])
                 expected.append((slab, bytes_))
-            elif sources and (taken := bench.tier.reserve([1, 0])) is not None:
+            elif sources and (taken := bench.tier.prepare_store([1, 0])) is not None:
                 slab = sources.pop()
                 bench.tier.store(0, [slab], taken[0])
                 held.append((taken, bench.read(0, slab)))
@@ -177,7 +177,7 @@ def test_freed_ids_are_used_again_within_a_step(name: str) -> None:
 @every
 def test_what_was_never_stored_is_not_brought_back(name: str) -> None:
     bench = Bench(name)
-    ids = bench.tier.reserve([2, 0])
+    ids = bench.tier.prepare_store([2, 0])
     assert ids is not None
     bench.fill(0, 0, 1)
     bench.fill(0, 5, 2)
@@ -192,7 +192,7 @@ def test_what_was_never_stored_is_not_brought_back(name: str) -> None:
 
 def test_a_byte_that_changed_in_host_memory_is_a_failed_load() -> None:
     bench = Bench("host")
-    ids = bench.tier.reserve([1, 0])
+    ids = bench.tier.prepare_store([1, 0])
     assert ids is not None
     bench.fill(0, 0, 1)
     bench.tier.store(0, [0], ids[0])

@@ -75,7 +75,7 @@ def kept(core: EngineCore, requests: Iterable[Request]) -> Held:
             held[DEVICE if node.slabs else HOST] |= hashes
             stack += [(child, chain[-1]) for child in node.children.values()]
     if core.kv.stored is not None:
-        entries = core.kv.stored.index._entries
+        entries = core.kv.stored.tiers[0].index._entries
         paths = (path.rpartition("/")[2] for path in entries if not path.endswith(STATE))
         held[DISK] = {hash_of(bytes.fromhex(name.partition("-")[0])) for name in paths}
     return held

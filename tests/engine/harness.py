@@ -59,6 +59,7 @@ class Knobs:
     preemption: str = "auto"
     offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
     kv_offload: str = "none"  # a store of blocks outside the process: full groups only
+    kv_offload_secret_file: str | None = None
     kv_load_policy: str = "wait"
     kv_allocator: str = "paged"
     max_model_len: int | None = None
@@ -118,6 +119,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         preemption_mode=k.preemption,
         enable_hierarchical_cache=k.offload,
         kv_offload=k.kv_offload,
+        kv_offload_secret_file=k.kv_offload_secret_file,
         kv_load_policy=k.kv_load_policy,
         kv_allocator=k.kv_allocator,
         kv_selector=k.selector,

@@ -33,20 +33,25 @@ from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sequence import Sequence, Status
 from penstock.engine.core import EngineCore
+from penstock.launch.shared_secret import read_secrets
 from penstock.runner.block_files import OVERHEAD, BlockFiles
+from penstock.runner.block_peer import BlockPeer
+from penstock.runner.block_wire import Ask, Listing, PeerError
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
 SPECS = ["llama_gqa", "latent", "indexed", "windowed", "all_windowed", "slots", "mamba2", "delta", "scores"]
-SECRET = bytes(range(32))
+LINE = "0123456789abcdef" * 2
 FATES = ["gone", "flip", "cut"]
+REASONS = ["lost", "slow", "unreachable", "frame"]
 
 
 class Disk:
-    """A drawn disk. `truth`: bytes by path, of all engines so far."""
+    """A drawn disk, and a drawn server of blocks. `truth`: bytes by path, of all engines so far; `served`: what the
+    server has."""
 
-    def __init__(self, rng: random.Random, truth: dict[str, bytes]) -> None:
-        self.rng, self.truth = rng, truth
+    def __init__(self, rng: random.Random, truth: dict[str, bytes], served: dict[str, bytes]) -> None:
+        self.rng, self.truth, self.served = rng, truth, served
         self.read_fails = rng.choice([0.0, 0.1, 0.3, 0.6])
         self.write_fails = rng.choice([0.0, 0.2])
         self.pace = rng.choice([0.03, 0.1, 0.4, 0.8, 1.0])
@@ -118,13 +123,48 @@ class Disk:
                 place.write_bytes(data if fate == "flip" else data[:-9])
         return _read(files, path, into)
 
-    def write_file(self, files: BlockFiles, path: str, copy: bytearray) -> None:
+    def write_file(self, files: BlockFiles, path: str, copy: bytearray) -> bool:
         if self.rng.random() < self.write_fails:
             raise OSError(errno.ENOSPC, "No space left on device")
-        _write(files, path, copy)
+        return _write(files, path, copy)
 
     def start(self, files: BlockFiles) -> None:
         """No threads."""
+
+    # -- in place of methods of BlockPeer ----------------------------------------------------------------------------
+
+    def fails(self, share: float) -> None:
+        if self.rng.random() < share:
+            raise PeerError(self.rng.choice(REASONS), "drawn")
+
+    def peer_get(self, peer: BlockPeer, path: str, most: int) -> bytearray | None:
+        self.fails(self.read_fails / 2)
+        if path in self.served and self.rng.random() < self.read_fails / 2:
+            fate, data = self.rng.choice(FATES), bytearray(self.served[path])
+            data[-40:-39] = bytes([data[-40] ^ 1])
+            self.served.pop(path)
+            if fate != "gone":
+                self.served[path] = bytes(data if fate == "flip" else data[:-9])
+        block = self.served.get(path)
+        return None if block is None else bytearray(block)
+
+    def peer_put(self, peer: BlockPeer, path: str, data: bytearray) -> bool:
+        self.fails(self.write_fails)
+        if self.rng.random() < self.refuses:
+            return False
+        self.served[path] = bytes(data)
+        return True
+
+    def peer_drop(self, peer: BlockPeer, path: str) -> None:
+        self.fails(self.write_fails)
+        self.served.pop(path, None)
+
+    def peer_list(self, peer: BlockPeer, ask: Ask) -> Listing:
+        self.fails(self.read_fails / 4)
+        for path in self.rng.sample(sorted(self.served), len(self.served) // 20):
+            self.served.pop(path)  # others needed the room
+        found = [(path, len(data)) for path, data in sorted(self.served.items()) if path.startswith(ask.prefix)]
+        return Listing("life", 0, True, False, found, [])
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -158,14 +198,19 @@ def drawn(disk: Disk) -> Iterator[None]:
     def bound(method: Any) -> Any:
         return lambda files, *args: method(files, *args)
 
-    with mock.patch.multiple(BlockFiles, **{name: bound(method) for name, method in methods.items()}):
+    asked = {"get": disk.peer_get, "put": disk.peer_put, "drop": disk.peer_drop, "list": disk.peer_list}
+    with (
+        mock.patch.multiple(BlockFiles, **{name: bound(method) for name, method in methods.items()}),
+        mock.patch.multiple(BlockPeer, **{name: bound(method) for name, method in asked.items()}),
+    ):
         yield
 
 
 def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
     """`full`: whether all groups keep their whole context; blocks of others do not go to the host."""
     k = draw_knobs(rng)
-    k.block_size, k.kv_offload = 4, f"disk:{folder}"
+    tiers = rng.choice([[f"disk:{folder}"], ["remote:127.0.0.1:1"], [f"disk:{folder}", "remote:127.0.0.1:1"]])
+    k.block_size, k.kv_offload, k.kv_offload_secret_file = 4, " ".join(tiers), str(folder.parent / "shared")
     k.num_blocks = rng.choice([24, 32, 48, 128])
     k.window_blocks = min(k.window_blocks, k.num_blocks)
     k.prefix_cache = rng.choice(["radix", "hash"])
@@ -175,26 +220,32 @@ def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
 
 
 def news_of(core: EngineCore, rng: random.Random) -> Any:
-    """Others take files away and bring them back, and the engine hears of it sooner or later. Returns its KVStore."""
+    """Others take files away and bring them back, and the engine hears of it sooner or later. Returns the locks that it
+    has."""
     assert core.store_news is not None
-    store: Any = core.store_news.__self__  # type: ignore[attr-defined]
-    first = [_sorted(news) for news in store._news]
+    looks: Any = core.store_news.__self__.looks  # type: ignore[attr-defined]
+    first = [_sorted(news) for look in looks for news in look._news]
+    for look in looks:
+        look._news.clear()
 
     def news(now_s: float) -> list[StoreNews]:
         told = first[:]
         first.clear()
-        if rng.random() < 0.05:
-            told.append(_sorted(store.look()))
+        for look in looks:
+            if rng.random() < 0.05:
+                found = look.look()
+                told += [_sorted(n) for n in (look._news if found is None else [found])]
+                look._news.clear()
         return told
 
     core.store_news = news
-    return store
+    return [look._lock for look in looks if getattr(look, "_lock", None) is not None]
 
 
 def _sorted(news: StoreNews) -> StoreNews:
     """As if all had been used in the same minute: directories have no order."""
     found = sorted((path, num_bytes, 0) for path, num_bytes, _ in news.found)
-    return StoreNews(found=found, gone=news.gone)
+    return StoreNews(found=found, gone=news.gone, tier=news.tier)
 
 
 def is_read(seq: Sequence) -> bool:
@@ -242,29 +293,34 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
     try:
         kv = place / "kv"
         kv.mkdir(mode=0o700)
-        (kv / "secret").write_bytes(SECRET)
+        (place / "shared").write_text(LINE)
+        (place / "shared").chmod(0o600)
+        (kv / "secret").write_bytes(read_secrets(place / "shared").blocks)
+        served: dict[str, bytes] = {}
         for number in range(engines):
-            disk, k = Disk(rng, truth), knobs_of(rng, kv, full=full)
+            disk, k = Disk(rng, truth, served), knobs_of(rng, kv, full=full)
             note = f"{name}, seed {seed}, engine {number}: {k}"
             with drawn(disk):
                 core = real_engine(spec, weights, k)
                 stored = core.kv.stored
                 assert stored is not None
-                if rng.random() < 0.3:
-                    stored.index.limit_bytes = rng.choice([8, 20]) * stored._settings.block_bytes
-                stored.index.evicts = rng.random() < 0.8  # or another has the lock
-                store = news_of(core, rng)
+                for tier in stored.tiers:
+                    if rng.random() < 0.3:
+                        tier.index.limit_bytes = rng.choice([8, 20]) * stored._settings.block_bytes
+                    tier.index.evicts = rng.random() < 0.8  # or another has the lock
+                locks = news_of(core, rng)
                 try:
                     collector = in_company(core, workload(spec.vocab_size), rng, note=str(k))
                     check(name, collector)
                     assert_beams(name, collector)
-                    stored.index.check_invariants()
+                    for tier in stored.tiers:
+                        tier.index.check_invariants()
                 except Exception as error:
                     raise AssertionError(note) from error
-                num_loaded += stored.num_loaded
-                core.executor._runner.storage.files.close()  # type: ignore[attr-defined]
-                if store._lock is not None:
-                    os.close(store._lock)  # as at the end of a process
+                num_loaded += sum(tier.num_loaded for tier in stored.tiers)
+                core.executor._runner.storage.outside.close()  # type: ignore[attr-defined]
+                for lock in locks:
+                    os.close(lock)  # as at the end of a process
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return num_loaded

@@ -178,7 +178,7 @@ def test_off_nothing_is_recorded(tmp_path: Path) -> None:
     assert core.kv.events is None
     assert core.kv.stored is not None
     written(core)
-    assert len(core.kv.stored.index) == 10
-    assert core.kv.stored.index.take_changes() == []
+    assert len(core.kv.stored.tiers[0].index) == 10
+    assert core.kv.stored.tiers[0].index.take_changes() == []
     assert core.stats.num_kv_events == 0
     ended(core)

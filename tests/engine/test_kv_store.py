@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.core.page_ops import DISK
 from penstock.core.request import Abort, Control
 from penstock.core.sampling import SamplingParams
 from penstock.engine.core import EngineCore
@@ -48,7 +49,7 @@ SPECS = ["llama_gqa", "latent", "indexed", "windowed", "slots", "mamba2"]
 
 
 def files(core: EngineCore) -> BlockFiles:
-    found = core.executor._runner.storage.files  # type: ignore[attr-defined]
+    found = core.executor._runner.storage.outside.tiers[DISK]  # type: ignore[attr-defined]
     assert isinstance(found, BlockFiles)
     return found
 
@@ -81,7 +82,7 @@ def test_B33_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> No
         r = request(text, max_tokens=6)
         got = run(core, [r])[r.request_id]
         assert got.tokens[0] == generate(fake_logits, r)[0]
-        told.append((forward.num_tokens, got.cached, core.kv.stored.num_loaded))  # type: ignore[union-attr]
+        told.append((forward.num_tokens, got.cached, core.kv.stored.tiers[0].num_loaded))  # type: ignore[union-attr]
         ended(core)
     assert told[0] == (50 + 5, 0, 0)
     assert told[1] == (2 + 5, 48, 12), "all whole blocks but the last token's were read"
@@ -126,12 +127,12 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
             place.unlink(missing_ok=True)
         return read(self, path, into)
 
-    def bad_write(self: BlockFiles, path: str, copy: bytearray) -> None:
+    def bad_write(self: BlockFiles, path: str, copy: bytearray) -> bool:
         with lock:
             fails = chaos.random() < 0.2
         if fails:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, path, copy)
+        return write(self, path, copy)
 
     monkeypatch.setattr(BlockFiles, "_read", bad_read)
     monkeypatch.setattr(BlockFiles, "_write", bad_write)
@@ -149,10 +150,10 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
         except AssertionError as error:
             raise AssertionError(f"draw {draw}: {k}") from error
         assert_beams(name, collector, f"draw {draw}: {k}")
-        stored = core.kv.stored
-        assert stored is not None
-        stored.index.check_invariants()
-        loaded, lost, refused = loaded + stored.num_loaded, lost + stored.num_lost, refused + stored.num_refused
+        assert core.kv.stored is not None
+        (tier,) = core.kv.stored.tiers
+        tier.index.check_invariants()
+        loaded, lost, refused = loaded + tier.num_loaded, lost + tier.num_lost, refused + tier.num_refused
         ended(core)
     assert loaded > 3
     assert lost > 1
@@ -195,7 +196,7 @@ def test_B33_what_is_wrong_with_a_file_is_a_miss(tmp_path: Path, harm: str) -> N
         os.mkfifo(place)
     core, forward = fake_engine(knobs(tmp_path))
     if harm == "gone":  # after the look
-        core.kv.stored.index.found([])  # type: ignore[union-attr]
+        core.kv.stored.tiers[0].index.found([])  # type: ignore[union-attr]
     r = request(text, max_tokens=6)
     got = run(core, [r])[r.request_id]
     assert got.tokens[0] == generate(fake_logits, r)[0]
@@ -291,7 +292,7 @@ def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
     core, _ = fake_engine(knobs(tmp_path, num_blocks=128))
     stored = core.kv.stored
     assert stored is not None
-    stored.index.limit_bytes = 40 * stored._settings.block_bytes
+    stored.tiers[0].index.limit_bytes = 40 * stored._settings.block_bytes
     texts = [[3 + (i * 7 + n * i * i) % 23 for i in range(65)] for n in (1, 2, 3)]
     for n in (0, 1, 0, 2):
         r = request(texts[n], max_tokens=1)
@@ -299,7 +300,7 @@ def test_a_full_folder_gives_up_ends_of_texts_first(tmp_path: Path) -> None:
         core.add(Control(kind="reset_prefix_cache", request_id=""))
         written(core)
     ended(core)
-    assert stored.index.num_bytes <= stored.index.limit_bytes
+    assert stored.tiers[0].index.num_bytes <= stored.tiers[0].index.limit_bytes
     assert len(kept(tmp_path)) <= 40
     depths = [max(int(p.name.rpartition("-")[2], 16) for p in kept(tmp_path)) for _ in (0,)]
     assert depths == [15]
@@ -324,14 +325,14 @@ def test_what_is_about_to_be_read_does_not_make_room(tmp_path: Path) -> None:
     run(core, [request(text[:17], max_tokens=1)])  # now the device has four blocks
     written(core)
     (lost,) = [str(p.relative_to(tmp_path)) for p in kept(tmp_path) if p.name.endswith("-1")]
-    stored.index.found([], [lost])
-    stored.index.evicts = True  # the first engine still has the lock
-    stored.index.limit_bytes = stored.index.num_bytes
+    stored.tiers[0].index.found([], [lost])
+    stored.tiers[0].index.evicts = True  # the first engine still has the lock
+    stored.tiers[0].index.limit_bytes = stored.tiers[0].index.num_bytes
     r = request(text, max_tokens=2)
     got = run(core, [r])[r.request_id]
     assert got.tokens[0] == generate(fake_logits, r)[0]
     assert got.cached == 40, "four blocks were on the device, six were read"
-    depths = {depth_of(path) for path in stored.index._entries}
+    depths = {depth_of(path) for path in stored.tiers[0].index._entries}
     assert {4, 5, 6, 7, 8, 9} <= depths, "what was being read stayed"
 
 
@@ -341,10 +342,10 @@ def test_two_engines_share_a_folder_and_one_makes_room(tmp_path: Path) -> None:
     text = [3 + i * 7 % 23 for i in range(50)]
     run(first, [request(text, max_tokens=2)])
     run(second, [request([7], max_tokens=1)])
-    assert first.kv.stored.index.evicts  # type: ignore[union-attr]
-    assert not second.kv.stored.index.evicts  # type: ignore[union-attr]
+    assert first.kv.stored.tiers[0].index.evicts  # type: ignore[union-attr]
+    assert not second.kv.stored.tiers[0].index.evicts  # type: ignore[union-attr]
     ended(first)
-    news = second.store_news.__self__  # type: ignore[union-attr]
+    news = second.store_news.__self__.looks[0]  # type: ignore[union-attr]
     news._look()  # what a thread does every ten seconds
     r = request(text, max_tokens=6)
     got = run(second, [r])[r.request_id]
@@ -417,7 +418,7 @@ def test_a_run_replays_without_the_disk(tmp_path: Path, depth: int) -> None:
         collector.take(emitted)
         check("llama_gqa", collector)
         assert core.kv.stored is not None
-        settings, loaded = core.kv.stored._settings, core.kv.stored.num_loaded
+        settings, loaded = core.kv.stored._settings, core.kv.stored.tiers[0].num_loaded
         core.recorder.save(tmp_path / "run.log")
         ended(core)
         make = partial(plain_core, spec, k, store=settings)
@@ -494,7 +495,7 @@ def test_formats_that_encode_whole_blocks_are_kept_as_they_are(
         k.prefix_cache, k.kv_offload = "radix", f"disk:{tmp_path}"
         core = real_engine(spec, weights, k)
         check(name, disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k), kv_dtype, block_size)
-        loaded += core.kv.stored.num_loaded  # type: ignore[union-attr]
+        loaded += core.kv.stored.tiers[0].num_loaded  # type: ignore[union-attr]
         ended(core)
     assert loaded > 3
 

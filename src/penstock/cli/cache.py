@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import cache_serve
 from penstock.cli.models import JSON, size_text
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "ls: models and tenants whose blocks are in a folder that --kv-offload named, how many, how old. rm: delete "
         "them, all that the options name; a server that runs computes them again. verify: read every block, and say "
-        "which are not what was written; --delete removes those."
+        "which are not what was written; --delete removes those. serve: keep blocks for engines that name "
+        "--kv-offload remote:HOST:PORT, in a folder, or in memory if it is called that."
     )
-    parser.add_argument("action", choices=("ls", "rm", "verify"))
+    parser.add_argument("action", choices=("ls", "rm", "verify", "serve"))
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("--tenant", metavar="NAME", help="of this tenant alone; '' is who comes without a key")
     parser.add_argument(
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="rm: really everything")
     parser.add_argument("--delete", action="store_true", help="verify: delete what is damaged")
     parser.add_argument("--json", action="store_true", help=JSON)
+    cache_serve.add_arguments(parser)
 
 
 def _age(text: str) -> float:
@@ -47,9 +50,15 @@ def _age(text: str) -> float:
 
 def cache(args: argparse.Namespace) -> int:
     """Run one of the actions. Raises ConfigError for a folder that is none."""
-    from penstock.launch.kv_store import open_existing, places
+    from penstock.launch.kv_store import is_served, open_existing, places
 
+    if args.action == "serve":
+        return cache_serve.serve(args)
     secret = open_existing(args.folder)
+    if is_served(args.folder) and (args.action == "verify" or args.tenant is not None):
+        print("engines have the key of these blocks: neither their tenants nor their bytes can be told from here",
+              file=sys.stderr)  # fmt: skip
+        return 2
     found = [p for p in places(args.folder) if _wanted(p, args, secret)]
     if args.action == "ls":
         return _ls(found, args)

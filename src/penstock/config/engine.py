@@ -151,8 +151,14 @@ class CacheConfig(Section):
     )
     kv_offload: str = setting(
         "none",
-        "Where full blocks are kept outside this process: they outlive it, and prompts that begin with them are read. "
-        "disk:FOLDER or disk:FOLDER,20GiB (else 10GiB): files that only this user can read, made from texts.",
+        "Where full blocks are kept outside this process; prompts that begin with them are read. disk:FOLDER or "
+        "disk:FOLDER,20GiB (else 10GiB): files of this user; remote:HOST:PORT: what penstock cache serve keeps; or "
+        "both, with a space between.",
+    )
+    kv_offload_secret_file: str | None = setting(
+        None,
+        "A file with the secret that engines and a server of blocks (kv_offload remote:HOST:PORT) share: one line of "
+        "32 characters or more. Engines may have a second line, which the server has not: it then cannot make blocks.",
     )
     kv_load_policy: str = setting(
         "wait",

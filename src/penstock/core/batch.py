@@ -205,3 +205,5 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """Loads that have ended (the `move` of their LoadOps), each reported once: True, they have arrived; False, what was
     found is not what was stored, and what rows read of their pages is void. Nearly always none."""
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
+    misses: dict[str, int] = {}
+    """Blocks of tiers outside that could not be read, by tier and reason ("remote:slow"). Nearly always none."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.page_ops import DISK
+
 
 class Decision(msgspec.Struct, frozen=True):
     """A value that Penstock chose, and why. `--explain` prints them."""
@@ -37,11 +39,13 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         found: blocks that others have written: (path, bytes, an order by last use).
         gone: paths that others have removed.
         evicts: whether this process is the one that makes room there; None: as before.
+        tier: which of several it is about (`page_ops.TIER_NAMES`).
     """
 
     found: list[tuple[str, int, int]] = []
     gone: list[str] = []
     evicts: bool | None = None
+    tier: int = DISK
 
 
 MachineNews = PoolGrowth | StoreNews

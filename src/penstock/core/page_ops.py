@@ -6,8 +6,9 @@ import msgspec
 
 STATE = ".state"
 """Ends the path of what a sequence's slots hold; other paths are those of blocks, of all groups with tokens."""
-HOST = 1
-"""Number of the tier in host memory; 0 would be the device."""
+HOST, DISK, REMOTE = 1, 2, 3
+"""Numbers of tiers: host memory, files, another process; 0 would be the device. The nearer one has the lower number."""
+TIER_NAMES = {HOST: "host", DISK: "disk", REMOTE: "remote"}
 
 
 class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
@@ -68,6 +69,7 @@ class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):
     path: str
     pages: tuple[int, ...]
     move: int
+    tier: int = DISK
 
 
 class GetOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
@@ -79,12 +81,14 @@ class GetOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=5):
     pages: tuple[int, ...]
     move: int
     block: int
+    tier: int = DISK
 
 
 class DropOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=6):
     """What is kept under these paths is given up."""
 
     paths: tuple[str, ...]
+    tier: int = DISK
 
 
 AnyPageOp = PageOp | StoreOp | LoadOp | PackOp | PutOp | GetOp | DropOp

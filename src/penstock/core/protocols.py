@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from penstock.base.errors import UnsupportedError
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from penstock.core.sequence import Sequence
     from penstock.core.step_shape import StepShape
     from penstock.core.weight_map import WeightMap
+
+
+Ids = Seq[Seq[int]]
+Keys = TypeVar("Keys", contravariant=True)
 
 
 @runtime_checkable
@@ -241,50 +245,62 @@ class PrefixCache(Protocol):
         ...
 
 
-class BlockTier(Protocol):
-    """Where blocks wait outside the device, by id. It plans copies and moves nothing: a `PageStore` has the bytes.
+class BlockTier(Protocol[Keys]):
+    """The books of where blocks wait outside the device. It plans copies and moves nothing: a rank has the bytes.
 
-    An id names one block of one cache group (a state, of a slot group): ids are lists per group, in group order.
+    `Keys` name blocks there: ids that the tier hands out (`IdTier`: host memory), or names that say what a block holds
+    (`kv.named_tier`: a folder, a server of blocks). The calls are those of vLLM's manager of offloaded blocks.
     """
 
     name: str
     late: bool
     """Whether a load may take longer than the step that carries it: whoever needs it waits until a step reports it."""
 
+    def prepare_load(self, keys: Keys) -> None:
+        """They are about to be read, or waited with: until `complete_load` nothing else takes their place."""
+        ...
+
+    def complete_load(self, keys: Keys, *, good: bool = True) -> None:
+        """Whoever called `prepare_load`, or `prepare_store` of ids, needs them no more. `good`: they were what had been
+        stored."""
+        ...
+
+    def evict(self, keys: Keys) -> None:
+        """Given up. Whoever is reading them still has them."""
+        ...
+
+
+class IdTier(BlockTier[Ids], Protocol):
+    """A tier whose blocks have numbers. An id names one block of one cache group (a state, of a slot group): ids are
+    lists per group, in group order. What waits here need not have a name: a sequence with a block that is half full."""
+
     def num_free(self, group: int) -> int:
-        """Blocks of a group that can be reserved now."""
+        """Blocks of a group for which there is room now."""
         ...
 
-    def reserve(self, needs: Seq[int]) -> list[list[int]] | None:
-        """Ids for `needs[g]` blocks of each group, or None, and nothing reserved, if there are fewer."""
-        ...
-
-    def share(self, ids: Seq[Seq[int]]) -> None:
-        """One holder more of reserved ids of each group."""
+    def prepare_store(self, needs: Seq[int]) -> list[list[int]] | None:
+        """Ids for `needs[g]` blocks of each group, or None, and nothing taken, if there are fewer. Whoever has them
+        gives them back, as after `prepare_load`."""
         ...
 
     def store(self, group: int, slabs: Seq[int], ids: Seq[int]) -> None:
-        """Plan to copy slabs of the device to reserved ids. The slabs may be freed right behind it."""
+        """Plan to copy slabs of the device to ids. Complete at once: the slabs may be freed right behind it."""
         ...
 
     def load(self, group: int, ids: Seq[int], slabs: Seq[int], move: int) -> None:
         """Plan to copy what was stored back into slabs of the device, as a part of load `move`.
 
-        Unless loads are late, the ids may be freed right behind it.
+        Unless loads are late, the load may be completed right behind it.
         """
         ...
 
-    def free(self, ids: Seq[Seq[int]]) -> None:
-        """One holder less of ids of each group; without any they can be reserved again."""
-        ...
-
-    def check_invariants(self, held: Seq[Seq[int]]) -> None:
-        """Raises AssertionError unless exactly the ids `held` of each group are reserved, by as many holders."""
+    def check_invariants(self, held: Ids) -> None:
+        """Raises AssertionError unless exactly the ids `held` of each group are taken, by as many holders."""
         ...
 
 
 class PageStore(Protocol):
-    """The bytes of a tier on a rank. Its pages are a `BlockTier`'s ids, times the pages of a slab."""
+    """The bytes of a tier on a rank. Its pages are an `IdTier`'s ids, times the pages of a slab."""
 
     num_pages: tuple[int, ...]
     """Of each cache group."""

@@ -50,6 +50,8 @@ class Commit:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
         if result.moves:
             self.scheduler.settle(result.moves)
+        if result.misses and self.kv.stored is not None:
+            self.kv.stored.misses.update(result.misses)
         alive: dict[int, Sequence] = {}
         failed = {error.seq_id for error in result.errors}
         drafted = {verified.seq_id for verified in result.verified}

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import LoadOp, StoreOp
+from penstock.core.protocols import Ids
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.outbox import Outbox
 
 
 class HostTier:
-    """A `BlockTier`. `num_slabs[g]` may be 0: then nothing of that group finds room.
+    """An `IdTier`. `num_slabs[g]` may be 0: then nothing of that group finds room.
 
     `late`: ranks may take their time for what they bring back (an accelerator that copies beside its steps).
     """
@@ -29,13 +30,13 @@ class HostTier:
     def num_free(self, group: int) -> int:
         return self.pools[group].num_free
 
-    def reserve(self, needs: Sequence[int]) -> list[list[int]] | None:
+    def prepare_store(self, needs: Sequence[int]) -> list[list[int]] | None:
         if any(need > pool.num_free for need, pool in zip(needs, self.pools, strict=True)):
             return None
         return [pool.alloc_slabs(need) or [] for need, pool in zip(needs, self.pools, strict=True)]
 
-    def share(self, ids: Sequence[Sequence[int]]) -> None:
-        for pool, slabs in zip(self.pools, ids, strict=True):
+    def prepare_load(self, keys: Ids) -> None:
+        for pool, slabs in zip(self.pools, keys, strict=True):
             pool.ref_slabs(slabs)
 
     def store(self, group: int, slabs: Sequence[int], ids: Sequence[int]) -> None:
@@ -50,11 +51,16 @@ class HostTier:
             assert dst >= 0, "a block that is gone is loaded"
             self._outbox.add(LoadOp(group, src * width, dst * width, width, move, self.late))
 
-    def free(self, ids: Sequence[Sequence[int]]) -> None:
-        for pool, slabs in zip(self.pools, ids, strict=True):
+    def complete_load(self, keys: Ids, *, good: bool = True) -> None:
+        """What was not good is dropped by whoever found it: the prefix cache, by `evict`."""
+        self.evict(keys)
+
+    def evict(self, keys: Ids) -> None:
+        """One holder less."""
+        for pool, slabs in zip(self.pools, keys, strict=True):
             pool.unref_slabs(slabs, unseen=True)
 
-    def check_invariants(self, held: Sequence[Sequence[int]]) -> None:
+    def check_invariants(self, held: Ids) -> None:
         for g, (pool, ids) in enumerate(zip(self.pools, held, strict=True)):
             pool.check_invariants()
             counted = {slab: count for slab, count in enumerate(pool.refs) if count}

@@ -171,7 +171,7 @@ class KVManager:
     @property
     def _version(self) -> int:
         """Changes whenever something that could be matched is forgotten."""
-        store = 0 if self.stored is None else self.stored.index.version
+        store = 0 if self.stored is None else self.stored.version
         return self.cache.version + self._windows.num_hollowed + store
 
     def _fresh(self, seq: Sequence, match: PrefixMatch) -> PrefixMatch:
@@ -487,13 +487,13 @@ class KVManager:
     def drain(self) -> tuple[list[TableUpdate], list[AnyPageOp]]:
         """What the next step has to carry out first: table updates and page operations, in order of planning."""
         if self.stored is not None:
-            self.stored.waiting = 0
+            self.stored.take_waiting()
         return self._outbox.drain()
 
     @property
     def orders_wait(self) -> bool:
         """Blocks are to be written: a step without rows is due if there is no other, for then nobody else is slowed."""
-        return self.stored is not None and self.stored.waiting > 0
+        return self.stored is not None and self.stored.waits
 
     def submitted(self, step: int) -> None:
         """`step`, with what was drained last, was handed to the executor."""

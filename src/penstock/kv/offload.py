@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core.protocols import BlockTier
+from penstock.core.protocols import IdTier
 from penstock.kv.events import EventRecorder
 
 Block = tuple[int, ...]
@@ -22,7 +22,7 @@ class PrefixOffload:
         num_kept: blocks that the tree has in the tier now.
     """
 
-    def __init__(self, tier: BlockTier, num_groups: int) -> None:
+    def __init__(self, tier: IdTier, num_groups: int) -> None:
         self.num_stored = self.num_loaded = self.num_kept = 0
         self._tier = tier
         self._groups = range(num_groups)
@@ -35,7 +35,7 @@ class PrefixOffload:
 
     def keep(self, blocks: Sequence[Block]) -> list[Block] | None:
         """Plan to copy blocks of the device to the tier: their ids, or None, and nothing planned, without room."""
-        ids = self._tier.reserve([len(blocks) for _ in self._groups])
+        ids = self._tier.prepare_store([len(blocks) for _ in self._groups])
         if ids is None:
             return None
         for group, slabs in enumerate(zip(*blocks, strict=True)):
@@ -53,4 +53,4 @@ class PrefixOffload:
             if self.events is not None:
                 self.events.dropped(copies)
             self.num_kept -= len(copies)
-            self._tier.free(list(zip(*copies, strict=True)))
+            self._tier.evict(list(zip(*copies, strict=True)))

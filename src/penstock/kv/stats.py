@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.kv.store_index import NO_LIMIT
 from penstock.kv.window_pool import WindowPool
 
 if TYPE_CHECKING:
     from penstock.core.cache_spec import CacheGroup
     from penstock.core.protocols import PrefixCache
     from penstock.kv.block_pool import BlockPool
+    from penstock.kv.named_tier import NamedTier
     from penstock.kv.room import Room
     from penstock.kv.stored import StoredBlocks
     from penstock.kv.swap import Swaps
@@ -97,19 +99,31 @@ def kv_stats(
 
 
 def store_stats(stored: StoredBlocks) -> dict[str, float]:
-    """Counters since start, and what the store holds now: `store_blocks`, `store_bytes`, `store_limit_bytes`."""
-    index = stored.index
+    """Counters since start, and what the tiers hold now (`store_blocks`, `store_bytes`, `store_limit_bytes`): of all
+    together, and of each by its name (`disk:store_bytes`).
+
+    `num_store_misses:remote:slow` and the like: blocks that could not be read, by tier and reason.
+    """
+    each = {tier.name: _tier_stats(tier) for tier in stored.tiers}
+    names = next(iter(each.values()))
+    found = {name: sum(stats[name] for stats in each.values()) for name in names}
+    found |= {f"{tier}:{name}": value for tier, stats in each.items() for name, value in stats.items()}
+    asked = {"num_store_query_tokens": stored.num_query_tokens, "num_store_hit_tokens": stored.num_hit_tokens}
+    missed = {f"num_store_misses:{why}": float(num) for why, num in sorted(stored.misses.items())}
+    return found | missed | {name: float(value) for name, value in asked.items()}
+
+
+def _tier_stats(tier: NamedTier) -> dict[str, float]:
+    index = tier.index
     return {
-        "num_store_written_blocks": float(stored.num_stored),
-        "num_store_read_blocks": float(stored.num_loaded),
-        "num_store_written_bytes": float(stored.written_bytes),
-        "num_store_read_bytes": float(stored.read_bytes),
-        "num_store_refused_blocks": float(stored.num_refused),
-        "num_store_lost_blocks": float(stored.num_lost),
+        "num_store_written_blocks": float(tier.num_stored),
+        "num_store_read_blocks": float(tier.num_loaded),
+        "num_store_written_bytes": float(tier.written_bytes),
+        "num_store_read_bytes": float(tier.read_bytes),
+        "num_store_refused_blocks": float(tier.num_refused),
+        "num_store_lost_blocks": float(tier.num_lost),
         "num_store_evicted_blocks": float(index.num_evicted),
-        "num_store_query_tokens": float(stored.num_query_tokens),
-        "num_store_hit_tokens": float(stored.num_hit_tokens),
         "store_blocks": float(len(index)),
         "store_bytes": float(index.num_bytes),
-        "store_limit_bytes": float(index.limit_bytes),
+        "store_limit_bytes": float(index.limit_bytes if index.limit_bytes < NO_LIMIT else 0),
     }

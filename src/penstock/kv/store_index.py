@@ -14,6 +14,8 @@ from penstock.base.hashing import digest
 from penstock.core.page_ops import STATE
 
 NAME_BYTES = 16
+NO_LIMIT = 1 << 62
+"""Of what somebody else bounds, in bytes."""
 
 
 class FoundBlock(NamedTuple):
@@ -67,7 +69,8 @@ class StoreIndex:
         self._coming: dict[str, _Entry] = {}
         self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
         self._queue: list[tuple[int, int, str]] = []
-        self._tick = 0
+        self.tick = 0
+        """Of the last use of anything."""
         self.keeps_changes = False
         """Somebody asks for them again and again."""
         self._changes: list[tuple[str, bool]] = []
@@ -82,10 +85,13 @@ class StoreIndex:
         """Whether a block is neither there nor on its way."""
         return path not in self._entries and path not in self._coming
 
-    def next_tick(self) -> int:
-        """Later than everything so far. One for all blocks of a text keeps its beginning longer than its end."""
-        self._tick += 1
-        return self._tick
+    def size_of(self, path: str) -> int:
+        """Bytes of a block that is there."""
+        return self._entries[path].num_bytes
+
+    def oldest_first(self) -> list[str]:
+        """All that is there, by last use; of one text the end first."""
+        return sorted(self._entries, key=lambda path: (self._entries[path].tick, -self._entries[path].depth))
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -94,8 +100,9 @@ class StoreIndex:
         for path in gone:
             self._forget(path)
         for block in sorted(blocks, key=lambda b: b.tick):
-            if block.path not in self._entries and block.path not in self._coming:
-                self._enter(block.path, _Entry(block.num_bytes, self.next_tick(), depth_of(block.path)))
+            if self.wants(block.path):
+                self.tick += 1
+                self._enter(block.path, _Entry(block.num_bytes, self.tick, depth_of(block.path)))
 
     def lookup(self, paths: Sequence[str]) -> int:
         """How many of the first of these are there, without a gap."""

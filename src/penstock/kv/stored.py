@@ -8,19 +8,21 @@ Sources: LMCache and vLLM's offloading connector (names); CachedAttention, arXiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
-from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
+from penstock.core.page_ops import DISK, STATE
 from penstock.core.sequence import LOST_LOAD
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.events import EventRecorder, EventSettings
+from penstock.kv.named_tier import NamedTier
 from penstock.kv.outbox import Outbox
-from penstock.kv.store_index import FoundBlock, StoreIndex, root_name
+from penstock.kv.store_index import FoundBlock, root_name
 from penstock.kv.store_load import BothEnds
 from penstock.kv.swap import Swapped, Swaps
 
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
 
 
 class StoreSettings(NamedTuple):
-    """What the books of a store need to know. `secret`: of the folder. `fingerprint`: of the model, and of all else
-    that decides bytes of keys and values. `block_bytes`, `state_bytes`: of a block, and of a state, there. `both_ends`:
-    texts are computed while they are read (`store_load`); with full groups alone."""
+    """What the books of a store need to know. `secret`: of the names. `fingerprint`: of the model, and of all else
+    that decides bytes of keys and values. `limits`: bytes that each tier may take, by its number. `block_bytes`,
+    `state_bytes`: of a block, and of a state, there. `both_ends`: texts are computed while they are read
+    (`store_load`); with full groups alone."""
 
     secret: bytes
     fingerprint: str
-    limit_bytes: int
+    limits: Mapping[int, int]
     block_bytes: int
     state_bytes: int = 0
     both_ends: bool = False
@@ -51,15 +54,12 @@ class StoreClaim(NamedTuple):
 
 
 class StoredBlocks:
-    """A part of the KV manager.
+    """A part of the KV manager. It writes to every tier, and reads from the nearest that has a block.
 
     Attributes:
-        index: what the store holds.
-        names: of its blocks.
-        num_stored, num_loaded: blocks (and states) that were written, and that were read, since start.
-        num_refused: those that found no room, or could not be written.
-        num_lost: those that could not be read.
-        written_bytes, read_bytes: of those that were.
+        tiers: nearest first.
+        names: of the blocks.
+        misses: blocks that could not be read, by tier and reason ("remote:slow"), as ranks said.
         num_query_tokens, num_hit_tokens: tokens of prompts that were looked up here, behind those that the prefix cache
             had, and that were there.
     """
@@ -72,23 +72,19 @@ class StoredBlocks:
         outbox: Outbox,
         block_size: int,
     ) -> None:
-        self.index = StoreIndex(settings.limit_bytes)
+        numbers = sorted(settings.limits)
+        self.misses: Counter[str] = Counter()
+        self.tiers = [NamedTier(n, settings.limits[n], outbox, swaps.next_move) for n in numbers]
         self.names = BlockNames(settings.secret, settings.fingerprint, block_size)
-        self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
-        self.written_bytes = self.read_bytes = 0
         self.num_query_tokens = self.num_hit_tokens = 0
-        self.waiting = 0
-        """Orders that wait in the outbox for a step to carry them."""
         self._settings = settings
         self._swaps = swaps
         self._groups = tuple(groups)
         self._slots = tuple(g.index for g in groups if not g.spec.per_token)
         self._has_blocks = len(self._slots) < len(self._groups)
-        self._outbox = outbox
         self._block_size = block_size
-        self._puts: dict[int, str] = {}
-        self._gets: dict[int, str] = {}
-        self._loads: dict[int, int] = {}  # blocks and states by move
+        self._loads: set[int] = set()
+        self._tick = 0
         self._fronts: dict[int, tuple[BothEnds, int]] = {}  # by the move of a block
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -106,34 +102,38 @@ class StoredBlocks:
         if end <= first or not self._has_blocks:
             return
         for n, path in enumerate(self.paths(seq, first, end), first):
-            if self.index.wants(path):
+            if self._wanting(path):
                 pages = self._pages(seq, n)
                 if all(page >= 0 for g, page in enumerate(pages) if g not in self._slots):
-                    self._put(seq, path, pages, self._settings.block_bytes)
+                    self._put(seq, path, pages)
 
     def offer_state(self, seq: Seq, num_blocks: int, slabs: Sequence[int]) -> None:
         """The prefix cache has a checkpoint behind so many blocks of `seq`, in `slabs` of each slot group."""
         (path,) = self.paths(seq, num_blocks - 1, num_blocks)
-        if self.index.wants(path + STATE):
+        if self._wanting(path + STATE):
             pages = [-1] * len(self._groups)
             for g, slab in zip(self._slots, slabs, strict=True):
                 pages[g] = slab * self._groups[g].pages_per_slab
-            self._put(seq, path + STATE, tuple(pages), self._settings.state_bytes)
+            self._put(seq, path + STATE, tuple(pages))
 
-    def _put(self, seq: Seq, path: str, pages: tuple[int, ...], num_bytes: int) -> None:
+    def _wanting(self, path: str) -> list[NamedTier]:
+        """Tiers in which a block neither is nor is about to be."""
+        return [tier for tier in self.tiers if tier.index.wants(path)]
+
+    def _put(self, seq: Seq, path: str, pages: tuple[int, ...]) -> None:
         cursor: PrefixCursor = seq.node
         if not cursor.tick:
-            cursor.tick = self.index.next_tick()
-        wanted, gone = self.index.prepare_store(path, num_bytes, cursor.tick)
-        if gone:
-            self._outbox.add(DropOp(tuple(gone)))
-        if not wanted:
-            self.num_refused += 1
-            return
-        move = self._swaps.next_move()
-        self._puts[move] = path
-        self._outbox.add(PutOp(path, pages, move))
-        self.waiting += 1
+            cursor.tick = self._next_tick()
+        for tier in self._wanting(path):
+            tier.prepare_store(path, pages, self._num_bytes(path), cursor.tick)
+
+    def _next_tick(self) -> int:
+        """Later than everything so far, in all tiers. One for all blocks of a text keeps its beginning longer than its
+        end."""
+        self._tick = max(self._tick, *(tier.index.tick for tier in self.tiers)) + 1
+        for tier in self.tiers:
+            tier.index.tick = self._tick
+        return self._tick
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -143,12 +143,22 @@ class StoredBlocks:
         if limit <= first or seq.load == LOST_LOAD or seq.swapped is not None:
             return None
         paths = self.paths(seq, first, limit)
-        num = self.index.lookup(paths) if self._has_blocks else len(paths)
+        num = self._lookup(paths) if self._has_blocks else len(paths)
         if not self._slots:
             return StoreClaim((first + num) * self._block_size, first) if num else None
-        states = (n for n in range(num, 0, -1) if paths[n - 1] + STATE in self.index)
+        states = (n for n in range(num, 0, -1) if self._nearest(paths[n - 1] + STATE) is not None)
         found = next(states, 0)
         return StoreClaim((first + found) * self._block_size, first, paths[found - 1] + STATE) if found else None
+
+    def _lookup(self, paths: Sequence[str]) -> int:
+        """How many of the first of these are in some tier, without a gap."""
+        num = 0
+        while num < len(paths) and (more := max(tier.lookup(paths[num:]) for tier in self.tiers)):
+            num += more
+        return num
+
+    def _nearest(self, path: str) -> NamedTier | None:
+        return next((tier for tier in self.tiers if path in tier.index), None)
 
     def begin(self, seq: Seq, limit: int, grow: Callable[[Seq, int], bool]) -> bool:
         """Straight after admission: what `seq` has claimed is read into its tables.
@@ -167,23 +177,27 @@ class StoredBlocks:
             raise EngineError(f"{seq} was admitted without room for what the store has of it")
         end = claim.num_tokens // self._block_size
         cursor: PrefixCursor = seq.node
-        cursor.tick = self.index.next_tick()
+        cursor.tick = self._next_tick()
         paths = self.paths(seq, 0, end)
         wanted = ((path, self._pages(seq, n)) for n, path in enumerate(paths[first:], first) if self._has_blocks)
         orders = [(path, pages) for path, pages in wanted if max(pages) >= 0]
         if claim.state:
             orders.append((claim.state, self._pages_of_slots(seq)))
-        self.index.touch([*paths, claim.state], cursor.tick)
-        self.index.prepare_load([path for path, _ in orders])
+        sources = []
+        for path, _ in orders:
+            tier = self._nearest(path)
+            assert tier is not None, f"{path} was claimed, and is in no tier"
+            tier.prepare_load((path,))
+            sources.append(tier)
+        for tier in self.tiers:
+            tier.touch([*paths, claim.state], cursor.tick)
         self.offer(seq, 0, first)  # room for these is made of what is not held
         move = self._swaps.next_move()
-        self._loads[move] = len(orders)
+        self._loads.add(move)
         front = BothEnds(seq, first, end, self._block_size) if self._settings.both_ends else None
-        numbered = list(enumerate(orders, first))
-        for n, (path, pages) in numbered if front is None else reversed(numbered):
-            block = self._swaps.next_move()
-            self._gets[block] = path
-            self._outbox.add(GetOp(path, pages, move, block))
+        numbered = list(zip(range(first, first + len(orders)), orders, sources, strict=True))
+        for n, (path, pages), tier in numbered if front is None else reversed(numbered):
+            block = tier.load(path, pages, self._num_bytes(path), move)
             if front is not None:
                 self._fronts[block] = front, n
         slabs = [
@@ -200,24 +214,14 @@ class StoredBlocks:
         return False
 
     def ended(self, move: int, *, good: bool) -> None:
-        """A step has reported move `move`. What cannot be read leaves the store."""
-        if (path := self._puts.pop(move, None)) is not None:
-            self.index.complete_store(path, good=good)
-            self.num_stored += good
-            self.num_refused += not good
-            self.written_bytes += self._num_bytes(path) * good
-        elif (path := self._gets.pop(move, None)) is not None:
-            self.index.complete_load([path], good=good)
-            self.read_bytes += self._num_bytes(path) * good
-            front, n = self._fronts.pop(move, (None, 0))
-            if front is not None and good:
-                front.came(n)
-                self.meet(front.seq, front)
-            if not good:
-                self.num_lost += 1
-                self._outbox.add(DropOp((path,)))
-        elif (num := self._loads.pop(move, None)) is not None:
-            self.num_loaded += num * good
+        """A step has reported move `move`."""
+        self._loads.discard(move)
+        for tier in self.tiers:
+            tier.ended(move, good=good)
+        front, n = self._fronts.pop(move, (None, 0))
+        if front is not None and good:
+            front.came(n)
+            self.meet(front.seq, front)
 
     def meet(self, seq: Seq, front: BothEnds) -> None:
         """More of `seq` was computed, or has come: if both have met, it goes on behind what came. Mutates: seq."""
@@ -244,9 +248,25 @@ class StoredBlocks:
 
     def heard(self, news: StoreNews) -> None:
         """Others have changed what is there."""
+        tier = next(tier for tier in self.tiers if tier.number == news.tier)
         if news.evicts is not None:
-            self.index.evicts = news.evicts
-        self.index.found([FoundBlock(*found) for found in news.found], news.gone)
+            tier.index.evicts = news.evicts
+        tier.index.found([FoundBlock(*found) for found in news.found], news.gone)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever something is forgotten."""
+        return sum(tier.index.version for tier in self.tiers)
+
+    def take_waiting(self) -> None:
+        """A step carries what was planned."""
+        for tier in self.tiers:
+            tier.waiting = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether blocks are to be written, and no step has carried the order yet."""
+        return any(tier.waiting for tier in self.tiers)
 
     def _pages(self, seq: Seq, block: int) -> tuple[int, ...]:
         """First pages of a block; -1 where a group has none of it."""
@@ -270,5 +290,6 @@ def space_of(secret: bytes, tenant: str) -> str:
 def recorder_of(settings: EventSettings, stored: StoredBlocks | None, block_size: int) -> EventRecorder:
     """With the names of the store, if there is one."""
     names = BlockNames(settings.secret, "", block_size) if stored is None else stored.names
-    index = None if stored is None else stored.index
+    disk = next((t for t in stored.tiers if t.number == DISK), None) if stored is not None else None
+    index = None if disk is None else disk.index  # what a remote holds, all have
     return EventRecorder(names, include_token_ids=settings.include_token_ids, store=index)

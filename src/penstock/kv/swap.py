@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.protocols import BlockTier, PrefixCache
+from penstock.core.protocols import IdTier, PrefixCache
 from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import PrefixCursor
@@ -49,9 +49,7 @@ class Swaps:
         that nobody gets them if the sequence that waits for it goes.
     """
 
-    def __init__(
-        self, tier: BlockTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int
-    ) -> None:
+    def __init__(self, tier: IdTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int) -> None:
         self.tier = tier
         self.loads: dict[int, SwapIn] = {}
         self._tree: PrefixTree | None = None
@@ -105,7 +103,7 @@ class Swaps:
         if self._tree is not None and self._offload is not None:
             short = max(needs) - self._offload.num_free
             self._tree.drop_copies(short if short <= self._offload.num_kept else 0)
-        ids = self.tier.reserve(needs)
+        ids = self.tier.prepare_store(needs)
         if ids is None:
             return False
         for g, taken in enumerate(ids):
@@ -126,7 +124,7 @@ class Swaps:
         copies = self._tree.stored(cursor.entry, seq.token_ids, most_blocks(seq))
         if copies:
             ids = [list(column) for column in zip(*copies, strict=True)]
-            self.tier.share(ids)
+            self.tier.prepare_load(ids)
             num_tokens = (cursor.num_blocks + len(copies)) * self._block_size
             seq.swapped = Swapped(num_tokens, ids, cursor.generation, cursor.num_blocks)
             self._tree.num_hit_tokens += num_tokens - seq.num_cached
@@ -150,7 +148,7 @@ class Swaps:
             self.tier.load(g, ids, slabs[g], move)
         seq.swapped, seq.load = None, move
         if not self.tier.late:
-            self.tier.free(copy.ids)
+            self.tier.complete_load(copy.ids)
             seq.num_computed = copy.num_tokens
             return True
         self.expect(move, copy, slabs)
@@ -176,7 +174,7 @@ class Swaps:
         load = self.loads.pop(move, None)
         if load is None:
             return 0
-        self.tier.free(load.copy.ids)
+        self.tier.complete_load(load.copy.ids)
         for pool, slabs in zip(self._pools, load.slabs, strict=True):
             pool.unref_slabs(slabs)
         return load.copy.num_tokens
@@ -184,7 +182,7 @@ class Swaps:
     def drop(self, seq: Seq) -> None:
         """Give up a sequence's copy, if it has one (it is not needed, or the sequence has ended)."""
         if seq.swapped is not None:
-            self.tier.free(seq.swapped.ids)
+            self.tier.evict(seq.swapped.ids)
             seq.swapped = None
 
     def check_invariants(self, live: Iterable[Seq]) -> None:

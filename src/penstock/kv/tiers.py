@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.base.registry import Registry
-from penstock.core.protocols import BlockTier
+from penstock.core.protocols import IdTier
 
-BLOCK_TIERS: Registry[Callable[..., BlockTier], None] = Registry("block tier")
+BLOCK_TIERS: Registry[Callable[..., IdTier], None] = Registry("block tier")
 BLOCK_TIERS.add("host", "penstock.kv.host:HostTier")

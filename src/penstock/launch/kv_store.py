@@ -1,4 +1,4 @@
-"""The store of blocks that the settings name: its folder is made and checked, its key read, its content looked at."""
+"""The stores of blocks that the settings name: a folder is made and checked, keys are read, and what is there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,19 +22,24 @@ from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
 from penstock.config import EngineConfig
-from penstock.config.offload import DiskStore, disk_store
+from penstock.config.offload import DiskStore, Offload, RemoteServer, offload_of
 from penstock.core.events import StoreNews
+from penstock.core.page_ops import DISK, REMOTE
 from penstock.formats.files import quoted
+from penstock.kv.store_index import NO_LIMIT
 from penstock.kv.stored import StoreSettings
+from penstock.launch.remote_store import RemoteStore
+from penstock.launch.shared_secret import FIELD, Secrets, read_secrets
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
 from penstock.runner.block_files import OVERHEAD
+from penstock.runner.block_peer import Address
 
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint
 
-SECRET, LOCK, ABOUT = "secret", "lock", "about.json"
+SECRET, LOCK, ABOUT, SERVED = "secret", "lock", "about.json", "served"
 SECRET_BYTES = 32
 LOOK_S = 10.0
 """Between two looks at what others do in the folder."""
@@ -42,8 +47,8 @@ _PART_S = 60.0  # a file without its name that nobody has written to for so long
 _log = logging.getLogger(__name__)
 
 
-def open_folder(store: DiskStore) -> bytes:
-    """Make the folder if it is not there, and its secret. Returns the secret.
+def open_folder(store: DiskStore, key: bytes | None = None) -> bytes:
+    """Make the folder if it is not there, and its secret: `key`, or a drawn one. Returns the secret.
 
     Raises ConfigError if it cannot be used, others can read it, or it holds something else.
     """
@@ -60,21 +65,27 @@ def open_folder(store: DiskStore) -> bytes:
             problem = "holds other things; name a new folder, or an empty one"
         if problem:
             raise ConfigError(f"kv_offload: {quoted(folder)} {problem}", field="kv_offload")
-        return _secret(folder)
+        found = _secret(folder, key)
+        if key is not None and found != key:
+            raise ConfigError(
+                f"kv_offload: blocks of {quoted(folder)} are named by another secret than {FIELD} has; name a new one",
+                field="kv_offload",
+            )
+        return found
     except OSError as error:
         raise ConfigError(
             f"kv_offload: {quoted(folder)} cannot be used: {error.strerror or error}", field="kv_offload"
         ) from error
 
 
-def _secret(folder: Path) -> bytes:
+def _secret(folder: Path, key: bytes | None) -> bytes:
     """Made once, whole or not at all: two servers that begin at the same time have the same one."""
     path = folder / SECRET
     if not path.exists():
         part = folder / f".{SECRET}.{secrets.token_hex(8)}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(fd, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.write(key or secrets.token_bytes(SECRET_BYTES))
         with contextlib.suppress(FileExistsError):
             os.link(part, path)
         part.unlink()
@@ -134,11 +145,22 @@ def _describe(folder: Path, about: StoreModel) -> None:
         _log.warning("%s cannot be written to: %s", folder, error.strerror)
 
 
-class KVStore:
-    """A store that is open. `settings`: for the books. Closing is the end of the process."""
+class KVStore(NamedTuple):
+    """Stores that are open. `settings`: for the books. Closing is the end of the process."""
 
-    def __init__(self, folder: Path, settings: StoreSettings) -> None:
-        self.folder, self.settings = folder, settings
+    settings: StoreSettings
+    looks: Sequence[FolderLook | RemoteStore]
+
+    def news(self, now_s: float) -> list[StoreNews]:
+        """What others have changed, if it is time to say."""
+        return [news for look in self.looks for news in look.news(now_s)]
+
+
+class FolderLook:
+    """What a folder holds, and what others do in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._seen: set[str] = set()
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
@@ -218,19 +240,55 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
 
     Raises ConfigError.
     """
-    store = disk_store(config.cache.kv_offload)
-    if store is None:
+    offload = offload_of(config.cache.kv_offload)
+    if offload is None:
         return None
-    secret = open_folder(store)
+    secret = block_key(config, offload)
     name = print_()
-    _describe(store.folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _version()))
+    limits: dict[int, int] = {}
+    if offload.disk is not None:
+        limits[DISK] = offload.disk.limit_bytes
+        folder = offload.disk.folder
+        _describe(folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _version()))
+    if offload.remote is not None:
+        limits[REMOTE] = NO_LIMIT
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
     cake = config.cache.kv_load_policy == "cake" and all(group.spec.kind == "paged" for group in plan.groups)
-    return KVStore(
-        store.folder, StoreSettings(secret, name, store.limit_bytes, sizes[True], sizes[False], both_ends=cake)
-    )
+    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=cake)
+    looks: list[FolderLook | RemoteStore] = []
+    if offload.disk is not None:
+        looks.append(FolderLook(offload.disk.folder))
+    if offload.remote is not None:
+        looks.append(RemoteStore(address_of(config, offload.remote), name))
+    return KVStore(settings, looks)
+
+
+def block_key(config: EngineConfig, offload: Offload) -> bytes:
+    """The key of names and MACs: of the folder, or, with a remote, what engines have in common. Makes the folder.
+
+    Raises ConfigError.
+    """
+    key = None if offload.remote is None else _secrets(config).blocks
+    if offload.disk is not None:
+        return open_folder(offload.disk, key)
+    assert key is not None, "neither a folder nor a remote"
+    return key
+
+
+def address_of(config: EngineConfig, remote: RemoteServer) -> Address:
+    """Raises ConfigError."""
+    return Address(remote.host, remote.port, _secrets(config).connection)
+
+
+def _secrets(config: EngineConfig) -> Secrets:
+    path = config.cache.kv_offload_secret_file
+    if path is None:
+        raise ConfigError(
+            f"kv_offload: a remote needs the secret that its server has; give {FIELD}, a file", field=FIELD
+        )
+    return read_secrets(Path(path).expanduser())
 
 
 class BlockFile(NamedTuple):
@@ -257,6 +315,19 @@ def open_existing(folder: Path) -> bytes:
     if not (folder / SECRET).is_file():
         raise ConfigError(f"{quoted(folder)} is no folder of KV blocks: --kv-offload disk:FOLDER makes one", field="")
     return open_folder(DiskStore(folder, 0))
+
+
+def open_served(folder: Path) -> None:
+    """Make, or open, the folder of a server of blocks, which keeps what engines have keys for. Raises ConfigError."""
+    if (folder / SECRET).is_file() and not is_served(folder):
+        raise ConfigError(f"{quoted(folder)} is an engine's own (--kv-offload disk:FOLDER); name a new one", field="")
+    open_folder(DiskStore(folder, 0))
+    (folder / SERVED).touch(mode=0o600)
+
+
+def is_served(folder: Path) -> bool:
+    """Whether it is a server's."""
+    return (folder / SERVED).is_file()
 
 
 def places(folder: Path) -> list[StorePlace]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.backends.backend import Backend
 from penstock.base.clock import Clock
 from penstock.config import EngineConfig
-from penstock.config.offload import disk_store
+from penstock.config.offload import offload_of
 from penstock.core.model_spec import ModelSpec
+from penstock.core.page_ops import DISK, REMOTE
 from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
-from penstock.launch.kv_store import open_folder
+from penstock.launch.kv_store import address_of, block_key
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -22,6 +23,8 @@ from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.lazy import LazyStorage
+from penstock.runner.outside import Outside
+from penstock.runner.remote_blocks import RemoteBlocks
 from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
 from penstock.runner.storage import Storage
@@ -63,12 +66,16 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     storage = make_storage(
         plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison, new=new_plane
     )
-    outside = disk_store(config.cache.kv_offload)
-    if outside is not None:
+    offload = offload_of(config.cache.kv_offload)
+    if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
-        storage.files = BlockFiles(
-            outside.folder, open_folder(outside), storage.planes, storage.pages_per_slab, slots
-        )  # fmt: skip
+        layout = (block_key(config, offload), storage.planes, storage.pages_per_slab, slots)
+        tiers: dict[int, BlockFiles] = {}
+        if offload.disk is not None:
+            tiers[DISK] = BlockFiles(offload.disk.folder, *layout)
+        if offload.remote is not None:
+            tiers[REMOTE] = RemoteBlocks(address_of(config, offload.remote), *layout)
+        storage.outside = Outside(tiers)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     selections = None

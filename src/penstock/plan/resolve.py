@@ -10,7 +10,7 @@ import msgspec
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
 from penstock.config.kv_events import parse_kv_events
-from penstock.config.offload import disk_store
+from penstock.config.offload import offload_of
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
 from penstock.core.cache_spec import CacheGroup, without_windows
@@ -206,7 +206,7 @@ def _host_slabs(
     total = int(config.cache.swap_space * 2**30)
     if config.cache.enable_hierarchical_cache:
         _check_offload(config, groups, "enable_hierarchical_cache")
-    if disk_store(config.cache.kv_offload) is not None:
+    if offload_of(config.cache.kv_offload) is not None:
         _check_offload(config, groups, "kv_offload")
     if parse_kv_events(config.cache.kv_events_config) is not None:
         _check_events(config, groups)

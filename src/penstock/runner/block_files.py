@@ -19,7 +19,7 @@ import stat
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class BlockFiles:
         self._reads: queue.SimpleQueue[tuple[GetOp, _Load] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._free: deque[bytearray] = deque()
+        self._misses: Counter[str] = Counter()
 
     # -- orders of a step --------------------------------------------------------------------------------------------
 
@@ -143,9 +144,16 @@ class BlockFiles:
                     del self._loads[move]
                     self._ended |= dict.fromkeys([move, *load.left], False)
                     load.good = False
-                    _log.warning("the disk of %s does not answer: what it holds is computed", self._folder)
+                    self._misses["late"] += len(load.left)
+                    _log.warning("%s does not answer: what it holds is computed", self)
             ended, self._ended = self._ended, {}
         return ended
+
+    def misses(self) -> dict[str, int]:
+        """Blocks that could not be read since this was last asked, by reason."""
+        with self._lock:
+            found, self._misses = self._misses, Counter()
+        return found
 
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that."""
@@ -174,30 +182,42 @@ class BlockFiles:
     def _write_one(self, order: tuple[PutOp, bytearray] | DropOp) -> None:
         if isinstance(order, DropOp):
             for path in order.paths:
-                with contextlib.suppress(OSError):
-                    (self._folder / path).unlink()
+                self._remove(path)
             return
         op, copy = order
         good = True
+        seal(self._key, op.path, copy)
         try:
-            self._write(op.path, copy)
+            good = self._write(op.path, copy)
         except (OSError, ValueError) as error:
             good = False
             self._paused_s = time.monotonic() + RETRY_S
             _log.warning(
-                "blocks are not written to %s for %.0f s: %s", self._folder, RETRY_S,
-                getattr(error, "strerror", None) or error,
-            )  # fmt: skip
+                "blocks are not written to %s for %.0f s: %s", self, RETRY_S, getattr(error, "strerror", None) or error
+            )
         with self._lock:
             self._ended[op.move] = good
             self._waiting_bytes -= len(copy) - OVERHEAD
             if len(copy) == self._bytes[False] + OVERHEAD:
                 self._free.append(copy)
 
-    def _write(self, path: str, copy: bytearray) -> None:
-        end = len(copy) - MAC_BYTES
-        copy[:8], copy[8:16] = MAGIC, (end - 16).to_bytes(8, "little")
-        copy[end:] = mac_of(self._key, path, memoryview(copy)[:end])
+    def _miss(self, reason: str) -> bool:
+        """One block was not read. False."""
+        with self._lock:
+            self._misses[reason] += 1
+        return False
+
+    # -- of a folder -------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def _remove(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / path).unlink()
+
+    def _write(self, path: str, copy: bytearray) -> bool:
+        """False: there is no room now."""
         target = self._folder / path
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
@@ -216,6 +236,7 @@ class BlockFiles:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+        return True
 
     def _read_all(self) -> None:
         buffers = {kind: bytearray(num_bytes + OVERHEAD) for kind, num_bytes in self._bytes.items()}
@@ -255,14 +276,22 @@ class BlockFiles:
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s cannot be read: %s", self._folder / path, error.strerror)
-            return False
+                return self._miss("unreadable")
+            return self._miss("gone")
+        return self._is_good(path, into, at)
+
+    def _is_good(self, path: str, into: bytearray, size: int) -> bool:
+        """Whether the block, of which so many bytes were read, is what was written under its name."""
         end = len(into) - MAC_BYTES
         head = MAGIC + (end - 16).to_bytes(8, "little")
-        good = at == len(into) and into[:16] == head
-        good = good and hmac.compare_digest(into[end:], mac_of(self._key, path, view[:end]))
-        if not good:
-            _log.warning("%s is not what was written, and is not used", self._folder / path)
-        return good
+        if size != len(into):
+            reason = "short"
+        elif into[:16] == head and hmac.compare_digest(into[end:], mac_of(self._key, path, memoryview(into)[:end])):
+            return True
+        else:
+            reason = "changed"
+        _log.warning("%s of %s is not what was written, and is not used", path, self)
+        return self._miss(reason)
 
     def _fill(self, op: GetOp, block: bytearray) -> None:
         at = 16
@@ -298,6 +327,13 @@ def _close(files: weakref.ref[BlockFiles]) -> None:
 def block_bytes(planes: Sequence[Planes], widths: Sequence[int], groups: Iterable[int]) -> int:
     """Bytes of one slab of each of these groups, all planes."""
     return sum(widths[g] * array.nbytes // len(array) for g in groups for array in planes[g].values())
+
+
+def seal(secret: bytes, path: str, block: bytearray) -> None:
+    """Write the header and the MAC of a block whose pages are in their place."""
+    end = len(block) - MAC_BYTES
+    block[:8], block[8:16] = MAGIC, (end - 16).to_bytes(8, "little")
+    block[end:] = mac_of(secret, path, memoryview(block)[:end])
 
 
 def is_whole(folder: Path, path: str, secret: bytes) -> bool:

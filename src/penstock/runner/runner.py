@@ -195,7 +195,9 @@ class Runner:
         return self.with_late(result)
 
     def with_late(self, result: StepOutput) -> StepOutput:
-        """The result with what was compiled since the last one."""
+        """The result with what was compiled, and what could not be read, since the last one."""
+        if self.storage.outside is not None and (misses := self.storage.outside.misses()):
+            result = replaced(result, misses=misses)
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late
@@ -225,8 +227,8 @@ class Runner:
         if self._promises is not None:
             output = self._promises.keep(output, lying)
         if not output.scheduled:
-            if self.storage.files is not None:  # nobody computes meanwhile
-                self._moves |= self.storage.files.ended(LOAD_WAIT_S)
+            if self.storage.outside is not None:  # nobody computes meanwhile
+                self._moves |= self.storage.outside.ended(LOAD_WAIT_S)
             return output, None
         if self._strict:
             self.rows.check_writes(output.scheduled)

@@ -12,8 +12,8 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
-from penstock.runner.block_files import BlockFiles
 from penstock.runner.memory import Part, give_back, populate, zeroed
+from penstock.runner.outside import Outside
 from penstock.runner.tiers import PAGE_STORES
 
 Array = npt.NDArray[Any]
@@ -70,8 +70,8 @@ class Storage:
         self.tiers: dict[int, PageStore] = {
             HOST: PAGE_STORES.get(tier)(groups, host_slabs or [0] * len(groups), block_size, checked=poison)
         }
-        self.files: BlockFiles | None = None
-        """The store of blocks outside this process, if there is one."""
+        self.outside: Outside | None = None
+        """Tiers outside this process, if there are any."""
         self._backed = [0] * len(groups)
 
     @property
@@ -104,10 +104,11 @@ class Storage:
         (`StepOutput.moves`). Mutates: `planes`, `tiers`. A page id outside its group, or a copy onto itself, is our own
         bug (AssertionError).
         """
-        moves = {} if self.files is None else self.files.ended()
+        moves = {} if self.outside is None else self.outside.ended()
         for op in ops:
             if isinstance(op, PutOp | GetOp | DropOp):
-                self._outside(op)
+                assert self.outside is not None, f"{op}: there is no such tier"
+                self.outside.order(op)
                 continue
             assert 0 <= op.group < len(self.planes), f"{op}: no such cache group"
             if isinstance(op, PackOp):
@@ -132,18 +133,9 @@ class Storage:
                 assert abs(op.src - op.dst) >= op.count, f"{op}: source and destination overlap"
                 for array in planes.values():
                     array[op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
-        if self.files is not None:
-            self.files.begin()
+        if self.outside is not None:
+            self.outside.begin()
         return moves
-
-    def _outside(self, op: PutOp | GetOp | DropOp) -> None:
-        assert self.files is not None, f"{op}: there is no store"
-        if isinstance(op, PutOp):
-            self.files.put(op)
-        elif isinstance(op, GetOp):
-            self.files.get(op)
-        else:
-            self.files.drop(op)
 
     def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
         """Copy tokens of one sequence from slots `source` [n] to `target` [n], in all layers: what a tree of drafts

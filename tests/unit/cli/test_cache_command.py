@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     core, _ = fake_engine(Knobs(block_size=4, budget=64, kv_offload=f"disk:{place}"))
     run(core, [request([3 + i for i in range(13)], max_tokens=1, tenant="alice")])
     run(core, [request([9 + i for i in range(9)], max_tokens=1, tenant="bob", namespace=b"bob")])
-    core.executor._runner.storage.files.close()  # type: ignore[attr-defined]
+    core.executor._runner.storage.outside.close()  # type: ignore[attr-defined]
     return place
 
 

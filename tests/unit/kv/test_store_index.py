@@ -9,9 +9,14 @@ import pytest
 from penstock.kv.store_index import FoundBlock, StoreIndex, depth_of, names_after, root_name
 
 
+def later(index: StoreIndex) -> int:
+    index.tick += 1
+    return index.tick
+
+
 def stored(index: StoreIndex, *paths: str, tick: int = 0) -> None:
     for path in paths:
-        wanted, _ = index.prepare_store(path, 10, tick or index.next_tick())
+        wanted, _ = index.prepare_store(path, 10, tick or later(index))
         assert wanted
         index.complete_store(path, good=True)
 
@@ -36,10 +41,10 @@ def test_ends_of_texts_go_before_their_beginnings() -> None:
     index = StoreIndex(60)
     index.keeps_changes = True
     for text in ("a", "b"):
-        tick = index.next_tick()
+        tick = later(index)
         stored(index, *(f"{text}-{n:x}" for n in range(3)), tick=tick)
-    index.touch(["a-0", "a-1", "a-2"], index.next_tick())
-    wanted, gone = index.prepare_store("c-0", 30, index.next_tick())
+    index.touch(["a-0", "a-1", "a-2"], later(index))
+    wanted, gone = index.prepare_store("c-0", 30, later(index))
     assert (wanted, gone) == (True, ["b-2", "b-1", "b-0"])
     assert index.num_bytes == 60
     index.complete_store("c-0", good=False)
@@ -95,7 +100,7 @@ def test_what_others_do() -> None:
     index.found([FoundBlock("x/a-0", 10, 8)], gone=["x/a-1", "never"])
     assert index.lookup(["x/a-0", "x/a-1"]) == 1
     assert index.num_bytes == 20
-    wanted, gone = index.prepare_store("y-0", 90, index.next_tick())
+    wanted, gone = index.prepare_store("y-0", 90, later(index))
     assert (wanted, gone) == (True, ["old-0"])
     index.check_invariants()
 
@@ -116,7 +121,7 @@ def test_the_books_hold_whatever_comes() -> None:
             path = f"{rng.choice('abc')}-{rng.randrange(8):x}"
             order = rng.random()
             if order < 0.4:
-                wanted, gone = index.prepare_store(path, 10, rng.choice([index.next_tick(), index._tick]))
+                wanted, gone = index.prepare_store(path, 10, rng.choice([later(index), index.tick]))
                 for other in gone:
                     assert there.pop(other)
                     assert not any(other in held for held in reading)
@@ -148,7 +153,7 @@ def test_the_books_hold_whatever_comes() -> None:
                 if there.get(path):
                     del there[path]
             else:
-                index.touch([path], index.next_tick())
+                index.touch([path], later(index))
             index.check_invariants()
             assert index.num_bytes == 10 * len(there) <= limit
             assert {p for p, here in there.items() if here} == set(index._entries)

@@ -58,6 +58,7 @@ LABELS: dict[str, Label] = {
     "swap_space": _SYSTEM,
     "enable_hierarchical_cache": _SYSTEM,
     "kv_offload": _SYSTEM,
+    "kv_offload_secret_file": _SYSTEM,
     "kv_load_policy": _SYSTEM,
     "slot_checkpoint_tokens": _SYSTEM,
     "slot_checkpoint_rule": _SYSTEM,

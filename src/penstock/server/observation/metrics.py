@@ -98,6 +98,15 @@ _STORE_GAUGES = (
 )
 
 
+_TIERS = ("disk", "remote")
+_TIER_COUNTERS = (
+    ("tier_written_blocks", "Blocks written to a tier outside the engine.", "num_store_written_blocks"),
+    ("tier_read_blocks", "Blocks read from a tier.", "num_store_read_blocks"),
+    ("tier_read_bytes", "Bytes of these.", "num_store_read_bytes"),
+)
+_MISSES = "num_store_misses:"
+
+
 class Metrics(Collector):
     """Reads `Stats` and the engine's last snapshot when somebody scrapes."""
 
@@ -230,6 +239,10 @@ class Metrics(Collector):
         if "store_bytes" in now.counters:
             for name, text in _STORE_GAUGES:
                 yield from self._gauge(name, text, now.counters[name])
+            for name, text in (("blocks", "Blocks by the tier that holds them."), ("bytes", "Bytes of these.")):
+                at = {tier: f"{tier}:store_{name}" for tier in _TIERS}
+                there = {tier: now.counters[key] for tier, key in at.items() if key in now.counters}
+                yield from self._labelled(GaugeMetricFamily, f"tier_{name}", text, ("tier",), there)
         memory = memory_of(self.server)
         text = "Bytes by subsystem."
         yield from self._labelled(GaugeMetricFamily, "memory_bytes", text, ("subsystem",), memory)
@@ -241,10 +254,28 @@ class Metrics(Collector):
             came = {state: float(state == (client.info.packed_file or "none")) for state in ("read", "made", "none")}
             yield from self._labelled(GaugeMetricFamily, "packed_file", text, ("state",), came)
 
+    def _of_tiers(self) -> Iterator[Metric]:
+        """Of tiers outside the engine (kv_offload), if there are any."""
+        found = self.server.client.snapshot.counters
+        tiers = [tier for tier in _TIERS if f"{tier}:store_bytes" in found]
+        if not tiers:
+            return
+        for name, text, counter in _TIER_COUNTERS:
+            values = {tier: self.stats.counter(f"{tier}:{counter}") for tier in tiers}
+            yield from self._labelled(CounterMetricFamily, name, text, ("tier",), values)
+        misses = {
+            tuple(name.removeprefix(_MISSES).split(":")): self.stats.counter(name)
+            for name in found
+            if name.startswith(_MISSES)
+        }
+        text = "Blocks of a tier that could not be read, and were computed."
+        yield from self._labelled(CounterMetricFamily, "tier_misses", text, ("tier", "reason"), misses)
+
     def _counters(self) -> Iterator[Metric]:
         s = self.stats
         for name, text, counter, prefixes in _ENGINE_COUNTERS:
             yield from self._counter(name, text, s.counter(counter), prefixes)
+        yield from self._of_tiers()
         yield from self._counter("prompt_tokens", "Prompt tokens processed.", s.num_prompt_tokens, BOTH)
         yield from self._counter("prompt_tokens_cached", "Of these, found in the cache.", s.num_cached_tokens, BOTH)
         yield from self._labelled(
