@@ -94,7 +94,8 @@ class FolderShelf:
 
     def write(self, path: str, data: memoryview) -> None:
         target = self._folder / path
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (target.parent.parent, target.parent):  # with `parents` these would have another mode
+            folder.mkdir(mode=0o700, exist_ok=True)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

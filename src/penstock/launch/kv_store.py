@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,11 +166,11 @@ class FolderLook:
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._next_s = float("-inf")
-        self._news: list[StoreNews] = [self.look()]
+        self._news = deque([self.look()])
 
     def news(self, now_s: float) -> list[StoreNews]:
         """What others have changed, if it is time to say; a thread looks."""
-        news, self._news = self._news, []
+        news = [self._news.popleft() for _ in range(len(self._news))]  # a thread adds to it meanwhile
         if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
             if self._next_s > float("-inf"):
                 self._thread = threading.Thread(target=self._look, name="penstock-store", daemon=True)

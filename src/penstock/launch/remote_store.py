@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import REMOTE
@@ -23,12 +24,12 @@ class RemoteStore:
         self._seen: set[str] = set()
         self._thread: threading.Thread | None = None
         self._next_s = float("-inf")
-        self._news: list[StoreNews] = []
+        self._news: deque[StoreNews] = deque()
         self.look()  # what is there at the start, is there for the first request
 
     def news(self, now_s: float) -> list[StoreNews]:
         """What has changed, if it is time to say; a thread asks."""
-        news, self._news = self._news, []
+        news = [self._news.popleft() for _ in range(len(self._news))]  # a thread adds to it meanwhile
         if now_s >= self._next_s and (self._thread is None or not self._thread.is_alive()):
             if self._next_s > float("-inf"):
                 self._thread = threading.Thread(target=self.look, name="penstock-remote", daemon=True)
@@ -44,9 +45,7 @@ class RemoteStore:
             self._tell([], sorted(self._seen))
             self._epoch, self._since, self._seen = "", 0, set()
             return
-        gone = [path for path in listing.gone if path in self._seen]
-        if listing.anew:
-            gone = sorted(self._seen - {path for path, _ in listing.found})
+        gone = sorted(self._seen - {path for path, _ in listing.found}) if listing.anew else listing.gone
         found = [(path, num_bytes) for path, num_bytes in listing.found if path not in self._seen]
         self._seen = (self._seen | {path for path, _ in found}) - set(gone)
         self._epoch, self._since = listing.epoch, listing.until

@@ -8,6 +8,7 @@ import logging
 import socket
 import threading
 import time
+import weakref
 from typing import NamedTuple
 
 import msgspec
@@ -33,13 +34,14 @@ class Address(NamedTuple):
 
 
 class BlockPeer:
-    """For any threads, each with a connection of its own. Every call may raise PeerError; while nothing is tried, at
-    once. What changes is said once in the log."""
+    """For any threads; each that asks has a connection to itself. Every call may raise PeerError; while nothing is
+    tried, at once. What changes is said once in the log."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._own = threading.local()
         self._lock = threading.Lock()
+        self._idle: list[Channel] = []
+        weakref.finalize(self, _close, self._idle)
         self._pause_s = 0.0
         self.next_s = float("-inf")
         """Nothing is tried before."""
@@ -69,29 +71,27 @@ class BlockPeer:
             if time.monotonic() < self.next_s:
                 raise PeerError(self._failed.reason, str(self._failed))
         while True:
-            channel: Channel | None = getattr(self._own, "channel", None)
+            with self._lock:
+                channel = self._idle.pop() if self._idle else None
             is_new = channel is None
             try:
                 if channel is None:
-                    channel = self._own.channel = self._connect()
+                    channel = self._connect()
                 channel.send(kind, *parts)
                 found = channel.receive() if most is None else channel.receive(most)
                 break
             except PeerError as error:
-                self._close()
+                if channel is not None:
+                    _close([channel])
                 if is_new or error.reason != "lost":
                     raise self._down(error) from error  # else it has been started anew since, perhaps
+        with self._lock:
+            self._idle.append(channel)
         with self._lock:
             if self._pause_s:
                 _log.warning("the server of blocks at %s answers again", self.address)
                 self._pause_s = 0.0
         return found
-
-    def _close(self) -> None:
-        channel: Channel | None = self._own.__dict__.pop("channel", None)
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.sock.close()
 
     def _connect(self) -> Channel:
         try:
@@ -116,3 +116,9 @@ class BlockPeer:
                 self.next_s = time.monotonic() + self._pause_s
             self._failed = error
         return error
+
+
+def _close(channels: list[Channel]) -> None:
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            channel.sock.close()
