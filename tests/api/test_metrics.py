@@ -6,8 +6,12 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.base.clock import VirtualClock
 from penstock.core.messages import EngineInfo, EngineSnapshot, Outputs
 from penstock.engine.client import Tally
+from penstock.launch import remote_store
+from penstock.launch.block_server import BlockServer, MemoryShelf, listen
+from penstock.launch.shared_secret import make_secret, read_secrets
 from penstock.server.distribution import Distribution
 from penstock.server.live import LiveServer
 from penstock.server.observation.stats import Stats
@@ -245,3 +252,46 @@ def test_a_killed_engine_is_counted_and_nothing_falls(caplog: pytest.LogCaptureF
     assert after["penstock:engine_steps_total"] > before["penstock:engine_steps_total"]
     line = json.loads([r.getMessage() for r in caplog.records if r.name == "penstock.request"][-1])
     assert (line["replays"], line["generated_tokens"], line["status"]) == (1, 60, 200)
+
+
+def until_told(live: LiveServer, name: str) -> dict[str, float]:
+    """The numbers, once one of this name is above zero: an answer may come before the engine's next snapshot."""
+    until = time.monotonic() + 20
+    while True:
+        found = scrape(live.url)
+        if time.monotonic() > until or any(value for each, value in found.items() if each.startswith(name)):
+            return found
+        time.sleep(0.05)
+
+
+def test_tiers_outside_are_told_by_name_and_misses_by_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "LOOK_S", 1e9)  # or it hears in time that the server is gone, and misses nothing
+    secret = tmp_path / "secret"
+    assert make_secret(secret)
+    blocks = BlockServer(listen("127.0.0.1:0", anywhere=False), read_secrets(secret).connection, MemoryShelf(), 1 << 30)
+    thread = threading.Thread(target=blocks.run, daemon=True)
+    thread.start()
+    port = blocks.sock.getsockname()[1]
+    settings = {"kv_offload": f"disk:{tmp_path / 'kv'} remote:127.0.0.1:{port}", "kv_offload_secret_file": str(secret)}
+    prompts = [word + " ducks swam over the pond, and then seven more came. " * 4 for word in ("Seven", "Nine")]
+    with small(**settings) as live:
+        for prompt in prompts:
+            complete(live, prompt=prompt, max_tokens=1)
+        until = time.monotonic() + 20
+        while blocks.num_blocks < 4 and time.monotonic() < until:
+            time.sleep(0.05)
+    shutil.rmtree(tmp_path / "kv")
+    with small(**settings) as live:
+        complete(live, prompt=prompts[0], max_tokens=1)
+        found = until_told(live, "penstock:tier_read_blocks_total{tier=remote}")
+        assert found["penstock:tier_read_blocks_total{tier=remote}"] >= 2
+        assert found["penstock:tier_read_blocks_total{tier=disk}"] == 0
+        assert found["penstock:tier_bytes{tier=remote}"] > 0
+        blocks.close()
+        thread.join(5)
+        complete(live, prompt=prompts[1], max_tokens=1)
+        name = "penstock:tier_misses_total"
+        misses = {found: value for found, value in until_told(live, name).items() if found.startswith(name)}
+        assert sum(misses.values()) >= 2
+        assert all("tier=remote" in each for each in misses)
+        assert {each.partition("reason=")[2].partition(",")[0] for each in misses} <= {"lost", "unreachable"}
