@@ -29,6 +29,7 @@ from penstock.core.page_ops import DISK, REMOTE, DropOp, GetOp, PutOp
 from penstock.core.request import Control
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
+from penstock.launch import remote_store
 from penstock.launch.block_server import BlockServer, FolderShelf, MemoryShelf, listen
 from penstock.launch.kv_store import files_of, open_served
 from penstock.launch.remote_store import RemoteStore
@@ -66,6 +67,7 @@ def shared(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "LOOK_S", 1e9)  # tests look when they want to
     monkeypatch.setattr(block_peer, "ANSWER_S", 0.5)
     monkeypatch.setattr(block_peer, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(block_peer, "LONGEST_PAUSE_S", 0.1)
@@ -251,6 +253,20 @@ def test_engines_over_one_server_obey_the_laws(
     assert lost > 1
     assert reasons <= {f"remote:{why}" for why in ("changed", "short", "gone", "lost")}
     assert len(reasons) > 1
+
+
+def test_a_server_that_starts_again_between_two_requests_is_no_miss(shared: Path, tmp_path: Path) -> None:
+    """Its old connections are dead, and are made anew without a pause."""
+    with serving(shared, folder=tmp_path / "served") as server:
+        port = port_of(server)
+        filled(shared, port)
+        core, _ = fake_engine(knobs(shared, port))
+        assert answered(core) == 48
+    core.add(Control(kind="reset_prefix_cache", request_id=""))
+    with serving(shared, folder=tmp_path / "served", port=port):
+        assert answered(core) == 48
+        assert not misses(core)
+        outside(core).close()
 
 
 @pytest.mark.parametrize("harm", ["flip", "head", "cut", "empty", "longer", "swapped", "gone"])
@@ -688,4 +704,28 @@ def test_a_server_with_the_first_line_alone_cannot_make_blocks(tmp_path: Path) -
         outside(core).close()
         core, _ = fake_engine(knobs(server, port_of(served)))
         assert answered(core) == 0, "its names are others"
+        outside(core).close()
+
+
+def test_what_did_not_come_stays_with_the_server_for_others(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that loses its connection forgets the block; it does not delete it."""
+    with serving(shared) as server:
+        filled(shared, port_of(server))
+        get, failed = BlockPeer.get, []
+
+        def loses(self: BlockPeer, path: str, most: int) -> bytearray | None:
+            if path.endswith("-3") and not failed:
+                failed.append(path)
+                raise PeerError("lost", "the connection was closed")
+            return get(self, path, most)
+
+        monkeypatch.setattr(BlockPeer, "get", loses)
+        monkeypatch.setattr(BlockPeer, "put", lambda *_: False)  # what is computed does not come back
+        core, _ = fake_engine(knobs(shared, port_of(server)))
+        assert answered(core) == 12
+        outside(core).close()
+        assert server.num_blocks == 13
+        monkeypatch.undo()
+        core, _ = fake_engine(knobs(shared, port_of(server)))
+        assert answered(core) == 48
         outside(core).close()

@@ -7,7 +7,7 @@ from collections import deque
 
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import REMOTE
-from penstock.runner.block_peer import Address, BlockPeer
+from penstock.runner.block_peer import Address, peer_of
 from penstock.runner.block_wire import Ask, PeerError
 
 LOOK_S = 2.0
@@ -18,7 +18,7 @@ class RemoteStore:
     """`print_`: of the model, whose blocks alone are of use."""
 
     def __init__(self, address: Address, print_: str) -> None:
-        self._peer = BlockPeer(address)
+        self._peer = peer_of(address)
         self._prefix = f"{print_}/"
         self._epoch, self._since = "", 0
         self._seen: set[str] = set()

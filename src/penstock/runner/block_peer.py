@@ -118,6 +118,17 @@ class BlockPeer:
         return error
 
 
+_peers: weakref.WeakValueDictionary[Address, BlockPeer] = weakref.WeakValueDictionary()
+
+
+def peer_of(address: Address) -> BlockPeer:
+    """The one of this process: what one of its users finds out, all know, and the log has it once."""
+    peer = _peers.get(address)
+    if peer is None:
+        peer = _peers[address] = BlockPeer(address)
+    return peer
+
+
 def _close(channels: list[Channel]) -> None:
     for channel in channels:
         with contextlib.suppress(OSError):

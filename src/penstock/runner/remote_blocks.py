@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.ops.plan import Planes
 from penstock.runner.block_files import BlockFiles
-from penstock.runner.block_peer import Address, BlockPeer
+from penstock.runner.block_peer import Address, peer_of
 from penstock.runner.block_wire import PeerError
 
 
@@ -24,7 +24,7 @@ class RemoteBlocks(BlockFiles):
         slots: Collection[int] = (),
     ) -> None:
         super().__init__(Path(), secret, planes, widths, slots)
-        self._peer = BlockPeer(address)
+        self._peer = peer_of(address)
         self._bad: set[str] = set()
 
     def __str__(self) -> str:
