@@ -36,7 +36,7 @@ from penstock.engine.core import EngineCore
 from penstock.launch.shared_secret import read_secrets
 from penstock.runner.block_files import OVERHEAD, BlockFiles
 from penstock.runner.block_peer import BlockPeer
-from penstock.runner.block_wire import Ask, Listing, PeerError
+from penstock.runner.block_wire import Ask, BlockListing, PeerError
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
@@ -159,12 +159,12 @@ class Disk:
         self.fails(self.write_fails)
         self.served.pop(path, None)
 
-    def peer_list(self, peer: BlockPeer, ask: Ask) -> Listing:
+    def peer_list(self, peer: BlockPeer, ask: Ask) -> BlockListing:
         self.fails(self.read_fails / 4)
         for path in self.rng.sample(sorted(self.served), len(self.served) // 20):
             self.served.pop(path)  # others needed the room
         found = [(path, len(data)) for path, data in sorted(self.served.items()) if path.startswith(ask.prefix)]
-        return Listing("life", 0, True, False, found, [])
+        return BlockListing("life", 0, True, False, found, [])
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 

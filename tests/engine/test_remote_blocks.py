@@ -415,7 +415,7 @@ def impostor(sock: socket.socket) -> None:
     sock.sendall(b"\1" + bytes(32))
 
 
-def ask(port: int, secret_file: Path) -> block_wire.Listing:
+def ask(port: int, secret_file: Path) -> block_wire.BlockListing:
     return BlockPeer(Address("127.0.0.1", port, read_secrets(secret_file).connection)).list(Ask(""))
 
 

@@ -29,14 +29,14 @@ class RemoteServer(NamedTuple):
     port: int
 
 
-class Offload(NamedTuple):
+class OutsideStores(NamedTuple):
     """At least one of them."""
 
     disk: DiskStore | None
     remote: RemoteServer | None
 
 
-def offload_of(text: str) -> Offload | None:
+def offload_of(text: str) -> OutsideStores | None:
     """`disk:PATH`, `disk:PATH,20GiB`, `remote:HOST:PORT`, or one of each with a space between; None for "none".
 
     Raises ConfigError.
@@ -48,7 +48,7 @@ def offload_of(text: str) -> Offload | None:
     remotes = [_remote(part, text) for part in parts if part.startswith("remote:")]
     if max(len(disks), len(remotes)) > 1:
         raise ConfigError(f"kv_offload: {text!r} names two of a kind; give one disk, one remote", field="kv_offload")
-    return Offload(next(iter(disks), None), next(iter(remotes), None))
+    return OutsideStores(next(iter(disks), None), next(iter(remotes), None))
 
 
 def _disk(part: str, text: str) -> DiskStore:

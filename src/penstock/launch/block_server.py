@@ -35,8 +35,8 @@ from penstock.runner.block_wire import (
     PATH,
     PUT,
     Ask,
+    BlockListing,
     Channel,
-    Listing,
     PeerError,
     admit,
 )
@@ -294,14 +294,14 @@ class BlockServer:
         for path, came in self._index.take_changes():
             self._changes.add(path, came, self._index.size_of(path) if came else 0)
 
-    def _list(self, ask: Ask) -> Listing:
+    def _list(self, ask: Ask) -> BlockListing:
         with self._lock:
             changes = self._changes
             anew = ask.epoch != self._epoch or not changes.first - 1 <= ask.since <= changes.last
             if anew:
                 paths = [path for path in self._index.oldest_first() if path.startswith(ask.prefix)]
                 found = [(path, self._index.size_of(path)) for path in paths[-MOST_LISTED:]]
-                return Listing(self._epoch, changes.last, True, False, found, [])
+                return BlockListing(self._epoch, changes.last, True, False, found, [])
             begin = ask.since - changes.first + 1
             rows = list(islice(changes.rows, begin, begin + MOST_LISTED))
             until = ask.since + len(rows)
@@ -312,7 +312,7 @@ class BlockServer:
                     found.append((path, num_bytes))
                 else:
                     gone.append(path)
-            return Listing(self._epoch, until, False, until < changes.last, found, gone)
+            return BlockListing(self._epoch, until, False, until < changes.last, found, gone)
 
 
 def listen(text: str, *, anywhere: bool) -> socket.socket:

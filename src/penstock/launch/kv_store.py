@@ -23,7 +23,7 @@ from penstock.base.cache import cache_folder
 from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
 from penstock.config import EngineConfig
-from penstock.config.offload import DiskStore, Offload, RemoteServer, offload_of
+from penstock.config.offload import DiskStore, OutsideStores, RemoteServer, offload_of
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import DISK, REMOTE
 from penstock.formats.files import quoted
@@ -266,7 +266,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     return KVStore(settings, looks)
 
 
-def block_key(config: EngineConfig, offload: Offload) -> bytes:
+def block_key(config: EngineConfig, offload: OutsideStores) -> bytes:
     """The key of names and MACs: of the folder, or, with a remote, what engines have in common. Makes the folder.
 
     Raises ConfigError.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.runner.block_wire import DONE, DROP, GET, LIST, PUT, Ask, Channel, Listing, PeerError, join, lost
+from penstock.runner.block_wire import DONE, DROP, GET, LIST, PUT, Ask, BlockListing, Channel, PeerError, join, lost
 
 CONNECT_S, ANSWER_S = 1.0, 2.0
 """The longest that a connection, and an answer, may take. Whoever waits for a load gives up later than that."""
@@ -59,10 +59,10 @@ class BlockPeer:
     def drop(self, path: str) -> None:
         self._ask(DROP, path.encode(), most=0)
 
-    def list(self, ask: Ask) -> Listing:
+    def list(self, ask: Ask) -> BlockListing:
         _, payload = self._ask(LIST, msgspec.msgpack.encode(ask))
         try:
-            return msgspec.msgpack.decode(payload, type=Listing)
+            return msgspec.msgpack.decode(payload, type=BlockListing)
         except msgspec.MsgspecError as error:
             raise self._down(PeerError("frame", f"its list cannot be read: {error}")) from error
 

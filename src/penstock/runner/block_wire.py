@@ -38,7 +38,7 @@ PATH = re.compile(r"[0-9A-Za-z]{1,64}/[0-9a-f]{1,64}/[0-9a-f]{32}-[0-9a-f]{1,8}(
 """What blocks are called: model, tenant, name, depth. Nothing else is a path for a server."""
 GET, PUT, DROP, LIST, DONE, NONE = range(6)
 """Kinds. GET path: DONE block, or NONE. PUT path, 0, block: DONE, or NONE if there is no room. DROP path: DONE.
-LIST `Ask`: DONE `Listing`."""
+LIST `Ask`: DONE `BlockListing`."""
 _HEAD = struct.Struct("<IB")
 
 
@@ -58,7 +58,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     since: int = 0
 
 
-class Listing(msgspec.Struct, frozen=True, array_like=True):
+class BlockListing(msgspec.Struct, frozen=True, array_like=True):
     """`anew`: what was known before is void. `found`: (path, bytes), used longest ago first. Ask again from `until`;
     `more`: at once."""
 
