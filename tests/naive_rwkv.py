@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.base.bf16 import F32
-from penstock.core.model_spec import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.model_spec import ChannelMix, Qrwkv6, Rwkv4, Rwkv5, Rwkv6, Rwkv7
 from penstock.ops.ref.norm import layer_norm
-from penstock.ops.ref.pointwise import sigmoid
+from penstock.ops.ref.pointwise import ACTIVATIONS, sigmoid
 
 if TYPE_CHECKING:
     from tests.oracle import NaiveModel
@@ -44,10 +44,62 @@ def time_mix_4(model: NaiveModel, h: F32, p: str, m: Rwkv4) -> F32:
     return model._linear(out * sigmoid(r), p + "o")
 
 
+def time_mix_5(model: NaiveModel, h: F32, p: str, m: Rwkv5) -> F32:
+    past = before(h)
+    r, k, v, g = (model._linear(past + (h - past) * model._vector(f"{p}mix_{n}"), p + n) for n in "rkvg")
+    decay = np.broadcast_to(np.exp(-np.exp(model._vector(p + "time_decay"))), k.shape)
+    return read_states(model, r, k, v, g, decay, p, m)
+
+
+def mixed_6(model: NaiveModel, h: F32, p: str, order: str) -> dict[str, F32]:
+    """r, k, v, g, and the decay as w."""
+    past = before(h)
+    low = np.tanh(model._linear(h + (past - h) * model._vector(p + "mix_x"), p + "mix_down"))
+    x = {}
+    for name, own in zip(order, np.split(low, 5, axis=1), strict=True):
+        share = model._linear(np.ascontiguousarray(own), f"{p}mix_up_{name}") + model._vector(f"{p}mix_{name}")
+        x[name] = h + (past - h) * share
+    w = model._linear(np.tanh(model._linear(x["w"], p + "w1")), p + "w2") + model._vector(p + "time_decay")
+    return {n: model._linear(x[n], p + n) for n in "rkvg"} | {"w": np.exp(-np.exp(w))}
+
+
+def time_mix_6(model: NaiveModel, h: F32, p: str, m: Rwkv6) -> F32:
+    x = mixed_6(model, h, p, "wkvrg")
+    return read_states(model, x["r"], x["k"], x["v"], x["g"], x["w"], p, m)
+
+
+def time_mix_q6(model: NaiveModel, h: F32, p: str, m: Qrwkv6) -> F32:
+    x, d = mixed_6(model, h, p, m.mixed), m.head_dim
+    out = np.empty_like(x["r"])
+    for j in range(m.num_heads):
+        own, kv = slice(j * d, (j + 1) * d), j // (m.num_heads // m.kv_heads)
+        k, v = (x[n][:, kv * d : (kv + 1) * d] for n in "kv")
+        r = x["r"][:, own] * np.float32(d**-0.5)
+        state = np.zeros((d, d), np.float32)
+        for t in range(len(h)):
+            decay = x["w"][t, own]
+            state = state * decay + np.outer(v[t], k[t] - k[t] * decay)
+            out[t, own] = state @ r[t]
+    return model._linear(out * sigmoid(x["g"]), p + "o")
+
+
+def read_states(model: NaiveModel, r: F32, k: F32, v: F32, g: F32, decay: F32, p: str, m: Rwkv5 | Rwkv6) -> F32:
+    weight, bias, first = (model._vector(p + name) for name in ("head_norm", "head_norm.bias", "time_first"))
+    out = np.empty_like(v)
+    for j in range(m.num_heads):
+        own = slice(j * m.head_dim, (j + 1) * m.head_dim)
+        state = np.zeros((m.head_dim, m.head_dim), np.float32)
+        for t in range(len(v)):
+            read = state @ r[t, own] + np.add.reduce(r[t, own] * k[t, own] * first[own]) * v[t, own]
+            state = state * decay[t, own] + np.outer(v[t, own], k[t, own])
+            out[t, own] = layer_norm(read, weight[own], bias[own], m.eps)
+    return model._linear(out * ACTIVATIONS["silu"](g), p + "o")
+
+
 def time_mix_7(model: NaiveModel, h: F32, p: str, m: Rwkv7, v_first: F32 | None) -> tuple[F32, F32]:
     """Also gives the first layer's values, which the later layers need."""
     past = before(h)
-    x = {name: h + (past - h) * model._vector(p + "mix_" + name) for name in "rwkvag"}
+    x = {name: h + (past - h) * model._vector(p + "mix_" + name) for name in m.mixed}
     r, k, v = (model._linear(x[name], p + name) for name in "rkv")
 
     def low_rank(name: str, inner: F32) -> F32:
@@ -55,7 +107,7 @@ def time_mix_7(model: NaiveModel, h: F32, p: str, m: Rwkv7, v_first: F32 | None)
 
     w = low_rank("w", np.tanh(model._linear(x["w"], p + "w1")))
     a = sigmoid(low_rank("a", model._linear(x["a"], p + "a1")))
-    g = model._linear(sigmoid(model._linear(x["g"], p + "g1")), p + "g2")
+    g = model._linear(sigmoid(model._linear(x["g"], p + "g1")), p + "g2") if m.gate_rank else ONE
     if v_first is None:
         v_first = v
     else:
@@ -63,7 +115,7 @@ def time_mix_7(model: NaiveModel, h: F32, p: str, m: Rwkv7, v_first: F32 | None)
     erase = k * model._vector(p + "k_k")
     k = k * ((a - ONE) * model._vector(p + "k_a") + ONE)
     decay = np.exp(sigmoid(w) * np.float32(-np.exp(-0.5)))
-    weight, bias, bonus = (model._vector(p + name) for name in ("head_norm", "head_norm.bias", "r_k"))
+    bonus = model._vector(p + "r_k")
     out = np.empty_like(v)
     for j in range(m.num_heads):
         own = slice(j * m.head_dim, (j + 1) * m.head_dim)
@@ -71,16 +123,21 @@ def time_mix_7(model: NaiveModel, h: F32, p: str, m: Rwkv7, v_first: F32 | None)
         for t in range(len(h)):
             unit = erase[t, own] / max(np.sqrt(np.add.reduce(erase[t, own] ** 2)), np.float32(1e-12))
             state = state * decay[t, own] - np.outer(state @ unit, unit * a[t, own]) + np.outer(v[t, own], k[t, own])
-            read = layer_norm(state @ r[t, own], weight[own], bias[own], m.eps)
+            read = state @ r[t, own]
+            if m.normed:
+                weight, bias = (model._vector(p + name)[own] for name in ("head_norm", "head_norm.bias"))
+                read = layer_norm(read, weight, bias, m.eps)
             out[t, own] = read + np.add.reduce(r[t, own] * k[t, own] * bonus[own]) * v[t, own]
     return model._linear(out * g, p + "o"), v_first
 
 
 def channel_mix(model: NaiveModel, h: F32, p: str, f: ChannelMix) -> F32:
     past = before(h)
-    if f.version == 7:
-        k = model._linear(h + (past - h) * model._vector(p + "ffn_mix_k"), p + "up")
-        return model._linear(np.maximum(k, 0) * np.maximum(k, 0), p + "down")
-    k = model._linear(past + (h - past) * model._vector(p + "ffn_mix_k"), p + "up")
-    r = model._linear(past + (h - past) * model._vector(p + "ffn_mix_r"), p + "ffn_r")
-    return model._linear(np.maximum(k, 0) * np.maximum(k, 0), p + "down") * sigmoid(r)
+
+    def mixed(name: str) -> F32:
+        mix = model._vector(f"{p}ffn_mix_{name}")
+        return past + (h - past) * mix if f.version == 4 else h + (past - h) * mix
+
+    k = np.maximum(model._linear(mixed("k"), p + "up"), 0)
+    y = model._linear(k * k, p + "down")
+    return y if f.version == 7 else y * sigmoid(model._linear(mixed("r"), p + "ffn_r"))

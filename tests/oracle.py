@@ -37,10 +37,13 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     QkNorm,
+    Qrwkv6,
     QueryScale,
     Recurrent,
     Rope,
     Rwkv4,
+    Rwkv5,
+    Rwkv6,
     Rwkv7,
     SharedBlock,
     ShortConv,
@@ -191,6 +194,12 @@ class NaiveModel:
                 return naive_delta.gated_delta(self, h, p, m)
             case Rwkv4() as m:
                 return naive_rwkv.time_mix_4(self, h, p, m)
+            case Rwkv5() as m:
+                return naive_rwkv.time_mix_5(self, h, p, m)
+            case Qrwkv6() as m:
+                return naive_rwkv.time_mix_q6(self, h, p, m)
+            case Rwkv6() as m:
+                return naive_rwkv.time_mix_6(self, h, p, m)
             case Rwkv7() as m:
                 out, self._v_first = naive_rwkv.time_mix_7(self, h, p, m, None if m.first else self._v_first)
                 return out

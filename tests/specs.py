@@ -38,11 +38,14 @@ from penstock.core.model_spec import (
     Norm,
     PerLayer,
     QkNorm,
+    Qrwkv6,
     QueryScale,
     Recurrent,
     Rope,
     Router,
     Rwkv4,
+    Rwkv5,
+    Rwkv6,
     Rwkv7,
     SharedBlock,
     ShortConv,
@@ -83,7 +86,7 @@ def _streams(mixer: Mixer, sparsity: float = 0.0) -> Layer:
     )  # fmt: skip
 
 
-def _rwkv(version: Literal[4, 7], *mixers: Mixer) -> ModelSpec:
+def _rwkv(version: Literal[4, 6, 7], *mixers: Mixer) -> ModelSpec:
     norm = Norm(kind="layer")
     layers = tuple(Layer(mixer=m, ffn=ChannelMix(version=version, width=43), norm=norm) for m in mixers)
     return ModelSpec(
@@ -106,6 +109,11 @@ _MAMBA = Mamba(inner=44, state=5, conv=4, dt_rank=3)
 _MAMBA2 = Mamba2(num_heads=6, head_dim=7, state=5, groups=2, conv=3, dt_min=0.02, dt_max=1.5, proj_bias=True)
 _MAMBA2_PLAIN = Mamba2(num_heads=4, head_dim=9, state=6, groups=1, conv=4, conv_bias=False)
 _RWKV7 = Rwkv7(num_heads=4, head_dim=8, decay_rank=5, rate_rank=4, value_rank=3, gate_rank=7)
+_QRWKV6 = Qrwkv6(num_heads=4, kv_heads=2, head_dim=8, mix_rank=3, decay_rank=5)
+_QRWKV6_PLAIN = Qrwkv6(num_heads=2, kv_heads=2, head_dim=16, mix_rank=4, decay_rank=3, bias=False, mixed="wkvrg")
+_RWKV6 = Rwkv6(num_heads=4, head_dim=8, mix_rank=3, decay_rank=5)
+_RWKV6_WIDE = Rwkv6(num_heads=1, head_dim=32, mix_rank=4, decay_rank=7)
+_RWKV7_BARE = Rwkv7(num_heads=2, head_dim=16, decay_rank=4, rate_rank=5, value_rank=6, gate_rank=0, normed=False)
 _RWKV7_FIRST = Rwkv7(num_heads=4, head_dim=8, decay_rank=6, rate_rank=3, gate_rank=9, first=True)
 _DELTA = GatedDelta(key_heads=2, value_heads=4, key_dim=6, value_dim=7, conv=4)
 _DELTA_CHANNELS = GatedDelta(
@@ -214,7 +222,10 @@ _SPECS: dict[str, ModelSpec] = {
     "mamba2": _spec(_MAMBA2, _MAMBA2, width=None),
     "mamba2_hybrid": _spec(_MAMBA2_PLAIN, _attention(4, 2, rope=None), _MAMBA2_PLAIN),
     "rwkv4": _rwkv(4, Rwkv4(width=E), Rwkv4(width=E, decay_is_log=False)),
-    "rwkv7": _rwkv(7, _RWKV7_FIRST, _RWKV7, _RWKV7),
+    "rwkv5": _rwkv(4, Rwkv5(num_heads=4, head_dim=8), Rwkv5(num_heads=2, head_dim=16, eps=1e-5)),
+    "rwkv6": _rwkv(6, _RWKV6, _RWKV6_WIDE),
+    "qrwkv6": _spec(_QRWKV6, _attention(4, 2), _QRWKV6_PLAIN),
+    "rwkv7": _rwkv(7, _RWKV7_FIRST, _RWKV7, _RWKV7_BARE),
     "gated": _spec(_attention(4, 2, output_gate=True, qkv_bias=True), _attention(3, 3, output_gate=True)),
     "delta": _spec(_DELTA, _attention(4, 2), _DELTA_CHANNELS),
     "short_conv": _spec(ShortConv(width=E, conv=3), _attention(4, 2), ShortConv(width=E, conv=4, bias=True)),
@@ -327,6 +338,7 @@ _SEEDS = {
     "gated_lru": (19, 0), "mlstm": (19, 1), "diagonal": (19, 2), "retention": (19, 3), "shared": (19, 4),
     "blocks": (21, 0), "yoco": (21, 0), "fixed_experts": (21, 0), "gated_diagonal": (21, 0), "shared_kv": (19, 0),
     "streams": (20, 0), "entries": (19, 0), "inner_norms": (19, 0), "key_bias": (20, 2),
+    "rwkv5": (21, 0), "rwkv6": (21, 1), "qrwkv6": (21, 2),
 }  # fmt: skip
 """Chosen so that greedy text stays varied for long (a test says how much): a constant loop would hide mistakes.
 

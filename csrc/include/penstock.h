@@ -26,7 +26,7 @@ extern "C" {
 #define PST_API
 #endif
 
-#define PST_ABI 11
+#define PST_ABI 12
 #define PST_PANEL 64 /* outputs of a panel */
 
 /* ---- the library --------------------------------------------------------------------------------------------- */
@@ -274,6 +274,10 @@ typedef struct pst_register {
  *                Or p0 [n3] in place of in3: S = S p0 + k v
  * PST_WKV4       RWKV-4's mean of values v in1 [T, width] by keys in0: p0 decay, p1 bonus of the newest, both [width];
  *                planes n2, n3, n4 [width]: numerator, denominator, exponent: in place on in1
+ * PST_WKV6       RWKV-5's and -6's: r in0, k in1 [T, n3, K], v in2 [T, n3, W], w in3 [T, n3, K], p0 bonus [n3, K]:
+ *                out = r (S + (p0 k) v); S = e^(-e^w) S + k v. Or p1 [n3, K] in place of in3: S = p1 S + k v
+ *                Without p0: k, v [T, n6, K or W], n3/n6 heads in a row share one; S = e^(-e^w) S + k (1 - e^(-e^w)) v;
+ *                out = f0 r S
  * PST_WKV7       r in0, w in1, k in2 [T, n3, K], v in3 [T, n3, W], removal in4, rate in5 [T, n3, K]:
  *                S = e^(-e^-0.5 sigmoid(w)) S - (removal rate) (removal S) + k v; out = r S
  * PST_DELTA      q in0, k in1 [T, n6, K], n6 heads of keys, v in2 [T, n3, W], dt in3 [T, n3] or [T, n3, K], beta in4
@@ -299,7 +303,7 @@ enum pst_kind {
     PST_DELTA, PST_REMOVAL_KEY, PST_REPLACEMENT_KEY, PST_VALUE_BONUS, PST_CHOOSE = 33,
     PST_RG_LRU = 40, PST_MLSTM_GATES, PST_MLSTM, PST_DIAGONAL, PST_CUT_OFF = 45, PST_STREAMS, PST_MATCH,
     PST_SPREAD = 48, PST_WEIGH_STREAMS, PST_COLLAPSE_STREAMS, PST_MIX_STREAMS,
-    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55
+    PST_WRITE_ENTRIES, PST_CHOOSE_ENTRIES, PST_ATTEND_ENTRIES, PST_BIASED_HEADS = 55, PST_WKV6
 };
 
 enum pst_norm { PST_NORM_NONE = 0, PST_NORM_RMS, PST_NORM_LAYER };

@@ -138,6 +138,40 @@ std::string recurrent_fault() {
     });
 }
 
+std::string wkv6_fault(bool fixed) {
+    StateTest test(PST_WKV6, {H * K, H * K, H * W, H * K}, H * W, {{H, K * W}}, {0, H, K, W}, {H * K, H * K});
+    if (!fixed) test.op->p[1] = nullptr;
+    Heads heads;
+    return test.fault(fixed ? "RWKV-5's sum" : "RWKV-6's sum", [&](int t, int column) {
+        int h = column / W;
+        double y = 0;
+        for (int k = 0; k < K; k++) {
+            double& s = heads.at(h, k, column % W);
+            int i = h * K + k;
+            double add = test.x(1, t, i) * test.x(2, t, column);
+            y += (s + test.w(0, i) * add) * test.x(0, t, i);
+            s = s * (fixed ? test.w(1, i) : std::exp(-std::exp(test.x(3, t, i)))) + add;
+        }
+        return y;
+    });
+}
+
+std::string shared6_fault() {
+    StateTest test(PST_WKV6, {H * K, K, W, H * K}, H * W, {{H, K * W}}, {0, H, K, W, 1}, {});
+    test.op->f[0] = 0.5f;
+    Heads heads;
+    return test.fault("RWKV-6's sum of shared keys", [&](int t, int column) {
+        int h = column / W;
+        double y = 0;
+        for (int k = 0; k < K; k++) {
+            double &s = heads.at(h, k, column % W), fade = std::exp(-std::exp(test.x(3, t, h * K + k)));
+            s = s * fade + test.x(1, t, k) * (1 - fade) * test.x(2, t, column % W);
+            y += 0.5 * s * test.x(0, t, h * K + k);
+        }
+        return y;
+    });
+}
+
 std::string wkv7_fault() {
     StateTest test(PST_WKV7, {H * K, H * K, H * K, H * W, H * K, H * K}, H * W, {{H, K * W}}, {0, H, K, W}, {});
     Heads heads;
@@ -262,9 +296,11 @@ std::string states_fault() {
     std::string fault = delta_fault(false);
     if (fault.empty()) fault = delta_fault(true);
     if (fault.empty()) fault = delta_fault(true, -5.0);
-    for (bool pairs : {false, true})
-        if (fault.empty()) fault = diagonal_fault(pairs);
-    for (auto test : {conv_fault, scan_fault, wkv4_fault, scan2_fault, recurrent_fault, wkv7_fault, rg_lru_fault,
+    for (bool either : {false, true}) {
+        if (fault.empty()) fault = diagonal_fault(either);
+        if (fault.empty()) fault = wkv6_fault(either);
+    }
+    for (auto test : {conv_fault, scan_fault, wkv4_fault, scan2_fault, recurrent_fault, wkv7_fault, shared6_fault, rg_lru_fault,
                       mlstm_gates_fault, mlstm_fault})
         if (fault.empty()) fault = test();
     return fault;

@@ -61,6 +61,6 @@ OpPtr make_shift(const pst_op& op, const Maker& maker);
 OpPtr make_channels(const pst_op& op, const Maker& maker);  // state_channels.cpp: PST_SCAN, WKV4
 OpPtr make_diagonal(const pst_op& op, const Maker& maker);  // state_diagonal.cpp: PST_RG_LRU, DIAGONAL
 OpPtr make_mlstm_gates(const pst_op& op, const Maker& maker);  // state_mlstm.cpp: PST_MLSTM_GATES
-OpPtr make_heads(const pst_op& op, const Maker& maker);     // state_heads.cpp: PST_SCAN2, RECURRENT, WKV7, DELTA, MLSTM
+OpPtr make_heads(const pst_op& op, const Maker& maker);     // state_heads.cpp: PST_SCAN2, RECURRENT, WKV6, WKV7, DELTA, MLSTM
 
 }  // namespace pst

@@ -1,4 +1,4 @@
-// PST_SCAN2 (Mamba-2), RECURRENT, WKV7, DELTA, MLSTM: the rules of state_heads.h.
+// PST_SCAN2 (Mamba-2), RECURRENT, WKV6, WKV7, DELTA, MLSTM: the rules of state_heads.h.
 #include "activation.h"
 #include "norm_row.h"
 #include "state_heads.h"
@@ -7,15 +7,21 @@ namespace pst {
 
 namespace {
 
-// What every rule is made of: heads, and the registers of a row.
+int per_group(int heads, int groups) {
+    check(groups > 0 && heads % groups == 0, "heads fall into equal groups");
+    return heads / groups;
+}
+
+// What every rule is made of: heads, and the registers of a row. `sharing` heads in a row have one value.
 struct Shape {
     View in, out;
-    int heads, keys, width;
+    int heads, keys, width, sharing;
 
-    Shape(const pst_op& op, const Maker& maker, int value)
-        : in(maker.reg(op.in[value])), out(maker.reg(op.out)), heads(op.n[3]), keys(op.n[4]), width(op.n[5]) {
+    Shape(const pst_op& op, const Maker& maker, int value, int sharing = 1)
+        : in(maker.reg(op.in[value])), out(maker.reg(op.out)), heads(op.n[3]), keys(op.n[4]), width(op.n[5]),
+          sharing(sharing) {
         check(heads > 0 && keys > 0 && width > 0, "a state has heads, keys and a width");
-        check_tokens(maker.reg(op.in[value]), int64_t(heads) * width);
+        check_tokens(maker.reg(op.in[value]), int64_t(heads / sharing) * width);
     }
     View input(const pst_op& op, const Maker& maker, int number, int64_t numbers) const {
         check_tokens(maker.reg(op.in[number]), numbers);
@@ -33,13 +39,8 @@ struct Shape {
     }
 };
 
-int per_group(int heads, int groups) {
-    check(groups > 0 && heads % groups == 0, "heads fall into equal groups");
-    return heads / groups;
-}
-
 struct Scan2 : Shape {
-    static constexpr bool FINDS = false, ERASES = false;
+    static constexpr bool FINDS = false, ERASES = false, BEFORE = false;
     int per;
     View dt, b, c;
     const float *a, *d, *bias;
@@ -65,7 +66,7 @@ struct Scan2 : Shape {
 };
 
 struct Gated : Shape {
-    static constexpr bool FINDS = false, ERASES = false;
+    static constexpr bool FINDS = false, ERASES = false, BEFORE = false;
     View q, k, decay;
     const float* fixed_decay;  // or null
 
@@ -85,8 +86,67 @@ struct Gated : Shape {
     F result(const Row&, int, F, F y) const { return y; }
 };
 
+struct Wkv6 : Shape {
+    static constexpr bool FINDS = false, ERASES = false, BEFORE = true;
+    View r, k, w;
+    const float *first, *decay;  // decay: or null
+
+    Wkv6(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2), r(input(op, maker, 0, int64_t(heads) * keys)),
+          k(input(op, maker, 1, int64_t(heads) * keys)),
+          w(op.p[1] ? r : input(op, maker, 3, int64_t(heads) * keys)), first(fixed(op, 0)),
+          decay(static_cast<const float*>(op.p[1])) {}
+    void batch(int64_t, int, int, float (*)[BATCH]) const {}
+    void row(int64_t t, int head, const float*, Row& row) const {
+        const int64_t at = int64_t(head) * keys;
+        F fit = all(0.0f);
+        each_vector(keys, [&](int i, int lanes) {
+            F key = load_part(k.row(t) + at + i, lanes) * load_part(first + at + i, lanes);
+            fit = fma(load_part(r.row(t) + at + i, lanes), key, fit);
+            if (decay) return;
+            F slow = all(0.0f) - exp(load_part(w.row(t) + at + i, lanes));
+            store_part(row.own + i, exp(slow), lanes);
+        });
+        row.scale = sum(fit);
+        row.fade = decay ? decay + at : row.own, row.fade_step = 1;
+        row.write = k.row(t) + at;
+        row.read = r.row(t) + at;
+    }
+    F value(const Row&, F x, F) const { return x; }
+    F result(const Row& row, int, F x, F y) const { return fma(all(row.scale), x, y); }
+};
+
+// RWKV-6 in a place of attention: no bonus, heads that share keys and values, keys that are as large as what fades.
+struct Shared6 : Shape {
+    static constexpr bool FINDS = false, ERASES = false, BEFORE = false;
+    View r, k, w;
+    float scale;
+
+    Shared6(const pst_op& op, const Maker& maker)
+        : Shape(op, maker, 2, per_group(op.n[3], op.n[6])), r(input(op, maker, 0, int64_t(heads) * keys)),
+          k(input(op, maker, 1, int64_t(op.n[6]) * keys)), w(input(op, maker, 3, int64_t(heads) * keys)),
+          scale(op.f[0]) {}
+    void batch(int64_t, int, int, float (*)[BATCH]) const {}
+    void row(int64_t t, int head, const float*, Row& row) const {
+        const int64_t at = int64_t(head) * keys;
+        const float* key = k.row(t) + int64_t(head / sharing) * keys;
+        const int size = (keys + LANES - 1) / LANES * LANES;
+        float *fades = row.own, *write = fades + size, *read = write + size;
+        each_vector(keys, [&](int i, int lanes) {
+            F fade = exp(all(0.0f) - exp(load_part(w.row(t) + at + i, lanes))), whole = load_part(key + i, lanes);
+            store_part(fades + i, fade, lanes);
+            store_part(write + i, whole - whole * fade, lanes);
+            store_part(read + i, load_part(r.row(t) + at + i, lanes) * all(scale), lanes);
+        });
+        row.fade = fades, row.fade_step = 1;
+        row.write = write, row.read = read;
+    }
+    F value(const Row&, F x, F) const { return x; }
+    F result(const Row&, int, F, F y) const { return y; }
+};
+
 struct Wkv7 : Shape {
-    static constexpr bool FINDS = true, ERASES = true;
+    static constexpr bool FINDS = true, ERASES = true, BEFORE = false;
     View r, w, k, removal, rate;
 
     Wkv7(const pst_op& op, const Maker& maker)
@@ -117,7 +177,7 @@ struct Wkv7 : Shape {
 };
 
 struct Delta : Shape {
-    static constexpr bool FINDS = true, ERASES = false;
+    static constexpr bool FINDS = true, ERASES = false, BEFORE = false;
     int groups, per;
     View q, k, dt, beta;
     const float* a;
@@ -172,7 +232,7 @@ struct Delta : Shape {
 
 // What is not linear in it is PST_MLSTM_GATES' (state_mlstm.cpp).
 struct Mlstm : Shape {
-    static constexpr bool FINDS = false, ERASES = false;
+    static constexpr bool FINDS = false, ERASES = false, BEFORE = false;
     View q, k, gates;
 
     Mlstm(const pst_op& op, const Maker& maker)
@@ -199,6 +259,9 @@ OpPtr make_heads(const pst_op& op, const Maker& maker) {
     switch (op.kind) {
         case PST_SCAN2: return std::make_unique<Heads<Scan2>>(op, maker);
         case PST_RECURRENT: return std::make_unique<Heads<Gated>>(op, maker);
+        case PST_WKV6:
+            if (op.p[0]) return std::make_unique<Heads<Wkv6>>(op, maker);
+            return std::make_unique<Heads<Shared6>>(op, maker);
         case PST_WKV7: return std::make_unique<Heads<Wkv7>>(op, maker);
         case PST_MLSTM: return std::make_unique<Heads<Mlstm>>(op, maker);
         default: return std::make_unique<Heads<Delta>>(op, maker);

@@ -1,7 +1,7 @@
 // Heads whose state is a matrix S [keys][width], advanced for one token at a time and for a strip of its columns.
 //
-// All rules are S[k] = fade[k] S[k] + write[k] value (- erase[k] found), out = sum of read[k] S[k], where `found` is the
-// sum of find[k] S[k] before. Sums run over k in order. While a token's S is made, what the next one will find in it is
+// All rules are S[k] = fade[k] S[k] + write[k] value (- erase[k] found), out = sum of read[k] S[k], with BEFORE of what S
+// was, where `found` is the sum of find[k] S[k] before. Sums run over k in order. While a token's S is made, what the next one will find in it is
 // summed up too, so that S passes through the registers once per token.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Row {
     int fade_step;  // 0: one number for all keys
 };
 
-template <int V, bool FINDS, bool ERASES>
+template <int V, bool FINDS, bool ERASES, bool BEFORE>
 void pass(float* s, int64_t stride, int keys, const Row& row, const F* value, const F* lost, const float* find, F* out,
           F* found) {
     F y[V], z[V], add[V], gone[V];
@@ -33,10 +33,10 @@ void pass(float* s, int64_t stride, int keys, const Row& row, const F* value, co
         if (ERASES) erase = all(row.erase[k]);
         if (FINDS) next = all(find[k]);
         for (int v = 0; v < V; v++) {
-            F x = fma(write, add[v], load(s + v * LANES) * fade);
+            F old = load(s + v * LANES), x = fma(write, add[v], old * fade);
             if (ERASES) x = fma(erase, gone[v], x);
             store(s + v * LANES, x);
-            y[v] = fma(read, x, y[v]);
+            y[v] = fma(read, BEFORE ? old : x, y[v]);
             if (FINDS) z[v] = fma(next, x, z[v]);
         }
     }
@@ -61,7 +61,7 @@ inline void put(float* p, F x, int lanes) {
     else store(p, x, lanes);
 }
 
-// A Rule has: FINDS, ERASES; in, out; `heads`, `keys`, `width`;
+// A Rule has: FINDS, ERASES, BEFORE; in, out; `heads`, `keys`, `width`, `sharing`;
 //   batch(t, count, head, numbers)   of up to 16 tokens at once: two numbers of each, [2][16]
 //   row(t, head, numbers, Row&)      everything but `value`; numbers: those of this token
 //   value(row, in, found), result(row, head, in, out)   of lanes of the head's input
@@ -128,7 +128,7 @@ struct Heads final : Op {
         for (F& x : found) x = all(0.0f);
         if (Rule::FINDS) seek<V>(state, stride, rule.keys, row->find, found);
         for (int64_t t = run.first; t < run.last; t++) {
-            const float* in = rule.in.row(t) + int64_t(head) * rule.width + from;
+            const float* in = rule.in.row(t) + int64_t(head / rule.sharing) * rule.width + from;
             for (int v = 0; v < V; v++) {
                 value[v] = rule.value(*row, part(in + v * LANES, std::min(LANES, count - v * LANES)), found[v]);
                 lost[v] = found[v];
@@ -141,9 +141,9 @@ struct Heads final : Op {
             if (!row->fade_step) current.fade = &fade;
             if (more) next = ready(t + 1);
             if (Rule::FINDS && more)
-                pass<V, true, Rule::ERASES>(state, stride, rule.keys, current, value, lost, next->find, out, found);
+                pass<V, true, Rule::ERASES, Rule::BEFORE>(state, stride, rule.keys, current, value, lost, next->find, out, found);
             else
-                pass<V, false, Rule::ERASES>(state, stride, rule.keys, current, value, lost, nullptr, out, found);
+                pass<V, false, Rule::ERASES, Rule::BEFORE>(state, stride, rule.keys, current, value, lost, nullptr, out, found);
             float* to = rule.out.row(t) + int64_t(head) * rule.width + from;
             for (int v = 0; v < V; v++) {
                 int lanes = std::min(LANES, count - v * LANES);

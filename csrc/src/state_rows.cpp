@@ -105,6 +105,7 @@ OpPtr make_state(const pst_op& op, const Maker& maker) {
         case PST_MLSTM_GATES: return make_mlstm_gates(op, maker);
         case PST_SCAN2:
         case PST_RECURRENT:
+        case PST_WKV6:
         case PST_WKV7:
         case PST_MLSTM:
         case PST_DELTA: return make_heads(op, maker);

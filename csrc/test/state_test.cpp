@@ -56,6 +56,10 @@ struct States : TinyProgram {
         op(PST_REMOVAL_KEY, {k}, removal, {H}, {}, {weights(H * K)});
         op(PST_REPLACEMENT_KEY, {k, rate}, kept, {}, {}, {weights(H * K)});
         op(PST_WKV7, {q, rate, kept, v, removal, rate}, result(H * W), {0, 0, plane(H, K * W), H, K, W});
+        op(PST_WKV6, {q, k, v, rate}, result(H * W), {0, 0, plane(H, K * W), H, K, W}, {}, {weights(H * K)});
+        const int32_t key = input(K), value = input(W);
+        op(PST_WKV6, {q, key, value, rate}, result(H * W), {0, 0, plane(H, K * W), H, K, W, 1}, {0.3f});
+        op(PST_WKV6, {q, k, v}, result(H * W), {0, 0, plane(H, K * W), H, K, W}, {}, {weights(H * K), weights(H * K, 0.7f)});
         op(PST_DELTA, {q, k, v, one, one}, result(H * W), {0, 0, plane(H, K * W), H, K, W, H}, {1e-6f, 1.0f},
            {weights(H, -0.5f)});
         op(PST_DELTA, {q, k, v, rate, one}, result(H * W), {0, 0, plane(H, K * W), H, K, W, H}, {1e-6f, 2.0f},

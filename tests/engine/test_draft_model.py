@@ -129,7 +129,8 @@ def test_D10_entries_of_a_draft_wait_in_a_tier_with_the_blocks(prefix: str) -> N
 
 
 KEEPING = [
-    "slots", "mamba2_hybrid", "rwkv7", "delta", "gated_lru", "mlstm", "diagonal", "retention", "shared", "entries",
+    "slots", "mamba2_hybrid", "rwkv5", "rwkv6", "qrwkv6", "rwkv7", "delta", "gated_lru", "mlstm", "diagonal",
+    "retention", "shared", "entries",
 ]  # fmt: skip
 """Specs with states, which are taken back where drafts are rejected."""
 

@@ -174,7 +174,7 @@ def _beams(name: str, *how: Any) -> list[tuple[list[int], float, str]]:
 @pytest.mark.parametrize("prefix_cache", ["radix", "none"])
 @pytest.mark.parametrize(
     "name",
-    ["llama_gqa", "slots", "latent", "windowed", "all_windowed", "mamba", "mamba2_hybrid", "rwkv4", "rwkv7"],
+    ["llama_gqa", "slots", "latent", "windowed", "all_windowed", "mamba", "mamba2_hybrid", "rwkv4", "rwkv6", "rwkv7"],
 )
 def test_A08_forced_preemption_at_every_step_index(name: str, prefix_cache: str, mode: str) -> None:
     """Everybody loses all device memory at step k, for every k there is; recomputed or brought back from the host."""

@@ -56,7 +56,19 @@ def prompts(vocab: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash"])
 @pytest.mark.parametrize(
     "name",
-    ["mamba", "mamba2", "mamba2_hybrid", "gated_lru", "mlstm", "diagonal", "gated_diagonal", "retention", "shared"],
+    [
+        "mamba",
+        "mamba2",
+        "mamba2_hybrid",
+        "gated_lru",
+        "mlstm",
+        "diagonal",
+        "gated_diagonal",
+        "retention",
+        "shared",
+        "rwkv6",
+        "qrwkv6",
+    ],
 )
 def test_C34_prefix_hits_stand_at_checkpoints_and_change_no_token(name: str, prefix_cache: str) -> None:
     """Multiples of 16 and the last whole block of the prompt, also where 43 of 44 tokens are known; steps

@@ -33,7 +33,8 @@ STEPS: list[dict[str, Any]] = [
     {"a": ([6, 2], [1])},
 ]
 """The last two without b: tables of slabs, which layers share."""
-HAS_ATTENTION = [name for name in specs.ALL if name not in ("mamba", "mamba2", "rwkv4", "rwkv7", "indexed", "entries")]
+NONE = ("mamba", "mamba2", "rwkv4", "rwkv5", "rwkv6", "rwkv7", "indexed", "entries")
+HAS_ATTENTION = [name for name in specs.ALL if name not in NONE]
 
 
 def config(**settings: Any) -> Any:

@@ -25,7 +25,9 @@ from penstock.core.model_spec import (
     Mamba2,
     ModelSpec,
     Norm,
+    Qrwkv6,
     Rope,
+    Rwkv6,
     Rwkv7,
     ShortConv,
 )  # fmt: skip
@@ -91,6 +93,13 @@ RENAMED: dict[str, dict[str, str]] = {
         "dt_down": "ssm_f_a", "dt": "ssm_f_b", "z_down": "ssm_g_a", "z": "ssm_g_b", "beta": "ssm_beta",
         "head_norm": "ssm_norm",
     },
+    "rwkv6": {
+        "ffn_norm": "attn_norm_2", "r": "time_mix_receptance", "k": "time_mix_key", "v": "time_mix_value",
+        "g": "time_mix_gate", "o": "time_mix_output", "head_norm": "time_mix_ln", "time_decay": "time_mix_decay",
+        "w1": "time_mix_decay_w1", "w2": "time_mix_decay_w2", "mix_x": "time_mix_lerp_x", "mix_down": "time_mix_w1",
+        "ffn_mix_k": "channel_mix_lerp_k", "ffn_mix_r": "channel_mix_lerp_r", "ffn_r": "channel_mix_receptance",
+        "up": "channel_mix_key", "down": "channel_mix_value",
+    },
     "rwkv7": {
         "ffn_norm": "attn_norm_2", "r": "time_mix_receptance", "k": "time_mix_key", "v": "time_mix_value",
         "o": "time_mix_output", "head_norm": "time_mix_ln", "ffn_mix_k": "channel_mix_lerp_k", "up": "channel_mix_key",
@@ -99,6 +108,10 @@ RENAMED: dict[str, dict[str, str]] = {
     },
     "nemotron_h": {"ffn_norm": "attn_norm"}, "nemotron_h_moe": {"ffn_norm": "attn_norm"},
 }  # fmt: skip
+
+
+for turned_arch, own_arch in (("rwkv6qwen2", "rwkv6"), ("arwkv7", "rwkv7")):
+    RENAMED[turned_arch] = {n: to for n, to in RENAMED[own_arch].items() if n not in ("ffn_norm", "up", "down")}
 
 
 def write_model(path: Path, spec: ModelSpec, weights: Weights, arch: str) -> Path:
@@ -141,6 +154,7 @@ def ends(spec: ModelSpec) -> int | None:
 def tensors_of(spec: ModelSpec, weights: Weights, arch: str) -> Weights:
     out: Weights = {}
     weights = folded(spec, weights) if arch == "falcon-h1" else weights
+    weights = halved(weights) if arch == "rwkv6" else weights
     norms = {"final_norm": spec.final_norm, "embed_norm": spec.embed_norm}
     for name, array in weights.items():
         if name.startswith(("altup_in_", "altup_out_")):
@@ -194,6 +208,19 @@ def folded(spec: ModelSpec, weights: Weights) -> Weights:
         elif isinstance(layer.ffn, FeedForward):
             scale(f"{at}gate", layer.ffn.gate_scale)
             scale(f"{at}down", layer.residual_scale)
+    return out
+
+
+RESCALE_EVERY = 2
+"""Layers of RWKV-6 behind which llama.cpp halves the residual."""
+
+
+def halved(weights: Weights) -> Weights:
+    """RWKV-6: what adds to the residual, by how often that was halved."""
+    out = dict(weights)
+    for name, array in weights.items():
+        if name.endswith((".o", ".down")):
+            out[name] = array / 2 ** (int(name.split(".")[1]) // RESCALE_EVERY)
     return out
 
 
@@ -272,10 +299,21 @@ def reshaped(layer: Layer, own: Weights, arch: str) -> Weights:
         both = out.pop("kv_b").reshape(mixer.num_heads, mixer.nope_dim + mixer.v_dim, mixer.kv_rank)
         out["attn_k_b.weight"] = both[:, : mixer.nope_dim].swapaxes(1, 2)
         out["attn_v_b.weight"] = both[:, mixer.nope_dim :]
+    if isinstance(mixer, Qrwkv6) and "mix_r" in own:
+        parts = own["mix_down"].reshape(5, mixer.mix_rank, -1)
+        own = own | {"mix_down": parts[[mixer.mixed.index(n) for n in "wkvrg"]].reshape(own["mix_down"].shape)}
+        out |= {"mix_down": own["mix_down"]}
+    if isinstance(mixer, Rwkv6 | Qrwkv6) and "mix_r" in own:
+        out = {n: a for n, a in out.items() if not n.startswith("mix_") or n in ("mix_x", "mix_down")}
+        rows = np.stack([own[f"mix_{n}"] for n in "wkvrg"])
+        out["time_mix_lerp_fused.weight"] = rows.reshape(5, 1, 1, -1)
+        out["time_mix_w2.weight"] = np.stack([own[f"mix_up_{n}"] for n in "wkvrg"])
+        if isinstance(mixer, Rwkv6):
+            out["time_mix_first.weight"] = out.pop("time_first").reshape(mixer.num_heads, -1)
     if isinstance(mixer, Rwkv7) and "mix_r" in own:
         out = {n: a for n, a in out.items() if not n.startswith("mix_")}
-        rows = np.stack([own[f"mix_{n}"] for n in "rwkvag"])
-        out["time_mix_lerp_fused.weight"] = rows.reshape(6, 1, 1, -1)
+        rows = np.stack([own[f"mix_{n}"] for n in mixer.mixed])
+        out["time_mix_lerp_fused.weight"] = rows.reshape(len(rows), 1, 1, -1)
         if mixer.first:  # llama.cpp wants something there
             out |= {f"v{n}": own[f"a{n}"] for n in (0, 1, 2)}
     if isinstance(mixer, GatedDelta) and mixer.channel_decay and "a_log" in own:
@@ -610,6 +648,25 @@ def _kimi(spec: ModelSpec) -> Metadata:
     return own | _routed(spec) | {"attention.head_count_kv": flags}
 
 
+def _rwkv6(spec: ModelSpec) -> Metadata:
+    m, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+    assert isinstance(m, Rwkv6)
+    return {
+        "attention.head_count": 0, "wkv.head_size": m.head_dim, "time_mix_extra_dim": m.mix_rank,
+        "time_decay_extra_dim": m.decay_rank, "rescale_every_n_layers": RESCALE_EVERY,
+        "feed_forward_length": ffn.width,  # type: ignore[union-attr]
+    }  # fmt: skip
+
+
+def _rwkv6qwen2(spec: ModelSpec) -> Metadata:
+    m = spec.layers[0].mixer
+    assert isinstance(m, Qrwkv6)
+    return {
+        "attention.head_count": 0, "attention.head_count_kv": m.kv_heads, "wkv.head_size": m.head_dim,
+        "time_mix_extra_dim": m.mix_rank, "time_decay_extra_dim": m.decay_rank, "token_shift_count": 1,
+    }  # fmt: skip
+
+
 def _rwkv7(spec: ModelSpec) -> Metadata:
     m, ffn = spec.layers[1].mixer, spec.layers[1].ffn
     assert isinstance(m, Rwkv7)
@@ -671,7 +728,8 @@ EXTRA: dict[str, Callable[[ModelSpec], Metadata]] = {
     "jamba": _some_attend,
     "kimi-linear": _kimi,
     "mimo2": _mimo,
-    "rwkv7": _rwkv7,
+    "rwkv6": _rwkv6, "rwkv7": _rwkv7, "rwkv6qwen2": _rwkv6qwen2,
+    "arwkv7": lambda spec: _rwkv7(spec) | {"token_shift_count": 1},
     "step35": _step,
     "granite": _granite,
     "granitemoe": _granite,

@@ -31,6 +31,8 @@ from penstock.core.model_spec import (
     Mamba,
     Mamba2,
     ModelSpec,
+    Qrwkv6,
+    Rwkv6,
     weight_shapes,
 )
 from penstock.families.checkpoint import Checkpoint
@@ -42,7 +44,7 @@ from penstock.ops.native.library import best_library
 from penstock.ops.native.program import Pool
 from penstock.weights.load import apply_cut, load_weights
 from tests.ggml import stored_values, write_gguf
-from tests.models.gguf_writer import TURNED, file_metadata, file_tensors, write_model
+from tests.models.gguf_writer import RESCALE_EVERY, TURNED, file_metadata, file_tensors, write_model
 from tests.models.llama_like_cases import as_exaone, as_internlm2, as_minicpm, restored
 from tests.models.parity import TORCH, VOCAB, random_model
 from tests.models.test_parity_delta import restore
@@ -143,10 +145,24 @@ LING2 = BASE | {
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6,
     "rope_theta": 6e5,
 }  # fmt: skip
+RWKV6 = {
+    "architectures": ["Rwkv6ForCausalLM"], "model_type": "rwkv6", "vocab_size": VOCAB, "hidden_size": 128,
+    "num_hidden_layers": 3, "head_size": 64, "intermediate_size": 56, "time_mix_extra_dim": 6,
+    "time_decay_extra_dim": 5, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QRWKV6 = {
+    "architectures": ["RWKV6Qwen2ForCausalLM"], "model_type": "rwkv6qwen2", "vocab_size": VOCAB, "hidden_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56,
+    "lora_rank_tokenshift": 6, "lora_rank_decay": 5, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 RWKV7 = {
     "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 128,
     "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 56, "decay_low_rank_dim": 6, "a_low_rank_dim": 5,
     "v_low_rank_dim": 3, "gate_low_rank_dim": 7, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ARWKV7 = {
+    **{name: value for name, value in RWKV7.items() if name != "head_dim"}, "architectures": ["RwkvHybridForCausalLM"],
+    "model_type": "arwkv7", "head_size": 64,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("Afmoe", TRINITY),
@@ -185,7 +201,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo2": ("MiMoV2Flash", MIMO),
     "phimoe": ("Phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.01, "attention_bias": True,
                           "lm_head_bias": True, "sliding_window": 11}),
+    "rwkv6": ("", RWKV6),
     "rwkv7": ("", RWKV7),
+    "rwkv6qwen2": ("", QRWKV6),
+    "rwkv6qwen2-equal": ("", QRWKV6 | {"num_key_value_heads": 4}),
+    "arwkv7": ("", ARWKV7),
+    "arwkv7-bare": ("", ARWKV7 | {"wkv_has_gate": False, "wkv_has_group_norm": False}),
     "step35": ("Step3p7", STEP),
     "step35-limits": ("Step3p7", STEP | {"swiglu_limits": [0.0, 0.0, 0.0, 0.4, 0.0],
                                          "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.3, 0.0]}),
@@ -430,7 +451,7 @@ def as_converted(spec: ModelSpec, arch: str) -> ModelSpec:
     if arch == "falcon-h1":
         spec = unscaled(spec)
     layers = []
-    for layer in spec.layers:
+    for i, layer in enumerate(spec.layers):
         m: Any = layer.mixer
         if isinstance(m, Attention):
             norm = None if m.qk_norm is None else change(m.qk_norm, offset=0.0)
@@ -440,9 +461,12 @@ def as_converted(spec: ModelSpec, arch: str) -> ModelSpec:
             m = change(m, split=True)
         elif isinstance(m, Mamba | Mamba2):
             m = change(m, decay_is_log=False)
+        elif isinstance(m, Qrwkv6):
+            m = change(m, mixed="wkvrg")
         elif isinstance(m, GatedDelta):
             m = change(m, decay_is_log=False, in_turn=arch.startswith("qwen35") and m.value_heads > m.key_heads)
-        layers.append(change(layer, mixer=m, norm=change(layer.norm, offset=0.0)))
+        scale = 2.0 ** (i // RESCALE_EVERY) if isinstance(m, Rwkv6) else layer.residual_scale
+        layers.append(change(layer, mixer=m, norm=change(layer.norm, offset=0.0), residual_scale=scale))
     final = None if spec.final_norm is None else change(spec.final_norm, offset=0.0)
     return change(spec, layers=tuple(layers), final_norm=final, eos_token_ids=spec.eos_token_ids[:1])
 
@@ -524,6 +548,26 @@ def test_values_that_are_smaller_than_keys_lie_below_them_in_one_tensor(tmp_path
     assert all(np.array_equal(got[name], array) for name, array in want.items())
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_older_files_of_rwkv_6_have_their_mixes_apart(tmp_path: Path, every: int) -> None:
+    """And files say how often the residual is halved; at 0 it never is, and their weights are not divided."""
+    own, gguf = both("rwkv6", tmp_path)
+    weights = {name: np.array(a) for name, a in load_weights(own, own.spec, "float32").items()}
+    tensors, scales = file_tensors(own.spec, weights, "rwkv6"), [2.0**i if every else 1.0 for i in range(3)]
+    for i, scale in enumerate(scales):
+        rows = tensors.pop(f"blk.{i}.time_mix_lerp_fused.weight").reshape(5, -1)
+        tensors |= {f"blk.{i}.time_mix_lerp_{n}.weight": row for n, row in zip("wkvrg", rows, strict=True)}
+        for name, stored in (("o", "time_mix_output"), ("down", "channel_mix_value")):
+            tensors[f"blk.{i}.{stored}.weight"] = weights[f"layers.{i}.{name}"] / np.float32(scale)
+    kinds = {name: ("F32", array) for name, array in tensors.items()}
+    metadata = file_metadata(own.spec, "rwkv6") | {"rwkv6.rescale_every_n_layers": every}
+    apart = open_model(write_gguf(tmp_path / "apart.gguf", metadata, kinds))
+    assert [layer.residual_scale for layer in apart.spec.layers] == scales
+    ids = np.random.default_rng(1).integers(3, VOCAB, 20).tolist()
+    np.testing.assert_array_equal(logits(apart, ids), logits(own, ids))
+    np.testing.assert_array_equal(logits(gguf, ids), logits(own, ids))
+
+
 def test_value_heads_in_another_order_stay_blocks(tmp_path: Path) -> None:
     """Qwen3.5, whose heads lie so that each next one has the next key head; columns of o lie so, too."""
     CASES["qwen35-wide"] = ("Qwen3_5", GATED | {"linear_key_head_dim": 16, "linear_value_head_dim": 16})
@@ -557,7 +601,10 @@ def test_the_naive_loop_equals_the_program_bit_for_bit(case: str, tmp_path: Path
     np.testing.assert_array_equal(Paged(gguf.spec, weights).chunked("a", ids, (7, 1, 16)), want)
 
 
-OTHER_THAN_FOLDERS = ["qwen35", "qwen35moe", "kimi-linear", "rwkv7", "jamba", "falcon-h1", "mimo2", "glm-dsa-shared"]
+OTHER_THAN_FOLDERS = [
+    "qwen35", "qwen35moe", "kimi-linear", "rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7", "arwkv7-bare", "jamba", "falcon-h1",
+    "mimo2", "glm-dsa-shared",
+]  # fmt: skip
 """Where a file's weights are others than a folder's, or the family has no other suite."""
 
 
@@ -600,7 +647,8 @@ MORE = [
 
 @pytest.mark.parametrize("case", [
     "deci", "deepseek2", "gemma3", "gemma3n", "gemma4-moe", "falcon-40b", "mamba2", "mistral3", "nemotron_h_moe",
-    "cohere2moe-dense", "glm-dsa-shared", "jamba", "kimi-linear", "mimo2", "rwkv7", "step35-limits",
+    "cohere2moe-dense", "glm-dsa-shared", "jamba", "kimi-linear", "mimo2", "rwkv6", "rwkv7", "rwkv6qwen2",
+    "arwkv7-bare", "step35-limits",
 ])  # fmt: skip
 def test_odd_metadata_are_refused_in_one_sentence_or_harmless(case: str, tmp_path: Path) -> None:
     _, checkpoint = both(case, tmp_path)

@@ -59,7 +59,7 @@ def test_halving_the_residual_changes_nothing_but_the_reach_of_eps(tmp_path: Pat
     [
         ({"attention_hidden_size": 64}, "attention_hidden_size"),
         ({"use_flash_rwkv": True}, "use_flash_rwkv"),
-        ({"architectures": ["Rwkv6ForCausalLM"], "model_type": "rwkv6", "auto_map": {"AutoModel": "x.Y"}}, "Rwkv6"),
+        ({"architectures": ["RWKV6ForCausalLM"], "model_type": "rwkv6", "auto_map": {"AutoModel": "x.Y"}}, "RWKV6"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, change: dict[str, Any], culprit: str) -> None:

@@ -136,6 +136,34 @@ def retention(heads: int, keys: int, width: int) -> Case:
     )  # fmt: skip
 
 
+def wkv6(heads: int, dim: int, fixed: bool) -> Case:
+    first, decay = normal(18, heads * dim), np.exp(-np.exp(normal(19, heads * dim)))
+    decay[0] = 0.0  # the past is gone at once
+
+    def ref(x: list[F32], step: Step) -> F32:
+        own = [split(part, heads) for part in x]
+        u, w = first.reshape(heads, dim), decay.reshape(heads, dim)
+        out = rwkv.wkv5(*own, step, 0, 0, u, w) if fixed else rwkv.wkv6(*own, step, 0, 0, u)
+        return out.reshape(len(x[0]), -1)
+
+    return Case(
+        Kind.WKV6, [heads * dim] * (3 if fixed else 4), 2, {"state": (heads, dim * dim)}, (0, heads, dim, dim), ref,
+        pointers=(first, decay) if fixed else (first,), scales=(1, 1, 1) if fixed else (1, 1, 1, 2.5),
+    )  # fmt: skip
+
+
+def shared_wkv6(heads: int, groups: int, keys: int, width: int) -> Case:
+    def ref(x: list[F32], step: Step) -> F32:
+        r, k, v, w = (split(part, n) for part, n in zip(x, (heads, groups, groups, heads), strict=True))
+        return rwkv.shared_wkv6(r, k, v, w, step, 0, 0).reshape(len(r), -1)
+
+    return Case(
+        Kind.WKV6, [heads * keys, groups * keys, groups * width, heads * keys], 0, {"state": (heads, keys * width)},
+        (0, heads, keys, width, groups), ref, (keys**-0.5,), in_place=False, scales=(1, 1, 1, 2.5),
+        out_width=heads * width,
+    )  # fmt: skip
+
+
 def wkv7(heads: int, dim: int) -> Case:
     def ref(x: list[F32], step: Step) -> F32:
         return rwkv.wkv7(*(split(part, heads) for part in x), step, 0, 0).reshape(len(x[0]), -1)
@@ -214,6 +242,10 @@ CASES = {
     "wkv4": wkv4(40), "wkv4, wide": wkv4(130),
     "scan2": scan2(6, 5, 7, 2), "scan2, whole": scan2(4, 32, 64, 1), "scan2, strips": scan2(2, 9, 144, 2),
     "recurrent": recurrent(3, 5, 7), "recurrent, strips": recurrent(2, 16, 80), "retention": retention(3, 5, 7),
+    "wkv5": wkv6(3, 8, True), "wkv5, whole": wkv6(2, 64, True), "wkv6": wkv6(5, 7, False),
+    "wkv6, strips": wkv6(2, 80, False), "wkv6, whole": wkv6(3, 64, False),
+    "shared_wkv6": shared_wkv6(6, 2, 5, 7), "shared_wkv6, strips": shared_wkv6(2, 1, 18, 80),
+    "shared_wkv6, whole": shared_wkv6(4, 4, 64, 64),
     "wkv7": wkv7(3, 8), "wkv7, whole": wkv7(2, 64),
     "delta": gated_delta(6, 2, 5, 7, False), "delta, strips": gated_delta(2, 1, 32, 128, False, 2.0),
     "delta, in turn": gated_delta(6, 2, 5, 7, False, in_turn=True),
@@ -335,6 +367,7 @@ MISFITS: list[tuple[str, dict[str, Any], str]] = [
     ("conv", {"n": (2, 0, 0, 4, 1)}, "no such cache group"), ("scan", {"pointers": ()}, "has a and d"),
     ("wkv4", {"pointers": ()}, "decay and a bonus"), ("scan2", {"pointers": ()}, "has weights"),
     ("scan2", {"n": (0, 0, 0, 6, 5, 7, 4)}, "equal groups"), ("scan2", {"n": (0, 0, 0, 6, 5, 8, 2)}, "does not fit"),
+    ("wkv6", {"pointers": ()}, "equal groups"), ("wkv5", {"n": (0, 0, 0, 4, 8, 8)}, "does not fit"),
     ("recurrent", {"n": (0, 0, 0, 3, 6, 7)}, "does not fit"), ("wkv7", {"n": (0, 0, 0, 0, 8, 8)}, "heads, keys and"),
     ("rg_lru", {"pointers": ()}, "has a, and biases"), ("diagonal", {"pointers": ()}, "has a, c and, of real rows, d"),
     ("diagonal", {"n": (0, 0, 1, 0, 4, 0)}, "plane does not hold"),

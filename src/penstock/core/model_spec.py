@@ -26,7 +26,7 @@ from penstock.core.mixers.mamba import Mamba, Mamba2
 from penstock.core.mixers.mlstm import Mlstm
 from penstock.core.mixers.recurrent import Recurrent
 from penstock.core.mixers.rope import Alibi, QueryScale, Rope
-from penstock.core.mixers.rwkv import ChannelMix, Rwkv4, Rwkv7
+from penstock.core.mixers.rwkv import ChannelMix, Qrwkv6, Rwkv4, Rwkv5, Rwkv6, Rwkv7
 from penstock.core.mixers.shared_block import SharedBlock
 from penstock.core.mixers.short_conv import ShortConv
 from penstock.core.mixers.streams import Streams
@@ -37,14 +37,14 @@ __all__ = [
     "Activation", "Alibi", "AltUp", "Attention", "BlockAttention", "ChannelMix", "Diagonal", "EntryAttention",
     "EntryIndexer", "Experts", "FeedForward", "FeedForwardKind", "GatedDelta", "GatedLru", "Indexer", "Latent",
     "Layer", "Lightning", "Mamba", "Mamba2", "Mixer", "Mlstm", "ModelSpec", "Norm", "Pair", "PerLayer", "QkNorm",
-    "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv7", "SharedBlock", "ShortConv", "Streams",
-    "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
+    "Qrwkv6", "QueryScale", "Recurrent", "Rope", "Router", "Rwkv4", "Rwkv5", "Rwkv6", "Rwkv7", "SharedBlock",
+    "ShortConv", "Streams", "cache_groups", "cache_spec", "cache_specs", "layer_shapes", "weight_shapes",
 ]  # fmt: skip
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped", "silu_clamped", "xielu"]
 Mixer = (
-    Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv7 | GatedDelta | ShortConv
-    | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock | BlockAttention
+    Attention | Latent | EntryAttention | Recurrent | Mamba | Mamba2 | Rwkv4 | Rwkv5 | Rwkv6 | Rwkv7 | Qrwkv6
+    | GatedDelta | ShortConv | Lightning | GatedLru | Mlstm | Diagonal | SharedBlock | BlockAttention
 )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
         return None
     spec = layer.mixer.cache(kv_dtype)
     if isinstance(layer.ffn, ChannelMix):
-        assert isinstance(layer.mixer, Rwkv4 | Rwkv7), "channel mixing goes with RWKV's time mixing"
+        assert isinstance(layer.mixer, Rwkv4 | Rwkv5 | Rwkv6 | Rwkv7), "channel mixing goes with RWKV's time mixing"
         shift = PlaneSpec("ffn_shift", 1, layer.mixer.width, "float32")
         spec = CacheSpec(kind=spec.kind, planes=(*spec.planes, shift))
     if bounds:

@@ -36,6 +36,8 @@ ALIASES = {
     "kimi_k2": "deepseek_v3", "deepseek_ref": "deepseek_v4", "deci": "nemotron-nas", "iquestcoder": "llama",
 }  # fmt: skip
 """Other values of `model_type` that say the same as a name in FAMILIES."""
+_SAME_NAME = {("RwkvForCausalLM", "rwkv5"): "rwkv5"}
+"""Architecture and `model_type` -> name in FAMILIES, of those whose architecture goes by an older one's name."""
 
 
 def _register(name: str, target: str, *architectures: str) -> None:
@@ -128,6 +130,10 @@ _register("retnet", "penstock.families.retnet:RetNet", "RetNetForCausalLM")
 _register("xlstm", "penstock.families.xlstm:XLstm", "xLSTMForCausalLM")
 _register("zamba2", "penstock.families.zamba2:Zamba2", "Zamba2ForCausalLM")
 _register("rwkv", "penstock.families.rwkv:RwkvFamily", "RwkvForCausalLM")
+_register("rwkv5", "penstock.families.rwkv5:Rwkv5Family", "Rwkv5ForCausalLM")
+_register("rwkv6", "penstock.families.rwkv5:Rwkv6Family", "Rwkv6ForCausalLM")
+_register("rwkv6qwen2", "penstock.families.qrwkv:Rwkv6Qwen2", "RWKV6Qwen2ForCausalLM")
+_register("arwkv7", "penstock.families.qrwkv:Arwkv7", "RwkvHybridForCausalLM")
 _register("rwkv7", "penstock.families.rwkv7:Rwkv7Family", "RWKV7ForCausalLM")
 _register("biogpt", "penstock.families.opt:BioGpt", "BioGptForCausalLM")
 _register("bloom", "penstock.families.bloom:Bloom", "BloomForCausalLM")
@@ -307,7 +313,7 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily:
     unknown = [name for name in architectures if not isinstance(name, str) or name not in ARCHITECTURES]
     if unknown:
         raise _unknown(unknown[0], config)
-    families = sorted({ARCHITECTURES[name] for name in architectures})
+    families = sorted({_SAME_NAME.get((name, str(known)), ARCHITECTURES[name]) for name in architectures})
     if len(families) > 1 or (model_type is not None and known != families[0]):
         raise ModelError(
             f"config.json contradicts itself: model_type {quoted(model_type)}, architecture {quoted(architectures[0])}"

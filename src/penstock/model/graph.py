@@ -153,7 +153,7 @@ def result_of(node: Node, name: str, width: int | None = None) -> Value | None:
             width, heads = 3 * first.width, None
         case "concat":
             width, heads = first.width + node.inputs[1].width, None
-        case "recurrent" | "retention" | "value_bonus" | "gated_delta" | "mlstm":
+        case "recurrent" | "retention" | "value_bonus" | "gated_delta" | "mlstm" | "wkv5" | "wkv6":
             width, heads = node.inputs[2].width, node.inputs[2].heads
         case "biased_heads":
             width += 4 * (heads or 0)

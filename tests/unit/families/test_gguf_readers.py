@@ -107,7 +107,9 @@ def test_versions_of_deepseek() -> None:
     (uneven.score, {"expert_gating_func": 4}, "expert_gating_func"),
     (uneven.cohere_experts, {"expert_weights_scale": 2.0}, "expert_weights_scale"),
     (uneven.cohere_experts, {"expert_gating_func": 1}, "expert_weights_norm"),
-    (uneven.rwkv_gate, {"token_shift_count": 1}, "token_shift_count"),
+    (uneven.rwkv_head("wkv.head_size"), {"token_shift_count": 1}, "token_shift_count"),
+    (uneven.turned_heads, {"wkv__head_size": 16}, "token_shift_count"),
+    (uneven.turned_heads, {"wkv__head_size": 16, "token_shift_count": 1, "rescale_every_n_layers": 2}, "residual"),
 ])  # fmt: skip
 def test_what_does_not_go_together(read: readers.Read, entries: dict[str, Any], culprit: str) -> None:
     with pytest.raises(ModelError, match=culprit):

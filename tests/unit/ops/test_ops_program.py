@@ -182,7 +182,9 @@ def test_naive_generate_asks_pick_for_every_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama_biased", "latent", "slots", "layernorm", "mamba", "mamba2", "rwkv4", "rwkv7"])
+@pytest.mark.parametrize(
+    "name", ["llama_biased", "latent", "slots", "layernorm", "mamba", "mamba2", "rwkv4", "rwkv5", "rwkv6", "rwkv7"]
+)
 def test_16_bit_weights_compute_in_float32(name: str, dtype: str) -> None:
     spec, wide = specs.make(name)
     if dtype == "bfloat16":

@@ -29,8 +29,8 @@ from train.recipes import RECIPES, VOCAB
 from train.tokenizer import SPECIAL, TEMPLATE, save_tokenizer, train_tokenizer
 
 UNSUPPORTED = {
-    "mamba", "mamba2", "mamba2_hybrid", "rwkv4", "rwkv7", "experts", "delta", "short_conv", "lightning", "indexed",
-    "gated_lru", "mlstm", "diagonal", "retention", "shared",
+    "mamba", "mamba2", "mamba2_hybrid", "rwkv4", "rwkv5", "rwkv6", "qrwkv6", "rwkv7", "experts", "delta", "short_conv",
+    "lightning", "indexed", "gated_lru", "mlstm", "diagonal", "retention", "shared",
     "streams",
     "entries",
     "key_bias",

@@ -41,7 +41,7 @@ _AT_HOST = {
     **dict.fromkeys(("write_entries", "choose_entries", "attend_entries"),
                     "entries of several tokens are looked up on the host"),
     **dict.fromkeys(("recurrent", "retention", "gated_delta", "causal_conv", "mamba_scan", "mamba2_scan", "token_shift",
-                     "wkv4", "wkv7", "rg_lru", "diagonal_scan", "mlstm_gates", "mlstm"),
+                     "wkv4", "wkv5", "wkv6", "shared_wkv6", "wkv7", "rg_lru", "diagonal_scan", "mlstm_gates", "mlstm"),
                     "the pages of recurrent states are looked up on the host"),
 }  # fmt: skip
 

@@ -130,6 +130,49 @@ def wkv4(k: Tensor, v: Tensor, step: TorchStep, decay: Tensor, first: Tensor, gr
     return out
 
 
+def wkv5(
+    r: Tensor, k: Tensor, v: Tensor, step: TorchStep, group: int, layer: int, first: Tensor, decay: Tensor
+) -> Tensor:
+    return _fading(r, k, v, decay.expand(k.shape), step, group, layer, first)
+
+
+def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, step: TorchStep, group: int, layer: int, first: Tensor) -> Tensor:
+    return _fading(r, k, v, each(lambda row: torch.exp(-torch.exp(row)), w), step, group, layer, first)
+
+
+def shared_wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, step: TorchStep, group: int, layer: int) -> Tensor:
+    plane = step.tensor(group, "state")
+    _, h, n = r.shape
+    decay = each(lambda row: torch.exp(-torch.exp(row)), w)
+    k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+    k, r = k - k * decay, r * n**-0.5
+    out = torch.empty_like(v)
+    shape = (h, n, v.shape[2])
+    for page, start, stop, fresh in step.states(group, layer):
+        state = _turned(v.new_zeros(shape) if fresh else plane[page].reshape(shape))
+        for t in range(start, stop):
+            state = state * decay[t, :, None, :] + v[t, :, :, None] * k[t, :, None, :]
+            out[t] = torch.matmul(state, r[t, :, :, None])[:, :, 0]
+        plane[page] = _turned(state).reshape(plane.shape[1:])
+    return out
+
+
+def _fading(
+    r: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: TorchStep, group: int, layer: int, first: Tensor
+) -> Tensor:
+    plane = step.tensor(group, "state")
+    _, h, d = v.shape
+    out = torch.empty_like(v)
+    for page, start, stop, fresh in step.states(group, layer):
+        state = v.new_zeros((h, d, d)) if fresh else _turned(plane[page].reshape(h, d, d))
+        for t in range(start, stop):
+            own = (r[t] * k[t] * first).sum(-1, keepdim=True) * v[t]
+            out[t] = torch.matmul(state, r[t, :, :, None])[:, :, 0] + own
+            state = state * decay[t, :, None, :] + v[t, :, :, None] * k[t, :, None, :]
+        plane[page] = _turned(state).reshape(h, d * d)
+    return out
+
+
 def wkv7(
     r: Tensor, w: Tensor, k: Tensor, v: Tensor, removal: Tensor, rate: Tensor, step: TorchStep, group: int, layer: int
 ) -> Tensor:
@@ -192,6 +235,9 @@ STATE_OPS: dict[str, Callable[..., Any]] = {
         mamba2_scan,
         token_shift,
         wkv4,
+        wkv5,
+        wkv6,
+        shared_wkv6,
         wkv7,
         gated_delta,
         rg_lru,

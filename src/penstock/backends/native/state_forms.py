@@ -96,6 +96,20 @@ def _wkv7(node: Node, planes: Planes) -> Form:
     return _matrix(Kind.WKV7, node, planes, 2, 3)
 
 
+def _wkv5(node: Node, planes: Planes) -> Form:
+    return _matrix(Kind.WKV6, node, planes, 1, 2, pointers=tuple(map(_numbers, node.bound[2:])))
+
+
+def _shared_wkv6(node: Node, planes: Planes) -> Form:
+    r, k, v = node.inputs[:3]
+    assert r.heads
+    assert k.heads
+    place, label = _place(node.bound[0], node.bound[1], planes, "state")
+    dim = r.width // r.heads
+    n = (*place, r.heads, dim, v.width // k.heads, k.heads)
+    return Form(Kind.WKV6, label, n, f=(dim**-0.5,))
+
+
 def _delta(node: Node, planes: Planes) -> Form:
     a, eps, factor, in_turn, floor = (*node.bound[2:], 0.0)[:5]
     f = (float(eps), float(factor), float(floor))
@@ -162,8 +176,9 @@ def _value_bonus(node: Node, planes: Planes) -> Form:
 
 _FORMS: dict[str, Callable[[Node, Planes], Form]] = {
     "causal_conv": _conv, "token_shift": _shift, "mamba_scan": _scan, "mamba2_scan": _scan2, "recurrent": _recurrent,
-    "retention": _retention, "wkv4": _wkv4, "wkv7": _wkv7, "gated_delta": _delta, "interpolate": _lerp,
-    "rg_lru": _rg_lru, "diagonal_scan": _diagonal, "mlstm_gates": _mlstm_gates, "mlstm": _mlstm,
+    "retention": _retention, "wkv4": _wkv4, "wkv5": _wkv5, "wkv6": _wkv5,
+    "shared_wkv6": _shared_wkv6, "wkv7": _wkv7, "gated_delta": _delta,
+    "interpolate": _lerp, "rg_lru": _rg_lru, "diagonal_scan": _diagonal, "mlstm_gates": _mlstm_gates, "mlstm": _mlstm,
     "removal_key": _removal_key, "replacement_key": _replacement_key, "value_bonus": _value_bonus,
     "biased_heads": _biased_heads,
 }  # fmt: skip

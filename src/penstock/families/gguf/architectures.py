@@ -149,6 +149,20 @@ _RWKV7_NAMES = {
     "down": "channel_mix_value", **{f"{part}_k": f"time_mix_{part}_k" for part in "kr"}, "k_a": "time_mix_k_a",
     **{f"{part}{n}": f"time_mix_{part}{n}" for part in "wavg" for n in "012"},
 }  # fmt: skip
+_LOW_RANKS: dict[str, Source] = {
+    "decay_low_rank_dim": "attention.decay_lora_rank", "a_low_rank_dim": "attention.iclr_lora_rank",
+    "v_low_rank_dim": "attention.value_residual_mix_lora_rank",
+}  # fmt: skip
+_RWKV6_NAMES = {
+    "ffn_norm": "attn_norm_2", "r": "time_mix_receptance", "k": "time_mix_key", "v": "time_mix_value",
+    "g": "time_mix_gate", "o": "time_mix_output", "head_norm": "time_mix_ln", "time_first": "time_mix_first",
+    "time_decay": "time_mix_decay", "w1": "time_mix_decay_w1", "w2": "time_mix_decay_w2", "mix_x": "time_mix_lerp_x",
+    "mix_down": "time_mix_w1", "ffn_mix_k": "channel_mix_lerp_k", "ffn_mix_r": "channel_mix_lerp_r",
+    "ffn_r": "channel_mix_receptance", "up": "channel_mix_key", "down": "channel_mix_value",
+}  # fmt: skip
+_TURNED_6 = {k: v for k, v in _RWKV6_NAMES.items() if k not in ("ffn_norm", "up", "down")}
+_TURNED_7 = {k: v for k, v in _RWKV7_NAMES.items() if k not in ("ffn_norm", "up", "down")}
+"""Of models whose feed-forwards are those of transformers."""
 _POST_NORM = {"ffn_norm": "post_attention_norm"}
 """Norms before each half, of which the second is called after what it follows."""
 
@@ -439,13 +453,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_QWEN_MOE, "norm_topk_prob": lambda h: h.fields.flag("expert_weights_norm", default=True),
         "rope_parameters": s.one_axis,
     }),
+    "rwkv6": Architecture(("rwkv6",), {
+        **_SIZES, "intermediate_size": "feed_forward_length", "layer_norm_epsilon": _LAYER_NORM,
+        "head_size": u.rwkv_head("wkv.head_size"), "time_mix_extra_dim": "time_mix_extra_dim",
+        "time_decay_extra_dim": "time_decay_extra_dim", "rescale_every": "rescale_every_n_layers?",
+    }, names=_RWKV6_NAMES),
     "rwkv7": Architecture(("rwkv7",), {
         "vocab_size": r.vocab_size, "hidden_size": r.hidden_size, "num_hidden_layers": r.num_layers,
         "max_position_embeddings": "context_length", "intermediate_size": "feed_forward_length",
-        "norm_eps": _LAYER_NORM, "head_dim": "wkv.head_size", "decay_low_rank_dim": "attention.decay_lora_rank",
-        "a_low_rank_dim": "attention.iclr_lora_rank", "v_low_rank_dim": "attention.value_residual_mix_lora_rank",
-        "gate_low_rank_dim": u.rwkv_gate,
+        "norm_eps": _LAYER_NORM, "head_dim": "wkv.head_size", **_LOW_RANKS,
+        "gate_low_rank_dim": u.rwkv_head("attention.gate_lora_rank"),
     }, names=_RWKV7_NAMES),
+    "rwkv6qwen2": Architecture(("rwkv6qwen2",), {
+        **_SIZES, **_WIDTH, **_RMS, "num_attention_heads": u.turned_heads, "num_key_value_heads": u.turned_groups,
+        "lora_rank_tokenshift": "time_mix_extra_dim", "lora_rank_decay": "time_decay_extra_dim",
+    }, names=_TURNED_6),
+    "arwkv7": Architecture(("arwkv7",), {
+        **_SIZES, **_WIDTH, **_RMS, **_LOW_RANKS, "head_size": u.rwkv_head("wkv.head_size", 1),
+        "gate_low_rank_dim": u.turned_gate, "wkv_has_gate": lambda h: u.turned_gate(h) is not None,
+        "wkv_has_group_norm": lambda h: h.has("blk.0.time_mix_ln.weight"),
+    }, names=_TURNED_7),
     "seed_oss": Architecture(("seed_oss",), _LLAMA, names=_POST_NORM),
     "smollm3": Architecture(("smollm3",), _LLAMA, neighbours=True),
     "stablelm": Architecture(("stablelm",), {

@@ -13,8 +13,6 @@ NEEDS: dict[str, str] = {
     **dict.fromkeys(("hunyuan_vl", "paddleocr"), _VISION),
     "deepseek4": "compressed sparse attention",
     "clip": "a language model, for it is a vision tower alone",
-    "rwkv6": "RWKV-6 time mixing", "rwkv6qwen2": "RWKV-6 time mixing",
-    "arwkv7": "RWKV-7 time mixing with the feed-forward of Qwen2",
     "plamo2": "a family that mixes state spaces or convolutions with attention in its own way",
     **dict.fromkeys(("dbrx", "grok", "arctic", "deepseek", "grovemoe", "smallthinker"),
                     "a mixture of experts of a family of its own"),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.core.mixers import Shapes
+from penstock.core.mixers.rwkv import MIXED_6
 from penstock.core.model_spec import (
     Attention,
     Experts,
@@ -20,6 +21,8 @@ from penstock.core.model_spec import (
     Mamba,
     Mamba2,
     ModelSpec,
+    Qrwkv6,
+    Rwkv6,
     Rwkv7,
     ShortConv,
     layer_shapes,
@@ -58,9 +61,6 @@ NAMES = {
 """Logical name in a layer -> tensor in a block, `.weight` or `.bias` behind it; "!": the name as it stands."""
 _POST = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
 """Norms of layers that norm only what their halves give."""
-
-_MIXED = "rwkvag"
-"""What RWKV-7 mixes with the input before it, in the order of the rows."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,12 @@ def _half_places(half: _Half, layer: Layer, e: int, tensors: Mapping[str, Tensor
             heads = layer.mixer.num_heads if parts[0][0] == "q" else layer.mixer.num_kv_heads
             place = Cut(f"{blk}{NAMES[parts[0]]}.weight", (heads, *shape), (int(parts[1]),))
         elif parts[0].startswith("mix_") and isinstance(layer.mixer, Rwkv7):
-            place = _mix(f"{blk}time_mix_lerp_fused.weight", parts[0], e, tensors)
+            place = _mix(blk, parts[0], layer.mixer.mixed, e, tensors)
+        elif parts[0].startswith("mix_up_") and isinstance(layer.mixer, Rwkv6 | Qrwkv6):
+            row = MIXED_6.index(parts[0].removeprefix("mix_up_"))
+            place = Cut(f"{blk}time_mix_w2.weight", (len(MIXED_6), e, layer.mixer.mix_rank), (row,))
+        elif parts[0].startswith("mix_") and isinstance(layer.mixer, Rwkv6 | Qrwkv6) and parts[0] not in half.names:
+            place = _mix(blk, parts[0], MIXED_6, e, tensors)
         elif base in ("q", "o_gate") and _gate_below(layer, half.names):
             assert isinstance(layer.mixer, Attention)
             place = _gated_query(blk, base, ending, layer.mixer, e)
@@ -208,10 +213,14 @@ def _gate_below(layer: Layer, names: Mapping[str, str]) -> bool:
     return isinstance(layer.mixer, Attention) and layer.mixer.output_gate and "o_gate" not in names
 
 
-def _mix(name: str, part: str, e: int, tensors: Mapping[str, TensorRef]) -> Cut:
-    """One of six rows, [6, 1, 1, E] or without axes of one."""
-    shape = tensors[name].shape if name in tensors else (len(_MIXED), 1, 1, e)
-    return Cut(name, shape, (_MIXED.index(part.removeprefix("mix_")),), (len(_MIXED), e))
+def _mix(blk: str, part: str, order: str, e: int, tensors: Mapping[str, TensorRef]) -> str | Cut:
+    """One of the rows of one tensor, [6, 1, 1, E] or without axes of one; or a tensor, in older files of RWKV-6."""
+    own, name = part.removeprefix("mix_"), f"{blk}time_mix_lerp_fused.weight"
+    apart = f"{blk}time_mix_lerp_{own}.weight"
+    if name not in tensors and apart in tensors:
+        return _whole(tensors, apart, (e,))
+    shape = tensors[name].shape if name in tensors else (len(order), 1, 1, e)
+    return Cut(name, shape, (order.index(own),), (len(order), e))
 
 
 def _gated_query(blk: str, base: str, ending: str, m: Attention, e: int) -> Cut:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.core.mixers.rwkv import MIXED_6
 from penstock.core.model_spec import (
     Attention,
     FeedForward,
@@ -22,9 +23,12 @@ from penstock.core.model_spec import (
     ModelSpec,
     Norm,
     QkNorm,
+    Qrwkv6,
+    Rwkv6,
 )
 from penstock.families.checkpoint import LOADABLE_DTYPES
 from penstock.families.gguf.header import Header
+from penstock.families.reading import MAX_LAYERS
 
 _CODED_DTYPE = "bfloat16"
 """What decoded weights are held in. float16 keeps three bits more of them and reads prompts at half the speed; both
@@ -45,7 +49,7 @@ def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool, in_turn: bool = F
     made = {layer: _layer(layer, has, neighbours, in_turn) for layer in dict.fromkeys(spec.layers)}
     return _change(
         spec,
-        layers=tuple(made[layer] for layer in spec.layers),
+        layers=_weighed([made[layer] for layer in spec.layers], h),
         final_norm=None if spec.final_norm is None else _plain(spec.final_norm),
         embed_norm=None if spec.embed_norm is None else _plain(spec.embed_norm),
         tie_embeddings=not h.has("output.weight"),
@@ -55,8 +59,17 @@ def as_stored(spec: ModelSpec, h: Header, *, neighbours: bool, in_turn: bool = F
 
 
 _QKV, _O, _FFN, _KEY = ("attn_q.bias", "attn_qkv.bias"), ("attn_output.bias",), ("ffn_up.bias",), ("attn_k_b.weight",)
-_CONV, _PROJ = ("ssm_conv1d.bias",), ("ssm_in.bias",)
-_TOLD: tuple[tuple[str, ...], ...] = (_QKV, _O, _FFN, _KEY, _CONV, _PROJ)
+_CONV, _PROJ, _KEY_BIAS = ("ssm_conv1d.bias",), ("ssm_in.bias",), ("time_mix_key.bias",)
+_TOLD: tuple[tuple[str, ...], ...] = (_QKV, _O, _FFN, _KEY, _CONV, _PROJ, _KEY_BIAS)
+
+
+def _weighed(layers: list[Layer], h: Header) -> tuple[Layer, ...]:
+    """RWKV-6: llama.cpp halves the residual behind every so many layers, as float16 once needed, and files have the
+    weights that add to it divided by as much. Here nothing is halved: what layers add is multiplied by it again."""
+    if not layers or not isinstance(layers[0].mixer, Rwkv6):
+        return tuple(layers)
+    every = h.fields.integer("rescale_every_n_layers", low=0, high=MAX_LAYERS, default=0) or len(layers)
+    return tuple(_change(layer, residual_scale=2.0 ** (i // every)) for i, layer in enumerate(layers))
 
 
 def _plain(norm: N) -> N:
@@ -74,6 +87,8 @@ def _layer(layer: Layer, has: dict[tuple[str, ...], bool], neighbours: bool, in_
         mixer = _change(mixer, rope=rope, split=has[_KEY])
     elif isinstance(mixer, GatedDelta):
         mixer = _change(mixer, decay_is_log=False, in_turn=in_turn and mixer.value_heads > mixer.key_heads)
+    elif isinstance(mixer, Qrwkv6):
+        mixer = _change(mixer, mixed=MIXED_6, bias=has[_KEY_BIAS])
     elif isinstance(mixer, Mamba | Mamba2):
         mixer = _change(mixer, decay_is_log=False, conv_bias=has[_CONV], proj_bias=has[_PROJ])
     if isinstance(ffn, FeedForward):

@@ -80,12 +80,41 @@ def bitnet_act(h: Header) -> str:
     return "silu"
 
 
-def rwkv_gate(h: Header) -> int:
-    """Rank of the gate; reads what is said of how many tokens are shifted, and of heads, which llama.cpp needs."""
-    if h.fields.integer("token_shift_count", low=0, high=16, default=2) != 2:
-        raise UnsupportedError(f"{quoted(h.path)} mixes other than two inputs with those before (token_shift_count)")
-    h.fields.raw("attention.head_count")
-    return h.fields.integer("attention.gate_lora_rank", high=MAX_SIZE)
+def rwkv_head(name: str, shifts: int = 2) -> r.Read:
+    """A size `name`; reads what is said of how many inputs are shifted, and of heads, which llama.cpp needs.
+
+    Raises UnsupportedError if it is not `shifts` inputs.
+    """
+
+    def read(h: Header) -> int:
+        if h.fields.integer("token_shift_count", low=0, high=16, default=2) != shifts:
+            raise UnsupportedError(
+                f"{quoted(h.path)} mixes other than {shifts} inputs with those before (token_shift_count)"
+            )
+        h.fields.raw("attention.head_count")
+        return h.fields.integer(name, high=MAX_SIZE)
+
+    return read
+
+
+def turned_heads(h: Header) -> int:
+    """Of a transformer that was turned into RWKV-6. Raises UnsupportedError for what only RWKV-6 itself has."""
+    if h.fields.integer("rescale_every_n_layers", low=0, high=MAX_SIZE, default=0) or h.has(
+        "blk.0.time_mix_first.weight"
+    ):
+        raise UnsupportedError(f"{quoted(h.path)} has a bonus, or halves its residual, as its architecture does not")
+    size: int = rwkv_head("wkv.head_size", 1)(h)
+    return max(1, h.hidden_size // size)
+
+
+def turned_groups(h: Header) -> int:
+    """0 stands for as many heads of keys as of others."""
+    return h.fields.integer("attention.head_count_kv", low=0, high=MAX_SIZE, default=0) or turned_heads(h)
+
+
+def turned_gate(h: Header) -> int | None:
+    """Rank of the gate; None where there is none."""
+    return h.fields.integer("attention.gate_lora_rank", low=0, high=MAX_SIZE, default=0) or None
 
 
 # --- Jamba

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes as c
 from enum import IntEnum
 
-ABI = 11
+ABI = 12
 PANEL = 64
 
 
@@ -123,6 +123,7 @@ class Kind(IntEnum):
     CHOOSE_ENTRIES = 53
     ATTEND_ENTRIES = 54
     BIASED_HEADS = 55
+    WKV6 = 56
 
 
 NORMS = {"none": 0, "rms": 1, "layer": 2}

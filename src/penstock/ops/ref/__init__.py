@@ -44,9 +44,12 @@ from penstock.ops.ref.rwkv import (
     interpolate,
     removal_key,
     replacement_key,
+    shared_wkv6,
     token_shift,
     value_bonus,
     wkv4,
+    wkv5,
+    wkv6,
     wkv7,
 )
 from penstock.ops.ref.storage import observe, write_kv
@@ -118,6 +121,9 @@ REF = OpTable(
         "wkv4": wkv4,
         "removal_key": removal_key,
         "replacement_key": replacement_key,
+        "wkv5": wkv5,
+        "wkv6": wkv6,
+        "shared_wkv6": shared_wkv6,
         "wkv7": wkv7,
         "value_bonus": value_bonus,
         "causal_conv": causal_conv,

@@ -1,4 +1,4 @@
-"""RWKV: the token shift that time and channel mixing share, and the recurrences of versions 4 and 7.
+"""RWKV: the token shift that time and channel mixing share, and the recurrences of versions 4 to 7.
 
 A sequence at position 0 starts from zeros whatever its page holds. Each token is computed by itself, with shapes that
 are the same for every token, so its bits depend on the tokens before it and on nothing else.
@@ -63,6 +63,61 @@ def wkv4(k: F32, v: F32, step: Step, decay: F32, first: F32, group: int, layer: 
             num, den = num * old + v[t] * new, den * old + new
         for plane, state in zip(planes, (num, den, top), strict=True):
             plane[page, 0] = state
+    return out
+
+
+def wkv5(r: F32, k: F32, v: F32, step: Step, group: int, layer: int, first: F32, decay: F32) -> F32:
+    """r, k, v [T, H, D] -> [T, H, D]; first, decay [H, D]; the state [H, D, D] has keys along its first D.
+
+    out = r (state + (first k)^T v); then state = decay state + k^T v. decay is from 0 to 1.
+    Mutates: plane `state` [num_pages, H, D*D] of the group.
+    Source: Peng et al., arXiv 2404.05892, equations 7 to 9.
+    """
+    return _fading(r, k, v, np.broadcast_to(decay, k.shape), step, group, layer, first)
+
+
+def wkv6(r: F32, k: F32, v: F32, w: F32, step: Step, group: int, layer: int, first: F32) -> F32:
+    """The same with a decay exp(-exp(w)) per token, w [T, H, D]. Source: the same, equations 18 and 19."""
+    with np.errstate(over="ignore"):  # the past is gone at once
+        decay = np.exp(-np.exp(w))
+    return _fading(r, k, v, decay, step, group, layer, first)
+
+
+def shared_wkv6(r: F32, k: F32, v: F32, w: F32, step: Step, group: int, layer: int) -> F32:
+    """r, w [T, H, K], k [T, G, K], v [T, G, W] -> [T, H, W]; H/G heads in a row share keys and values.
+
+    state = decay state + (k (1 - decay))^T v with decay exp(-exp(w)); out = r state / sqrt(K).
+    Mutates: plane `state` [num_pages, H, K*W] of the group.
+    Source: Goldstein et al., arXiv 2505.03005.
+    """
+    plane = step.planes[group]["state"]
+    _, h, n = r.shape
+    with np.errstate(over="ignore"):
+        decay = np.exp(-np.exp(w))
+    k, v = (np.repeat(x, h // x.shape[1], axis=1) for x in (k, v))
+    k, r = k - k * decay, r * np.float32(n**-0.5)
+    out = np.empty_like(v)
+    for page, start, stop, fresh in step.states(group, layer):
+        shape = (h, n, v.shape[2])
+        state = turned(np.zeros(shape, np.float32) if fresh else plane[page].reshape(shape))
+        for t in range(start, stop):
+            state = state * decay[t, :, None, :] + v[t, :, :, None] * k[t, :, None, :]
+            out[t] = np.matmul(state, r[t, :, :, None])[:, :, 0]
+        plane[page] = turned(state).reshape(h, -1)
+    return out
+
+
+def _fading(r: F32, k: F32, v: F32, decay: F32, step: Step, group: int, layer: int, first: F32) -> F32:
+    plane = step.planes[group]["state"]
+    _, h, d = v.shape
+    out = np.empty_like(v)
+    own = value_bonus(r, k, v, first)
+    for page, start, stop, fresh in step.states(group, layer):
+        state = np.zeros((h, d, d), np.float32) if fresh else turned(plane[page].reshape(h, d, d))
+        for t in range(start, stop):
+            out[t] = np.matmul(state, r[t, :, :, None])[:, :, 0] + own[t]
+            state = state * decay[t, :, None, :] + v[t, :, :, None] * k[t, :, None, :]
+        plane[page] = turned(state).reshape(h, d * d)
     return out
 
 
