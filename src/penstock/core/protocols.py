@@ -255,6 +255,8 @@ class BlockTier(Protocol[Keys]):
     name: str
     late: bool
     """Whether a load may take longer than the step that carries it: whoever needs it waits until a step reports it."""
+    keeps: bool
+    """Whether what a sequence takes back to the device stays here, too, as long as there is room."""
 
     def prepare_load(self, keys: Keys) -> None:
         """They are about to be read, or waited with: until `complete_load` nothing else takes their place."""
@@ -309,8 +311,22 @@ class PageStore(Protocol):
         """Take the op's pages of `planes`, which hold all pages of its group on the device, as they are now."""
         ...
 
-    def load(self, op: LoadOp, planes: dict[str, npt.NDArray[Any]]) -> bool:
-        """Write what was stored into `planes`. False, and nothing written, if it is not what was stored."""
+    def load(self, op: LoadOp, planes: dict[str, npt.NDArray[Any]]) -> bool | None:
+        """Write what was stored into `planes`. False, and nothing written, if it is not what was stored.
+
+        None: a late load that begins with `begin`; `ended` will tell of it.
+        """
+        ...
+
+    def begin(self) -> None:
+        """The step's operations are done, and it is about to compute."""
+        ...
+
+    def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
+        """Late loads that were on their way and have ended since the last call, and whether they are good.
+
+        With `wait_s` it waits so long for one, if there is any.
+        """
         ...
 
 
