@@ -255,8 +255,6 @@ class BlockTier(Protocol[Keys]):
     name: str
     late: bool
     """Whether a load may take longer than the step that carries it: whoever needs it waits until a step reports it."""
-    keeps: bool
-    """Whether what a sequence takes back to the device stays here, too, as long as there is room."""
 
     def prepare_load(self, keys: Keys) -> None:
         """They are about to be read, or waited with: until `complete_load` nothing else takes their place."""
@@ -275,6 +273,9 @@ class BlockTier(Protocol[Keys]):
 class IdTier(BlockTier[Ids], Protocol):
     """A tier whose blocks have numbers. An id names one block of one cache group (a state, of a slot group): ids are
     lists per group, in group order. What waits here need not have a name: a sequence with a block that is half full."""
+
+    keeps: bool
+    """Whether what a sequence takes back to the device stays here, too, as long as there is room."""
 
     def num_free(self, group: int) -> int:
         """Blocks of a group for which there is room now."""
