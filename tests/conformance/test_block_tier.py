@@ -68,7 +68,12 @@ class Bench:
         self.moves = 0
 
     def run(self) -> dict[int, bool]:
-        return self.storage.apply(self.outbox.drain()[1])
+        """Until all loads are reported."""
+        ops = self.outbox.drain()[1]
+        moves = self.storage.apply(ops)
+        while {op.move for op in ops if isinstance(op, LoadOp)} - moves.keys():
+            moves |= self.storage.ended(1.0)
+        return moves
 
     def fill(self, group: int, slab: int, value: int) -> None:
         """Bytes that are different everywhere and follow from `value`."""

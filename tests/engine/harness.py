@@ -56,6 +56,8 @@ class Knobs:
     kv_dtype: str = "float32"
     kv_rotation: str = "none"
     host_blocks: int = 0
+    swap_tier: str = "host"
+    pauses: str = "auto"
     preemption: str = "auto"
     offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
     kv_offload: str = "none"  # a store of blocks outside the process: full groups only
@@ -117,6 +119,8 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         slot_checkpoint_tokens=k.checkpoint_tokens,
         slot_checkpoint_rule=k.checkpoint_rule,
         preemption_mode=k.preemption,
+        swap_tier=k.swap_tier,
+        pause_mode=k.pauses,
         enable_hierarchical_cache=k.offload,
         kv_offload=k.kv_offload,
         kv_offload_secret_file=k.kv_offload_secret_file,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from functools import cache
 from pathlib import Path
@@ -17,13 +18,16 @@ from hypothesis.stateful import initialize
 from penstock.base.errors import ConfigError
 from penstock.core.batch import SchedulerOutput
 from penstock.core.model_spec import Attention, FeedForward, Layer, ModelSpec
+from penstock.core.page_ops import PageOp
 from penstock.core.request import Request
 from penstock.engine.core import EngineCore
 from penstock.kv import KV_MANAGERS
 from penstock.kv.contiguous import ContiguousManager
 from penstock.kv.virtual import OS_PAGE_BYTES, lane_blocks
+from penstock.kv.vtensor import VTensorManager
 from penstock.kv.waste import Waste, waste
 from penstock.launch.assemble import connect
+from penstock.runner.chunks import ChunkedStorage
 from penstock.runner.lazy import LazyStorage
 from tests.engine.fake_model import VOCAB, FakeForward, spec
 from tests.engine.harness import (
@@ -45,7 +49,7 @@ from tests.engine.test_laws_machine import knobs as any_knobs
 from tests.engine.test_rows import random_prompt, watch
 from tests.shared import shared
 
-BASELINES = ("contiguous", "contiguous-pow2", "contiguous-oracle", "virtual")
+BASELINES = ("contiguous", "contiguous-pow2", "contiguous-oracle", "virtual", "vtensor")
 
 
 # -- the laws -----------------------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ def test_no_allocator_changes_a_token(allocator: str, depth: int) -> None:
             for i in range(r.n):
                 assert (c.tokens[i], c.reasons[i]) == generate(fake_logits, r, i)
     assert core.stats.num_forks > 0
-    if allocator in ("contiguous-pow2", "virtual"):
+    if allocator in ("contiguous-pow2", "virtual"):  # the budget of vtensor is whole chunks
         assert core.stats.num_preemptions > 0, "this load must not fit"
         assert core.stats.num_swaps > 0
     assert core.kv.stats().num_prefix_hit_tokens == 0, "baselines share nothing"
@@ -389,3 +393,65 @@ def test_B08_lanes_begin_at_pages_and_the_budget_is_memory_not_addresses() -> No
     assert most >= 18
     assert core.stats.num_preemptions > 0
     assert_idle(core)
+
+
+# -- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_B09_growth_copies_nothing_and_chunks_go_from_one_sequence_to_the_next(
+    layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over preemptions, swaps and ends: exact; memory is what the chunks are, and its fragmentation is counted."""
+    monkeypatch.setattr("penstock.kv.vtensor.CHUNK_BYTES", 4096)
+    k = Knobs(kv_allocator="vtensor", num_blocks=48, max_model_len=256, max_num_seqs=6, budget=40, host_blocks=40)
+    core, storage = virtual_engine(layers, k)
+    kv = core.kv
+    assert isinstance(storage, ChunkedStorage)
+    assert isinstance(kv, VTensorManager)
+    chunk_bytes = kv.chunk_blocks * 4 * layers * 256
+    assert chunk_bytes == OS_PAGE_BYTES
+    assert storage.resident_bytes() == 0
+    copies: list[PageOp] = []
+    addresses: dict[int, int] = {}
+    watch(core, lambda out: copies.extend(op for op in out.page_ops if isinstance(op, PageOp) and op.src >= 0))
+    rng = random.Random(4)
+    load = [request(random_prompt(rng, rng.randrange(1, 60)), max_tokens=rng.randrange(1, 60)) for _ in range(25)]
+    for r in load:
+        core.add(r)
+    collector, shares = Collector(), []
+    while core.has_work:
+        collector.take(core.step())
+        for seq in core.scheduler.running:
+            first = addresses.setdefault((seq.seq_id << 20) + seq.num_preemptions, seq.tables[0].ids[0])
+            assert seq.tables[0].ids[0] == first, "it grows where it is"
+        live = [s for s in core.scheduler.running if s.tables]
+        blocks = [math.ceil(s.num_computed / 4) for s in live]
+        held = sum(math.ceil(n / kv.chunk_blocks) for n in blocks)
+        assert held <= kv.chunks_held <= 48 // kv.chunk_blocks
+        assert 0 <= kv.fragmentation < 1
+        shares.append(kv.fragmentation)
+        assert storage.resident_bytes() <= 2 * 48 // kv.chunk_blocks * chunk_bytes
+    assert_idle(core)
+    assert core.stats.num_preemptions > 3
+    assert not copies, "nothing is copied to grow"
+    assert max(shares) > 0.1
+    assert kv.fragmentation == 0.0
+    for chunks in storage.chunks.values():
+        assert chunks.num_reused > 5 * chunks.num_chunks / 2, "what one gave up another has"
+    for r in load:
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+
+
+def test_B09_a_chunk_of_one_sequence_is_mapped_for_another_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.kv.vtensor.CHUNK_BYTES", 4096)
+    core, storage = virtual_engine(1, Knobs(kv_allocator="vtensor", num_blocks=48, max_model_len=256, max_num_seqs=2))
+    assert isinstance(storage, ChunkedStorage)
+    core.add(request([5] * 40, max_tokens=2))
+    drain(core, Collector())
+    core.add(request([6] * 9, max_tokens=1))  # it carries what was given up
+    drain(core, Collector())
+    [keys, values] = storage.chunks.values()
+    for chunks in (keys, values):
+        assert (chunks.num_chunks, chunks.num_reused) == (3, 1)
+        assert sorted([*chunks.free, *chunks.mapped.values()]) == [0, 1, 2]

@@ -109,7 +109,7 @@ class CacheConfig(Section):
         "paged",
         "How sequences get KV memory. paged: blocks on demand. Baselines, without sharing: contiguous reserves "
         "max_model_len, contiguous-pow2 a power of two, contiguous-oracle prompt + max_tokens; virtual reserves "
-        "addresses only.",
+        "addresses only, vtensor backs these with chunks.",
     )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")
@@ -143,6 +143,12 @@ class CacheConfig(Section):
     )
     swap_space: float = setting(
         0.0, "GiB of host memory to which preempted sequences may be swapped; 0: they are recomputed.", minimum=0
+    )
+    swap_tier: str = setting(
+        "host",
+        "How they are. host: block by block, within the step. fastswitch: in runs, back by threads beside the steps, "
+        "and with copies that stay, so that who is swapped again copies only what is new.",
+        choices=("host", "fastswitch"),
     )
     enable_hierarchical_cache: bool = setting(
         False,
@@ -201,6 +207,12 @@ class SchedulerConfig(Section):
         "auto",
         "How a preempted sequence gets its KV back. auto: whichever the cost table says is cheaper.",
         choices=("auto", "recompute", "swap"),
+    )
+    pause_mode: str = setting(
+        "auto",
+        "What becomes of the KV of a request while it waits for a tool that it called (Request.calls). auto: what "
+        "wastes least memory over time, by measured pace.",
+        choices=("auto", "preserve", "discard", "swap"),
     )
     schedule_conservativeness: float = setting(
         1.0,

@@ -11,6 +11,10 @@ HOST, DISK, REMOTE = 1, 2, 3
 TIER_NAMES = {HOST: "host", DISK: "disk", REMOTE: "remote"}
 
 
+GIVEN_UP = -2
+"""As source of a PageOp: its pages are of no use before they are filled with zeros again."""
+
+
 class PageOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=0):
     """Within the device. `src` < 0: fill pages `dst ... dst+count` of the group with zeros; otherwise copy `count`
     pages src -> dst."""

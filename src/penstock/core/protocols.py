@@ -274,6 +274,9 @@ class IdTier(BlockTier[Ids], Protocol):
     """A tier whose blocks have numbers. An id names one block of one cache group (a state, of a slot group): ids are
     lists per group, in group order. What waits here need not have a name: a sequence with a block that is half full."""
 
+    keeps: bool
+    """Whether what a sequence takes back to the device stays here, too, as long as there is room."""
+
     def num_free(self, group: int) -> int:
         """Blocks of a group for which there is room now."""
         ...
@@ -309,8 +312,22 @@ class PageStore(Protocol):
         """Take the op's pages of `planes`, which hold all pages of its group on the device, as they are now."""
         ...
 
-    def load(self, op: LoadOp, planes: dict[str, npt.NDArray[Any]]) -> bool:
-        """Write what was stored into `planes`. False, and nothing written, if it is not what was stored."""
+    def load(self, op: LoadOp, planes: dict[str, npt.NDArray[Any]]) -> bool | None:
+        """Write what was stored into `planes`. False, and nothing written, if it is not what was stored.
+
+        None: a late load that begins with `begin`; `ended` will tell of it.
+        """
+        ...
+
+    def begin(self) -> None:
+        """The step's operations are done, and it is about to compute."""
+        ...
+
+    def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
+        """Late loads that were on their way and have ended since the last call, and whether they are good.
+
+        With `wait_s` it waits so long for one, if there is any.
+        """
         ...
 
 

@@ -35,6 +35,22 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise InputError("resume names samples that cannot have come so far", param="resume")
 
 
+class ApiCall(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tool that a request calls in the middle of its sample, which goes on with the result.
+
+    Attributes:
+        after: generated tokens, results of calls before it included, behind which it begins, > 0.
+        expected_s: how long it is expected to take, in seconds.
+        pause_s: how long it takes. None: until a `Control` of kind `resume` brings the result.
+        result: tokens that it brings, unless a `Control` does.
+    """
+
+    after: int
+    expected_s: float
+    pause_s: float | None = None
+    result: list[int] = []
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """One prompt and what to make of it.
 
@@ -57,6 +73,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
         repetition: what counts as running in circles, which ends a sample; None: nothing does.
+        calls: tools that its one sample calls, in order (`sched.pauses`). What they bring counts as generated.
+        expected_tokens: how many it is expected to generate (policies that say so look at it); 0: `max_tokens`.
     """
 
     request_id: str
@@ -77,6 +95,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     slo_tpot_s: float | None = None
     resume: Resume | None = None
     repetition: RepetitionDetectionParams | None = None
+    calls: list[ApiCall] = []
+    expected_tokens: int = 0
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
@@ -95,6 +115,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
             and len(token_ids) - start >= self.rules.min_tokens
             and self.repetition.found(token_ids, start)
         )
+
+    def check_calls(self) -> None:
+        """Raises InputError unless its calls can be made."""
+        if self.n > 1 or self.whole or self.resume is not None:
+            raise InputError("calls are for one sample that is generated from its beginning", param="calls")
+        done = 0
+        for call in self.calls:
+            if not done < call.after < self.max_tokens or min(call.expected_s, call.pause_s or 0.0) < 0:
+                raise InputError(
+                    "calls begin behind at least one new token each and before max_tokens, and last 0 s or more",
+                    param="calls",
+                )
+            done = call.after + len(call.result)
 
     @property
     def reads_cache(self) -> bool:
@@ -119,13 +152,15 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
-    (mark a sequence as lossy from here on), `reset_prefix_cache`.
+    (mark a sequence as lossy from here on), `reset_prefix_cache`, `resume` (the call that a request is in has ended and
+    brings `token_ids`).
     """
 
     kind: str
     request_id: str = ""
     index: int | None = None
     label: str = ""
+    token_ids: list[int] = []
 
 
 Intake = Request | Abort | Control

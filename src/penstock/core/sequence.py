@@ -47,7 +47,8 @@ class Sequence:
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         scheduled_s: clock reading of the step that first computed a part of it, or None.
-        held: beam member that has its candidates and waits for its siblings.
+        held: beam member that has its candidates and waits for its siblings, or sample that waits for a tool.
+        num_calls: calls of tools that have ended.
         next_selection: tokens computed at which what it keeps is chosen next. Belongs to `kv`.
         names, claim: names of its blocks in a store, as far as they are known, and what it could go on with from there.
             Memos of `kv`.
@@ -55,9 +56,9 @@ class Sequence:
 
     __slots__ = (
         "arrival", "block_keys", "claim", "cumulative_logprob", "first_cached", "held", "index", "load", "names",
-        "next_selection", "node", "num_cached", "num_computed", "num_inflight", "num_preemptions", "prompt_len",
-        "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped", "tables", "taint_start",
-        "token_ids", "writable",
+        "next_selection", "node", "num_cached", "num_calls", "num_computed", "num_inflight", "num_preemptions",
+        "prompt_len", "prompt_logprobs_done", "request", "scheduled_s", "seq_id", "status", "swapped", "tables",
+        "taint_start", "token_ids", "writable",
     )  # fmt: skip
 
     def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
@@ -81,6 +82,7 @@ class Sequence:
         self.node: Any = None
         self.taint_start: int | None = None
         self.held = False
+        self.num_calls = 0
         self.next_selection = NEVER
         self.scheduled_s: float | None = None
         self.swapped: Any = None

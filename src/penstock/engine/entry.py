@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.commit import Commit
 
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache")
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "resume")
 
 
 class Entry:
@@ -39,6 +39,8 @@ class Entry:
                 raise InputError(f"request id {name!r} is already in use", param="request_id")
             if item.resume is not None:
                 item.resume.check(item)
+            if item.calls:
+                item.check_calls()
             self._leaving_ids.discard(name)
             self._pending_ids.add(name)
         elif isinstance(item, Abort):
@@ -107,7 +109,9 @@ class Entry:
         for index, seq in list(group.live.items()):
             if control.index is not None and index != control.index:
                 continue
-            if control.kind == "preempt":
+            if control.kind == "resume":
+                self._scheduler.pauses.end(seq, control.token_ids)
+            elif control.kind == "preempt":
                 if seq.status is not Status.WAITING:
                     self._scheduler.preempt(seq)
             elif control.kind == "taint":

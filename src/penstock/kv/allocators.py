@@ -9,6 +9,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.kv.contiguous import ContiguousManager, Reserve
 from penstock.kv.manager import KVManager
 from penstock.kv.virtual import VirtualManager
+from penstock.kv.vtensor import VTensorManager
 
 
 def paged(
@@ -51,5 +52,17 @@ def virtual(
 ) -> KVManager:  # fmt: skip
     """Addresses for max_model_len, memory for what was written: vAttention."""
     return VirtualManager(
+        groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **options
+    )
+
+
+def vtensor(
+    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
+    max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
+    slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
+    offload: bool = False, store: None = None, events: None = None, **options: Any,
+) -> KVManager:  # fmt: skip
+    """The same, with memory in chunks that go from one sequence to the next: vTensor."""
+    return VTensorManager(
         groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **options
     )

@@ -31,7 +31,7 @@ class ContiguousManager(KVManager):
     so that a long reservation costs memory, as it did, and no time. First fit, lowest addresses first.
 
     Args:
-        groups, num_slabs, block_size, slot_checkpoint_tokens, host_slabs: as for KVManager.
+        groups, num_slabs, block_size, slot_checkpoint_tokens, host_slabs, tier: as for KVManager.
         max_model_len: longest sequence in tokens.
         reserve: tokens that admission reserves. max: max_model_len; oracle: prompt + max_tokens (but the last token,
             whose keys nobody reads): the truth if every answer runs to its limit; pow2: the next power of two of the
@@ -48,6 +48,7 @@ class ContiguousManager(KVManager):
         reserve: Reserve = "max",
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
+        tier: str = "host",
     ) -> None:
         super().__init__(
             without_windows(groups),
@@ -56,6 +57,7 @@ class ContiguousManager(KVManager):
             prefix_cache="none",
             slot_checkpoint_tokens=slot_checkpoint_tokens,
             host_slabs=host_slabs,
+            tier=tier,
         )
         self.max_model_len = max_model_len
         self.reserve = reserve

@@ -19,6 +19,7 @@ class HostTier:
     """
 
     name = "host"
+    keeps = False
 
     def __init__(
         self, groups: Sequence[CacheGroup], num_slabs: Sequence[int], outbox: Outbox, *, late: bool = False

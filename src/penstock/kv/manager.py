@@ -273,7 +273,7 @@ class KVManager:
         """
         if self.stored is not None:
             self.stored.ended(move, good=good)
-        num_tokens = self.swaps.ended(move)
+        num_tokens = self.swaps.ended(move, good=good)
         self._leaving.ended(move)
         return num_tokens
 

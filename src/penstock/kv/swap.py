@@ -16,6 +16,7 @@ from penstock.core.sequence import LOST_LOAD, NEVER
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.events import EventRecorder
+from penstock.kv.kept_copies import KeptCopies
 from penstock.kv.offload import PrefixOffload
 from penstock.kv.prefix.tree import PrefixTree
 
@@ -36,10 +37,14 @@ class Swapped(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """On its way back: `copy` is being read, and the device's `slabs` of each group are being written."""
+    """On its way back: `copy` is being read, and the device's `slabs` of each group are being written.
+
+    `seq_id`: whose copy it is, if it is a sequence's own.
+    """
 
     copy: Swapped
     slabs: list[list[int]]
+    seq_id: int = -1
 
 
 class Swaps:
@@ -51,6 +56,7 @@ class Swaps:
 
     def __init__(self, tier: IdTier, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], block_size: int) -> None:
         self.tier = tier
+        self.kept = KeptCopies(tier, groups, block_size)
         self.loads: dict[int, SwapIn] = {}
         self._tree: PrefixTree | None = None
         self._offload: PrefixOffload | None = None
@@ -91,6 +97,15 @@ class Swaps:
         """Bytes that one way of the swap moves."""
         return sum(self.need(g, num_tokens) * g.slab_bytes(self._block_size) for g in self._groups)
 
+    @property
+    def page_bytes(self) -> list[int]:
+        """Of a page of each group."""
+        return [g.slab_bytes(self._block_size) // g.pages_per_slab for g in self._groups]
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether the tier has room for a sequence of so many tokens, copies that are only kept aside not counted."""
+        return all(self.need(g, num_tokens) <= self.tier.num_free(g.index) for g in self._groups)
+
     def out(self, seq: Seq) -> bool:
         """Plan the copies of everything `seq` has computed. Mutates: seq.swapped.
 
@@ -100,14 +115,19 @@ class Swaps:
         if seq.load in self.loads or any(table.layers is not None or table.dropped for table in seq.tables):
             return False
         needs = [self.need(g, seq.num_computed) for g in self._groups]
+        kept = self.kept.take(seq.seq_id, seq.num_computed) or [[] for _ in needs]
+        lacking = [need - len(column) for need, column in zip(needs, kept, strict=True)]
         if self._tree is not None and self._offload is not None:
-            short = max(needs) - self._offload.num_free
+            short = max(lacking) - self._offload.num_free
             self._tree.drop_copies(short if short <= self._offload.num_kept else 0)
-        ids = self.tier.prepare_store(needs)
+        ids = self.kept.prepare_store(lacking)
         if ids is None:
+            self.tier.evict(kept)
             return False
-        for g, taken in enumerate(ids):
-            self.tier.store(g, seq.tables[g].held[: len(taken)], taken)
+        for g, (column, taken) in enumerate(zip(kept, ids, strict=True)):
+            self.tier.store(g, seq.tables[g].held[len(column) : needs[g]], taken)
+        ids = [column + taken for column, taken in zip(kept, ids, strict=True)]
+        self.kept.num_reused += len(kept[0])
         cursor: PrefixCursor = seq.node
         seq.swapped = Swapped(seq.num_computed, ids, None if cursor.next_commit == NEVER else cursor.generation)
         return True
@@ -147,11 +167,12 @@ class Swaps:
             slabs.append(seq.tables[g].ids[first : first + len(ids)])
             self.tier.load(g, ids, slabs[g], move)
         seq.swapped, seq.load = None, move
+        self.kept.keep(seq.seq_id, copy.ids, copy.first, copy.num_tokens)
         if not self.tier.late:
             self.tier.complete_load(copy.ids)
             seq.num_computed = copy.num_tokens
             return True
-        self.expect(move, copy, slabs)
+        self.expect(move, copy, slabs, seq.seq_id)
         seq.writable = 0
         return False
 
@@ -160,14 +181,14 @@ class Swaps:
         self._next_move += 1
         return self._next_move - 1
 
-    def expect(self, move: int, copy: Swapped, slabs: list[list[int]]) -> None:
+    def expect(self, move: int, copy: Swapped, slabs: list[list[int]], seq_id: int = -1) -> None:
         """Late load `move` was planned: its slabs are nobody else's until a step reports it."""
         for pool, targets in zip(self._pools, slabs, strict=True):
             pool.ref_slabs(targets)
-        self.loads[move] = SwapIn(copy, slabs)
+        self.loads[move] = SwapIn(copy, slabs, seq_id)
 
-    def ended(self, move: int) -> int:
-        """A step has reported load `move`: nothing reads or writes for it any more.
+    def ended(self, move: int, *, good: bool = True) -> int:
+        """A step has reported load `move`: nothing reads or writes for it any more. What was not good is not kept.
 
         Returns the tokens that whoever waited for it has now; 0 if nobody had to wait.
         """
@@ -175,12 +196,15 @@ class Swaps:
         if load is None:
             return 0
         self.tier.complete_load(load.copy.ids)
+        if not good:
+            self.kept.drop(load.seq_id)
         for pool, slabs in zip(self._pools, load.slabs, strict=True):
             pool.unref_slabs(slabs)
         return load.copy.num_tokens
 
     def drop(self, seq: Seq) -> None:
-        """Give up a sequence's copy, if it has one (it is not needed, or the sequence has ended)."""
+        """Give up a sequence's copies, if it has any (they are not needed, or the sequence has ended)."""
+        self.kept.drop(seq.seq_id)
         if seq.swapped is not None:
             self.tier.evict(seq.swapped.ids)
             seq.swapped = None
@@ -189,6 +213,9 @@ class Swaps:
         """AssertionError unless exactly what waits, and what is on its way, is held in the tier."""
         blocks = self._tree.copies() if self._tree is not None else []
         held: list[list[int]] = [[block[g] for block in blocks] for g, _ in enumerate(self._groups)]
+        for kept in self.kept.contents():
+            for g, column in enumerate(kept):
+                held[g] += column
         copies = [load.copy for load in self.loads.values()]
         for seq in live:
             if seq.swapped is not None:

@@ -8,4 +8,5 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import IdTier
 
 BLOCK_TIERS: Registry[Callable[..., IdTier], None] = Registry("block tier")
+BLOCK_TIERS.add("fastswitch", "penstock.kv.fast_switch:FastSwitchTier")
 BLOCK_TIERS.add("host", "penstock.kv.host:HostTier")

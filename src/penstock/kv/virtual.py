@@ -59,6 +59,7 @@ class VirtualManager(ContiguousManager):
         max_num_seqs: int,
         slot_checkpoint_tokens: int = 512,
         host_slabs: Seq[int] | None = None,
+        tier: str = "host",
     ) -> None:
         super().__init__(
             groups,
@@ -67,6 +68,7 @@ class VirtualManager(ContiguousManager):
             max_model_len=max_model_len,
             slot_checkpoint_tokens=slot_checkpoint_tokens,
             host_slabs=host_slabs,
+            tier=tier,
         )
         self.lane_blocks = lane_blocks(groups, block_size, max_model_len)
         self.budget_blocks = min((num_slabs[g] for g in self._paged), default=0)

@@ -205,6 +205,7 @@ def engine_core(
         slot_checkpoint_tokens=config.cache.slot_checkpoint_tokens,
         slot_checkpoint_rule=config.cache.slot_checkpoint_rule,
         host_slabs=plan.num_host_slabs or None,
+        tier=config.cache.swap_tier,
         step_tokens=plan.step_tokens,
         keeping=keeping_of(config),
         offload=config.cache.enable_hierarchical_cache,
@@ -222,6 +223,7 @@ def engine_core(
         timer=timer,
         seconds_budget=seconds_budget,
         preemption_mode=config.scheduler.preemption_mode,
+        pause_mode=config.scheduler.pause_mode,
         conservativeness=config.scheduler.schedule_conservativeness,
         drafts=drafts or make_controller(config, timer),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backends.backend import Backend
@@ -13,6 +15,7 @@ from penstock.core.page_ops import DISK, REMOTE
 from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
+from penstock.kv.vtensor import chunk_blocks, vtensor_model_len
 from penstock.launch.kv_store import address_of, block_key
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
@@ -22,6 +25,7 @@ from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
 from penstock.runner.block_files import BlockFiles
+from penstock.runner.chunks import ChunkedStorage
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.outside import Outside
 from penstock.runner.remote_blocks import RemoteBlocks
@@ -58,14 +62,21 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     num_own = len(plan.own_groups)
     assert plan.own_groups == plan.groups[:num_own], "draft models' groups come last"
     keeping = keeping_of(config)
-    make_storage, num_slabs = Storage, plan.num_slabs
+    make_storage: Callable[..., Storage] = Storage
+    num_slabs = plan.num_slabs
     if config.cache.kv_allocator == "virtual":  # the plan counts memory; the rank needs addresses
         make_storage = LazyStorage
         num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, plan.max_model_len, plan.max_num_seqs)
+    elif config.cache.kv_allocator == "vtensor":
+        length = vtensor_model_len(plan.groups, plan.block_size, plan.max_model_len)
+        chunk = chunk_blocks(plan.groups, plan.block_size, plan.max_model_len)
+        make_storage = partial(ChunkedStorage, chunk_blocks=chunk)
+        num_slabs = virtual_slabs(plan.groups, num_slabs, plan.block_size, length, plan.max_num_seqs)
     new_plane = None if parts.backend is None else parts.backend.new_plane
     storage = make_storage(
-        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None, poison=poison, new=new_plane
-    )
+        plan.groups, num_slabs, plan.block_size, host_slabs=plan.num_host_slabs or None,
+        tier=config.cache.swap_tier, poison=poison, new=new_plane,
+    )  # fmt: skip
     offload = offload_of(config.cache.kv_offload)
     if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]

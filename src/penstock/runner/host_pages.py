@@ -34,7 +34,7 @@ class HostPages:
             for page in range(op.dst, op.dst + op.count):
                 self._sums[op.group, page] = self._sum(op.group, page)
 
-    def load(self, op: LoadOp, planes: Planes) -> bool:
+    def load(self, op: LoadOp, planes: Planes) -> bool | None:
         assert 0 <= op.src <= self.num_pages[op.group] - op.count, f"{op}: source outside the tier"
         if self._sums is not None:
             for page in range(op.src, op.src + op.count):
@@ -43,6 +43,12 @@ class HostPages:
         for name, array in self.planes[op.group].items():
             planes[name][op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
         return True
+
+    def begin(self) -> None:
+        """Nothing is done beside the steps."""
+
+    def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
+        return {}
 
     def _sum(self, group: int, page: int) -> int:
         total = 0

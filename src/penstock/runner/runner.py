@@ -227,8 +227,7 @@ class Runner:
         if self._promises is not None:
             output = self._promises.keep(output, lying)
         if not output.scheduled:
-            if self.storage.outside is not None:  # nobody computes meanwhile
-                self._moves |= self.storage.outside.ended(LOAD_WAIT_S)
+            self._moves |= self.storage.ended(LOAD_WAIT_S)  # nobody computes meanwhile
             return output, None
         if self._strict:
             self.rows.check_writes(output.scheduled)

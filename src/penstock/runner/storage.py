@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.cache_spec import CacheGroup
-from penstock.core.page_ops import HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
+from penstock.core.page_ops import GIVEN_UP, HOST, AnyPageOp, DropOp, GetOp, LoadOp, PackOp, PutOp, StoreOp
 from penstock.core.protocols import PageStore
 from penstock.ops.plan import I32, Planes
 from penstock.runner.memory import Part, give_back, populate, zeroed
@@ -104,7 +104,7 @@ class Storage:
         (`StepOutput.moves`). Mutates: `planes`, `tiers`. A page id outside its group, or a copy onto itself, is our own
         bug (AssertionError).
         """
-        moves = {} if self.outside is None else self.outside.ended()
+        moves = self.ended()
         for op in ops:
             if isinstance(op, PutOp | GetOp | DropOp):
                 assert self.outside is not None, f"{op}: there is no such tier"
@@ -124,7 +124,11 @@ class Storage:
             assert 0 <= op.dst <= last, f"{op}: destination outside its group's pages"
             if isinstance(op, LoadOp):
                 good = self.tiers[op.tier].load(op, planes)
-                moves[op.move] = good and moves.get(op.move, True)
+                if good is not None:
+                    moves[op.move] = good and moves.get(op.move, True)
+            elif op.src == GIVEN_UP:
+                for array in planes.values():
+                    self._give_up(array, op.dst, op.count)
             elif op.src < 0:
                 for array in planes.values():
                     self._zero(array, op.dst, op.count)
@@ -135,6 +139,15 @@ class Storage:
                     array[op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
         if self.outside is not None:
             self.outside.begin()
+        for tier in self.tiers.values():
+            tier.begin()
+        return moves
+
+    def ended(self, wait_s: float = 0.0) -> dict[int, bool]:
+        """Late loads that have ended, and whether they are good. With `wait_s` it waits so long for one of them."""
+        moves = {} if self.outside is None else self.outside.ended(wait_s)
+        for tier in self.tiers.values():
+            moves |= tier.ended(wait_s)
         return moves
 
     def move_slots(self, tables: Sequence[I32], source: Sequence[int] | I32, target: Sequence[int] | I32) -> None:
@@ -185,6 +198,9 @@ class Storage:
 
     def _zero(self, array: Array, first: int, count: int) -> None:
         array[first : first + count] = 0
+
+    def _give_up(self, array: Array, first: int, count: int) -> None:
+        """Nobody looks at these pages before they are zeroed."""
 
 
 def filled(shape: tuple[int, ...], dtype: type[np.generic], content: Any) -> Array:

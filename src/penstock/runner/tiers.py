@@ -8,4 +8,5 @@ from penstock.base.registry import Registry
 from penstock.core.protocols import PageStore
 
 PAGE_STORES: Registry[Callable[..., PageStore], None] = Registry("page store")
+PAGE_STORES.add("fastswitch", "penstock.runner.beside_pages:BesidePages")
 PAGE_STORES.add("host", "penstock.runner.host_pages:HostPages")

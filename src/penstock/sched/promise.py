@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.sequence import NEVER, Sequence
+from penstock.sched.pauses import tokens_left
 
 if TYPE_CHECKING:
     from penstock.kv.manager import KVManager
@@ -19,7 +20,7 @@ def may_promise(kv: KVManager, seq: Sequence, start: int) -> bool:
     request = seq.request
     if start != len(seq.token_ids) or seq.held or request.beam is not None or request.pooling:
         return False
-    if seq.next_selection != NEVER or seq.num_generated + 1 >= request.max_tokens:
+    if seq.next_selection != NEVER or tokens_left(seq) <= 0:
         return False
     if request.n > 1 and seq.num_generated == 0:
         return False  # it may fork yet

@@ -16,16 +16,15 @@ from penstock.core.events import EngineStats
 from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD, Sequence, Status
 from penstock.kv.backing import RETRY_S
 from penstock.sched.budget import SecondsBudget
+from penstock.sched.pauses import Pauses, tokens_left
 from penstock.sched.preempt import prefers_swap
 from penstock.sched.promise import may_promise
 from penstock.sched.reserve import Reserve
+from penstock.sched.rows import row_of
 
 if TYPE_CHECKING:
     from penstock.core.protocols import DraftController, SchedulingPolicy, StepTimer
     from penstock.kv.manager import KVManager
-
-BEAM_CANDIDATES_PER_WIDTH = 2
-"""A beam of width k looks at 2k continuations: up to k may end, and k must still go on."""
 
 
 class Scheduler:
@@ -52,6 +51,7 @@ class Scheduler:
         timer: StepTimer | None = None,
         seconds_budget: bool = True,
         preemption_mode: str = "auto",
+        pause_mode: str = "auto",
         conservativeness: float = 1.0,
         decode_step_s: float = 0.1,
         prefill_step_s: float = 1.0,
@@ -69,6 +69,7 @@ class Scheduler:
         self.decode_step_s = decode_step_s
         self.prefill_step_s = prefill_step_s
         self.preemption_mode = preemption_mode
+        self.pauses = Pauses(self, timer, pause_mode)
         self._clockwork = SecondsBudget(timer, block_size) if timer is not None and seconds_budget else None
         self.reserve = Reserve(conservativeness)
         self.stats = stats or EngineStats()
@@ -91,6 +92,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence (new, or one that lost its memory)."""
         seq.status = Status.WAITING
+        if seq.request.calls:
+            self.pauses.entered(seq)
         insort(self.waiting, seq, key=self.policy.key)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -116,11 +119,12 @@ class Scheduler:
         queue.remove(seq)
         seq.status = Status.FINISHED
         self._drop(seq)
+        self.pauses.forget(seq)
         self.kv.swaps.drop(seq)
         if self.drafts is not None:
             self.drafts.forget(seq.seq_id)
 
-    def preempt(self, seq: Sequence, *, may_swap: bool = True) -> None:
+    def preempt(self, seq: Sequence, *, may_swap: bool = True, swap: bool | None = None) -> None:
         """Take a running sequence's memory; it resumes ahead of everyone who came after it.
 
         Its cache is recomputed then, or brought back from a tier where that is cheaper and the tier has room. Not if
@@ -132,8 +136,9 @@ class Scheduler:
         seq.num_preemptions += 1  # also tells commit to ignore what is still in flight for it
         # A pooled vector needs every position's hidden state again, not its cache.
         may_swap = may_swap and seq.num_inflight == 0 and not seq.request.pooling
-        cheaper = may_swap and prefers_swap(self.preemption_mode, self.timer, self.kv.swaps, num_computed)
-        if cheaper and self.kv.swap_out(seq):
+        if swap is None:
+            swap = prefers_swap(self.preemption_mode, self.timer, self.kv.swaps, num_computed)
+        if may_swap and swap and self.kv.swap_out(seq):
             self.stats.num_swaps += 1
         else:
             self.stats.num_recomputed_tokens += num_computed
@@ -185,6 +190,7 @@ class Scheduler:
         preempted = blocked = False
         # Whoever is in flight cannot make room for others.
         promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
+        self.pauses.begin_step(now_s)
         self.policy.begin_step(now_s, self.kv)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
@@ -206,7 +212,7 @@ class Scheduler:
             if seq.status is Status.RUNNING:
                 num_running_ahead -= 1
                 start = seq.num_computed + seq.num_inflight
-                one_left = len(seq.token_ids) - start == 1
+                one_left = len(seq.token_ids) - start == 1 and not seq.held
                 if one_left and seq.prompt_len <= start and seq.seq_id in rooms:
                     row = self._with_drafts(seq, start, budget - num_running_ahead, rooms[seq.seq_id])
                     if row is not None:
@@ -271,7 +277,7 @@ class Scheduler:
             else:
                 num_running_ahead -= 1  # its blocks are on their way
                 continue
-            row = self._row(seq, n)
+            row = row_of(self.kv, seq, n)
             rows[seq.seq_id] = (seq, row)
             budget -= n
             if self._clockwork is not None:
@@ -293,6 +299,8 @@ class Scheduler:
                 if not self.kv.backing.is_short:
                     raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
                 self.wake_s = now_s + RETRY_S  # others have the memory
+            else:
+                self.wake_s = self.pauses.wake_s(now_s)
             return None
         if not preempted:
             self.reserve.step()
@@ -303,7 +311,7 @@ class Scheduler:
 
         Nobody is preempted for it. Slots behind the last token that may still come are nobody's: no drafts there.
         """
-        num_left = seq.request.max_tokens - seq.num_generated - 1
+        num_left = tokens_left(seq)
         num_drafts = min(room[0], num_left, budget - 1)
         if num_drafts > 0:
             num_drafts = self.kv.cut(seq, start, 1 + num_drafts) - 1
@@ -405,21 +413,6 @@ class Scheduler:
         self.reserve.forced_out(self.running)
         self.preempt(victim)
         return taken[1].num_tokens + taken[1].num_drafts if taken else 0
-
-    def _row(self, seq: Sequence, n: int) -> ScheduledRow:
-        start = seq.num_computed + seq.num_inflight
-        request = seq.request
-        samples = candidates = 0
-        if start + n == seq.num_known and not request.pooling:
-            if request.beam is not None:
-                candidates = BEAM_CANDIDATES_PER_WIDTH * request.beam.beam_width
-            else:
-                samples = request.n if seq.num_generated == 0 else 1
-        prompt_from = -1
-        if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
-            prompt_from = max(start, seq.prompt_logprobs_done)
-        keeps = self.kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
-        return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
 
     def _emit(
         self, step: int, rows: dict[int, tuple[Sequence, ScheduledRow]], added: list[Sequence], num_tokens: int

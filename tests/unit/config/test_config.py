@@ -61,6 +61,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "scheduling_policy": "fcfs", "max_num_seqs": None,
         "max_num_batched_tokens": None, "enable_chunked_prefill": True, "long_prefill_token_threshold": 0,
         "kv_allocator": "paged", "swap_space": 0.0, "preemption_mode": "auto", "ops": "auto", "device": "auto",
+        "swap_tier": "host", "pause_mode": "auto",
         "threads": None, "quantization": "none", "activation_quantization": "int8", "packed_weights": "auto",
         "enforce_eager": False, "cudagraph_capture_sizes": "auto", "batch_invariant": False,
         "attention_backend": "ref", "executor": "inproc", "depth": 1, "grammar_cache_bytes": 64 << 20,

@@ -97,8 +97,8 @@ class TorchBackend:
             return str(reason)
         if config.execution.batch_invariant and config.execution.device.startswith("cuda") and not find_spec("triton"):
             return "batch_invariant needs Triton on a GPU: pip install 'penstock[gpu]'"
-        if config.cache.kv_allocator == "virtual":
-            return "kv_allocator is virtual, which is memory of the CPU; use paged"
+        if config.cache.kv_allocator in ("virtual", "vtensor"):
+            return f"kv_allocator is {config.cache.kv_allocator}, which is memory of the CPU; use paged"
         scheme = parse_scheme(config.model.quantization)
         if scheme.row_bits:
             return f"quantization {scheme.name} rounds activations, and torch only weights (int8-wo, int4-wo)"

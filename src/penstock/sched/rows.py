@@ -1,0 +1,31 @@
+"""What a sequence is owed for a chunk of its tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.core.batch import ScheduledRow
+
+if TYPE_CHECKING:
+    from penstock.core.sequence import Sequence
+    from penstock.kv.manager import KVManager
+
+BEAM_CANDIDATES_PER_WIDTH = 2
+"""A beam of width k looks at 2k continuations: up to k may end, and k must still go on."""
+
+
+def row_of(kv: KVManager, seq: Sequence, n: int) -> ScheduledRow:
+    """The next `n` tokens of `seq` that no step has been given yet."""
+    start = seq.num_computed + seq.num_inflight
+    request = seq.request
+    samples = candidates = 0
+    if start + n == seq.num_known and not request.pooling:
+        if request.beam is not None:
+            candidates = BEAM_CANDIDATES_PER_WIDTH * request.beam.beam_width
+        else:
+            samples = request.n if seq.num_generated == 0 else 1
+    prompt_from = -1
+    if request.rules.num_prompt_logprobs >= 0 and seq.index == 0 and start < seq.prompt_len - 1:
+        prompt_from = max(start, seq.prompt_logprobs_done)
+    keeps = kv.selections.keeps(seq, start + n) if start + n == seq.next_selection else 0
+    return ScheduledRow(seq.seq_id, start, n, samples, candidates, prompt_from, request.pooling, keeps=keeps)
