@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
 
 REPETITION = ("repetition", "repetition_detected")
@@ -57,6 +58,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
             first (`sched.drafts.slo`). None: no promise.
         resume: set if another engine has worked on it already: it goes on from there, with the same tokens.
         repetition: what counts as running in circles, which ends a sample; None: nothing does.
+        hints: what is to happen to its blocks.
+        kv_share: the part of each tier of KV that its tenant has, 0 to 1; 0: tenants have no parts (`kv.shares`).
+        keeper: under whose name a store keeps its blocks, if not the tenant's: those of a group that shares them.
     """
 
     request_id: str
@@ -77,6 +81,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     slo_tpot_s: float | None = None
     resume: Resume | None = None
     repetition: RepetitionDetectionParams | None = None
+    hints: list[KVHint] = []
+    kv_share: float = 0.0
+    keeper: str = ""
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
@@ -102,6 +109,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         return self.rules.num_prompt_logprobs < 0 and not self.pooling
 
     @property
+    def prefetches(self) -> bool:
+        """It only brings blocks to the device: no token is made."""
+        return bool(self.hints) and any(hint.action == "prefetch" for hint in self.hints)
+
+    @property
     def whole(self) -> bool:
         """Its result comes in one piece: hypotheses or a vector, not a stream of tokens."""
         return self.beam is not None or bool(self.pooling)
@@ -119,13 +131,15 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
-    (mark a sequence as lossy from here on), `reset_prefix_cache`.
+    (mark a sequence as lossy from here on), `reset_prefix_cache`, `evict_prefix_cache` (what nobody uses, and nobody
+    has for `age_s` seconds; with `label`, of this tenant alone).
     """
 
     kind: str
     request_id: str = ""
     index: int | None = None
-    label: str = ""
+    label: str | None = None
+    age_s: float = 0.0
 
 
 Intake = Request | Abort | Control
