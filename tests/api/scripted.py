@@ -77,6 +77,9 @@ class ScriptedTurn:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=4),
         )  # fmt: skip
 
+    def written(self, num_cached: int) -> dict[float, int]:
+        return {}
+
     def abort(self) -> None:
         self.aborted.set()
 

@@ -41,11 +41,11 @@ class Entry:
 class Queued(Entry):
     """The same with what a queue owns."""
 
-    __slots__ = ("queued",)
+    __slots__ = ("queued", "rank")
 
     def __init__(self) -> None:
         super().__init__()
-        self.queued = 0
+        self.queued = self.rank = 0
 
 
 def make(policy: str) -> EvictionPolicy:

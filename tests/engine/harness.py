@@ -313,6 +313,8 @@ def assert_idle(core: EngineCore) -> None:
     assert not core.groups
     assert not core.scheduler.running
     assert not core.scheduler.waiting
+    while core.kv.hints.give_way():
+        pass  # pins outlast requests
     core.kv.check_invariants([])
     for group in core.kv.stats().groups:
         assert group.free + group.evictable == group.total, f"leak: {group}"

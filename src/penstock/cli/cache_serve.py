@@ -22,7 +22,7 @@ MEMORY = Path("memory")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="HOST:PORT", default="127.0.0.1:7900", help="serve: where; a port 0 is any")
     parser.add_argument("--secret-file", metavar="FILE", type=Path, help="serve: what engines have; made if not there")
-    parser.add_argument("--size", default="10GiB", help="serve: what all blocks may take, such as 20GiB")
+    parser.add_argument("--size", default="10GiB", help="serve, warm: what all blocks may take, such as 20GiB")
     parser.add_argument("--anywhere", action="store_true", help="serve: other machines too; nothing is encrypted")
 
 

@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("eval:eval_", "how well a model does: tasks with intervals, a page, a gate for releases"),
     "cap": ("cap:cap", "what settings do to context, accuracy and performance, and what they claim"),
     "datastore": ("datastore:datastore", "texts to draft from, for the drafter rest"),
-    "cache": ("cache:cache", "what a folder of KV blocks holds, deleting of it, and serving of blocks"),
+    "cache": ("cache:cache", "what a folder of KV blocks holds; delete, pin, evict, warm, serve"),
     "pull": ("models:models", "bring a model by name, or name one of yours"),
     "list": ("models:models", "the models that were pulled; --available: those that can be"),
     "show": ("models:models", "what a model is: family, context, format, template, licence, files"),

@@ -172,6 +172,13 @@ class CacheConfig(Section):
         "front while they are read from its end, until both meet; where all layers keep their whole context.",
         choices=("wait", "cake"),
     )
+    kv_pin_share: float = setting(
+        0.1,
+        "The part of KV memory that requests may pin (kv_hints), so that nothing takes it until their time to live is "
+        "over; tenants have parts of it. 0: nobody may pin.",
+        minimum=0,
+        maximum=0.9,
+    )
     kv_events_config: str | None = setting(
         None,
         "Tell other processes, such as routers, over ZeroMQ which blocks are kept for reuse, as a JSON object with "

@@ -40,12 +40,14 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         gone: paths that others have removed.
         evicts: whether this process is the one that makes room there; None: as before.
         tier: which of several it is about (`page_ops.TIER_NAMES`).
+        pins: beginnings of paths of blocks that leave after all others, from now on; None: as before.
     """
 
     found: list[tuple[str, int, int]] = []
     gone: list[str] = []
     evicts: bool | None = None
     tier: int = DISK
+    pins: list[str] | None = None
 
 
 MachineNews = PoolGrowth | StoreNews

@@ -36,8 +36,32 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     packed_file: str = ""
     """See `Executor.packed_file`."""
     load_s: float = 0.0
+    caches_prefixes: bool = True
+    pin_blocks: int = 0
+    """Blocks that hints may pin."""
     decisions: list[tuple[str, Any, str]] = []
     """(name, value, why) of everything that was chosen automatically."""
+
+
+AGES_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
+"""Upper bounds of buckets of ages."""
+MISS_REASONS = ("new", "evicted", "tail", "not_read", "lossy")
+"""Of tokens of prompts that were computed: never here (as far as is remembered); here once; behind the last whole
+block, or the last token; the request reads no cache (prompt logprobs, pooling); the prompt was changed."""
+
+
+class TierFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A tier of KV: device, host, disk or remote. Blocks that nobody uses now, and what they take; `hit_tokens`,
+    `left`: tokens of prompts that came from it, and blocks that left it, since start."""
+
+    name: str
+    blocks: int
+    limit_blocks: int
+    num_bytes: int
+    limit_bytes: int
+    hit_tokens: int
+    left: int
+    pinned: int = 0
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +82,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     kv_used: int = 0
     kv_evictable: int = 0
     counters: dict[str, float] = {}
+    tiers: list[TierFacts] = []
+    """`kv.tier_facts` makes them, and counters beside."""
     memory_bytes: dict[str, int] = {}
     prefix_tree: list[tuple[int, int, int]] = []
     """A sketch of the largest paths of the prefix tree, for people to look at: (depth, blocks, holders)."""

@@ -7,6 +7,7 @@ from array import array
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import BeamSearchParams, RepetitionDetectionParams, TokenRules
 
 REPETITION = ("repetition", "repetition_detected")
@@ -75,6 +76,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         repetition: what counts as running in circles, which ends a sample; None: nothing does.
         calls: tools that its one sample calls, in order (`sched.pauses`). What they bring counts as generated.
         expected_tokens: how many it is expected to generate (policies that say so look at it); 0: `max_tokens`.
+        hints: what is to happen to its blocks.
+        kv_share: the part of each tier of KV that its tenant has, 0 to 1; 0: tenants have no parts (`kv.shares`).
+        keeper: under whose name a store keeps its blocks, if not the tenant's: those of a group that shares them.
     """
 
     request_id: str
@@ -97,6 +101,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     repetition: RepetitionDetectionParams | None = None
     calls: list[ApiCall] = []
     expected_tokens: int = 0
+    hints: list[KVHint] = []
+    kv_share: float = 0.0
+    keeper: str = ""
 
     def ending(self, num_generated: int, token_id: int) -> tuple[str | None, int | str | None]:
         """(finish reason, stop reason) of a sample whose `num_generated`-th token is `token_id`; None: it goes on."""
@@ -135,6 +142,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         return self.rules.num_prompt_logprobs < 0 and not self.pooling
 
     @property
+    def prefetches(self) -> bool:
+        """It only brings blocks to the device: no token is made."""
+        return bool(self.hints) and any(hint.action == "prefetch" for hint in self.hints)
+
+    @property
     def whole(self) -> bool:
         """Its result comes in one piece: hypotheses or a vector, not a stream of tokens."""
         return self.beam is not None or bool(self.pooling)
@@ -154,6 +166,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
     (mark a sequence as lossy from here on), `reset_prefix_cache`, `resume` (the call that a request is in has ended and
     brings `token_ids`).
+    (mark a sequence as lossy from here on), `reset_prefix_cache`, `evict_prefix_cache` (what nobody uses, and nobody
+    has for `age_s` seconds; with `label`, of this tenant alone).
     """
 
     kind: str
@@ -161,6 +175,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     index: int | None = None
     label: str = ""
     token_ids: list[int] = []
+    label: str | None = None
+    age_s: float = 0.0
 
 
 Intake = Request | Abort | Control

@@ -193,6 +193,8 @@ class OutputProcessor:
                     self.tally.gaps_s.append((now - sample.last_s) / len(out.token_ids))
                 sample.last_s = now
             self._tokens(live, sample, out)
+        elif live.metrics.first_token_s is None:  # a request that only brings blocks ends so
+            live.num_cached = max(live.num_cached, out.num_cached_tokens)
         if out.finish_reason is not None and sample.finish_reason is None:
             self._flush(live, sample, out.finish_reason, out.stop_reason)
         if _ended(live):

@@ -95,6 +95,7 @@ class EngineCore:
             self._intake.extendleft(reversed(self.store_news(now_s)))
         while self._intake:
             self._take(self._intake.popleft())
+        self._entry.end_prefetches()
         while len(self._inflight) < self.executor.depth:
             output = self.scheduler.schedule(self._next_step, idle=not self._inflight, now_s=now_s)
             if output is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from penstock.engine.commit import Commit
 
-CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "resume")
+CONTROL_KINDS = ("preempt", "ragged", "taint", "reset_prefix_cache", "evict_prefix_cache", "resume")
 
 
 class Entry:
@@ -29,6 +29,7 @@ class Entry:
         self._leaving_ids: set[str] = set()
         """Live requests whose abort is queued: their ids are free for what is queued behind it."""
         self._next_arrival = 0
+        self._prefetches: list[Sequence] = []
 
     def queued(self, item: Intake | MachineNews) -> None:
         """It is about to be queued. Raises InputError if a request's id is in use or it cannot have come as far as it
@@ -62,6 +63,26 @@ class Entry:
             leader.prompt_logprobs_done = resume.num_prompt_logprobs
             group.cancelled = set(range(request.n)) - {index for index, _ in resume.samples}
         self._scheduler.add(leader)
+        if request.prefetches:
+            self._prefetches.append(leader)
+
+    def end_prefetches(self) -> None:
+        """Requests that only bring blocks end when these are there, or are not to be had, or had to go again."""
+        for seq in list(self._prefetches):
+            group = self._groups.get(seq.request.request_id)
+            waits = (
+                not seq.held
+                or seq.status is Status.LOADING
+                or (seq.node is not None and seq.node.front is not None and seq.node.reading in self._kv.swaps.loads)
+            )
+            if group is not None and group.live.get(0) is seq and waits:
+                continue
+            self._prefetches.remove(seq)
+            if group is not None and group.live.get(0) is seq:
+                if seq.status is Status.RUNNING:
+                    self._kv.commit(seq)
+                seq.first_cached = seq.num_computed
+                self._commit.finish(group, seq, "stop", None)
 
     def _resumed(self, request: Request, resume: Resume, arrival: int) -> None:
         """Its samples are forked already. Each catches up on its own; the prefix cache keeps that cheap."""
@@ -102,6 +123,9 @@ class Entry:
     def control(self, control: Control) -> None:
         if control.kind == "reset_prefix_cache":
             self._kv.reset_prefix_cache()
+            return
+        if control.kind == "evict_prefix_cache":
+            self._kv.hints.evict(control.label, control.age_s)
             return
         group = self._groups.get(control.request_id)
         if group is None:

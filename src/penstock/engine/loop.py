@@ -15,6 +15,7 @@ from penstock.core.sampling import TokenRules
 from penstock.engine.blackbox import BlackBox, handle_of
 from penstock.engine.faults import Faults
 from penstock.engine.prepare import Preparation
+from penstock.kv.tier_facts import counters_of, tiers_of
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineCore
@@ -43,9 +44,10 @@ def snapshot_of(core: EngineCore, step_s: float = 0.0, memory_bytes: dict[str, i
         kv_total=sum(g.total for g in stats.groups),
         kv_used=sum(g.used for g in stats.groups),
         kv_evictable=sum(g.evictable for g in stats.groups),
-        counters=core.stats.counters() | stats.counters(),
+        counters=core.stats.counters() | stats.counters() | counters_of(core.kv),
         memory_bytes=({} if core.grower is None else {"kv": core.kv.backing.num_bytes}) | (memory_bytes or {}),
         prefix_tree=core.kv.cache.sketch(TREE_NODES),
+        tiers=tiers_of(core.kv),
     )
 
 

@@ -24,7 +24,8 @@ def _contiguous(
     reserve: Reserve, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
     max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
     slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
-    offload: bool = False, store: None = None, events: None = None, **options: Any,
+    offload: bool = False, store: None = None, events: None = None, pin_share: float = 0.0,
+    **options: Any,
 ) -> KVManager:  # fmt: skip
     return ContiguousManager(groups, num_slabs, block_size, max_model_len=max_model_len, reserve=reserve, **options)
 
@@ -48,7 +49,8 @@ def virtual(
     groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
     max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
     slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
-    offload: bool = False, store: None = None, events: None = None, **options: Any,
+    offload: bool = False, store: None = None, events: None = None, pin_share: float = 0.0,
+    **options: Any,
 ) -> KVManager:  # fmt: skip
     """Addresses for max_model_len, memory for what was written: vAttention."""
     return VirtualManager(

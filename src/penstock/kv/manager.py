@@ -26,6 +26,7 @@ from penstock.kv.cursor import PrefixCursor, PrefixMatch
 from penstock.kv.events import EventRecorder, EventSettings
 from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
+from penstock.kv.hints import Hints
 from penstock.kv.leaving import Leaving
 from penstock.kv.lines import share_table
 from penstock.kv.outbox import Outbox
@@ -56,6 +57,7 @@ class KVManager:
             a tree for a cache, full groups alone, and no `keeping`.
         store: a store of blocks outside this process, from which prompts go on and into which full blocks are written;
             no `keeping` with it.
+        pin_share: the part of the memory that hints may pin.
         events: what enters and leaves the prefix cache is recorded; only with groups of blocks.
         slot_checkpoint_tokens: distance of slot checkpoints; rounded down to blocks, at least one block.
         slot_checkpoint_rule: where they stand (`checkpoints.CHECKPOINT_RULES`).
@@ -85,6 +87,7 @@ class KVManager:
         keeping: Keeping | None = None,
         store: StoreSettings | None = None,
         events: EventSettings | None = None,
+        pin_share: float = 0.0,
     ) -> None:
         self.groups = tuple(groups)
         self.block_size = block_size
@@ -93,11 +96,10 @@ class KVManager:
             for g, n in zip(self.groups, num_slabs, strict=True)
         ]
         if isinstance(prefix_cache, str):
-            self._eviction: EvictionPolicy | None = EVICTION_POLICIES.get(eviction)()
-            self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, self._eviction)
+            policy: EvictionPolicy | None = EVICTION_POLICIES.get(eviction)()
+            self.cache: PrefixCache = PREFIX_CACHES.get(prefix_cache)(block_size, policy)
         else:
-            self._eviction = None
-            self.cache = prefix_cache
+            policy, self.cache = None, prefix_cache
         self._paged = tuple(g.index for g in self.groups if g.spec.per_token)
         self._full = tuple(g.index for g in self.groups if g.spec.kind == "paged")
         self._slots = tuple(g.index for g in self.groups if g.spec.kind == "slot")
@@ -133,6 +135,10 @@ class KVManager:
                 keeping, 0, self.pools[0], self._room, self._outbox, block_size, self._withdraw
             )
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
+        self.hints = Hints(
+            self.cache, policy, self._room, self._leaving, self.pools[self._paged[0]] if self._paged else None,
+            block_size=block_size, pin_share=pin_share, moves=offload or store is not None,
+        )  # fmt: skip
         self._num_cow_copies = 0
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -204,7 +210,7 @@ class KVManager:
         num_blocks = match.num_tokens // self.block_size
         asked = seq.num_known if seq.request.reads_cache else 0
         branch = self._branch(seq, match, num_blocks)
-        self._rank(seq)
+        self.hints.asked_by(seq.request)
         entry, blocks = self.cache.acquire(match.namespace, match.entry, num_blocks, asked)
         slots = self._states.take(keep=entry)
         if slots is None:
@@ -229,11 +235,6 @@ class KVManager:
             return 0
         _, known = self.cache.match(match.namespace, seq.token_ids, self._reusable(seq), seq.block_keys, False)
         return known * self.block_size if known > num_blocks else 0
-
-    def _rank(self, seq: Sequence) -> None:
-        """Tell the eviction policy whose entries it is about to see."""
-        if self._eviction is not None:
-            self._eviction.request_priority = seq.request.priority
 
     # -- preemption by swap -------------------------------------------------------------------------------------------
 
@@ -380,7 +381,7 @@ class KVManager:
         if seq.taint_start is not None:
             end = min(end, seq.taint_start // self.block_size)
         if end > cursor.num_blocks:
-            self._rank(seq)
+            self.hints.asked_by(seq.request)
             first = cursor.num_blocks
             self._sharing.insert(seq, cursor, end)
             if self.stored is not None:
@@ -466,7 +467,7 @@ class KVManager:
                 self.pools[g].unref_pages(reversed(pages))
         if seq.node is not None:
             self._states.drop_staged(seq.node)
-            self._leaving.leave(seq.node)
+            self.hints.leave(seq)
         seq.tables = []
         seq.node = None
         seq.block_keys.clear()
@@ -480,7 +481,7 @@ class KVManager:
             self.events.emptied()
         blocks, checkpoints = self.cache.reset()
         self._room.drop(blocks, checkpoints, unseen=False)
-        self._leaving.reset()
+        self.hints.reset()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -542,4 +543,4 @@ class KVManager:
         live = list(live)
         self.swaps.check_invariants(live)
         audit = Audit(self.groups, self.pools, self.cache, self.block_size, self._leaving.generation)
-        audit.run(live, self._leaving.entries(), self._outbox.pending(), self.swaps.loads)
+        audit.run(live, self.hints.entries(), self._outbox.pending(), self.swaps.loads)

@@ -66,9 +66,9 @@ class Room:
         pages_left = pool.num_free_pages - want.num_slabs * pool.pages_per_slab - want.num_pages
         return max(slabs_alone, -(pages_left // pool.pages_per_slab))
 
-    def evict(self, num_blocks: int) -> int:
+    def evict(self, num_blocks: int, **which: bool) -> int:
         """Evict up to `num_blocks` blocks; returns how many. No step in flight has seen them (`KVManager.release`)."""
-        blocks, checkpoints = self._cache.evict(num_blocks)
+        blocks, checkpoints = self._cache.evict(num_blocks, **which)
         self.num_evicted_blocks += len(blocks)
         self.drop(blocks, checkpoints, unseen=True)
         return len(blocks)

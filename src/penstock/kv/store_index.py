@@ -7,6 +7,7 @@ text up to its end: whoever has the same text finds the same names, whichever pr
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -68,9 +69,12 @@ class StoreIndex:
         self._entries: dict[str, _Entry] = {}
         self._coming: dict[str, _Entry] = {}
         self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
-        self._queue: list[tuple[int, int, str]] = []
         self.tick = 0
         """Of the last use of anything."""
+        self._queues: dict[str, list[tuple[bool, int, int, str]]] = {}
+        self._shares: dict[str, float] = {}
+        self._bytes: Counter[str] = Counter()
+        self._pins: tuple[str, ...] = ()
         self.keeps_changes = False
         """Somebody asks for them again and again."""
         self._changes: list[tuple[str, bool]] = []
@@ -92,6 +96,19 @@ class StoreIndex:
     def oldest_first(self) -> list[str]:
         """All that is there, by last use; of one text the end first."""
         return sorted(self._entries, key=lambda path: (self._entries[path].tick, -self._entries[path].depth))
+
+    def share(self, space: str, share: float) -> None:
+        """A tenant's part of the store, compared with others' only. From the first one on, whoever has most for its
+        part makes room (as `prefix.shares`); of whom nothing is known has 1."""
+        if self._shares.get(space) != share:
+            sole, self._shares[space] = not self._shares, share
+            if sole:
+                self._queue_all()
+
+    def pin(self, pins: Iterable[str]) -> None:
+        """Blocks whose paths begin so leave after all others, until the next call."""
+        self._pins = tuple(pins)
+        self._queue_all()
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -157,6 +174,7 @@ class StoreIndex:
             self.num_evicted += 1
         self._coming[path] = _Entry(num_bytes, tick, depth_of(path))
         self.num_bytes += num_bytes
+        self._bytes[space_in(path)] += num_bytes
         return True, gone
 
     def complete_store(self, path: str, *, good: bool) -> None:
@@ -164,6 +182,7 @@ class StoreIndex:
         if entry is None:
             return
         self.num_bytes -= entry.num_bytes
+        self._bytes[space_in(path)] -= entry.num_bytes
         if good and path not in self._entries:
             self._enter(path, entry)
 
@@ -177,28 +196,42 @@ class StoreIndex:
     def _enter(self, path: str, entry: _Entry) -> None:
         self._entries[path] = entry
         self.num_bytes += entry.num_bytes
+        self._bytes[space_in(path)] += entry.num_bytes
         if self.keeps_changes:
             self._changes.append((path, True))
         self._push(path, entry)
 
     def _push(self, path: str, entry: _Entry) -> None:
-        heapq.heappush(self._queue, (entry.tick, -entry.depth, path))
-        if len(self._queue) > 64 + 4 * len(self._entries):
-            self._queue = [(e.tick, -e.depth, p) for p, e in self._entries.items()]
-            heapq.heapify(self._queue)
+        queue = self._queues.setdefault(space_in(path) if self._shares else "", [])
+        heapq.heappush(queue, self._key(path, entry))
+        if len(queue) > 64 + 4 * len(self._entries):
+            self._queue_all()
+
+    def _key(self, path: str, entry: _Entry) -> tuple[bool, int, int, str]:
+        return (path.startswith(self._pins) if self._pins else False, entry.tick, -entry.depth, path)
+
+    def _queue_all(self) -> None:
+        self._queues = {}
+        for path, entry in self._entries.items():
+            self._queues.setdefault(space_in(path) if self._shares else "", []).append(self._key(path, entry))
+        for queue in self._queues.values():
+            heapq.heapify(queue)
 
     def _victim(self) -> str | None:
-        while self._queue:
-            tick, _, path = heapq.heappop(self._queue)
-            entry = self._entries.get(path)
-            if entry is not None and entry.tick == tick and path not in self._holds:
-                return path
+        for space in sorted(self._queues, key=lambda s: -self._bytes[s] / self._shares.get(s, 1.0)):
+            queue = self._queues[space]
+            while queue:
+                _, tick, _, path = heapq.heappop(queue)
+                entry = self._entries.get(path)
+                if entry is not None and entry.tick == tick and path not in self._holds:
+                    return path
         return None
 
     def _forget(self, path: str) -> None:
         entry = self._entries.pop(path, None)
         if entry is not None:
             self.num_bytes -= entry.num_bytes
+            self._bytes[space_in(path)] -= entry.num_bytes
             self.version += 1
             if self.keeps_changes:
                 self._changes.append((path, False))
@@ -208,9 +241,16 @@ class StoreIndex:
         every = [*self._entries.values(), *self._coming.values()]
         assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
         assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
-        queued = {(path, tick) for tick, _, path in self._queue}
+        queued = {(path, tick) for queue in self._queues.values() for _, tick, _, path in queue}
+        assert sum(self._bytes.values()) == self.num_bytes, "tenants' are miscounted"
         for path, entry in self._entries.items():
             assert path in self._holds or (path, entry.tick) in queued, f"{path} would never be evicted"
+
+
+def space_in(path: str) -> str:
+    """Whose block it is: `MODEL/SPACE/NAME`."""
+    parts = path.split("/", 2)
+    return parts[1] if len(parts) == 3 else ""
 
 
 def depth_of(path: str) -> int:

@@ -89,10 +89,19 @@ class StoredBlocks:
 
     # -- names ---------------------------------------------------------------------------------------------------
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block there."""
+        return self._settings.block_bytes
+
     def paths(self, seq: Seq, first: int, end: int) -> list[str]:
         """Where blocks `first` to `end` of `seq` are, or would be. Mutates: seq.names."""
         known, settings = self.names.of(seq, end), self._settings
-        place = f"{settings.fingerprint}/{space_of(settings.secret, seq.request.tenant)}"
+        space = space_of(settings.secret, seq.request.keeper or seq.request.tenant)
+        if seq.request.kv_share:
+            for tier in self.tiers:
+                tier.index.share(space, seq.request.kv_share)
+        place = f"{settings.fingerprint}/{space}"
         return [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[first:end], first)]
 
     # -- in ------------------------------------------------------------------------------------------------------
@@ -251,6 +260,8 @@ class StoredBlocks:
         tier = next(tier for tier in self.tiers if tier.number == news.tier)
         if news.evicts is not None:
             tier.index.evicts = news.evicts
+        if news.pins is not None:
+            tier.index.pin(news.pins)
         tier.index.found([FoundBlock(*found) for found in news.found], news.gone)
 
     @property

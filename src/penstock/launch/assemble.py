@@ -211,6 +211,7 @@ def engine_core(
         offload=config.cache.enable_hierarchical_cache,
         store=store,
         events=events,
+        pin_share=config.cache.kv_pin_share,
     )
     scheduler = Scheduler(
         kv,

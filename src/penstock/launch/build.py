@@ -207,6 +207,8 @@ def info_of(engine: Engine, config: EngineConfig, load_s: float = 0.0, pid: int 
         weight_bytes=engine.plan.held.bytes_by_format(engine.spec),
         packed_file=core.executor.packed_file,
         load_s=load_s,
+        caches_prefixes=config.cache.enable_prefix_caching and config.cache.prefix_cache != "none",
+        pin_blocks=core.kv.hints.most_pinned,
         decisions=[(d.name, d.value, d.why) for d in engine.decisions],
     )
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +40,7 @@ from penstock.runner.block_peer import Address
 if TYPE_CHECKING:
     from penstock.families.checkpoint import Checkpoint
 
-SECRET, LOCK, ABOUT, SERVED = "secret", "lock", "about.json", "served"
+SECRET, LOCK, ABOUT, SERVED, PINS = "secret", "lock", "about.json", "served", "pins.json"
 SECRET_BYTES = 32
 LOOK_S = 10.0
 """Between two looks at what others do in the folder."""
@@ -166,6 +166,7 @@ class FolderLook:
         self._lock: int | None = None
         self._thread: threading.Thread | None = None
         self._next_s = float("-inf")
+        self._pins: list[str] = []
         self._news = deque([self.look()])
 
     def news(self, now_s: float) -> list[StoreNews]:
@@ -180,7 +181,7 @@ class FolderLook:
 
     def _look(self) -> None:
         news = self.look()
-        if news.found or news.gone or news.evicts is not None:
+        if news.found or news.gone or news.evicts is not None or news.pins is not None:
             self._news.append(news)
 
     def look(self) -> StoreNews:
@@ -201,7 +202,9 @@ class FolderLook:
                 found.append((path, info.st_size, int(info.st_mtime) // 60))
         gone = sorted(self._seen - seen)
         self._seen = seen
-        return StoreNews(found=found, gone=gone, evicts=evicts)
+        pins = sorted(pin.path for pin in read_pins(self.folder) if pin.until_s > time.time())
+        changed, self._pins = (pins if pins != self._pins else None), pins
+        return StoreNews(found=found, gone=gone, evicts=evicts, pins=changed)
 
     def _locked(self) -> int | None:
         """Whoever has the lock makes room; the dead hold none."""
@@ -290,6 +293,29 @@ def _secrets(config: EngineConfig) -> Secrets:
             f"kv_offload: a remote needs the secret that its server has; give {FIELD}, a file", field=FIELD
         )
     return read_secrets(Path(path).expanduser())
+
+
+class FolderPin(msgspec.Struct, frozen=True):
+    """Blocks whose paths below the folder begin with `path` leave after all others, until a time (since 1970)."""
+
+    path: str
+    until_s: float
+
+
+def read_pins(folder: Path) -> list[FolderPin]:
+    """What `penstock cache pin` has written there; nothing of what cannot be read."""
+    try:
+        return msgspec.json.decode((folder / PINS).read_bytes(), type=list[FolderPin])
+    except (OSError, msgspec.MsgspecError):
+        return []
+
+
+def write_pins(folder: Path, pins: Iterable[FolderPin]) -> None:
+    """In place of those that are there. Raises OSError."""
+    part = folder / f".{PINS}.{secrets.token_hex(8)}.part"
+    part.write_bytes(msgspec.json.encode(list(pins)))
+    part.chmod(0o600)
+    part.replace(folder / PINS)
 
 
 class BlockFile(NamedTuple):

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from penstock.base.errors import EngineError, InputError
 from penstock.base.hashing import digest
 from penstock.base.rng import derive_seed
 from penstock.compress.options import read_options
 from penstock.config import EngineConfig, from_kwargs
 from penstock.core.compression import PromptCompression
+from penstock.core.kv_hints import KVHint, plain, read_hints
 from penstock.core.output import (
     BeamSearchOutput,
     EmbeddingOutput,
@@ -27,6 +30,7 @@ from penstock.engine.client import OutputProcessor
 from penstock.launch.build import Engine, start
 from penstock.launch.compressor import ChatSource, Compressor
 from penstock.launch.progress import StepProgress, loading
+from penstock.text.boundaries import changed_after, num_common
 from penstock.text.grammar.source import kind_of
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template, encode_chat
@@ -91,6 +95,7 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         prompt_compression: Compression | None = None,
+        kv_hints: Any = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs come in the order of the prompts.
@@ -99,13 +104,15 @@ class LLM:
         `"cache_salt"`, which keeps its cached blocks from requests with another salt. All prompts are checked before
         any of them runs. `priority`: one number per prompt, smaller goes first under `scheduling_policy="priority"`.
         `prompt_compression`: drop tokens of every prompt first (`core.compression`); what is left is the prompt.
+        `kv_hints`: what is to happen to the cached blocks of every prompt (`core.kv_hints`), as
+        `[{"action": "retain", "ttl": "5m"}]`.
         Raises InputError naming the field that has to change.
         """
         listed = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._params_for(sampling_params, len(listed))
         ranks = self._priorities(priority, len(listed))
         made = [
-            (*self._request(self._tokens(p), s, rank, prompt_compression), s)
+            (*self._request(self._tokens(p), s, rank, prompt_compression, kv_hints), s)
             for p, s, rank in zip(listed, params, ranks, strict=True)
         ]
         return self._run(made, use_tqdm)
@@ -121,11 +128,12 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         prompt_compression: Compression | None = None,
+        kv_hints: Any = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them. Text in a message can never open a role.
 
-        `prompt_compression` as in `generate`.
+        `prompt_compression` and `kv_hints` as in `generate`; a hint may count `messages` instead of tokens.
         """
         if len(messages) == 0:
             raise InputError("messages must not be empty", param="messages")
@@ -142,7 +150,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            made.append((*self._request(prompt, s, 0, prompt_compression), s))
+            made.append((*self._request(prompt, s, 0, prompt_compression, kv_hints), s))
         return self._run(made, use_tqdm)
 
     def beam_search(
@@ -198,13 +206,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         prompt_compression: Compression | None = None,
+        kv_hints: Any = None,
     ) -> Iterator[RequestOutput]:
         """One prompt; yields the output so far after every step that changed it. Closing the iterator aborts it.
 
         The prompt is checked by the call itself, not by the first `next`. Raises InputError.
         """
         params = sampling_params or self.get_default_sampling_params()
-        return self._stream(*self._request(self._tokens(prompt), params, 0, prompt_compression), params)
+        return self._stream(*self._request(self._tokens(prompt), params, 0, prompt_compression, kv_hints), params)
 
     def stream_chat(
         self,
@@ -212,12 +221,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         prompt_compression: Compression | None = None,
+        kv_hints: Any = None,
         **chat: Any,
     ) -> Iterator[RequestOutput]:
         """`stream` for a conversation; `chat` takes the keyword arguments of `chat`."""
         params = sampling_params or self.get_default_sampling_params()
         prompt = self._chat_tokens(messages, **chat)
-        return self._stream(*self._request(prompt, params, 0, prompt_compression), params)
+        return self._stream(*self._request(prompt, params, 0, prompt_compression, kv_hints), params)
 
     def get_default_sampling_params(self, **named: Any) -> SamplingParams:
         """What calls without sampling_params get (vLLM's name): the model's own, or mild ones (`text.defaults`).
@@ -329,6 +339,7 @@ class LLM:
         params: SamplingParams | BeamSearchParams,
         priority: int = 0,
         compression: Compression | None = None,
+        kv_hints: Any = None,
     ) -> tuple[Request, str | None]:
         """Check everything, then make the engine's request. Raises InputError."""
         number, arrival_s = self._counter, self._engine.clock.now()
@@ -339,6 +350,7 @@ class LLM:
             self._compressor.check(options, prompt_logprobs=asks)
             found = self._compressor.compress(ids, options, chat=prompt.chat, param=prompt.param)
             ids, text = found.ids, found.text
+        hints = self._hints(kv_hints, prompt)
         request = build_request(
             str(number),
             ids,
@@ -350,12 +362,36 @@ class LLM:
             namespace=prompt.namespace,
             arrival_s=arrival_s,
             param=prompt.param,
+            hints=hints,
         )
         if request.rules.grammar is not None:
             kind = kind_of(params.structured_outputs) if isinstance(params, SamplingParams) else ""
             self._engine.core.executor.prepare(request.rules.grammar, f"structured_outputs.{kind}")
         self._counter += 1
         return request, text
+
+    def _hints(self, given: Any, prompt: _Tokens) -> list[KVHint]:
+        """Hints on the first messages of a conversation become hints on tokens. Raises InputError."""
+        asked = read_hints(given)
+        chat, found = prompt.chat, []
+        for n, one in enumerate(asked):
+            num = one.num_messages
+            if num is None or chat is None:
+                found += plain([one])
+                continue
+            if num > len(chat.messages):
+                name = f"kv_hints[{n}].messages"
+                raise InputError(f"{name} is {num}, but there are {len(chat.messages)}", param=name)
+            changed = changed_after(chat.messages, num)
+            hint = one.hint
+            if changed is not None:
+                options = {k: v for k, v in chat.render.items() if k not in ("bos_token", "eos_token")}
+                other = encode_chat(self.get_tokenizer(), chat.template, changed, **options)
+                hint = msgspec.structs.replace(hint, num_tokens=num_common(prompt.ids, other))
+            found.append(hint)
+        if any(hint.action == "share" for hint in found):
+            raise InputError("kv_hints: share is between the keys of a server", param="kv_hints")
+        return found
 
     def _pooling_request(self, prompt: _Tokens, pooling: str) -> Request:
         request = build_pooling_request(

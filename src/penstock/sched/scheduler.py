@@ -192,6 +192,7 @@ class Scheduler:
         promising = not (idle or self.drafts is not None or (self.policy.displaces and self.waiting))
         self.pauses.begin_step(now_s)
         self.policy.begin_step(now_s, self.kv)
+        self.kv.hints.begin_step(now_s)
         self.wake_s = self.policy.not_before_s(self.running, self.waiting)
         if self.wake_s is not None and now_s < self.wake_s:
             return None
@@ -296,6 +297,8 @@ class Scheduler:
                 self.preempt(held[-1])
                 return self.schedule(step, idle=idle, now_s=now_s)
             if self._stuck():
+                if self.kv.hints.give_way():
+                    return self.schedule(step, idle=idle, now_s=now_s)
                 if not self.kv.backing.is_short:
                     raise EngineError("no sequence can make progress: the KV pool is too small for any queued request")
                 self.wake_s = now_s + RETRY_S  # others have the memory
@@ -388,6 +391,7 @@ class Scheduler:
         if self._chunk(seq, known - match.num_tokens, budget) == 0:
             return None
         self.kv.admit(seq, match)
+        seq.held = seq.request.prefetches
         status, n = Status.LOADING, 0
         if self.kv.restore(seq):
             status, n = Status.RUNNING, self._chunk(seq, known - seq.num_computed, budget)
@@ -401,6 +405,7 @@ class Scheduler:
         insort(self.running, seq, key=self.policy.key)
         if seq.num_preemptions == 0 and seq.num_generated == 0:
             seq.first_cached = seq.num_cached
+            self.kv.hints.admitted(seq)
         if seq.request.reads_cache:
             self.stats.num_prefix_queries_tokens += known
         self.stats.num_prefix_hit_tokens += seq.num_cached

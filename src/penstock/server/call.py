@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.core.kv_hints import KVHint
     from penstock.core.sampling import BeamSearchParams, SamplingParams
     from penstock.text.grammar.lead import Lead
 
@@ -15,7 +16,8 @@ class Tenant:
     """Whose key it is. `name` is safe to show in logs and metrics; `secret` (never shown) keeps tenants' caches apart.
 
     `weight`: share of the engine among those who wait. `admin`: may use the admin routes. `tokens_per_minute`: prompt
-    and generated tokens; `max_concurrent`: requests at once; None: no limit of its own.
+    and generated tokens; `max_concurrent`: requests at once; None: no limit of its own. `kv_share`: its part of each
+    tier of KV, 0 to 1; 0: tenants have no parts. `kv_group`: with whose keys it may share blocks; "": with nobody's.
     """
 
     name: str = "default"
@@ -24,6 +26,8 @@ class Tenant:
     admin: bool = False
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    kv_share: float = 0.0
+    kv_group: str = ""
 
 
 ANYONE = Tenant()
@@ -80,5 +84,6 @@ class Call:
     pooling: str | None = None
     reference: list[int] = field(default_factory=list)
     """Ids of a text that the output is likely to repeat (OpenAI's `prediction`)."""
+    hints: list[KVHint] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """What the log line of this request says besides the usual."""

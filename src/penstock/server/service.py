@@ -19,6 +19,7 @@ from penstock.core.request import Request
 from penstock.core.sampling import BeamSearchParams, SamplingParams
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.encoding import PromptFit, TextEncoding
+from penstock.server.pins import PinLedger
 from penstock.server.protocols import Admission
 from penstock.text.roles import known_roles
 from penstock.text.template import choose_template
@@ -93,6 +94,7 @@ class Service:
         self._no_tokenizer = no_tokenizer
         self._seed = seed
         self._counter = 0
+        self._pins: PinLedger | None = None
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -187,10 +189,15 @@ class Service:
         await self._encode_bad_words(call)
         request = self._request(call)
         if call.tenant is not ANYONE:
-            request = msgspec.structs.replace(request, tenant=call.tenant.name, weight=call.tenant.weight)
+            keeper = f"kv_group:{call.tenant.kv_group}" if shares(call) else ""
+            request = msgspec.structs.replace(
+                request, tenant=call.tenant.name, weight=call.tenant.weight, kv_share=call.tenant.kv_share,
+                keeper=keeper,
+            )  # fmt: skip
         self.client.check(request)  # before admission: there is no use in coming again later
         release = self.admission.admit(call, request)
         try:
+            self._count_pins(request)
             params = call.params if isinstance(call.params, SamplingParams) and call.pooling is None else None
             stream = self.client.submit(request, params, call.prompt.text)
         except BaseException:
@@ -205,6 +212,17 @@ class Service:
             timer = asyncio.get_running_loop().call_later(left_s, stream.abort, "timeout")
             stream.on_end(timer.cancel)
         return stream
+
+    def _count_pins(self, request: Request) -> None:
+        """Raises InputError for more than the tenant's part."""
+        for hint in request.hints:
+            if hint.action == "pin":
+                info, now_s = self.client.info, self.clock.now()
+                if self._pins is None:
+                    size = 1 if info is None else info.block_size
+                    self._pins = PinLedger(0 if info is None else info.pin_blocks, size)
+                ids = request.prompt_token_ids[: hint.num_tokens if hint.num_tokens >= 0 else None]
+                self._pins.pin(request.tenant, request.kv_share, request.namespace, ids, now_s + hint.ttl_s, now_s)
 
     async def _encode_bad_words(self, call: Call) -> None:
         """Off the loop where it takes long; the validator then finds them. Raises: as `encode_all`."""
@@ -252,6 +270,7 @@ class Service:
             param=call.prompt.param,
             reference=call.reference,
             slo_tpot_s=call.slo_tpot_s,
+            hints=[hint for hint in call.hints if hint.action != "share"],
         )
 
     @staticmethod
@@ -261,9 +280,23 @@ class Service:
         fits = salt is None or (0 < len(salt.encode("utf-8", "replace")) <= MAX_SALT_BYTES and salt.isprintable())
         if not fits:
             raise InputError(f"cache_salt must be 1 to {MAX_SALT_BYTES} bytes of printable text", param="cache_salt")
+        if shares(call):
+            return digest(b"kv_group", call.tenant.kv_group.encode(), b"salt", (salt or "").encode())
         if salt is None and not call.tenant.secret:
             return b""
         return digest(b"tenant", call.tenant.secret, b"salt", (salt or "").encode())
+
+
+def shares(call: Call) -> bool:
+    """Whether its blocks are those of its group. Raises InputError: its key belongs to none."""
+    if not any(hint.action == "share" for hint in call.hints):
+        return False
+    if not call.tenant.kv_group:
+        raise InputError(
+            "kv_hints: this key shares blocks with no other: the server's keys file names no kv_group for it",
+            param="kv_hints",
+        )
+    return True
 
 
 def _with_length(call: Call, limits: Limits) -> SamplingParams | BeamSearchParams:

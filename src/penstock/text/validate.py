@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.base.errors import InputError
+from penstock.core.kv_hints import KVHint
 from penstock.core.request import Request
 from penstock.core.sampling import (
     BeamSearchParams,
@@ -198,7 +199,7 @@ def build_request(
     request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams | BeamSearchParams, *,
     limits: Limits, tokenizer: Tokenizer | None = None, seed: int = 0, priority: int = 0, namespace: bytes = b"",
     taint: str = "", arrival_s: float = 0.0, param: str = "prompt", reference: Sequence[int] = (),
-    slo_tpot_s: float | None = None,
+    slo_tpot_s: float | None = None, hints: Sequence[KVHint] = (),
 ) -> Request:  # fmt: skip
     """Check everything; the request the engine takes. `param` names the prompt in errors. Raises: InputError.
 
@@ -231,7 +232,17 @@ def build_request(
         max_tokens=max_tokens, stop_token_ids=list(map(int, params.stop_token_ids or ())),
         eos_token_ids=[] if params.ignore_eos else list(limits.eos_token_ids), beam=beam, priority=priority,
         namespace=namespace, taint=taint, arrival_s=arrival_s, slo_tpot_s=slo_tpot_s, repetition=_watched(params, beam),
+        hints=_hints(hints, params, beam),
     )  # fmt: skip
+
+
+def _hints(hints: Sequence[KVHint], params: SamplingParams, beam: BeamSearchParams | None) -> list[KVHint]:
+    if any(hint.action == "prefetch" for hint in hints) and (
+        beam is not None or params.n > 1 or params.prompt_logprobs is not None
+    ):
+        raise InputError("kv_hints: a request that prefetches makes no token: it has no n, beams or prompt_logprobs",
+                         param="kv_hints")  # fmt: skip
+    return list(hints)
 
 
 def _watched(params: SamplingParams, beam: BeamSearchParams | None) -> RepetitionDetectionParams | None:

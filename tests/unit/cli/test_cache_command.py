@@ -71,3 +71,46 @@ def test_another_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is no folder of KV blocks" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["cache", "rm", str(tmp_path), "--unused-for", "soon"])
+
+
+def test_pinned_blocks_are_spared_by_evict_and_seen_by_ls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "pin", str(folder)]) == 2
+    assert main(["cache", "pin", str(folder), "--tenant", "alice", "--for", "7d"]) == 0
+    assert "3 blocks pinned" in capsys.readouterr().out
+    assert main(["cache", "ls", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted((row["blocks"], row["pinned"]) for row in found) == [(2, 0), (3, 3)]
+    assert main(["cache", "evict", str(folder), "--all"]) == 0
+    assert "2 blocks deleted" in capsys.readouterr().out
+    assert rows(folder, capsys) == [(3, 12)]
+    assert main(["cache", "unpin", str(folder), "--tenant", "alice"]) == 0
+    assert main(["cache", "evict", str(folder), "--all"]) == 0
+    assert rows(folder, capsys) == []
+
+
+def test_one_block_by_name_and_those_of_an_age(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    block = sorted(folder.glob("*/*/*-1"))[0]
+    assert main(["cache", "pin", str(folder), "--name", block.name[:12]]) == 0
+    for path in folder.glob("*/*/*"):
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    assert main(["cache", "evict", str(folder), "--unused-for", "1h"]) == 0
+    assert "4 blocks deleted" in capsys.readouterr().out
+    assert block.exists()
+    assert main(["cache", "unpin", str(folder), "--name", block.name[:12]]) == 0
+    assert main(["cache", "evict", str(folder), "--name", block.name[:12]]) == 0
+    assert not block.exists()
+
+
+def test_warm_says_what_it_needs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "warm", str(folder)]) != 0
+    assert "--prompts FILE" in capsys.readouterr().err
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert main(["cache", "warm", str(folder), "--prompts", str(bad)]) != 0
+    assert "line 2" in capsys.readouterr().err
+    bad.write_text('{"prompt": "a"}\n')
+    assert main(["cache", "warm", str(folder), "--prompts", str(bad)]) != 0
+    assert "--model PATH" in capsys.readouterr().err
+    assert main(["cache", "pin", "http://127.0.0.1:9", "--all"]) != 0
+    assert main(["cache", "warm", "http://127.0.0.1:9", "--prompts", str(bad)]) != 0
+    assert "cannot connect" in capsys.readouterr().err

@@ -38,6 +38,8 @@ def other(name: str) -> Any:
         return not item.default
     if item.kind is str:
         return "word"
+    if item.maximum is not None:
+        return item.kind(item.maximum)
     return item.kind(max(2048, (item.default or 0) + 1, item.minimum or 0))
 
 

@@ -7,13 +7,17 @@ from itertools import count
 from typing import Any
 
 from penstock.core.protocols import EvictionPolicy
+from penstock.kv.prefix.node import DEMOTED
 
 _SERIALS = count(1)
 """Of all queues together: an entry may leave one, where its old number stays in the heap, and enter another."""
 
 
 class EvictionQueue:
-    """Entries that may be given up. Each needs an attribute `queued` (0 outside of any queue), which the queue owns.
+    """Entries that may be given up. Each needs attributes `rank` and `queued` (0 outside of any queue), which the
+    queue owns.
+
+    Entries of a smaller `rank` go first; among those of one the policy decides.
 
     Pushing, discarding and popping cost O(log n): a discarded entry stays in the heap under a number that its `queued`
     no longer shows, and is skipped when it comes up.
@@ -23,7 +27,7 @@ class EvictionQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[Any, int, Any]] = []
+        self._heap: list[tuple[int, Any, int, Any]] = []
         self._live = 0
 
     def __len__(self) -> int:
@@ -34,9 +38,9 @@ class EvictionQueue:
         if not entry.queued:
             self._live += 1
         entry.queued = next(_SERIALS)
-        heappush(self._heap, (self._policy.key(entry), entry.queued, entry))
+        heappush(self._heap, (entry.rank, self._policy.key(entry), entry.queued, entry))
         if len(self._heap) > 2 * self._live + 64:  # dead weight must not grow with the engine's life
-            self._heap = [item for item in self._heap if item[2].queued == item[1]]
+            self._heap = [item for item in self._heap if item[3].queued == item[2]]
             heapify(self._heap)
 
     def discard(self, entry: Any) -> None:
@@ -49,13 +53,22 @@ class EvictionQueue:
         """The entry that goes first, taken out; None if there is none."""
         heap = self._heap
         while heap:
-            _, serial, entry = heappop(heap)
+            _, _, serial, entry = heappop(heap)
             if entry.queued == serial:
                 entry.queued = 0
                 self._live -= 1
                 return entry
         return None
 
+    def first_is_demoted(self) -> bool:
+        """Whether what goes first was demoted."""
+        heap = self._heap
+        while heap and heap[0][0] == DEMOTED:
+            if heap[0][3].queued == heap[0][2]:
+                return True
+            heappop(heap)
+        return False
+
     def entries(self) -> list[Any]:
         """All entries, in no particular order."""
-        return [entry for _, serial, entry in self._heap if entry.queued == serial]
+        return [entry for _, _, serial, entry in self._heap if entry.queued == serial]

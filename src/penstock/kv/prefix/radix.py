@@ -80,7 +80,8 @@ class RadixCache(PrefixTree):
         upper.copies = node.copies[:at]
         upper.near = int(bool(node.slabs))
         upper.locks = node.locks
-        upper.tick = node.tick
+        upper.tick, upper.used_s = node.tick, node.used_s
+        self.retained.copied(node, upper)
         parent.children[upper.key] = upper
         node.parent = upper
         node.start += at
@@ -111,7 +112,8 @@ class RadixCache(PrefixTree):
 
     def _grow(self, node: PrefixNode, tokens: bytes, slabs: list[Slabs]) -> PrefixNode:
         """New blocks after `node`, on which the inserting holder stands."""
-        if node.parent is not None and node.locks == 1 and not node.children and node.checkpoint is None:
+        alone = node.locks == 1 and not node.children and node.checkpoint is None
+        if node.parent is not None and alone and not node.rank:
             node.tokens += tokens
             node.slabs += slabs
             return node

@@ -12,8 +12,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.core.protocols import EvictionPolicy
-from penstock.kv.prefix.node import TOKEN_BYTES, PrefixNode, Slabs, SlotCheckpoint
+from penstock.kv.prefix.insight import Insight
+from penstock.kv.prefix.node import DEMOTED, PLAIN, TOKEN_BYTES, Owner, PrefixNode, Slabs, SlotCheckpoint
 from penstock.kv.prefix.queue import EvictionQueue
+from penstock.kv.prefix.retained import Retained
+from penstock.kv.prefix.shares import SharedQueue
 
 if TYPE_CHECKING:
     from array import array
@@ -39,16 +42,25 @@ class PrefixTree:
         """Where evicted blocks wait; None: they are forgotten."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.now_s = 0.0
+        self.insight = Insight(block_size, self.block_bytes)
         self._clear()
 
     def _clear(self) -> None:
         self._roots: dict[bytes, PrefixNode] = {}
-        self._leaves = EvictionQueue(self.policy)
+        self.tenant = ""
+        self.tenants: dict[bytes, str] = {}
+        """Whose namespaces they are, those that begin now `tenant`'s."""
+        self._leaves = SharedQueue(self.policy)
         self._checkpoints = EvictionQueue(self.policy)
-        self._far = EvictionQueue(self.policy)
+        self._far = SharedQueue(self.policy, below=True)
         """Those in the tier without children: nobody ever stands on one."""
         self._num_evictable = 0
         self._tick = 0
+        self.retained = Retained()
+        self.owners = {"": Owner()}
+        self.owner = self.owners[""]
+        """Of namespaces that begin now."""
 
     @property
     def num_evictable(self) -> int:
@@ -77,13 +89,21 @@ class PrefixTree:
             root = self._roots.get(namespace)
             if root is None:
                 root = self._roots[namespace] = PrefixNode(None, namespace, 0, b"", [])
+                root.owner = self.owner
+                self.tenants[namespace] = self.tenant
+                if len(self.tenants) > 64 + 2 * len(self._roots):
+                    self.tenants = {name: self.tenants[name] for name in self._roots if name in self.tenants}
             root.locks += 1
             return root, []
         node = self._ending_at(entry, num_blocks)
+        if not node.locks:
+            self.insight.found.observe(self.now_s - node.used_s, len(node.slabs))
         self._tick += 1
         up: PrefixNode | None = node
         while up is not None:
             self.policy.on_hit(up, self._tick)
+            if up.rank == DEMOTED:
+                up.rank = PLAIN
             up = up.parent
         if node.checkpoint is not None:
             node.checkpoint.found = True
@@ -109,7 +129,7 @@ class PrefixTree:
         node: PrefixNode | None = entry
         while node is not None:
             if node.locks == 0:
-                self._num_evictable -= len(node.slabs)
+                self._count(node, -len(node.slabs))
                 self._leaves.discard(node)
             node.locks += 1
             node = node.parent
@@ -130,10 +150,16 @@ class PrefixTree:
             if not node.children:
                 del self._roots[node.key]
             return
-        self._num_evictable += len(node.slabs)
+        self._count(node, len(node.slabs))
+        node.used_s = self.now_s
         self.policy.on_hit(node, self._tick)  # it was in use until now
         if not node.near:
             self._leaves.push(node)
+
+    def _count(self, node: PrefixNode, num_blocks: int) -> None:
+        """So many more blocks of `node` are evictable."""
+        self._num_evictable += num_blocks
+        node.owner.num_idle += num_blocks
 
     def _bare(self, node: PrefixNode) -> None:
         """A child of `node` is gone, or is not on the device any more: `node` may be the next to go."""
@@ -161,11 +187,12 @@ class PrefixTree:
 
     # -- giving up -----------------------------------------------------------------------------------------------
 
-    def evict(self, num_blocks: int) -> tuple[list[Slabs], list[Slabs]]:
+    def evict(self, num_blocks: int, *, demoted: bool = False) -> tuple[list[Slabs], list[Slabs]]:
+        """`demoted`: only what a hint has demoted."""
         blocks: list[Slabs] = []
         checkpoints: list[Slabs] = []
         while len(blocks) < num_blocks:
-            node: PrefixNode | None = self._leaves.pop()
+            node = self._leaves.pop_demoted() if demoted else self._leaves.pop()
             if node is None:
                 break
             if node.checkpoint is not None:
@@ -175,9 +202,11 @@ class PrefixTree:
                 n = min(n, max(1, self.offload.num_free + self.offload.num_kept))
             gone = node.slabs[-n:]
             blocks.extend(reversed(gone))
-            self._num_evictable -= n
+            self._count(node, -n)
+            self.insight.left.observe(self.now_s - node.used_s, n)
             copies = self._keep(gone)
             if copies is None:
+                self.insight.leaves(node, n)
                 self._forget_below(node)
             self._leaves.discard(node)  # it came back if something below it went
             if copies is not None:
@@ -188,7 +217,7 @@ class PrefixTree:
             self.version += 1
         return blocks, checkpoints
 
-    def _cut(self, node: PrefixNode, ids: list[Slabs], n: int, queue: EvictionQueue) -> None:
+    def _cut(self, node: PrefixNode, ids: list[Slabs], n: int, queue: SharedQueue) -> None:
         """The last `n` blocks of a node without children are forgotten; `ids`: what it has of its blocks."""
         if n == len(ids):
             self._remove(node)
@@ -201,9 +230,45 @@ class PrefixTree:
         """Take a node without children out of the tree."""
         parent = node.parent
         assert parent is not None
+        node.until_s = 0.0
         del parent.children[node.key]
         parent.near -= bool(node.slabs)
         self._bare(parent)
+
+    # -- hints ---------------------------------------------------------------------------------------------------
+
+    def at(self, entry: PrefixNode, num_blocks: int) -> PrefixNode:
+        """The entry that ends at `num_blocks` on the path of a held `entry`, which has them."""
+        node = entry
+        while node.parent is not None and node.start >= num_blocks:
+            node = node.parent
+        return node if node.parent is None else self._ending_at(node, num_blocks)
+
+    def demote_all(self, tenant: str | None, before_s: float) -> int:
+        """What nobody stands on, and nobody has since `before_s`, is to go first, retained or not: how many blocks.
+
+        `tenant`: of its namespaces alone. Linear.
+        """
+        num = 0
+        stack = [root for name, root in self._roots.items() if tenant is None or self.tenants.get(name) == tenant]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None and not node.locks and node.used_s <= before_s:
+                node.rank, node.until_s = DEMOTED, 0.0
+                num += node.end - node.start
+                if node.queued:
+                    (self._leaves if node.slabs else self._far).push(node)
+        return num
+
+    def expire(self, now_s: float) -> None:
+        """What was retained until now is like any other."""
+        self.now_s = now_s
+        for node in self.retained.expire(now_s):
+            if node.queued:
+                (self._leaves if node.slabs else self._far).push(node)
+            if node.checkpoint is not None and node.checkpoint.queued:
+                self._checkpoints.push(node.checkpoint)
 
     # -- in a tier -----------------------------------------------------------------------------------------------
 
@@ -222,14 +287,16 @@ class PrefixTree:
             node = child
         return found
 
-    def drop_copies(self, num_blocks: int) -> None:
-        """Forget up to `num_blocks` blocks in the tier, ends of paths first."""
+    def drop_copies(self, num_blocks: int, *, demoted: bool = False) -> None:
+        """Forget up to `num_blocks` blocks in the tier, ends of paths first. `demoted`: only those that were."""
         while num_blocks > 0 and self.offload is not None:
-            node: PrefixNode | None = self._far.pop()
+            node = self._far.pop_demoted() if demoted else self._far.pop()
             if node is None:
                 return
             n = min(num_blocks, len(node.copies))
+            self.insight.leaves(node, n)
             self.offload.drop(node.copies[-n:])
+            node.owner.num_kept -= n
             self._cut(node, node.copies, n, self._far)
             num_blocks -= n
 
@@ -255,6 +322,7 @@ class PrefixTree:
             node.parent.near -= 1
             self._bare(node.parent)
         node.slabs, node.copies = [], copies
+        node.owner.num_kept += len(copies)
         self._bare(node)
 
     def _join(self, node: PrefixNode, mine: list[Slabs]) -> list[Slabs]:
@@ -269,10 +337,11 @@ class PrefixTree:
             assert node.parent is not None
             self._far.discard(node)
             self.offload.drop(node.copies)
+            node.owner.num_kept -= len(node.copies)
             node.slabs, node.copies = mine, []
             node.parent.near += 1
         elif node.locks == 0:
-            self._num_evictable -= len(existing)
+            self._count(node, -len(existing))
             self._leaves.discard(node)
         node.locks += 1
         return existing
@@ -286,6 +355,7 @@ class PrefixTree:
             assert self.offload is not None
             self._far.discard(child)
             self.offload.drop(child.copies)
+            child.owner.num_kept -= len(child.copies)
             self._remove(child)
 
     def _next(self, node: PrefixNode, raw: bytes) -> tuple[PrefixNode | None, int]:
@@ -416,6 +486,10 @@ class PrefixTree:
         assert not standing, "an entry that is held is not in the tree"
         assert not leaves | far, "an eviction queue holds nodes that are gone"
         assert not marked, "the queue of checkpoints holds some that are gone"
+        for owner in {node.owner for node in nodes} | set(self.owners.values()):
+            own = [node for node in nodes if node.owner is owner]
+            assert owner.num_idle == sum(len(n.slabs) for n in own if not n.locks), "a tenant's blocks are miscounted"
+            assert owner.num_kept == sum(len(n.copies) for n in own), "a tenant's blocks in the tier are miscounted"
         evictable = sum(len(node.slabs) for node in nodes if node.locks == 0)
         assert evictable == self._num_evictable, f"{self._num_evictable} blocks counted, {evictable} are evictable"
 

@@ -170,7 +170,15 @@ def _digest(text: str) -> bytes:
 def _with_file(fixed: list[Key], path: Path | None) -> list[Key]:
     keys = fixed + ([] if path is None else read_keys(path))
     _distinct(keys)
-    return keys
+    return _shared_out(keys)
+
+
+def _shared_out(keys: list[Key]) -> list[Key]:
+    """Parts of the tiers of KV, if any key has a `kv_share`: one part of each for a key that has none."""
+    if not any(key.tenant.kv_share for key in keys):
+        return keys
+    total = sum(key.tenant.kv_share or 1.0 for key in keys)
+    return [replace(k, tenant=replace(k.tenant, kv_share=(k.tenant.kv_share or 1.0) / total)) for k in keys]
 
 
 def _distinct(keys: list[Key]) -> None:
@@ -204,7 +212,7 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise wrong("must be a table")
     if not _NAME.fullmatch(name):
         raise wrong("must be named with 1 to 64 letters, digits, dots, dashes or underscores")
-    known = {"key", "key_sha256", "weight", "tokens_per_minute", "max_concurrent", "admin"}
+    known = {"key", "key_sha256", "weight", "tokens_per_minute", "max_concurrent", "admin", "kv_share", "kv_group"}
     for field_name in table:
         if field_name not in known:
             raise wrong(f"{field_name}: is unknown; possible are {', '.join(sorted(known))}")
@@ -225,7 +233,14 @@ def _key(path: Path, name: str, table: Any) -> Key:
         raise wrong("weight: must be a number from 0.01 to 100")
     if not isinstance(admin, bool):
         raise wrong("admin: must be true or false")
-    limits: dict[str, Any] = {}
+    share, group = table.get("kv_share"), table.get("kv_group", "")
+    if share is not None and (
+        isinstance(share, bool) or not isinstance(share, int | float) or not 0.01 <= share <= 100
+    ):
+        raise wrong("kv_share: must be a number from 0.01 to 100")
+    if not isinstance(group, str) or (group and not _NAME.fullmatch(group)):
+        raise wrong("kv_group: must be a name of 1 to 64 letters, digits, dots, dashes or underscores")
+    limits: dict[str, Any] = {"kv_share": float(share or 0), "kv_group": group}
     for field_name in ("tokens_per_minute", "max_concurrent"):
         value = table.get(field_name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

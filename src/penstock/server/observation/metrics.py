@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -18,6 +19,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as open_met
 from prometheus_client.registry import Collector
 
 from penstock import __version__
+from penstock.core.messages import AGES_S
 from penstock.server.context import Server
 from penstock.server.distribution import Distribution
 from penstock.server.observation.stats import GOOD, Stats
@@ -91,6 +93,13 @@ _ENGINE_COUNTERS = (
     ("row_errors", "Requests that the engine ended with an error.", "num_errors", OURS),
 )
 
+_TIER_GAUGES = (
+    ("kv_tier_blocks", "Blocks of prompts in a tier of KV that nobody uses now.", "blocks"),
+    ("kv_tier_bytes", "Bytes of these.", "num_bytes"),
+    ("kv_tier_limit_bytes", "Bytes that the tier may take.", "limit_bytes"),
+    ("kv_tier_pinned_blocks", "Blocks that hints have pinned.", "pinned"),
+)
+_HINTS = ("retain", "pin", "demote", "refused_pin", "gave_way")
 _STORE_GAUGES = (
     ("store_blocks", "Blocks in the store outside the engine (kv_offload)."),
     ("store_bytes", "Bytes of these."),
@@ -236,6 +245,9 @@ class Metrics(Collector):
             yield from self._gauge("event_loop_longest_hold_seconds", text, watch.longest_s)
             text = "The same in time that passed: longer if the machine had no processor to give."
             yield from self._gauge("event_loop_longest_delay_seconds", text, watch.latest_s)
+        for name, text, field in _TIER_GAUGES:
+            values = {tier.name: float(getattr(tier, field)) for tier in now.tiers}
+            yield from self._labelled(GaugeMetricFamily, name, text, ("tier",), values)
         if "store_bytes" in now.counters:
             for name, text in _STORE_GAUGES:
                 yield from self._gauge(name, text, now.counters[name])
@@ -271,6 +283,18 @@ class Metrics(Collector):
         text = "Blocks of a tier that could not be read, and were computed."
         yield from self._labelled(CounterMetricFamily, "tier_misses", text, ("tier", "reason"), misses)
 
+    def _ages(self) -> Iterator[Metric]:
+        """Of blocks of the prefix cache, when they were found and when they left the device."""
+        texts = {"found": "Seconds for which blocks were unused when they were found.",
+                 "left": "Seconds for which blocks were unused when they left the device."}  # fmt: skip
+        for which, text in texts.items():
+            figures = self.stats.ages(which)
+            sums = list(accumulate(figures[:-1]))
+            bounds = [*(f"{bound:.1f}" for bound in AGES_S), "+Inf"]
+            family = HistogramMetricFamily(f"penstock:kv_{which}_block_age_seconds", text, labels=LABELS)
+            family.add_metric(self._labels, list(zip(bounds, sums, strict=True)), figures[-1])
+            yield family
+
     def _counters(self) -> Iterator[Metric]:
         s = self.stats
         for name, text, counter, prefixes in _ENGINE_COUNTERS:
@@ -283,6 +307,20 @@ class Metrics(Collector):
             {"local_compute": s.num_prompt_tokens - s.num_cached_tokens, "local_cache_hit": s.num_cached_tokens}, BOTH,
         )  # fmt: skip
         yield from self._counter("generation_tokens", "Tokens generated.", s.num_generation_tokens, BOTH)
+        tiers = [tier.name for tier in self.server.client.snapshot.tiers]
+        yield from self._labelled(
+            CounterMetricFamily, "kv_tier_hit_tokens", "Tokens of prompts that came from a tier.", ("tier",),
+            {name: s.counter(f"tier_hits_{name}") for name in tiers},
+        )  # fmt: skip
+        yield from self._labelled(
+            CounterMetricFamily, "kv_tier_left_blocks", "Blocks that left a tier.", ("tier",),
+            {name: s.counter(f"tier_left_{name}") for name in tiers},
+        )  # fmt: skip
+        text = "Tokens of prompts that were computed: never here, here once, behind the last whole block, and so on."
+        yield from self._labelled(CounterMetricFamily, "prefix_cache_missed_tokens", text, ("reason",), s.misses())
+        done = {name: s.counter(f"hint_{name}") for name in _HINTS}
+        yield from self._labelled(CounterMetricFamily, "kv_hints", "Hints by what was done.", ("action",), done)
+        yield from self._ages()
         reasons = {"stop": 0, "length": 0, "repetition": 0, "abort": 0, "error": 0} | dict(s.samples)
         yield from self._labelled(
             CounterMetricFamily,

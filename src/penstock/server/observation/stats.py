@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.acceptance import Acceptance
+from penstock.core.messages import AGES_S, MISS_REASONS
 from penstock.server.distribution import REQUEST_S, TOKEN_S, TTFT_S, Distribution, steps
 
 if TYPE_CHECKING:
@@ -115,6 +116,14 @@ class Stats:
     def counter(self, name: str) -> float:
         """One of the engine's counters, over all engines there have been."""
         return self._before[name] + self._latest.get(name, 0.0)
+
+    def misses(self) -> dict[str, float]:
+        """Tokens of prompts that were computed, by reason."""
+        return {reason: self.counter(f"miss_{reason}") for reason in MISS_REASONS}
+
+    def ages(self, which: str) -> list[float]:
+        """Blocks by bucket of `AGES_S`, and the sum of seconds: unused until they were `found`, or `left`."""
+        return [self.counter(f"age_{which}_{n}") for n in (*range(len(AGES_S) + 1), "sum")]
 
     @property
     def acceptance(self) -> Acceptance:

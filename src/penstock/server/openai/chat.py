@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.base.errors import InputError
+from penstock.core.kv_hints import read_hints
 from penstock.server.context import Server
 from penstock.server.errors import told
 from penstock.server.openai.completion import CHARS_PER_ID
@@ -36,6 +37,7 @@ from penstock.server.turns.asking import (
     means_another,
 )
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.hints import bounds_of
 from penstock.server.turns.logprobs import LogprobWriter, TokenTexts, prompt_logprobs
 from penstock.server.turns.turn import Answer, CallAnswer, Piece, Turn, begin
 from penstock.text.custom import input_of
@@ -91,6 +93,7 @@ def _conversation(server: Server, body: ChatRequest, tools: Tools) -> Conversati
         prediction="" if body.prediction is None else body.prediction.text(),
         compression=body.prompt_compression,
         truncate=body.truncate_prompt_tokens,
+        bounds=bounds_of(read_hints(body.kv_hints), body.messages),
     )
 
 

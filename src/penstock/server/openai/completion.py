@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.base.errors import EngineError, InputError
+from penstock.core.kv_hints import plain, read_hints
 from penstock.core.sampling import SamplingParams
 from penstock.engine.stream import Delta, Stream
 from penstock.server.call import Asker, Prompt
@@ -64,6 +65,7 @@ async def start(caller: Caller, body: CompletionRequest) -> Completing:
         tpot_slo_ms=body.tpot_slo_ms,
         default_max_tokens=DEFAULT_MAX_TOKENS if isinstance(body.max_tokens, UnsetType) else None,
         cut_max_tokens=means_another(server, body.model, body.truncate_prompt_tokens),
+        hints=plain(read_hints(body.kv_hints)),
     )  # fmt: skip
     request_id = new_id("cmpl-")
     asks = params.prompt_logprobs is not None

@@ -15,6 +15,19 @@ const time = (s) => (s == null ? "–" : s < 0.0995 ? (s * 1000).toFixed(1) + " 
 
 const mib = (bytes) => Math.round(bytes / 2 ** 20).toLocaleString("en") + " MiB";
 
+const MISSES = { new: "new", evicted: "here once, evicted", tail: "behind the last whole block", not_read: "no cache wanted", lossy: "changed prompts" };
+
+const span = (s) => (s < 60 ? s + " s" : s < 3600 ? s / 60 + " min" : s / 3600 + " h");
+
+// In which bucket the middle one of all blocks is; figures: counts by bucket, and their sum in seconds.
+function median(figures, bounds) {
+  const counts = figures.slice(0, -1), all = counts.reduce((sum, n) => sum + n, 0);
+  if (!all) return "";
+  let seen = 0;
+  const at = counts.findIndex((n) => (seen += n) * 2 >= all);
+  return at < bounds.length ? "at most " + span(bounds[at]) : "more than " + span(bounds.at(-1));
+}
+
 export class EngineView {
   constructor() {
     this.points = [];
@@ -36,6 +49,7 @@ export class EngineView {
     this.drafts(state.speculation);
     this.blocks(state.kv, engine.block_size);
     this.tree(state.prefix);
+    this.tiers(state.tiers);
     this.remember(state.history);
     this.charts(state.now_s);
     this.recent(state);
@@ -112,6 +126,30 @@ export class EngineView {
     svg.classList.toggle("empty", !nodes.length);
     svg.toggleAttribute("hidden", !nodes.length);
     $("tree-legend").hidden = !nodes.length;
+  }
+
+  // Where blocks of prompts are kept, and why tokens of prompts were computed all the same.
+  tiers({ tiers, misses, ages, ages_s: bounds }) {
+    $("tiers-head").hidden = $("tiers-box").hidden = !tiers.length;
+    const whole = (n) => Math.round(n).toLocaleString("en");
+    $("tiers").replaceChildren(...tiers.map((t) => {
+      const row = element("tr");
+      const cells = [t.name, whole(t.blocks), whole(t.limit_blocks), mib(t.num_bytes), whole(t.hit_tokens), whole(t.left), whole(t.pinned)];
+      row.append(...cells.map((c) => element("td", "", c)));
+      return row;
+    }));
+    const found = tiers.reduce((sum, t) => sum + t.hit_tokens, 0);
+    const listed = Object.entries(misses).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
+    const all = found + listed.reduce((sum, [, n]) => sum + n, 0);
+    $("tiers-note").textContent = all && listed.length ? `${Math.round((100 * found) / all)} % of prompt tokens found` : "";
+    const why = listed.map(([name, n]) => `${MISSES[name] ?? name} ${Math.round((100 * n) / all)} %`);
+    const lines = why.length ? ["computed: " + why.join(", ")] : [];
+    for (const [name, text] of [["found", "found after"], ["left", "left after"]]) {
+      const half = median(ages[name] ?? [], bounds);
+      if (half) lines.push(`${text} ${half} unused (half of the blocks)`);
+    }
+    $("tiers-why").textContent = lines.join("; ");
+    $("tiers-why").hidden = !lines.length;
   }
 
   remember(history) {

@@ -123,6 +123,7 @@ class ResponseRun:
     def _finish(self, status: str) -> None:
         events = self._writer.finish("completed" if status == "completed" else "incomplete")
         usage, error = self.turn.usage(), None
+        cached = usage.prompt_tokens_details.cached_tokens
         if self.failure is not None:
             error = {"code": "server_error", "message": str(self.failure)}
         self.response = msgspec.structs.replace(
@@ -134,7 +135,9 @@ class ResponseRun:
             output=self._writer.items,
             usage=ResponseUsage(
                 input_tokens=usage.prompt_tokens,
-                input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+                input_tokens_details=InputTokensDetails(
+                    cached_tokens=cached, cache_write_tokens=sum(self.turn.written(cached).values())
+                ),
                 output_tokens=usage.completion_tokens,
                 output_tokens_details=OutputTokensDetails(reasoning_tokens=self._reasoning_tokens),
                 total_tokens=usage.total_tokens,

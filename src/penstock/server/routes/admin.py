@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from penstock.base.errors import InputError
 from penstock.core.request import Control
 from penstock.server.call import Tenant
 from penstock.server.context import Server
@@ -41,6 +42,21 @@ def _for_admin(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 async def reset_prefix_cache(request: Request, server: Server) -> Any:
     server.client.control(Control(kind="reset_prefix_cache"))
     return {"object": "reset_prefix_cache", "done": True}
+
+
+class EvictRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """`tenant`: its blocks alone, by the name of its key; `unused_for`: seconds for which nobody has used them."""
+
+    tenant: str | None = None
+    unused_for: float = 0.0
+
+
+async def evict_prefix_cache(request: Request, server: Server) -> Any:
+    asked = msgspec.json.decode(await request.body() or b"{}", type=EvictRequest)
+    if not asked.unused_for >= 0:
+        raise InputError("unused_for must be a number of seconds from 0", param="unused_for")
+    server.client.control(Control(kind="evict_prefix_cache", label=asked.tenant, age_s=asked.unused_for))
+    return {"object": "evict_prefix_cache", "done": True}
 
 
 async def abort(request: Request, server: Server) -> Any:
@@ -82,5 +98,6 @@ def _names(stream: Any) -> tuple[str, ...]:
 ROUTES: list[BaseRoute] = [
     Route("/admin/requests", _for_admin(requests), methods=["GET"]),
     Route("/admin/abort", _for_admin(abort), methods=["POST"]),
+    Route("/admin/evict_prefix_cache", _for_admin(evict_prefix_cache), methods=["POST"]),
     Route("/admin/reset_prefix_cache", _for_admin(reset_prefix_cache), methods=["POST"]),
 ]

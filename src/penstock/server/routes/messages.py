@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from penstock.core.kv_hints import read_hints
 from penstock.core.sampling import SamplingParams
+from penstock.server.anthropic.breakpoints import TTL_S, bounds
 from penstock.server.anthropic.events import BlockWriter, stop_of
 from penstock.server.anthropic.input import (
     chat_messages,
@@ -24,10 +26,18 @@ from penstock.server.errors import told
 from penstock.server.parsing import check_tools, shown
 from penstock.server.schema.decode import read
 from penstock.server.schema.forms import REFUSED_IN_MESSAGES, Form
-from penstock.server.schema.messages import CountRequest, MessageObject, MessagesRequest, MessageUsage, TokenCount
+from penstock.server.schema.messages import (
+    CacheCreation,
+    CountRequest,
+    MessageObject,
+    MessagesRequest,
+    MessageUsage,
+    TokenCount,
+)
 from penstock.server.transport.sse import EventStream, as_json, frame, unless_gone
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.hints import bounds_of
 from penstock.server.turns.turn import Turn, begin
 
 _SERVER_SIDE = "is not supported: this server runs no tools"
@@ -41,7 +51,7 @@ REFUSED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 ACCEPTED = frozenset(
     (
-        "metadata", "service_tier", "context_management", "inference_geo", "speed", "cache_control", "diagnostics",
+        "metadata", "service_tier", "context_management", "inference_geo", "speed", "diagnostics",
         "user_profile_id", "workspace_id", "betas",
     )
 )  # fmt: skip
@@ -72,6 +82,7 @@ async def start(caller: Caller, body: MessagesRequest) -> MessageRun:
         tpot_slo_ms=body.tpot_slo_ms, cut_max_tokens=True,
     )  # fmt: skip
     asked.compression = body.prompt_compression
+    asked.bounds = [*bounds(body), *bounds_of(read_hints(body.kv_hints), asked.messages)]
     turn = await begin(caller, asked, "messages", prefix="msg_")
     return MessageRun(turn, model, caller.server.config.max_stream_chars, body.max_tokens)
 
@@ -129,9 +140,13 @@ class MessageRun:
     def _usage(self) -> MessageUsage:
         usage = self._turn.usage()
         cached = usage.prompt_tokens_details.cached_tokens
+        kept = self._turn.written(cached)
+        hour = sum(num for ttl_s, num in kept.items() if ttl_s >= TTL_S["1h"])
+        made = sum(kept.values())
         return MessageUsage(
-            input_tokens=usage.prompt_tokens - cached, output_tokens=usage.completion_tokens,
-            cache_read_input_tokens=cached,
+            input_tokens=usage.prompt_tokens - cached - made, output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached, cache_creation_input_tokens=made,
+            cache_creation=CacheCreation(ephemeral_5m_input_tokens=made - hour, ephemeral_1h_input_tokens=hour),
         )  # fmt: skip
 
     def _room_was_less(self) -> bool:

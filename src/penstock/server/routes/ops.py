@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock import __version__
+from penstock.core.messages import AGES_S
 from penstock.server.admission.keys import only_tenant
 from penstock.server.context import Server
 from penstock.server.errors import WireError
@@ -136,6 +137,14 @@ async def state(request: Request) -> Response:
         "prefix": {
             "tree": snapshot.prefix_tree if only is None else [],  # of everybody's prompts together
             "queries": stats.counter("num_prefix_queries_tokens"), "hits": stats.counter("num_prefix_hit_tokens"),
+        },
+        "tiers": {
+            "tiers": [
+                {name: getattr(tier, name) for name in tier.__struct_fields__} for tier in snapshot.tiers
+            ],
+            "misses": stats.misses() if only is None else {},
+            "ages": {which: stats.ages(which) for which in ("found", "left")} if only is None else {},
+            "ages_s": AGES_S,
         },
         "preemptions": stats.counter("num_preemptions"),
         "speculation": stats.acceptance.figures() if server.speculates else None,

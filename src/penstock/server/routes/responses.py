@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from penstock.base.errors import InputError, RefusedError
+from penstock.core.kv_hints import read_hints
 from penstock.server.encoding import PromptFit
 from penstock.server.parsing import check_tools, shown
 from penstock.server.parsing.custom import as_functions, read_tools
@@ -35,6 +36,7 @@ from penstock.server.schema.responses import (
 from penstock.server.transport.sse import EventStream, as_json, unless_gone
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, caller_of, check_model, means_another
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.hints import bounds_of
 from penstock.server.turns.turn import begin
 
 _REFUSED = {
@@ -165,6 +167,7 @@ async def _conversation(caller: Caller, body: ResponsesRequest) -> tuple[Convers
         param="input",
         compression=body.prompt_compression,
         truncate=body.truncate_prompt_tokens,
+        bounds=bounds_of(read_hints(body.kv_hints), messages),
     )
     return asked, items
 

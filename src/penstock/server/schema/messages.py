@@ -54,16 +54,27 @@ class MessagesRequest(CountRequest, kw_only=True):
     output_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputsField | None = None
     cache_salt: str | None = None
+    cache_control: dict[str, Any] | None = None
+    kv_hints: list[dict[str, Any]] | dict[str, Any] | None = None
     timeout: float | None = None
 
 
+class CacheCreation(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the tokens that were written, those to be kept for five minutes, and for an hour."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """`input_tokens` are those that were computed; `cache_read_input_tokens` came from the prefix cache."""
+    """`cache_read_input_tokens` came from the prefix cache; `cache_creation_input_tokens` were computed, and are kept
+    as `cache_control` says; `input_tokens` are all others. Together they are the prompt."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation = CacheCreation()
 
 
 class MessageObject(msgspec.Struct, kw_only=True):

@@ -12,11 +12,13 @@ from starlette.requests import Request
 
 from penstock.base.errors import InputError, RefusedError
 from penstock.core.compression import PromptCompression
+from penstock.core.kv_hints import KVHint
 from penstock.core.sampling import SamplingParams
 from penstock.server.call import ANYONE, Asker, Call, Prompt, Tenant
 from penstock.server.context import Server
 from penstock.server.transport.inner import PRIORITY
 from penstock.server.turns.defaults import sampling_defaults
+from penstock.server.turns.hints import Bound, of_prompt
 
 MAX_PRIORITY = 2**31
 MAX_TIMEOUT_S = 7 * 86400
@@ -86,6 +88,7 @@ class Options:
     tpot_slo_ms: float | None = None
     default_max_tokens: int | None = None
     cut_max_tokens: bool = False
+    hints: Sequence[KVHint] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,6 +102,7 @@ class Conversation:
         prediction: text that the answer is likely to repeat.
         compression: how the prompt is to be made shorter.
         grammars: in Lark, by the name of a tool: what it takes instead of JSON. It has to be named, then.
+        bounds: hints on the blocks of the prompt.
         truncate: the prompt's last tokens that are kept, at most; -1: as many as leave room for the answer.
     """
 
@@ -117,6 +121,7 @@ class Conversation:
     prediction: str = ""
     compression: PromptCompression | None = None
     grammars: Mapping[str, str] = field(default_factory=dict)
+    bounds: Sequence[Bound] = ()
     truncate: int | None = None
 
 
@@ -152,6 +157,7 @@ def make_call(
         slo_tpot_s=None if slo_ms is None else slo_ms / 1000,
         default_max_tokens=options.default_max_tokens or sampling_defaults(caller.server).get("max_tokens"),
         stream=options.stream,
+        hints=of_prompt(options.hints, prompt),
         facts={"http_request_id": caller.request_id, **caller.trace, **compression_facts(prompt), **options.facts},
     )
 

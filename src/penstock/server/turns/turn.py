@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
@@ -28,6 +28,7 @@ from penstock.server.schema.decode import renamed
 from penstock.server.schema.openai import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.server.turns.asking import Caller, Conversation, Options, asker_of, make_call, new_id
 from penstock.server.turns.compression import TO_COMPRESS, check_compression, compress_chat
+from penstock.server.turns.hints import in_tokens, written
 from penstock.server.turns.truncation import check_truncation, to_cut, truncated
 
 if TYPE_CHECKING:
@@ -88,8 +89,11 @@ class Turn:
     """A turn under way. Leaving `pieces` early, or cancelling `answers`, aborts it."""
 
     def __init__(
-        self, call: Call, stream: Stream, parsers: list[OutputParser | None], *, speculates: bool = False
-    ) -> None:
+        self, call: Call, stream: Stream, parsers: list[OutputParser | None], *, speculates: bool = False,
+        block_size: int = 0,
+    ) -> None:  # fmt: skip
+        """`block_size`: of the prefix cache; 0: there is none."""
+        self._block_size = block_size
         self.call = call
         self.stream = stream
         self.id = call.request_id
@@ -140,6 +144,12 @@ class Turn:
     def usage(self) -> Usage:
         """So far."""
         return self._meter.usage()
+
+    def written(self, num_cached: int) -> dict[float, int]:
+        """As `hints.written`: what the prefix cache has of the prompt now, and had not."""
+        if not self._block_size or not self.stream.started:
+            return {}
+        return written(self.call.hints, len(self.prompt.ids), num_cached, self._block_size)
 
     def abort(self) -> None:
         self.stream.abort()
@@ -234,17 +244,25 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     messages, shown_tools = shown(server, asked.messages, tools, choice, asked.chat_template)
     asked = replace(asked, messages=messages)
     asker = asker_of(caller, asked.options.timeout_s)
-    prompt = await server.service.encode_chat(
-        asked.messages,
-        tools=shown_tools,
-        chat_template=asked.chat_template,
-        chat_template_kwargs=asked.chat_template_kwargs,
-        add_generation_prompt=asked.add_generation_prompt,
-        continue_final_message=asked.continue_final_message,
-        param=asked.param,
-        fit=TO_COMPRESS if asked.compression is not None else to_cut(asked.truncate, limits),
-        asker=asker,
-    )
+
+    async def encode(said: Sequence[Mapping[str, Any]]) -> Prompt:
+        return await server.service.encode_chat(
+            said,
+            tools=shown_tools,
+            chat_template=asked.chat_template,
+            chat_template_kwargs=asked.chat_template_kwargs,
+            add_generation_prompt=asked.add_generation_prompt,
+            continue_final_message=asked.continue_final_message,
+            param=asked.param,
+            fit=TO_COMPRESS if asked.compression is not None else to_cut(asked.truncate, limits),
+            asker=asker,
+        )
+
+    async def encode_other(said: Sequence[Mapping[str, Any]]) -> Prompt:
+        return await encode(shown(server, said, tools, choice, asked.chat_template)[0])
+
+    prompt = await encode(asked.messages)
+    num_given = len(prompt.ids)
     prompt = truncated(prompt, asked.truncate, limits.context[0] - (max_tokens or 1))
     if asked.compression is not None:
         prompt = await compress_chat(server, prompt, asked.compression, asked, shown_tools, asker)
@@ -259,10 +277,13 @@ async def begin(caller: Caller, asked: Conversation, endpoint: str, *, prefix: s
     with renamed(asked.names):
         params = params_for(server, tools, choice, asked.params, parallel=parallel, grammars=asked.grammars)
     call = make_call(caller, prompt, params, asked.options, endpoint, new_id(prefix))
+    call.hints = await in_tokens(asked.bounds, prompt, encode_other, whole=len(prompt.ids) != num_given)
     call.lead = lead_for(
         server, tools, choice, kwargs, prompt_text=ends, bound=bound, continued=asked.continue_final_message
     )
     call.reference = reference if server.speculates else []  # nobody would look at it
     with renamed(asked.names), renamed(bound_by(tools, choice)):
         stream = await server.service.submit(call)
-    return Turn(call, stream, parsers, speculates=server.speculates)
+    info = server.client.info
+    size = info.block_size if info is not None and info.caches_prefixes else 0
+    return Turn(call, stream, parsers, speculates=server.speculates, block_size=size)

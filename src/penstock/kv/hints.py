@@ -1,0 +1,223 @@
+"""What hints do to the prefix cache: blocks that stay longer, blocks that stay, blocks that go first.
+
+A hint is heeded when its sequence lets go of its blocks: until then they are held anyway. Times are the beginnings of
+steps on the engine's clock, which a run's log has. Only trees heed hints; other caches ignore them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.core.kv_hints import WHOLE, KVHint
+from penstock.core.protocols import EvictionPolicy
+from penstock.kv.block_pool import BlockPool
+from penstock.kv.prefix.node import Owner
+from penstock.kv.prefix.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from penstock.core.protocols import PrefixCache
+    from penstock.core.request import Request
+    from penstock.core.sequence import Sequence as Seq
+    from penstock.kv.cursor import PrefixCursor
+    from penstock.kv.leaving import Leaving
+    from penstock.kv.prefix.node import PrefixNode
+    from penstock.kv.room import Room
+
+MAX_PINS = 256
+MOVED_PER_STEP = 64
+"""Blocks that leave for a lower tier, because a hint said so, between two steps: a step does not wait for more."""
+
+
+class Pin(NamedTuple):
+    """A hold on an entry until a time."""
+
+    until_s: float
+    tenant: str
+    entry: PrefixNode
+
+
+class Hints:
+    """A part of the KV manager.
+
+    Args:
+        pool: whose blocks are counted, if there are blocks.
+        pin_share: the part of these that pins may hold, of which a tenant has its own part.
+        moves: there is a tier below, for what is demoted to go to.
+
+    Attributes:
+        now_s: when the step began that is being planned.
+        counts: what was done, by action: "retain", "pin", "demote" (sequences), "refused_pin" (beyond a share),
+            "gave_way" (pins that were dropped so that somebody could run).
+        num_pinned: blocks that pins hold.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, eviction: EvictionPolicy | None, room: Room, leaving: Leaving, pool: BlockPool | None,
+        *, block_size: int, pin_share: float, moves: bool,
+    ) -> None:  # fmt: skip
+        self.now_s = 0.0
+        self.num_pinned = 0
+        self.counts: Counter[str] = Counter()
+        self.pins: list[Pin] = []
+        self._tree = cache if isinstance(cache, PrefixTree) else None
+        self._eviction = eviction
+        self._room = room
+        self._leaving = leaving
+        self._pool = pool
+        self._block_size = block_size
+        self._pin_share = pin_share
+        self._moves = moves
+        self._demoted = False
+
+    def entries(self) -> list[Any]:
+        """Those that pins hold, and those that only steps in flight or loads do."""
+        return [*self._leaving.entries(), *(pin.entry for pin in self.pins)]
+
+    def begin_step(self, now_s: float) -> None:
+        """What has had its time is like any other; what was demoted goes down a tier, if there is one."""
+        self.now_s = now_s
+        if self._tree is None:
+            return
+        self._tree.expire(now_s)
+        if self.pins and min(pin.until_s for pin in self.pins) <= now_s:
+            over = [pin for pin in self.pins if pin.until_s <= now_s]
+            self._set([pin for pin in self.pins if pin.until_s > now_s], over)
+        if self._demoted:
+            self._demoted = self._room.evict(MOVED_PER_STEP, demoted=True) > 0
+
+    def asked_by(self, request: Request) -> None:
+        """The cache's next entries are of this request: what the eviction policy and `shares` need to know of it."""
+        if self._eviction is not None:
+            self._eviction.request_priority = request.priority
+        if self._tree is None:
+            return
+        name = self._tree.tenant = request.keeper or request.tenant
+        if not request.kv_share:
+            return
+        owner = self._tree.owners.get(name)
+        if owner is None:
+            owner = self._tree.owners[name] = Owner(name)
+        owner.share = request.kv_share
+        self._tree.owner = owner
+
+    def leave(self, seq: Seq) -> None:
+        """`seq` lets go of its entry. Mutates: seq.node, the cache."""
+        if seq.request.hints:
+            self._heed(seq)
+        self._leaving.leave(seq.node)
+
+    def _heed(self, seq: Seq) -> None:
+        cursor: PrefixCursor = seq.node
+        if self._tree is None or not cursor.holding or cursor.generation != self._leaving.generation:
+            return
+        for hint in seq.request.hints:
+            blocks = cursor.num_blocks
+            if hint.num_tokens != WHOLE:
+                blocks = min(blocks, hint.num_tokens // self._block_size)
+            if hint.action == "demote":
+                self._demote(cursor.entry, blocks)
+            elif blocks and hint.action in ("retain", "pin"):
+                self._keep(hint, seq.request, self._tree.at(cursor.entry, blocks))
+
+    def evict(self, tenant: str | None, unused_s: float) -> None:
+        """An order: blocks that nobody uses, and nobody has for so long, leave the device and the tier below."""
+        if self._tree is not None:
+            num = self._tree.demote_all(tenant, self.now_s - unused_s)
+            self._room.evict(num, demoted=True)
+            self._tree.drop_copies(num, demoted=True)
+
+    def admitted(self, seq: Seq) -> None:
+        """For the first time, with what was found of it."""
+        if self._tree is not None:
+            self._tree.insight.admitted(seq)
+
+    def give_way(self) -> bool:
+        """Nobody can run: the pin that would end first is dropped. False: there is none."""
+        if not self.pins or self._tree is None:
+            return False
+        first = min(self.pins, key=lambda pin: pin.until_s)
+        self._set([pin for pin in self.pins if pin is not first], [first])
+        self.counts["gave_way"] += 1
+        return True
+
+    def reset(self) -> None:
+        """The cache was emptied."""
+        self.pins.clear()
+        self.num_pinned = 0
+        self._demoted = False
+        self._leaving.reset()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _keep(self, hint: KVHint, request: Request, entry: PrefixNode) -> None:
+        assert self._tree is not None
+        until_s = self.now_s + hint.ttl_s
+        for node in _way(entry):
+            self._tree.retained.retain(node, until_s)
+        if hint.action == "pin" and not self._pin(request, entry, until_s):
+            self.counts["refused_pin"] += 1
+            return
+        self.counts[hint.action] += 1
+
+    def _pin(self, request: Request, entry: PrefixNode, until_s: float) -> bool:
+        """False, and nothing changed: more than the share. A pin of the same tenant on the way to `entry` that ends
+        sooner is not needed any more."""
+        assert self._tree is not None
+        way, tenant = set(_way(entry)), request.tenant
+        if any(pin.entry is entry and pin.tenant == tenant and pin.until_s >= until_s for pin in self.pins):
+            return True
+        gone = [p for p in self.pins if p.tenant == tenant and p.until_s <= until_s and p.entry in way]
+        kept = [pin for pin in self.pins if pin not in gone]
+        made = [*kept, Pin(until_s, tenant, entry)]
+        most = self.most_pinned
+        own = num_held(pin.entry for pin in made if pin.tenant == tenant)
+        if own > most * (request.kv_share or 1.0) or num_held(p.entry for p in made) > most or len(made) > MAX_PINS:
+            return False
+        self._tree.share(entry)
+        self._set(made, gone)
+        return True
+
+    @property
+    def most_pinned(self) -> int:
+        """Blocks that pins may hold."""
+        return 0 if self._pool is None else int((self._pool.num_slabs - self._pool.num_kept_back) * self._pin_share)
+
+    def _set(self, pins: list[Pin], gone: list[Pin]) -> None:
+        assert self._tree is not None
+        self.pins = pins
+        for pin in gone:
+            self._tree.release(pin.entry)
+        self.num_pinned = num_held(pin.entry for pin in pins)
+
+    def _demote(self, entry: PrefixNode, first: int) -> None:
+        """The blocks behind the first `first` go before all others, unless somebody finds them first."""
+        assert self._tree is not None
+        if first and entry.end > first:
+            self._tree.at(entry, first)  # cut there
+        for node in _way(entry):
+            if node.start < first:
+                break
+            self._tree.retained.demote(node)
+        self.counts["demote"] += 1
+        self._demoted = self._moves
+
+
+def _way(entry: PrefixNode) -> Iterator[PrefixNode]:
+    """`entry`, and the nodes before it; no root."""
+    node = entry
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def num_held(entries: Iterable[PrefixNode]) -> int:
+    """Blocks up to the ends of `entries`, each counted once."""
+    nodes: set[PrefixNode] = set()
+    for entry in entries:
+        for node in _way(entry):
+            if node in nodes:
+                break
+            nodes.add(node)
+    return sum(node.end - node.start for node in nodes)
