@@ -40,12 +40,14 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         gone: paths that others have removed.
         evicts: whether this process is the one that makes room there; None: as before.
         tier: which of several it is about (`page_ops.TIER_NAMES`).
+        read: what a trial of reading took: bytes, and seconds.
     """
 
     found: list[tuple[str, int, int]] = []
     gone: list[str] = []
     evicts: bool | None = None
     tier: int = DISK
+    read: tuple[int, float] | None = None
 
 
 MachineNews = PoolGrowth | StoreNews

@@ -108,6 +108,8 @@ class EngineCore:
             self._take_aborts()
             self.kv.retired(output.step)
             self.commit.apply(output, rows, result, self.clock.now())
+            if self.kv.stored is not None:
+                self.kv.stored.stepped(output, result)
             if self.scheduler.drafts is not None:
                 self.scheduler.drafts.observe(output, result)
         if self.check_invariants:

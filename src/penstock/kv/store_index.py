@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from penstock.base.hashing import digest
 from penstock.core.page_ops import STATE
+from penstock.kv.eviction.leading import order_of
 
 NAME_BYTES = 16
 NO_LIMIT = 1 << 62
@@ -48,18 +49,20 @@ class _Entry:
 
 
 class StoreIndex:
-    """What is there, what is on its way, and what goes when room is short: used longest ago, ends of texts first.
+    """What is there, what is on its way, and what goes when room is short: used longest ago, in `order`.
 
     The methods are those of a manager of offloaded blocks in vLLM: lookup, prepare and complete a load or a store,
     touch, and what has changed since (`take_changes`).
 
     Args:
         limit_bytes: what all blocks together may take.
+        order: a name in STORE_ORDERS.
         evicts: whether this process may make room (`StoredBlocks.evicts`). Without, nothing enters a full store.
     """
 
-    def __init__(self, limit_bytes: int, *, evicts: bool = True) -> None:
+    def __init__(self, limit_bytes: int, *, order: str = "lru", evicts: bool = True) -> None:
         self.limit_bytes = limit_bytes
+        self.order = order
         self.evicts = evicts
         self.num_bytes = 0
         self.num_evicted = 0
@@ -68,7 +71,7 @@ class StoreIndex:
         self._entries: dict[str, _Entry] = {}
         self._coming: dict[str, _Entry] = {}
         self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
-        self._queue: list[tuple[int, int, str]] = []
+        self._queue: list[tuple[tuple[float, int], str, int]] = []
         self.tick = 0
         """Of the last use of anything."""
         self.keeps_changes = False
@@ -182,14 +185,17 @@ class StoreIndex:
         self._push(path, entry)
 
     def _push(self, path: str, entry: _Entry) -> None:
-        heapq.heappush(self._queue, (entry.tick, -entry.depth, path))
+        heapq.heappush(self._queue, self._queued(path, entry))
         if len(self._queue) > 64 + 4 * len(self._entries):
-            self._queue = [(e.tick, -e.depth, p) for p, e in self._entries.items()]
+            self._queue = [self._queued(p, e) for p, e in self._entries.items()]
             heapq.heapify(self._queue)
+
+    def _queued(self, path: str, entry: _Entry) -> tuple[tuple[float, int], str, int]:
+        return order_of(self.order, entry.tick, entry.depth), path, entry.tick
 
     def _victim(self) -> str | None:
         while self._queue:
-            tick, _, path = heapq.heappop(self._queue)
+            _, path, tick = heapq.heappop(self._queue)
             entry = self._entries.get(path)
             if entry is not None and entry.tick == tick and path not in self._holds:
                 return path
@@ -208,7 +214,7 @@ class StoreIndex:
         every = [*self._entries.values(), *self._coming.values()]
         assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
         assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
-        queued = {(path, tick) for tick, _, path in self._queue}
+        queued = {(path, tick) for _, path, tick in self._queue}
         for path, entry in self._entries.items():
             assert path in self._holds or (path, entry.tick) in queued, f"{path} would never be evicted"
 
