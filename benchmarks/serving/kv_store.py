@@ -7,6 +7,10 @@ in the system's page cache. `cold`: they were dropped from it (posix_fadvise). `
 thread, which is what the drive takes. `off` and `on`: generated tokens/s of 16 requests with prompts that nobody asked
 before, without and with a folder, in turns in one process. Tokens are compared in every round.
 
+    python -m benchmarks.serving.kv_store MODEL --tokens 2048 --sweep 20,50,100,200,500,0 --rounds 3 --out sweep.json
+
+Seconds to the first token behind a link of so many MB/s (0: as it is), with every policy of loading, and with given
+parts of the text computed while the rest is read. Drawn order, by `--seed`; a process for each link and round.
 `--remote`: the same with a server of blocks (`penstock cache serve`) on this machine, which keeps them in memory, in
 place of the folder; no `cold`, no `read`; and what an engine takes whose server was killed after it had told what it
 has.
@@ -17,10 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +38,8 @@ from benchmarks.common import about, figures, save
 from rich.console import Console
 
 NEW = 16
+PARTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
+"""Of a text, computed while the rest is read."""
 
 
 def prompt(length: int, number: int) -> list[int]:
@@ -95,11 +104,16 @@ def drop(folder: Path) -> None:
         os.close(fd)
 
 
-def asked(args: argparse.Namespace, folder: str, policy: str = "wait", kill: int = 0) -> dict[str, Any]:
+def told(args: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """What this command says in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.serving.kv_store", args.model, "--tokens", str(args.tokens)]
-    told = subprocess.run([*command, "--once", folder, policy, str(kill)], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    run = subprocess.run([*command, *more], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
+
+
+def asked(args: argparse.Namespace, folder: str, policy: str = "wait", kill: int = 0) -> dict[str, Any]:
+    return told(args, "--once", folder, policy, str(kill))
 
 
 def beside(args: argparse.Namespace, folder: str) -> list[float]:
@@ -121,6 +135,97 @@ def beside(args: argparse.Namespace, folder: str) -> list[float]:
             ratios.append(found[1] / found[0])
     engines[1].engine.core.executor._runner.storage.outside.close(60.0)
     return ratios
+
+
+class Link:
+    """What all readers of a folder share: so many bytes a second."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self._bytes_s, self._free_s, self._lock = bytes_s, 0.0, threading.Lock()
+
+    def take(self, num_bytes: int) -> None:
+        """Returns when they have passed."""
+        with self._lock:
+            self._free_s = until_s = max(self._free_s, time.perf_counter()) + num_bytes / self._bytes_s
+        time.sleep(max(0.0, until_s - time.perf_counter()))
+
+
+def throttle(mb_s: float) -> None:
+    """From now on every file of blocks that this process reads comes over one link."""
+    from penstock.launch import kv_store
+    from penstock.runner.block_files import BlockFiles
+
+    link, read, is_whole = Link(mb_s * 1e6), BlockFiles._read, kv_store.is_whole
+
+    def slow(self: Any, path: str, into: bytearray) -> bool:
+        link.take(len(into))
+        return read(self, path, into)
+
+    def slow_trial(folder: Path, path: str, secret: bytes) -> bool:
+        link.take((folder / path).stat().st_size)
+        return is_whole(folder, path, secret)
+
+    BlockFiles._read, kv_store.is_whole = slow, slow_trial  # type: ignore[method-assign]
+
+
+def swept(args: argparse.Namespace, folder: str, mb_s: float, number: int) -> dict[str, Any]:
+    """In a process of its own: seconds by what was done, and what was measured and chosen."""
+    if mb_s:
+        throttle(mb_s)
+    llm = engine(args.model, folder, args.tokens, kv_load_policy="auto")
+    kv = llm.engine.core.kv
+    stored, settings = kv.stored, kv.stored._settings
+    ids = prompt(args.tokens, 0)
+    first_token(llm, [5] * 40)
+    seconds, tokens, chosen = {}, {}, {}
+
+    def take(name: str, policy: str, forced: float | None) -> None:
+        stored._settings, stored.rates.forced = settings._replace(load=policy), forced
+        kv.reset_prefix_cache()
+        before = dict(stored.choices)
+        seconds[name], tokens[name], cached = first_token(llm, ids)
+        kind = next(kind for kind, num in stored.choices.items() if num > before[kind])
+        chosen[name] = {"kind": kind, "part_computed": round(1 - cached / args.tokens, 3)}
+        while kv.swaps.loads or llm.engine.core.has_work:
+            llm.engine.core.step()
+
+    take("auto at first", "auto", None)
+    modes: list[tuple[str, str, float | None]] = [(name, name, None) for name in ("cake", "split", "auto")]
+    modes += [(f"part {part:.2f}", "split", part) for part in PARTS]
+    random.Random(f"{args.seed}-{mb_s}-{number}").shuffle(modes)
+    for mode in modes:
+        take(*mode)
+    rates = {"read_mb_s": stored.rates.bytes_s / 1e6, "tokens_s": stored.rates.tokens_s}
+    alike = len({tuple(found) for found in tokens.values()}) == 1
+    return {"seconds": seconds, "chosen": chosen, "rates": rates, "alike": alike, "tokens": tokens["auto"]}
+
+
+def sweep(args: argparse.Namespace, say: Any) -> dict[str, Any]:
+    """Compute-only is part 1, load-only part 0."""
+    links: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.place) as place:
+        folder = str(Path(place) / "kv")
+        expected = asked(args, "")["tokens"]
+        alike = asked(args, folder)["tokens"] == expected  # writes
+        for number in range(args.rounds):
+            for mb_s in [float(x) for x in args.sweep.split(",")]:
+                more = ["--sweep-once", folder, str(mb_s), str(number), "--seed", str(args.seed)]
+                found = told(args, *more)
+                link = links.setdefault(f"{mb_s:g}", {"seconds": {}, "chosen": [], "rates": []})
+                for name, value in found["seconds"].items():
+                    link["seconds"].setdefault(name, []).append(value)
+                link["chosen"].append(found["chosen"])
+                link["rates"].append(found["rates"])
+                alike = alike and found["alike"] and found["tokens"] == expected
+                say(f"round {number}, {mb_s:g} MB/s: {found['seconds']}")
+    for link in links.values():
+        link["median_s"] = {name: statistics.median(values) for name, values in link["seconds"].items()}
+        median = link["median_s"]
+        ends = min(median["part 0.00"], median["part 1.00"])
+        best = min(value for name, value in median.items() if name.startswith("part"))
+        link["over_ends"] = {name: median[name] / ends for name in ("auto", "split", "cake", "auto at first")}
+        link["over_best"] = {name: median[name] / best for name in ("auto", "split", "cake", "auto at first")}
+    return {"tokens": args.tokens, "alike": alike, "links": links}
 
 
 def measure(args: argparse.Namespace, say: Any) -> dict[str, Any]:
@@ -210,14 +315,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--place", help="where the folder is made (default: the system's temporary folder)")
     parser.add_argument("--remote", action="store_true", help="a server of blocks in place of a folder")
     parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--sweep", help="speeds of the link to the folder, in MB/s; 0: as it is")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in a sweep")
+    parser.add_argument("--sweep-once", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out")
     args = parser.parse_args(argv)
     if args.once:
         print(json.dumps(once(args.model, args.once[0], args.tokens, args.once[1], int(args.once[2]))))
         return 0
+    if args.sweep_once:
+        folder, mb_s, number = args.sweep_once
+        print(json.dumps(swept(args, folder, float(mb_s), int(number))))
+        return 0
     console = Console()
     with console.status("") as status:
-        found = (measure_remote if args.remote else measure)(args, status.update)
+        run = measure_remote if args.remote else sweep if args.sweep else measure
+        found = run(args, status.update)
     console.print_json(json.dumps(found))
     save(args.out, about(asked={"model": Path(args.model).name, "tokens": args.tokens}, found=found))
     return 0 if found["alike"] else 1

@@ -63,6 +63,7 @@ class Knobs:
     kv_offload: str = "none"  # a store of blocks outside the process: full groups only
     kv_offload_secret_file: str | None = None
     kv_load_policy: str = "wait"
+    kv_offload_eviction: str = "lru"
     kv_allocator: str = "paged"
     max_model_len: int | None = None
     num_drafts: int = 0  # drafts of a sequence in a step
@@ -125,6 +126,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         kv_offload=k.kv_offload,
         kv_offload_secret_file=k.kv_offload_secret_file,
         kv_load_policy=k.kv_load_policy,
+        kv_offload_eviction=k.kv_offload_eviction,
         kv_allocator=k.kv_allocator,
         kv_selector=k.selector,
         kv_budget=k.kept,

@@ -32,7 +32,10 @@ from penstock.core.model_spec import cache_groups
 from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.core.request import Abort, Control, Request
 from penstock.core.sequence import Sequence, Status
+from penstock.core.step_shape import StepShape
 from penstock.engine.core import EngineCore
+from penstock.kv import load_rates
+from penstock.kv.load_rates import LoadRates
 from penstock.launch.shared_secret import read_secrets
 from penstock.runner.block_files import OVERHEAD, BlockFiles
 from penstock.runner.block_peer import BlockPeer
@@ -58,6 +61,8 @@ class Disk:
         """How likely it goes on, each time it could."""
         self.gives_up = rng.choice([0.0, 0.0, 0.02])
         self.refuses = rng.choice([0.0, 0.1])
+        self.rates = rng.choice([0.1, 1.0, 10.0])
+        self.forced = rng.choice([None, None, 0.0, 0.4, 0.9])
 
     # -- in place of methods of BlockFiles ---------------------------------------------------------------------------
 
@@ -166,6 +171,16 @@ class Disk:
         found = [(path, len(data)) for path, data in sorted(self.served.items()) if path.startswith(ask.prefix)]
         return BlockListing("life", 0, True, False, found, [])
 
+    def took(self, files: BlockFiles) -> tuple[int, float, float] | None:
+        """What is measured is drawn, too."""
+        if self.rng.random() < 0.7:
+            return None
+        return files._bytes[False], self.rates * self.rng.uniform(0.1, 2), self.rng.choice([0.0, 0.5])
+
+    def stepped(self, rates: LoadRates, shape: StepShape, seconds: float) -> None:
+        rates.forced = self.forced
+        _stepped(rates, shape, self.rng.uniform(0.1, 0.5) * max(1, shape.num_tokens))
+
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def copied(self, files: BlockFiles, order: Any) -> None:
@@ -184,6 +199,7 @@ _put, _get, _begin, _ended, _queue = (
     BlockFiles.put, BlockFiles.get, BlockFiles.begin, BlockFiles.ended, BlockFiles._queue,
 )  # fmt: skip
 _read, _write, _fill = BlockFiles._read, BlockFiles._write, BlockFiles._fill
+_stepped = LoadRates.stepped
 
 
 @contextmanager
@@ -192,7 +208,7 @@ def drawn(disk: Disk) -> Iterator[None]:
     methods = {
         "put": disk.put, "get": disk.get, "begin": disk.begin, "ended": disk.ended, "close": disk.close,
         "_start": disk.start, "_queue": disk.copied, "_read": disk.read_file, "_write": disk.write_file,
-        "_fill": disk.filled,
+        "_fill": disk.filled, "took": disk.took,
     }  # fmt: skip
 
     def bound(method: Any) -> Any:
@@ -202,6 +218,8 @@ def drawn(disk: Disk) -> Iterator[None]:
     with (
         mock.patch.multiple(BlockFiles, **{name: bound(method) for name, method in methods.items()}),
         mock.patch.multiple(BlockPeer, **{name: bound(method) for name, method in asked.items()}),
+        mock.patch.object(LoadRates, "stepped", bound(disk.stepped)),
+        mock.patch.object(load_rates, "LEAST_TOKENS", 4),
     ):
         yield
 
@@ -214,7 +232,9 @@ def knobs_of(rng: random.Random, folder: Path, *, full: bool) -> Knobs:
     k.num_blocks = rng.choice([24, 32, 48, 128])
     k.window_blocks = min(k.window_blocks, k.num_blocks)
     k.prefix_cache = rng.choice(["radix", "hash"])
-    k.kv_load_policy = rng.choice(["wait", "cake"])
+    k.kv_load_policy = rng.choice(["wait", "cake", "split", "auto"])
+    if full and k.kv_load_policy != "wait":
+        k.kv_offload_eviction = rng.choice(["lru", "recompute"])
     k.offload = k.host_blocks > 0 and rng.random() < 0.5 and full
     return k
 

@@ -93,6 +93,36 @@ def test_B33_a_second_engine_reads_what_the_first_computed(tmp_path: Path) -> No
     assert counters["num_store_hit_tokens"] == counters["num_store_query_tokens"] == 48
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_two_who_ask_for_one_text_at_once_read_it_once(tmp_path: Path, lost: bool) -> None:
+    """Also if one of them leaves, and if it cannot be read; the second goes on differently."""
+    text = [3 + i * 7 % 23 for i in range(50)]
+    core, _ = fake_engine(knobs(tmp_path))
+    run(core, [request(text, max_tokens=1)])
+    ended(core)
+    if lost:
+        kept(tmp_path)[5].write_bytes(b"")
+    core, _ = fake_engine(knobs(tmp_path))
+    first, second, third = request(text, max_tokens=6), request([*text, 9, 9], max_tokens=6), request(text[:30])
+    collector = Collector()
+    for r in (first, second, third):
+        core.add(r)
+    collector.take(core.step())
+    core.add(Abort(request_id=first.request_id))
+    drain(core, collector)
+    for r in (second, third):
+        assert collector.requests[r.request_id].tokens[0] == generate(fake_logits, r)[0]
+    stored = core.kv.stored
+    assert stored is not None
+    assert stored.choices["share"] >= 2
+    if not lost:
+        assert (stored.tiers[0].num_loaded, collector.requests[second.request_id].cached) == (12, 48)
+        assert collector.requests[third.request_id].cached == 28
+    assert [*stored._reading, *stored._read_by, *stored._sharers] == []
+    stored.tiers[0].index.check_invariants()
+    assert_idle(core)
+
+
 def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:
     text = [3 + i * 7 % 23 for i in range(24)]
     for number, (namespace, taint) in enumerate([(b"a", ""), (b"b", ""), (b"a", "x"), (b"a", "")]):
@@ -141,7 +171,7 @@ def test_engines_over_one_folder_obey_the_laws(name: str, tmp_path: Path, monkey
     for draw in range(6):
         k = draw_knobs(rng)
         k.block_size, k.kv_offload, k.prefix_cache = 4, f"disk:{tmp_path}", rng.choice(["radix", "hash"])
-        k.kv_load_policy = rng.choice(["wait", "cake"])
+        k.kv_load_policy = rng.choice(["wait", "cake", "split", "auto"])
         k.offload = k.host_blocks > 0 and rng.random() < 0.5 and name in SPECS[:3]
         core = real_engine(spec, weights, k)
         collector = disturbed(core, workload(spec.vocab_size), rng, CONTROLS, note=k)

@@ -168,9 +168,16 @@ class CacheConfig(Section):
     )
     kv_load_policy: str = setting(
         "wait",
-        "What a prompt does while its blocks are read from there. wait: for all of them. cake: it is computed from its "
-        "front while they are read from its end, until both meet; where all layers keep their whole context.",
-        choices=("wait", "cake"),
+        "How a prompt's blocks are read. wait: all. cake: from its end while its front is computed. split: what is "
+        "computed meanwhile follows measured rates. auto: what takes least, or nothing. cake and split: if all layers "
+        "keep everything.",
+        choices=("wait", "cake", "split", "auto"),
+    )
+    kv_offload_eviction: str = setting(
+        "lru",
+        "Which blocks leave a full folder: of the text used longest ago lru the end first, recompute the beginning, "
+        "which is computed again for least while the rest is read.",
+        choices=("lru", "recompute"),
     )
     kv_pin_share: float = setting(
         0.1,

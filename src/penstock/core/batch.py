@@ -207,3 +207,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_late: int = 0  # kernels that were compiled in this step, after the rank was ready
     misses: dict[str, int] = {}
     """Blocks of tiers outside that could not be read, by tier and reason ("remote:slow"). Nearly always none."""
+    read: tuple[int, float, float] | None = None  # see `BlockFiles.took`

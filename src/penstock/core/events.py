@@ -41,6 +41,7 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
         evicts: whether this process is the one that makes room there; None: as before.
         tier: which of several it is about (`page_ops.TIER_NAMES`).
         pins: beginnings of paths of blocks that leave after all others, from now on; None: as before.
+        read: what a trial of reading took: bytes, and seconds.
     """
 
     found: list[tuple[str, int, int]] = []
@@ -48,6 +49,7 @@ class StoreNews(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     evicts: bool | None = None
     tier: int = DISK
     pins: list[str] | None = None
+    read: tuple[int, float] | None = None
 
 
 MachineNews = PoolGrowth | StoreNews

@@ -164,18 +164,16 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     """An order to the engine that concerns no new request. Used by operators and by the tests of the laws.
 
     Kinds: `preempt` (sequence or all of a request), `ragged` (give a sequence private pages), `taint`
-    (mark a sequence as lossy from here on), `reset_prefix_cache`, `resume` (the call that a request is in has ended and
-    brings `token_ids`).
     (mark a sequence as lossy from here on), `reset_prefix_cache`, `evict_prefix_cache` (what nobody uses, and nobody
-    has for `age_s` seconds; with `label`, of this tenant alone).
+    has for `age_s` seconds; with `label`, of this tenant alone), `resume` (the call that a request is in has ended and
+    brings `token_ids`).
     """
 
     kind: str
     request_id: str = ""
     index: int | None = None
-    label: str = ""
-    token_ids: list[int] = []
     label: str | None = None
+    token_ids: list[int] = []
     age_s: float = 0.0
 
 

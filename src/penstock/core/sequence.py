@@ -47,7 +47,7 @@ class Sequence:
         taint_start: first token position whose cache is lossy, or None. From there on nothing enters a clean namespace.
         prompt_logprobs_done: prompt positions whose logits have been reported; a resume does not report them again.
         scheduled_s: clock reading of the step that first computed a part of it, or None.
-        held: beam member that waits for its siblings with its candidates, or sample for a tool; or it only brings blocks.
+        held: beam member that waits for its siblings, or sample for a tool; or it was only to bring its blocks.
         num_calls: calls of tools that have ended.
         next_selection: tokens computed at which what it keeps is chosen next. Belongs to `kv`.
         names, claim: names of its blocks in a store, as far as they are known, and what it could go on with from there.

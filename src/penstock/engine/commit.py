@@ -49,7 +49,7 @@ class Commit:
     ) -> None:
         """`rows`: the sequences of `output.scheduled`, their tokens and their preemption counts at submission."""
         if result.moves:
-            self.scheduler.settle(result.moves)
+            self.scheduler.settle(result.moves if self.kv.stored is None else self.kv.stored.all_of(result.moves))
         if result.misses and self.kv.stored is not None:
             self.kv.stored.misses.update(result.misses)
         alive: dict[int, Sequence] = {}

@@ -10,15 +10,27 @@ if TYPE_CHECKING:
     from penstock.core.sequence import Sequence
 
 
+class Names(list[bytes]):
+    """Of the blocks of one sequence. `paths`: where those are, or would be, in a store, as far as somebody asked."""
+
+    __slots__ = ("paths",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: list[str] = []
+
+
 class BlockNames:
     """`secret`: whoever has it makes the same names; `fingerprint`: as `root_name`; `block_size`: tokens."""
 
     def __init__(self, secret: bytes, fingerprint: str, block_size: int) -> None:
         self.secret, self.fingerprint, self.block_size = secret, fingerprint, block_size
 
-    def of(self, seq: Sequence, end: int) -> list[bytes]:
+    def of(self, seq: Sequence, end: int) -> Names:
         """Of the first `end` blocks of `seq`, at least. Mutates: seq.names, which these are."""
         known, size = seq.names, self.block_size
+        if not isinstance(known, Names):
+            known = seq.names = Names()
         if len(known) < end:
             last = known[-1] if known else self.root(seq.request.namespace, seq.request.taint)
             tokens = seq.token_ids[len(known) * size : end * size].tobytes()

@@ -19,6 +19,7 @@ class NamedTier:
     Args:
         number: of the tier (`page_ops`).
         next_move: a number that no other move has.
+        order: see `StoreIndex`.
 
     Attributes:
         index: what is there.
@@ -31,9 +32,11 @@ class NamedTier:
 
     late = True
 
-    def __init__(self, number: int, limit_bytes: int, outbox: Outbox, next_move: Callable[[], int]) -> None:
+    def __init__(
+        self, number: int, limit_bytes: int, outbox: Outbox, next_move: Callable[[], int], order: str = "lru"
+    ) -> None:
         self.number, self.name = number, TIER_NAMES[number]
-        self.index = StoreIndex(limit_bytes)
+        self.index = StoreIndex(limit_bytes, order=order)
         self.waiting = 0
         self.num_stored = self.num_loaded = self.num_refused = self.num_lost = 0
         self.written_bytes = self.read_bytes = 0
@@ -41,6 +44,11 @@ class NamedTier:
         self._next_move = next_move
         self._puts: dict[int, tuple[str, int]] = {}
         self._gets: dict[int, tuple[str, int]] = {}
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that are being read."""
+        return sum(num_bytes for _, num_bytes in self._gets.values())
 
     def lookup(self, keys: Sequence[str]) -> int:
         """How many of the first of these are there, without a gap."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from penstock.base.hashing import digest
 from penstock.core.page_ops import STATE
+from penstock.kv.eviction.leading import order_of
 
 NAME_BYTES = 16
 NO_LIMIT = 1 << 62
@@ -48,19 +49,25 @@ class _Entry:
         self.num_bytes, self.tick, self.depth = num_bytes, tick, depth
 
 
+_Queued = tuple[bool, tuple[float, int], str, int]
+"""Whether it is pinned, its place in the order, its path, and when it was used."""
+
+
 class StoreIndex:
-    """What is there, what is on its way, and what goes when room is short: used longest ago, ends of texts first.
+    """What is there, what is on its way, and what goes when room is short: used longest ago, in `order`.
 
     The methods are those of a manager of offloaded blocks in vLLM: lookup, prepare and complete a load or a store,
     touch, and what has changed since (`take_changes`).
 
     Args:
         limit_bytes: what all blocks together may take.
+        order: a name in STORE_ORDERS.
         evicts: whether this process may make room (`StoredBlocks.evicts`). Without, nothing enters a full store.
     """
 
-    def __init__(self, limit_bytes: int, *, evicts: bool = True) -> None:
+    def __init__(self, limit_bytes: int, *, order: str = "lru", evicts: bool = True) -> None:
         self.limit_bytes = limit_bytes
+        self.order = order
         self.evicts = evicts
         self.num_bytes = 0
         self.num_evicted = 0
@@ -71,7 +78,7 @@ class StoreIndex:
         self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
         self.tick = 0
         """Of the last use of anything."""
-        self._queues: dict[str, list[tuple[bool, int, int, str]]] = {}
+        self._queues: dict[str, list[_Queued]] = {}
         self._shares: dict[str, float] = {}
         self._bytes: Counter[str] = Counter()
         self._pins: tuple[str, ...] = ()
@@ -203,17 +210,18 @@ class StoreIndex:
 
     def _push(self, path: str, entry: _Entry) -> None:
         queue = self._queues.setdefault(space_in(path) if self._shares else "", [])
-        heapq.heappush(queue, self._key(path, entry))
+        heapq.heappush(queue, self._queued(path, entry))
         if len(queue) > 64 + 4 * len(self._entries):
             self._queue_all()
 
-    def _key(self, path: str, entry: _Entry) -> tuple[bool, int, int, str]:
-        return (path.startswith(self._pins) if self._pins else False, entry.tick, -entry.depth, path)
+    def _queued(self, path: str, entry: _Entry) -> _Queued:
+        pinned = bool(self._pins) and path.startswith(self._pins)
+        return pinned, order_of(self.order, entry.tick, entry.depth), path, entry.tick
 
     def _queue_all(self) -> None:
         self._queues = {}
         for path, entry in self._entries.items():
-            self._queues.setdefault(space_in(path) if self._shares else "", []).append(self._key(path, entry))
+            self._queues.setdefault(space_in(path) if self._shares else "", []).append(self._queued(path, entry))
         for queue in self._queues.values():
             heapq.heapify(queue)
 
@@ -221,7 +229,7 @@ class StoreIndex:
         for space in sorted(self._queues, key=lambda s: -self._bytes[s] / self._shares.get(s, 1.0)):
             queue = self._queues[space]
             while queue:
-                _, tick, _, path = heapq.heappop(queue)
+                *_, path, tick = heapq.heappop(queue)
                 entry = self._entries.get(path)
                 if entry is not None and entry.tick == tick and path not in self._holds:
                     return path
@@ -241,7 +249,7 @@ class StoreIndex:
         every = [*self._entries.values(), *self._coming.values()]
         assert self.num_bytes == sum(e.num_bytes for e in every), "bytes of the store are miscounted"
         assert all(num > 0 for num in self._holds.values()), "a block was let go more often than held"
-        queued = {(path, tick) for queue in self._queues.values() for _, tick, _, path in queue}
+        queued = {(path, tick) for queue in self._queues.values() for *_, path, tick in queue}
         assert sum(self._bytes.values()) == self.num_bytes, "tenants' are miscounted"
         for path, entry in self._entries.items():
             assert path in self._holds or (path, entry.tick) in queued, f"{path} would never be evicted"

@@ -16,10 +16,12 @@ from penstock.base.errors import EngineError
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import DISK, STATE
-from penstock.core.sequence import LOST_LOAD
+from penstock.core.sequence import LOST_LOAD, NEVER, NO_LOAD
+from penstock.core.step_shape import shape_of
 from penstock.kv.block_names import BlockNames
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.events import EventRecorder, EventSettings
+from penstock.kv.load_rates import Choice, LoadRates
 from penstock.kv.named_tier import NamedTier
 from penstock.kv.outbox import Outbox
 from penstock.kv.store_index import FoundBlock, root_name
@@ -27,14 +29,15 @@ from penstock.kv.store_load import BothEnds
 from penstock.kv.swap import Swapped, Swaps
 
 if TYPE_CHECKING:
+    from penstock.core.batch import SchedulerOutput, StepOutput
     from penstock.core.sequence import Sequence as Seq
 
 
 class StoreSettings(NamedTuple):
     """What the books of a store need to know. `secret`: of the names. `fingerprint`: of the model, and of all else
     that decides bytes of keys and values. `limits`: bytes that each tier may take, by its number. `block_bytes`,
-    `state_bytes`: of a block, and of a state, there. `both_ends`: texts are computed while they are read
-    (`store_load`); with full groups alone."""
+    `state_bytes`: of a block, and of a state, there. `both_ends`: texts can be computed while they are read
+    (`store_load`): there are full groups alone. `load`: one of LOAD_POLICIES. `order`: one of STORE_ORDERS."""
 
     secret: bytes
     fingerprint: str
@@ -42,15 +45,21 @@ class StoreSettings(NamedTuple):
     block_bytes: int
     state_bytes: int = 0
     both_ends: bool = False
+    load: str = "wait"
+    order: str = "lru"
 
 
 class StoreClaim(NamedTuple):
     """What a sequence could go on with from the store: its tokens up to `num_tokens`, behind the first `first` blocks,
-    which the device has. `state`: where that of its slots is, if it has any."""
+    which the device has; how is its `choice`. `state`: where that of its slots is, if it has any. `load`: another's,
+    which reads these blocks from its block `offset` on."""
 
     num_tokens: int
     first: int
+    choice: Choice
     state: str = ""
+    load: int = NO_LOAD
+    offset: int = 0
 
 
 class StoredBlocks:
@@ -60,6 +69,8 @@ class StoredBlocks:
         tiers: nearest first.
         names: of the blocks.
         misses: blocks that could not be read, by tier and reason ("remote:slow"), as ranks said.
+        rates: of reading and of computing.
+        choices: how often what was done (`load_rates.Choice.kind`).
         num_query_tokens, num_hit_tokens: tokens of prompts that were looked up here, behind those that the prefix cache
             had, and that were there.
     """
@@ -74,9 +85,13 @@ class StoredBlocks:
     ) -> None:
         numbers = sorted(settings.limits)
         self.misses: Counter[str] = Counter()
-        self.tiers = [NamedTier(n, settings.limits[n], outbox, swaps.next_move) for n in numbers]
+        self.tiers = [NamedTier(n, settings.limits[n], outbox, swaps.next_move, settings.order) for n in numbers]
         self.names = BlockNames(settings.secret, settings.fingerprint, block_size)
         self.num_query_tokens = self.num_hit_tokens = 0
+        self.rates = LoadRates()
+        self.choices = dict.fromkeys(("none", "wait", "split", "cake", "share"), 0)
+        self._declined = False
+        self._outbox = outbox
         self._settings = settings
         self._swaps = swaps
         self._groups = tuple(groups)
@@ -86,6 +101,10 @@ class StoredBlocks:
         self._loads: set[int] = set()
         self._tick = 0
         self._fronts: dict[int, tuple[BothEnds, int]] = {}  # by the move of a block
+        self._reading: dict[str, tuple[int, int]] = {}  # (load, which of its blocks), of loads that are waited for
+        self._read_by: dict[int, tuple[Seq, list[str]]] = {}  # by load: who waits, the keys of that
+        self._sharers: dict[int, list[tuple[int, Seq]]] = {}  # by the load that they share: their own moves
+        self._texts: dict[int, BothEnds] = {}  # by the move of the load
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -97,12 +116,14 @@ class StoredBlocks:
     def paths(self, seq: Seq, first: int, end: int) -> list[str]:
         """Where blocks `first` to `end` of `seq` are, or would be. Mutates: seq.names."""
         known, settings = self.names.of(seq, end), self._settings
-        space = space_of(settings.secret, seq.request.keeper or seq.request.tenant)
-        if seq.request.kv_share:
-            for tier in self.tiers:
-                tier.index.share(space, seq.request.kv_share)
-        place = f"{settings.fingerprint}/{space}"
-        return [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[first:end], first)]
+        if (num := len(known.paths)) < end:
+            space = space_of(settings.secret, seq.request.keeper or seq.request.tenant)
+            if seq.request.kv_share:
+                for tier in self.tiers:
+                    tier.index.share(space, seq.request.kv_share)
+            place = f"{settings.fingerprint}/{space}"
+            known.paths += [f"{place}/{name.hex()}-{n:x}" for n, name in enumerate(known[num:end], num)]
+        return known.paths[first:end]
 
     # -- in ------------------------------------------------------------------------------------------------------
 
@@ -149,15 +170,41 @@ class StoredBlocks:
     def claim(self, seq: Seq, first: int, limit: int) -> StoreClaim | None:
         """What is in the store behind the `first` blocks of `seq`, up to block `limit`. With slots a text goes on where
         there is a state."""
+        self._declined = False
         if limit <= first or seq.load == LOST_LOAD or seq.swapped is not None:
             return None
         paths = self.paths(seq, first, limit)
         num = self._lookup(paths) if self._has_blocks else len(paths)
         if not self._slots:
-            return StoreClaim((first + num) * self._block_size, first) if num else None
+            if (claim := self._shared(paths, first, num)) is not None:
+                return claim
+            lead, end = 0, num
+            if self._settings.both_ends and self._settings.load != "wait" and num < len(paths):
+                lead, end = self._last_run(paths, num)
+            return self._claim(first, first + lead, first + end) if end else None
         states = (n for n in range(num, 0, -1) if self._nearest(paths[n - 1] + STATE) is not None)
         found = next(states, 0)
-        return StoreClaim((first + found) * self._block_size, first, paths[found - 1] + STATE) if found else None
+        return self._claim(first, first, first + found, paths[found - 1] + STATE) if found else None
+
+    def _shared(self, paths: Sequence[str], first: int, num: int) -> StoreClaim | None:
+        """What is being read for somebody else comes for both: if that is most of the `num` blocks that are there."""
+        load, offset = self._reading.get(paths[0], (NO_LOAD, 0))
+        if load == NO_LOAD:
+            return None
+        same = next((n for n in range(num) if self._reading.get(paths[n]) != (load, offset + n)), num)
+        if 2 * same <= num:
+            return None
+        return StoreClaim((first + same) * self._block_size, first, Choice("share"), "", load, offset)
+
+    def _claim(self, first: int, lead: int, end: int, state: str = "") -> StoreClaim | None:
+        """Blocks `lead` to `end` are in the store, and `first` are on the device. None if computing takes less."""
+        settings = self._settings
+        queued = sum(tier.queued_bytes for tier in self.tiers)
+        choice = self.rates.choose(
+            settings.load, first, lead, end, self._block_size, settings.block_bytes, queued, both=settings.both_ends
+        )
+        self._declined = choice.kind == "none"
+        return None if self._declined else StoreClaim(end * self._block_size, first, choice, state)
 
     def _lookup(self, paths: Sequence[str]) -> int:
         """How many of the first of these are in some tier, without a gap."""
@@ -165,6 +212,17 @@ class StoredBlocks:
         while num < len(paths) and (more := max(tier.lookup(paths[num:]) for tier in self.tiers)):
             num += more
         return num
+
+    def _last_run(self, paths: Sequence[str], num: int) -> tuple[int, int]:
+        """Of these, of which the first `num` are there and the next is not: [start, end) of the last that are there in
+        a row, if they are more than the first; else [0, num)."""
+        end = len(paths)
+        while end > num and self._nearest(paths[end - 1]) is None:
+            end -= 1
+        start = end
+        while start > num and self._nearest(paths[start - 1]) is not None:
+            start -= 1
+        return (start, end) if end - start > num else (0, num)
 
     def _nearest(self, path: str) -> NamedTier | None:
         return next((tier for tier in self.tiers if path in tier.index), None)
@@ -179,16 +237,25 @@ class StoredBlocks:
         seq.claim = None
         self.num_query_tokens += max(0, limit - first) * self._block_size
         if claim is None:
+            if self._declined:
+                self.choices["none"] += 1
+                self.rates.declined()
             self.offer(seq, 0, first)
             return True
         assert claim.first == first, f"{seq} claimed what follows {claim.first} blocks and has {first}"
+        end = claim.num_tokens // self._block_size
+        choice = claim.choice
+        self.choices[choice.kind] += 1
+        if claim.load != NO_LOAD:
+            self._share(seq, claim, end)
+            return False
         if self._has_blocks and not grow(seq, claim.num_tokens):
             raise EngineError(f"{seq} was admitted without room for what the store has of it")
-        end = claim.num_tokens // self._block_size
+        begin = first if choice.kind == "wait" else max(first, choice.goal)
         cursor: PrefixCursor = seq.node
         cursor.tick = self._next_tick()
         paths = self.paths(seq, 0, end)
-        wanted = ((path, self._pages(seq, n)) for n, path in enumerate(paths[first:], first) if self._has_blocks)
+        wanted = ((path, self._pages(seq, n)) for n, path in enumerate(paths[begin:], begin) if self._has_blocks)
         orders = [(path, pages) for path, pages in wanted if max(pages) >= 0]
         if claim.state:
             orders.append((claim.state, self._pages_of_slots(seq)))
@@ -203,14 +270,19 @@ class StoredBlocks:
         self.offer(seq, 0, first)  # room for these is made of what is not held
         move = self._swaps.next_move()
         self._loads.add(move)
-        front = BothEnds(seq, first, end, self._block_size) if self._settings.both_ends else None
-        numbered = list(zip(range(first, first + len(orders)), orders, sources, strict=True))
+        front = None
+        if choice.kind != "wait":
+            goal = choice.goal if choice.kind == "split" else 0
+            front = self._texts[move] = BothEnds(
+                seq, first, end, self._block_size, goal=goal, rates=self.rates, block_bytes=self._settings.block_bytes
+            )  # fmt: skip
+        numbered = list(zip(range(begin, begin + len(orders)), orders, sources, strict=True))
         for n, (path, pages), tier in numbered if front is None else reversed(numbered):
             block = tier.load(path, pages, self._num_bytes(path), move)
             if front is not None:
                 self._fronts[block] = front, n
         slabs = [
-            table.ids[max(first, table.base) : end] if group.spec.per_token else table.ids
+            table.ids[max(begin, table.base) : end] if group.spec.per_token else table.ids
             for group, table in zip(self._groups, seq.tables, strict=True)
         ]
         copy = Swapped(claim.num_tokens, [[] for _ in slabs], cursor.generation, first)
@@ -218,13 +290,60 @@ class StoredBlocks:
         if front is not None:
             cursor.front, cursor.reading = front, move
             return True
+        if not self._slots and self._settings.both_ends:
+            self._reading |= {path: (move, n) for n, path in enumerate(paths[first:])}
+            self._read_by[move] = seq, paths[first:]
         self.num_hit_tokens += claim.num_tokens - first * self._block_size
         seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
         return False
 
+    def _share(self, seq: Seq, claim: StoreClaim, end: int) -> None:
+        """`seq` gets the very memory to which another's load writes, and waits for that. Mutates: seq."""
+        num = end - claim.first
+        slabs = [ids[claim.offset : claim.offset + num] for ids in self._swaps.loads[claim.load].slabs]
+        self._swaps.give(seq, slabs)
+        for g, ids in enumerate(slabs):
+            self._outbox.table(seq.seq_id, g, claim.first, ids)
+        cursor: PrefixCursor = seq.node
+        cursor.tick = self._next_tick()
+        for tier in self.tiers:
+            tier.touch(self.paths(seq, 0, end), cursor.tick)
+        self.offer(seq, 0, claim.first)
+        move = self._swaps.next_move()
+        self._loads.add(move)
+        self._sharers.setdefault(claim.load, []).append((move, seq))
+        self._swaps.expect(move, Swapped(claim.num_tokens, [[] for _ in slabs], cursor.generation, claim.first), slabs)
+        self.num_hit_tokens += num * self._block_size
+        seq.load, seq.writable, seq.num_cached = move, 0, claim.num_tokens
+
+    def all_of(self, moves: Mapping[int, bool]) -> Mapping[int, bool]:
+        """With those that ended because they shared one of these.
+
+        Who has memory that the prefix cache has must stand there, or it would look evictable: so who may not enter it,
+        or began before its last reset, goes without what was read, and so do all others if that is who reads.
+        """
+        if not self._sharers:
+            return moves
+        more: dict[int, bool] = {}
+        for move, good in moves.items():
+            sharers = self._sharers.pop(move, [])
+            reader = [seq for seq in (self._read_by[move][0],) if seq.load == move] if sharers else []
+            there = [*reader, *(seq for own, seq in sharers if seq.load == own)]
+            newest = max((seq.node.generation for seq in there if _enters(seq)), default=-1)
+            fine = [seq for seq in there if _enters(seq) and seq.node.generation == newest]
+            for own, seq in sharers:
+                more[own] = good and seq in fine and all(r in fine for r in reader)
+        return {**moves, **more}
+
     def ended(self, move: int, *, good: bool) -> None:
         """A step has reported move `move`."""
-        self._loads.discard(move)
+        if move in self._loads:
+            self._loads.discard(move)
+            for path in self._read_by.pop(move, (None, ()))[1]:
+                if self._reading.get(path, (NO_LOAD, 0))[0] == move:
+                    del self._reading[path]
+            if (front := self._texts.pop(move, None)) is not None:
+                front.over = True
         for tier in self.tiers:
             tier.ended(move, good=good)
         front, n = self._fronts.pop(move, (None, 0))
@@ -255,8 +374,16 @@ class StoredBlocks:
         """Whether this load is on its way from the store. If it fails, what was lost is known: the rest can be read."""
         return move in self._loads
 
+    def stepped(self, output: SchedulerOutput, result: StepOutput) -> None:
+        """A step has been done."""
+        self.rates.stepped(shape_of(output.scheduled), result.duration_s)
+        if result.read is not None:
+            self.rates.read(*result.read)
+
     def heard(self, news: StoreNews) -> None:
         """Others have changed what is there."""
+        if news.read is not None:
+            self.rates.read(*news.read)
         tier = next(tier for tier in self.tiers if tier.number == news.tier)
         if news.evicts is not None:
             tier.index.evicts = news.evicts
@@ -291,6 +418,11 @@ class StoredBlocks:
             -1 if group.spec.per_token else table.ids[0] * group.pages_per_slab
             for group, table in zip(self._groups, seq.tables, strict=True)
         )
+
+
+def _enters(seq: Seq) -> bool:
+    """Whether what `seq` computes enters the prefix cache."""
+    return seq.taint_start is None and seq.node is not None and seq.node.next_commit != NEVER
 
 
 def space_of(secret: bytes, tenant: str) -> str:

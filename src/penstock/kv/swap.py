@@ -176,6 +176,12 @@ class Swaps:
         seq.writable = 0
         return False
 
+    def give(self, seq: Seq, slabs: list[list[int]]) -> None:
+        """The tables of `seq` go on with these slabs of each group, which others have, too. Mutates: seq.tables."""
+        for pool, table, ids in zip(self._pools, seq.tables, slabs, strict=True):
+            pool.ref_slabs(ids)
+            table.ids += ids
+
     def next_move(self) -> int:
         """A number that no other move has."""
         self._next_move += 1

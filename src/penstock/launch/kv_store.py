@@ -34,7 +34,7 @@ from penstock.launch.shared_secret import FIELD, Secrets, read_secrets
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
-from penstock.runner.block_files import OVERHEAD
+from penstock.runner.block_files import OVERHEAD, is_whole
 from penstock.runner.block_peer import Address
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 SECRET, LOCK, ABOUT, SERVED, PINS = "secret", "lock", "about.json", "served", "pins.json"
 SECRET_BYTES = 32
+NUM_TRIED = 4
 LOOK_S = 10.0
 """Between two looks at what others do in the folder."""
 _PART_S = 60.0  # a file without its name that nobody has written to for so long is nobody's
@@ -160,7 +161,7 @@ class KVStore(NamedTuple):
 class FolderLook:
     """What a folder holds, and what others do in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: StoreSettings | None = None) -> None:
         self.folder = folder
         self._seen: set[str] = set()
         self._lock: int | None = None
@@ -168,6 +169,8 @@ class FolderLook:
         self._next_s = float("-inf")
         self._pins: list[str] = []
         self._news = deque([self.look()])
+        if settings is not None:
+            self._try(settings)
 
     def news(self, now_s: float) -> list[StoreNews]:
         """What others have changed, if it is time to say; a thread looks."""
@@ -178,6 +181,15 @@ class FolderLook:
                 self._thread.start()
             self._next_s = now_s + LOOK_S
         return news
+
+    def _try(self, settings: StoreSettings) -> None:
+        """Reads some blocks, so that the first decision whether to load knows what that costs."""
+        own = [path for path in sorted(self._seen) if path.startswith(f"{settings.fingerprint}/")]
+        began, num = time.perf_counter(), 0
+        for path in own[:NUM_TRIED]:
+            num += is_whole(self.folder, path, settings.secret)
+        if num:
+            self._news.append(StoreNews(read=(num * settings.block_bytes, time.perf_counter() - began)))
 
     def _look(self) -> None:
         news = self.look()
@@ -259,11 +271,18 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     sizes = {True: OVERHEAD, False: OVERHEAD}
     for group in plan.groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
-    cake = config.cache.kv_load_policy == "cake" and all(group.spec.kind == "paged" for group in plan.groups)
-    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=cake)
+    both = all(group.spec.kind == "paged" for group in plan.groups)
+    load, order = config.cache.kv_load_policy, config.cache.kv_offload_eviction
+    if order == "recompute" and (load == "wait" or not both):
+        raise ConfigError(
+            "kv_offload_eviction recompute leaves texts without their beginnings, which are computed while the rest is "
+            "read: set kv_load_policy to auto, split or cake, with a model whose layers all keep their whole context",
+            field="kv_offload_eviction",
+        )
+    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=both, load=load, order=order)
     looks: list[FolderLook | RemoteStore] = []
     if offload.disk is not None:
-        looks.append(FolderLook(offload.disk.folder))
+        looks.append(FolderLook(offload.disk.folder, settings))
     if offload.remote is not None:
         looks.append(RemoteStore(address_of(config, offload.remote), name))
     return KVStore(settings, looks)

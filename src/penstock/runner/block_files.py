@@ -84,6 +84,8 @@ class BlockFiles:
         self._threads: list[threading.Thread] = []
         self._free: deque[bytearray] = deque()
         self._misses: Counter[str] = Counter()
+        self._num_reading, self._since_s, self._is_first = 0, 0.0, False
+        self._took = [0, 0.0, 0.0]
 
     # -- orders of a step --------------------------------------------------------------------------------------------
 
@@ -119,6 +121,10 @@ class BlockFiles:
         """All orders of a step have been given."""
         if self._asked:
             self._start()
+            with self._lock:
+                if not self._num_reading:
+                    self._since_s, self._is_first = time.monotonic(), True
+                self._num_reading += len(self._asked)
             for asked in self._asked:
                 self._reads.put(asked)
             self._asked.clear()
@@ -144,6 +150,7 @@ class BlockFiles:
                     del self._loads[move]
                     self._ended |= dict.fromkeys([move, *load.left], False)
                     load.good = False
+                    self._passed(0)
                     self._misses["late"] += len(load.left)
                     _log.warning("%s does not answer: what it holds is computed", self)
             ended, self._ended = self._ended, {}
@@ -154,6 +161,25 @@ class BlockFiles:
         with self._lock:
             found, self._misses = self._misses, Counter()
         return found
+
+    def took(self) -> tuple[int, float, float] | None:
+        """What was read since this was last asked: bytes, the seconds that they took, and those until a first block
+        came while nothing else was read (it is not one of those bytes; 0: there was none). None: nothing."""
+        with self._lock:
+            if not (self._took[1] or self._took[2]):
+                return None
+            (num_bytes, seconds, first_s), self._took = self._took, [0, 0.0, 0.0]
+        return int(num_bytes), seconds, first_s
+
+    def _passed(self, num_bytes: int) -> None:
+        """Reading has gone on until now, and yielded so much."""
+        now = time.monotonic()
+        if self._is_first and num_bytes:
+            self._took[2] = now - self._since_s
+        else:
+            self._took[0] += num_bytes
+            self._took[1] += now - self._since_s
+        self._since_s, self._is_first = now, False
 
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that."""
@@ -248,6 +274,8 @@ class BlockFiles:
         """`own`: where the file is read to."""
         good = self._read(op.path, own)
         with self._lock:
+            self._num_reading -= 1
+            self._passed(len(own) * good)
             if self._loads.get(op.move) is not load:
                 return  # whoever gave up waiting has given the pages to others: nothing is written to them
             if good:

@@ -60,6 +60,13 @@ class Outside:
             for reason, count in tier.misses().items()
         }
 
+    def took(self) -> tuple[int, float, float] | None:
+        """What was read since this was last asked (`BlockFiles.took`), from all tiers; None: nothing."""
+        found = [took for tier in self.tiers.values() if (took := tier.took()) is not None]
+        if not found:
+            return None
+        return sum(took[0] for took in found), sum(took[1] for took in found), max(took[2] for took in found)
+
     def close(self, wait_s: float = 5.0) -> None:
         """Write what waits, but not for longer than that, each."""
         for tier in self.tiers.values():

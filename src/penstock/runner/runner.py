@@ -195,9 +195,11 @@ class Runner:
         return self.with_late(result)
 
     def with_late(self, result: StepOutput) -> StepOutput:
-        """The result with what was compiled, and what could not be read, since the last one."""
-        if self.storage.outside is not None and (misses := self.storage.outside.misses()):
-            result = replaced(result, misses=misses)
+        """The result with what was compiled, what was read and what could not be read, since the last one."""
+        if (outside := self.storage.outside) is not None:
+            misses, read = outside.misses(), outside.took()
+            if misses or read is not None:
+                result = replaced(result, misses=misses, read=read)
         if self._warmed is not None and self._warmed.num_late > self._num_late:
             result = replaced(result, num_late=self._warmed.num_late - self._num_late)
             self._num_late = self._warmed.num_late

@@ -159,6 +159,7 @@ class Scheduler:
             elif seq.status is Status.LOADING:
                 seq.status = Status.RUNNING
                 seq.num_computed = tokens[seq.load]
+                self.kv.commit(seq)  # what it shares with others must not look evictable when they go
 
     def _drop(self, seq: Sequence) -> None:
         self.kv.release(seq)
