@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from penstock.core.model_spec import weight_shapes
+from penstock.core.model_spec import ModelSpec, weight_shapes
 from penstock.core.weight_map import Cut
 from penstock.families.mtp import count_mtp, mtp_heads
-from penstock.families.registry import find_family
+from penstock.families.registry import find_family, open_model
+from penstock.weights.load import load_weights
 
 F32 = npt.NDArray[np.float32]
 SIZE = 32
@@ -132,3 +135,18 @@ def _numbers(name: str, shape: tuple[int, ...], rng: np.random.Generator, offset
     if name.endswith(("a_log", "dt.bias")):
         return 0.5 * noise
     return noise * np.float32(0.4 if name in ("embed", "lm_head") else 2 / shape[-1] ** 0.5)
+
+
+@cache
+def loaded(case: str) -> tuple[tuple[ModelSpec, dict[str, Any]], ...]:
+    """The model with random weights, and its heads, in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = open_model(write(Path(folder), case))
+        parts = [
+            (c.spec, {n: np.array(a) for n, a in load_weights(c, c.spec, "float32").items()})
+            for c in (found, *found.heads)
+        ]
+    for spec, weights in parts[1:]:
+        assert spec.pair is not None
+        weights["embed"] = np.zeros((spec.pair.rows, 2 * spec.hidden_size), np.float32)  # its drafter writes here
+    return tuple(parts)

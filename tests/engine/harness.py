@@ -324,7 +324,8 @@ def assert_idle(core: EngineCore) -> None:
 
 @cache
 def tiny(name: str) -> tuple[ModelSpec, dict[str, Any]]:
-    from tests import specs
+    """By a name of `tests.specs`, or of the models with heads of their own in `tests.heads`."""
+    from tests import heads, specs
 
-    spec, weights = specs.make(name)
+    spec, weights = heads.loaded(name)[0] if name in heads.CONFIGS else specs.make(name)
     return spec, weights

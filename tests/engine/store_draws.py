@@ -5,6 +5,9 @@ that a seed draws, so that a run that fails can be run again. Files get lost, ch
 others bring and take them away. Every token must be the naive loop's, and whatever is written under a name must be the
 same bytes every time (float32 on reference operations: nothing but the text decides them).
 
+Where a draft model or a model's own heads draft, or do not, the same names have the same bytes. That nobody takes
+entries of theirs for what they are not shows in a draft model that is the model itself: it must always be right.
+
 `python -m tests.engine.store_draws --spec windowed --seconds 60` runs seeds until one fails.
 """
 
@@ -40,11 +43,18 @@ from penstock.launch.shared_secret import read_secrets
 from penstock.runner.block_files import OVERHEAD, BlockFiles
 from penstock.runner.block_peer import BlockPeer
 from penstock.runner.block_wire import Ask, BlockListing, PeerError
+from penstock.sched.drafts.fixed import FixedDrafts
+from tests import heads
 from tests.engine.harness import Collector, Knobs, assert_idle, real_engine, request, tiny
 from tests.engine.test_laws_models import CONTROLS, assert_beams, check, draw_knobs, workload
 
 SPECS = ["llama_gqa", "latent", "indexed", "windowed", "all_windowed", "slots", "mamba2", "delta", "scores"]
 LINE = "0123456789abcdef" * 2
+DRAFTED = {
+    "llama_gqa": "llama_mha", "latent": "layernorm", "windowed": "latent", "slots": "llama_gqa",
+    "llama_mha": "llama_mha", "mimo": "mtp", "mimo x4": "mtp", "deepseek_v3": "mtp", "qwen3_next": "mtp",
+}  # fmt: skip
+"""Models and what drafts for them: a draft model, or heads of their own."""
 FATES = ["gone", "flip", "cut"]
 REASONS = ["lost", "slow", "unreachable", "frame"]
 
@@ -302,14 +312,31 @@ def in_company(core: EngineCore, requests: list[Request], rng: random.Random, *,
     return collector
 
 
-def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3, folder: Path | None = None) -> int:
+def drafts_of(name: str, rng: random.Random, k: Knobs) -> dict[str, Any]:
+    """What `real_engine` is told of who drafts; drawn. Mutates: `k`."""
+    k.num_blocks, k.window_blocks = max(k.num_blocks, 41), 0
+    k.num_slots, k.depth, k.budget = 24, 1, max(k.budget, 16)
+    num_drafts, draft = rng.choice([1, 3, 7]), DRAFTED[name]
+    if draft == "mtp":
+        models, asked = heads.loaded(name)[1 : 1 + num_drafts], {"method": "mtp", "num_speculative_tokens": num_drafts}
+    else:
+        tree = "chain" if draft == name else rng.choice(["chain", "k-ary"])
+        models, asked = (tiny(draft),), {"method": "draft-model", "tree": tree}
+        asked["model"] = "draft0"
+    return {"drafts": FixedDrafts(num_drafts, 63), "draft_models": models, "speculation": asked}
+
+
+def run_seed(
+    name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3, folder: Path | None = None,
+    drafted: bool = False,
+) -> int:  # fmt: skip
     """Engines one after the other over one folder. Returns how many blocks they have read. Raises AssertionError with
-    what was drawn if a law is broken."""
+    what was drawn if a law is broken. `drafted`: somebody drafts (`DRAFTED`)."""
     spec, weights = tiny(name)
     rng = random.Random(f"{name}-{seed}")
     place = Path(tempfile.mkdtemp(prefix="penstock-draws-")) if folder is None else folder
     full = all(group.spec.kind == "paged" for group in cache_groups(spec, "float32"))
-    num_loaded = 0
+    num_loaded, num_drafted = 0, []
     try:
         kv = place / "kv"
         kv.mkdir(mode=0o700)
@@ -319,9 +346,11 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
         served: dict[str, bytes] = {}
         for number in range(engines):
             disk, k = Disk(rng, truth, served), knobs_of(rng, kv, full=full)
+            drafts = drafted and rng.random() < 0.8
+            more = drafts_of(name, rng, k) if drafts else {}
             note = f"{name}, seed {seed}, engine {number}: {k}"
             with drawn(disk):
-                core = real_engine(spec, weights, k)
+                core = real_engine(spec, weights, k, **more)
                 stored = core.kv.stored
                 assert stored is not None
                 for tier in stored.tiers:
@@ -335,6 +364,8 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
                     assert_beams(name, collector)
                     for tier in stored.tiers:
                         tier.index.check_invariants()
+                    if drafts:
+                        num_drafted.append(assert_drafted(core, always_right=DRAFTED[name] == name))
                 except Exception as error:
                     raise AssertionError(note) from error
                 num_loaded += sum(tier.num_loaded for tier in stored.tiers)
@@ -343,12 +374,22 @@ def run_seed(name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3,
                     os.close(lock)  # as at the end of a process
     finally:
         shutil.rmtree(place, ignore_errors=True)
+    assert not num_drafted or any(num_drafted), "nobody drafted"
     return num_loaded
+
+
+def assert_drafted(core: EngineCore, *, always_right: bool) -> int:
+    """The drafter has not failed, and a draft model that is the model itself was never wrong. Returns its drafts."""
+    assert core.executor.runner.drafter is not None, "the drafter has failed"  # type: ignore[attr-defined]
+    drafted, accepted = core.stats.num_draft_tokens, core.stats.num_accepted_tokens
+    assert not always_right or accepted == drafted, f"{drafted - accepted} of {drafted} drafts were wrong"
+    return int(drafted)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--spec", choices=SPECS, action="append", help="all by default")
+    parser.add_argument("--spec", choices=sorted({*SPECS, *DRAFTED}), action="append", help="all by default")
+    parser.add_argument("--drafted", action="store_true", help="with draft models and heads that draft")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--keep-going", action="store_true", help="tell what failed, and go on")
@@ -357,9 +398,9 @@ def main() -> None:
     until, seed, num_failed, num_loaded = time.monotonic() + args.seconds, args.seed, 0, 0
     truths: dict[str, dict[str, bytes]] = {}
     while time.monotonic() < until:
-        for name in args.spec or SPECS:
+        for name in args.spec or (DRAFTED if args.drafted else SPECS):
             try:
-                num_loaded += run_seed(name, seed, truths.setdefault(name, {}))
+                num_loaded += run_seed(name, seed, truths.setdefault(name, {}), drafted=args.drafted)
             except AssertionError as error:
                 num_failed += 1
                 print(f"{error}\n    {type(error.__cause__).__name__}: {str(error.__cause__)[:300]}", flush=True)

@@ -20,14 +20,17 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.core.model_spec import cache_groups
 from penstock.core.page_ops import DISK
 from penstock.core.request import Abort, Control
 from penstock.core.sampling import SamplingParams
 from penstock.engine.core import EngineCore
 from penstock.engine.record import Recorder, load, replay
 from penstock.kv.store_index import depth_of
+from penstock.launch.kv_store import files_of
 from penstock.runner import block_files
 from penstock.runner.block_files import BlockFiles
+from penstock.sched.drafts.fixed import FixedDrafts
 from tests.engine.harness import (
     Collector,
     Knobs,
@@ -121,6 +124,47 @@ def test_two_who_ask_for_one_text_at_once_read_it_once(tmp_path: Path, lost: boo
     assert [*stored._reading, *stored._read_by, *stored._sharers] == []
     stored.tiers[0].index.check_invariants()
     assert_idle(core)
+def test_with_and_without_a_draft_model_a_folder_is_the_same(tmp_path: Path) -> None:
+    """Its entries are not stored: whoever begins with another draft model, or none, finds the blocks."""
+    spec, weights = tiny("llama_gqa")
+    text = [3 + i * 7 % 23 for i in range(50)]
+    said = {"method": "draft-model", "model": "draft0"}
+    drafting = {"drafts": FixedDrafts(3, 63), "draft_models": (tiny("llama_mha"),), "speculation": said}
+    told = []
+    for more in (drafting, {}, drafting):
+        core = real_engine(spec, weights, knobs(tmp_path), **more)
+        got = run(core, [r := request(text, max_tokens=6)])[r.request_id]
+        told.append((got.tokens[0], got.cached))
+        if more:
+            assert core.executor._runner.drafter is not None  # type: ignore[attr-defined]
+            assert core.stats.num_draft_tokens > 0
+        ended(core)
+    assert [cached for _, cached in told] == [0, 48, 48]
+    assert told[0][0] == told[1][0] == told[2][0]
+    page = cache_groups(spec, "float32")[0].slab_bytes(4)
+    assert {p.stat().st_size for p in kept(tmp_path)} == {page + block_files.OVERHEAD}, "the model's own entries alone"
+
+
+def test_files_that_go_while_a_folder_is_looked_at_take_no_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full store removes files all the time: a look that ended at the first of them would call the rest gone."""
+    place = tmp_path / "model" / "tenant"
+    place.mkdir(parents=True)
+    for n in range(20):
+        (place / f"{n:032x}-0").touch()
+    scandir = os.scandir
+
+    def racing(path: Any) -> Any:
+        entries = scandir(path)
+        if Path(path) == place:  # all have been listed when every other one is removed
+            entries = contextlib.nullcontext(list(entries))
+            for n in range(0, 20, 2):
+                (place / f"{n:032x}-0").unlink()
+        return entries
+
+    monkeypatch.setattr(os, "scandir", racing)
+    assert sorted(name for name, _ in files_of(tmp_path)) == [f"model/tenant/{n:032x}-0" for n in range(1, 20, 2)]
 
 
 def test_another_tenant_or_taint_finds_nothing(tmp_path: Path) -> None:

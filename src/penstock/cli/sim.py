@@ -55,8 +55,9 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         parts: list[str] = []
         for part in text.split(","):
-            # `dynamic:size=8,timeout_s=1` is one value: a knob belongs to the name before it.
-            if parts and ":" in parts[-1] and "=" in part and ":" not in part:
+            # `dynamic:size=8,timeout_s=1` and `disk:FOLDER,20GiB` are one value each: it belongs to the name before it.
+            knob = "=" in part and ":" not in part
+            if parts and ":" in parts[-1] and (knob or (parts[-1].startswith("disk:") and part[:1].isdigit())):
                 parts[-1] += "," + part
             else:
                 parts.append(part)
@@ -105,6 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--truncate", action="store_true", help="shorten requests that do not fit instead of refusing them"
     )
+    load.add_argument(
+        "--disk-rates", metavar="RATES", help="of the simulated disk of --kv-offload: read=2e9,write=1e9,seconds=1e-4 "
+        "(bytes/s, and seconds for each file besides)",
+    )  # fmt: skip
     goal = parser.add_argument_group("what is good, and where the results go")
     goal.add_argument("--ttft-slo-s", type=_positive, default=1.0, metavar="S", help="limit of TTFT (default: 1)")
     goal.add_argument("--tpot-slo-s", type=_positive, default=0.1, metavar="S", help="limit of TPOT (default: 0.1)")
@@ -286,13 +291,18 @@ def _run(
     from dataclasses import replace
 
     from penstock.base.clock import VirtualClock
+    from penstock.executor.sim_files import SimFolder
     from penstock.plan.cost import RooflineTimer
     from penstock.sim.build import build_sim
     from penstock.sim.driver import SimLimits, simulate
+    from penstock.sim.store import parse_rates
 
     timer = RooflineTimer(spec, device, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
     clock = VirtualClock()
-    core = build_sim(config, spec, plan, timer, clock, depth=config.execution.depth, seconds_budget=args.seconds_budget)
+    core = build_sim(
+        config, spec, plan, timer, clock, depth=config.execution.depth, seconds_budget=args.seconds_budget,
+        folder=None if args.disk_rates is None else SimFolder(parse_rates(args.disk_rates)),
+    )  # fmt: skip
     limits = SimLimits(plan.max_model_len, plan.kv_capacity_tokens, spec.vocab_size, truncate=args.truncate)
     with _Bar(label, workload.num_requests) as bar:
         result = simulate(core, clock, workload, limits, label=label, progress=bar.show)
@@ -316,6 +326,7 @@ def _run(
         "eviction": config.cache.eviction,
         "preemption_mode": config.scheduler.preemption_mode,
         "swap_space, GiB": config.cache.swap_space,
+        "kv_offload": config.cache.kv_offload,
         "steps in flight": config.execution.depth,
     }
     return replace(result, settings=settings, decisions=plan.decisions)

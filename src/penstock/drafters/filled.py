@@ -33,11 +33,8 @@ class Filled:
     def track(self, ops: Iterable[AnyPageOp]) -> None:
         """The page operations of a step, in their order. Mutates: the counts."""
         for op in ops:
-            if isinstance(op, GetOp):  # the draft model may not have seen any of it when it was kept
-                for g, first in enumerate(op.pages):
-                    if g in self._device:
-                        self._device[g][first : first + 1] = 0
-            elif not isinstance(op, PackOp | PutOp | DropOp) and op.group in self._device:
+            # A store outside the process has nothing of a draft model.
+            if not isinstance(op, PackOp | PutOp | GetOp | DropOp) and op.group in self._device:
                 source: Counts = self._host if isinstance(op, LoadOp) else self._device
                 target: Counts = self._host if isinstance(op, StoreOp) else self._device
                 pages = target[op.group][op.dst : op.dst + op.count]

@@ -6,6 +6,11 @@ at `step` also `nan` (the logits of one row) and `slow` (it takes five seconds, 
 nth: it happens at the nth time, counted from 1, in the server's first engine process alone; for `load` the nth process.
 With a plus (`step:kill:200+`) it happens every nth time in each.
 
+Of the store of blocks (`kv_offload`), where the engine process has its rank in itself: `store-read` (a block's file is
+about to be read: `error`, `flip`, `cut`, `gone`, `slow`, `kill`), `store-write` (to be written: `error`, `full`,
+`slow`, `kill`), `store-rename` (a whole file is to get its name: `error`, `kill`), `store-lock` (`error`: another
+process has it), `store-folder` (a block is to be written: `gone`, the folder with all that is in it).
+
 At `prepare` and `step` also `poison`, `poison-kill`, `poison-exception` and, at `step`, `poison-hang`. For these nth is
 a token id: a request whose prompt has this token ends the process with SIGSEGV, as a bug in native code would, with
 SIGKILL, as the kernel does where memory is short, or with an exception, or it never goes on.
@@ -13,19 +18,27 @@ SIGKILL, as the kernel does where memory is short, or with an exception, or it n
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.base.errors import ConfigError
 from penstock.core.request import Request
 
 _ENDS = ("kill", "exception", "hang")
 _POISONS = ("poison", "poison-kill", "poison-exception", "poison-hang")
-SITES = {"load": _ENDS, "intake": _ENDS, "prepare": ("kill", *_POISONS[:3]), "step": (*_ENDS, *_POISONS, "nan", "slow")}
+SITES = {
+    "load": _ENDS, "intake": _ENDS, "prepare": ("kill", *_POISONS[:3]), "step": (*_ENDS, *_POISONS, "nan", "slow"),
+    "store-read": ("error", "flip", "cut", "gone", "slow", "kill"), "store-write": ("error", "full", "slow", "kill"),
+    "store-rename": ("error", "kill"), "store-lock": ("error",), "store-folder": ("gone",),
+}  # fmt: skip
 SLOW_S = 5.0
 
 
@@ -61,6 +74,7 @@ class Faults:
     move: Callable[[], None] = lambda: None
     spoil: Callable[[], None] = lambda: None
     _counts: Counter[str] = field(default_factory=Counter)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, texts: Iterable[str], epoch: int = 0) -> Faults:
@@ -75,6 +89,24 @@ class Faults:
         for fault in self.faults:
             if fault.site == site and self._due(fault, count, requests):
                 self._happen(fault)
+
+    def at_store(self, site: str, path: Path) -> None:
+        """Called by threads at each site of the store. `path`: of the file, or the folder. Raises OSError."""
+        with self._counting:
+            self._counts[site] += 1
+            due = [f for f in self.faults if f.site == site and self._due(f, self._counts[site], ())]
+        for fault in due:
+            if fault.kind in ("error", "full"):
+                number = errno.ENOSPC if fault.kind == "full" else errno.EIO
+                raise OSError(number, f"injected fault {fault.site}:{fault.kind}:{fault.nth}")
+            if fault.kind == "slow":
+                time.sleep(SLOW_S)
+            elif fault.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.exists():
+                _spoil(path, fault.kind)
 
     def _due(self, fault: Fault, count: int, requests: Collection[Request]) -> bool:
         if fault.kind in _POISONS:
@@ -97,3 +129,12 @@ class Faults:
                 self.move()
         while kind in ("hang", "kill", "poison"):  # a signal to oneself may take a moment
             time.sleep(0.05)
+
+
+def _spoil(path: Path, kind: str) -> None:
+    """A file that is damaged, cut or gone."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    if kind != "gone":
+        path.write_bytes(data if kind == "flip" else data[:-9])

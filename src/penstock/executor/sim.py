@@ -17,6 +17,7 @@ from penstock.core.batch import Sampled, ScheduledRow, SchedulerOutput, StepOutp
 from penstock.core.page_ops import LoadOp, StoreOp
 from penstock.core.protocols import Executor, StepTimer
 from penstock.core.step_shape import shape_of
+from penstock.executor.sim_files import SimFiles
 
 
 class DraftOutcomes(Protocol):
@@ -37,9 +38,10 @@ class SimExecutor(Executor):
     A sampled token is a function of (sequence, position), within `vocab_size`. With `depth` 2 the next step is queued
     on the device while one runs, so the time between collect and submit costs nothing. `page_bytes[g]`: bytes of a page
     of cache group g, to charge copies between device and tiers. A step waits for its own, but for late loads: these go
-    one after the other beside the steps, and the first step that ends behind one reports it. `drafts`: who fills the
-    room for drafts; without it nobody does. The step then takes as long as one of the drafts that were made. There
-    are no grammars to compile, no logits and no memory.
+    one after the other beside the steps, and the first step that ends behind one reports it. `files`: the store of
+    blocks outside the process; a step waits for copies of what is to be written, reads and writes go on beside it.
+    `drafts`: who fills the room for drafts; without it nobody does. The step then takes as long as one of the drafts
+    that were made. There are no grammars to compile, no logits and no memory.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class SimExecutor(Executor):
         depth: int = 1,
         page_bytes: Sequence[int] = (),
         drafts: DraftOutcomes | None = None,
+        files: SimFiles | None = None,
     ) -> None:
         self.depth = depth
+        self._files = files
         self._page_bytes = page_bytes
         self.busy_s = 0.0
         self._timer = timer
@@ -60,7 +64,7 @@ class SimExecutor(Executor):
         self._vocab_size = vocab_size
         self._free_at_s = 0.0
         self._drafts = drafts
-        self._queue: deque[tuple[SchedulerOutput, float, float, list[Verified], float]] = deque()
+        self._queue: deque[tuple[SchedulerOutput, float, float, float, list[Verified], float]] = deque()
         self._loads: dict[int, float] = {}
         """When the loads that are not reported yet end."""
 
@@ -75,11 +79,20 @@ class SimExecutor(Executor):
                 draft_s = self._drafts.draft_s(max(row.num_drafts for row in drafting), len(drafting))
         start_s = max(self._free_at_s, self._clock.now())
         duration_s = self._timer.step_s(shape_of(rows)) + self._copies_s(output, start_s) + draft_s
-        if not rows and self._loads:
-            duration_s = max(duration_s, min(self._loads.values()) - start_s)
+        if not rows and (ends := self._loads_end()):
+            duration_s = max(duration_s, min(ends) - start_s)
         self._free_at_s = start_s + duration_s
         self.busy_s += duration_s
-        self._queue.append((output, duration_s, self._free_at_s, verified, draft_s))
+        # As a rank asks for what has been read and written: before it runs the rows, if there are any.
+        heard_s = start_s if rows else self._free_at_s
+        self._queue.append((output, duration_s, self._free_at_s, heard_s, verified, draft_s))
+
+    def _loads_end(self) -> list[float]:
+        """When the first loads on their way end."""
+        ends = [min(self._loads.values())] if self._loads else []
+        if self._files is not None and (next_s := self._files.next_load_s) is not None:
+            ends.append(next_s)
+        return ends
 
     def _copies_s(self, output: SchedulerOutput, start_s: float) -> float:
         """Seconds that the step waits for its copies between device and tiers. Late loads begin behind these."""
@@ -93,14 +106,18 @@ class SimExecutor(Executor):
                 waits += num_bytes
                 if isinstance(op, LoadOp):
                     self._loads[op.move] = start_s
+        if self._files is not None:
+            waits += self._files.order(output.page_ops, start_s)
         waits_s = self._timer.copy_s(waits) if waits else 0.0
+        if self._files is not None:
+            self._files.begin(start_s + waits_s)
         for move, num_bytes in late.items():
             begin_s = max([start_s + waits_s, *self._loads.values()])
             self._loads[move] = begin_s + self._timer.copy_s(num_bytes)
         return waits_s
 
     def collect(self) -> StepOutput:
-        output, duration_s, end_s, verified, draft_s = self._queue.popleft()
+        output, duration_s, end_s, heard_s, verified, draft_s = self._queue.popleft()
         self._clock.advance_to(end_s)
         sampled = [
             self._sample(row)
@@ -111,6 +128,8 @@ class SimExecutor(Executor):
         if self._loads:
             moves = {move: True for move, at_s in self._loads.items() if at_s <= end_s}
             self._loads = {move: at_s for move, at_s in self._loads.items() if at_s > end_s}
+        if self._files is not None:
+            moves |= self._files.ended(heard_s)
         return StepOutput(output.step, sampled, duration_s=duration_s, verified=verified, draft_s=draft_s, moves=moves)
 
     def close(self) -> None:

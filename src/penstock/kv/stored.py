@@ -37,7 +37,9 @@ class StoreSettings(NamedTuple):
     """What the books of a store need to know. `secret`: of the names. `fingerprint`: of the model, and of all else
     that decides bytes of keys and values. `limits`: bytes that each tier may take, by its number. `block_bytes`,
     `state_bytes`: of a block, and of a state, there. `both_ends`: texts can be computed while they are read
-    (`store_load`): there are full groups alone. `load`: one of LOAD_POLICIES. `order`: one of STORE_ORDERS."""
+    (`store_load`): there are full groups alone. `load`: one of LOAD_POLICIES. `order`: one of STORE_ORDERS.
+    `num_groups`: the first ones, which are the model's own; draft models' groups, behind them, are not stored. None:
+    there are no others."""
 
     secret: bytes
     fingerprint: str
@@ -47,6 +49,7 @@ class StoreSettings(NamedTuple):
     both_ends: bool = False
     load: str = "wait"
     order: str = "lru"
+    num_groups: int | None = None
 
 
 class StoreClaim(NamedTuple):
@@ -96,7 +99,8 @@ class StoredBlocks:
         self._swaps = swaps
         self._groups = tuple(groups)
         self._slots = tuple(g.index for g in groups if not g.spec.per_token)
-        self._has_blocks = len(self._slots) < len(self._groups)
+        self._num_own = len(self._groups) if settings.num_groups is None else settings.num_groups
+        self._has_blocks = len(self._slots) < self._num_own
         self._block_size = block_size
         self._loads: set[int] = set()
         self._tick = 0
@@ -134,7 +138,7 @@ class StoredBlocks:
         for n, path in enumerate(self.paths(seq, first, end), first):
             if self._wanting(path):
                 pages = self._pages(seq, n)
-                if all(page >= 0 for g, page in enumerate(pages) if g not in self._slots):
+                if all(page >= 0 for g, page in enumerate(pages[: self._num_own]) if g not in self._slots):
                     self._put(seq, path, pages)
 
     def offer_state(self, seq: Seq, num_blocks: int, slabs: Sequence[int]) -> None:
@@ -407,10 +411,11 @@ class StoredBlocks:
         return any(tier.waiting for tier in self.tiers)
 
     def _pages(self, seq: Seq, block: int) -> tuple[int, ...]:
-        """First pages of a block; -1 where a group has none of it."""
+        """First pages of a block; -1 where a group has none of it, or is a draft model's."""
+        own = self._num_own
         return tuple(
-            table.ids[block] * group.pages_per_slab if group.spec.per_token and block >= table.base else -1
-            for group, table in zip(self._groups, seq.tables, strict=True)
+            table.ids[block] * g.pages_per_slab if g.spec.per_token and block >= table.base and g.index < own else -1
+            for g, table in zip(self._groups, seq.tables, strict=True)
         )
 
     def _pages_of_slots(self, seq: Seq) -> tuple[int, ...]:

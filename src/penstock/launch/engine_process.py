@@ -34,6 +34,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.faults import Faults
 from penstock.engine.loop import EngineLoop
 from penstock.launch.build import Engine, info_of, start
+from penstock.runner.block_files import BlockFiles
 
 EXIT_OTHER_BUILD, EXIT_NOT_STARTED = 71, 72
 _STUCK = 5
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
     try:
         faults = Faults.of(hello.faults, hello.epoch)
         faults.move = box.progress
+        BlockFiles.trouble = staticmethod(faults.at_store)  # type: ignore[method-assign]
         faults.at("load")
         loaded = load(hello, speaker, box)
     except Exception as error:

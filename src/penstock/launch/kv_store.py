@@ -34,7 +34,7 @@ from penstock.launch.shared_secret import FIELD, Secrets, read_secrets
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
-from penstock.runner.block_files import OVERHEAD, is_whole
+from penstock.runner.block_files import OVERHEAD, BlockFiles, is_whole
 from penstock.runner.block_peer import Address
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         "block_size",
     )
     parts = [
-        _version(), ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec), repr(plan.groups),
-        {name: said.get(name) for name in decide}, sorted(hashes),
+        _version(), ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec),
+        repr(plan.own_groups), {name: said.get(name) for name in decide}, sorted(hashes),
     ]  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
@@ -223,6 +223,7 @@ class FolderLook:
         fd = None
         try:
             fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            BlockFiles.trouble("store-lock", self.folder / LOCK)
             lock_file(fd)
         except OSError:
             if fd is not None:
@@ -243,7 +244,8 @@ def files_of(folder: Path) -> list[tuple[str, os.stat_result]]:
                     if depth and entry.is_dir(follow_symlinks=False):
                         walk(path / entry.name, f"{name}/", depth - 1)
                     elif not depth and entry.is_file(follow_symlinks=False):
-                        out.append((name, entry.stat(follow_symlinks=False)))
+                        with contextlib.suppress(FileNotFoundError):  # it went meanwhile, and it alone
+                            out.append((name, entry.stat(follow_symlinks=False)))
         except OSError as error:
             _log.warning("%s cannot be looked at: %s", path, error.strerror)
 
@@ -269,7 +271,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
     if offload.remote is not None:
         limits[REMOTE] = NO_LIMIT
     sizes = {True: OVERHEAD, False: OVERHEAD}
-    for group in plan.groups:
+    for group in plan.own_groups:
         sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
     both = all(group.spec.kind == "paged" for group in plan.groups)
     load, order = config.cache.kv_load_policy, config.cache.kv_offload_eviction
@@ -279,7 +281,8 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
             "read: set kv_load_policy to auto, split or cake, with a model whose layers all keep their whole context",
             field="kv_offload_eviction",
         )
-    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=both, load=load, order=order)
+    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=both, load=load, order=order,
+                             num_groups=len(plan.own_groups))  # fmt: skip
     looks: list[FolderLook | RemoteStore] = []
     if offload.disk is not None:
         looks.append(FolderLook(offload.disk.folder, settings))

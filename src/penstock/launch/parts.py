@@ -80,7 +80,7 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     offload = offload_of(config.cache.kv_offload)
     if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
-        layout = (block_key(config, offload), storage.planes, storage.pages_per_slab, slots)
+        layout = (block_key(config, offload), storage.planes[:num_own], storage.pages_per_slab, slots)
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
             tiers[DISK] = BlockFiles(offload.disk.folder, *layout)

@@ -87,6 +87,10 @@ class BlockFiles:
         self._num_reading, self._since_s, self._is_first = 0, 0.0, False
         self._took = [0, 0.0, 0.0]
 
+    @staticmethod
+    def trouble(site: str, path: Path) -> None:
+        """Called before files are touched; for tests, which put something here that may raise (`engine.faults`)."""
+
     # -- orders of a step --------------------------------------------------------------------------------------------
 
     def put(self, op: PutOp) -> None:
@@ -246,10 +250,14 @@ class BlockFiles:
         """False: there is no room now."""
         target = self._folder / path
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        self.trouble("store-folder", self._folder)
+        self.trouble("store-write", target)
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Not the store's own, which has its key.
+            for place in (target.parent.parent, target.parent):
+                place.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -258,6 +266,7 @@ class BlockFiles:
                     view = view[os.write(fd, view) :]
             finally:
                 os.close(fd)
+            self.trouble("store-rename", part)
             os.replace(part, target)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -290,6 +299,7 @@ class BlockFiles:
 
     def _read(self, path: str, into: bytearray) -> bool:
         try:
+            self.trouble("store-read", self._folder / path)
             # NONBLOCK: a pipe of this name must not make us wait; on files it means nothing.
             fd = os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

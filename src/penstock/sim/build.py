@@ -7,17 +7,20 @@ from dataclasses import replace
 from penstock.base.clock import VirtualClock
 from penstock.base.errors import ConfigError
 from penstock.config import EngineConfig
+from penstock.config.offload import offload_of
 from penstock.core.events import Decision
 from penstock.core.machine import Machine
 from penstock.core.model_spec import ModelSpec
 from penstock.core.protocols import StepTimer
 from penstock.engine.core import EngineCore
 from penstock.executor.sim import SimExecutor
+from penstock.executor.sim_files import SimFolder
 from penstock.launch.assemble import engine_core
 from penstock.plan.devices import Device
 from penstock.plan.memory import asking_for_all
 from penstock.plan.probe import probe
 from penstock.plan.resolve import Plan, resolve
+from penstock.sim.store import SimStore
 
 NUM_SEQS = 256
 BATCHED_TOKENS = 2048
@@ -93,19 +96,27 @@ def build_sim(
     depth: int = 1,
     seconds_budget: bool = False,
     check_invariants: bool = False,
+    folder: SimFolder | None = None,
 ) -> EngineCore:
     """The engine that serves, with a SimExecutor that takes as long as `timer` says. `depth`: steps in flight.
 
-    `seconds_budget` also hands the timer to the scheduler, whose steps are then bounded in seconds too.
+    `seconds_budget` also hands the timer to the scheduler, whose steps are then bounded in seconds too. `folder`: in
+    place of the one that `kv_offload` names, if it names any; by default one of its own, empty and at default rates.
     """
+    store, wanted = None, offload_of(config.cache.kv_offload)
+    if wanted is not None and wanted.remote is not None:
+        raise ConfigError("kv_offload: a simulation knows no remote; give disk:FOLDER,20GiB alone", field="kv_offload")
+    if wanted is not None and wanted.disk is not None:
+        store = SimStore.of(plan, wanted.disk.limit_bytes, folder, cake=config.cache.kv_load_policy == "cake")
     executor = SimExecutor(
         timer,
         clock,
         vocab_size=spec.vocab_size,
         depth=depth,
         page_bytes=[g.slab_bytes(plan.block_size) // g.pages_per_slab for g in plan.groups],
+        files=None if store is None else store.files,
     )
-    return engine_core(
+    core = engine_core(
         config,
         plan,
         executor,
@@ -113,4 +124,8 @@ def build_sim(
         timer=timer,
         seconds_budget=seconds_budget,
         check_invariants=check_invariants,
+        store=None if store is None else store.settings,
     )
+    if store is not None:
+        core.store_news = store.news
+    return core

@@ -15,6 +15,7 @@ from penstock.core.output import EngineOutput
 from penstock.core.request import Request
 from penstock.core.sampling import TokenRules
 from penstock.engine.core import EngineCore
+from penstock.kv.manager import KVManager
 from penstock.sim.memory import SHARES
 from penstock.sim.result import RequestColumns, SimResult
 from penstock.sim.tap import COUNTERS, LEVELS, StepTap
@@ -49,6 +50,18 @@ class Progress:
     tokens: int
     now_s: float
     wall_s: float
+
+
+def hits_by_tier(kv: KVManager) -> dict[str, int]:
+    """See `SimResult.hits`."""
+    stats = kv.stats()
+    host = stats.num_loaded_blocks * kv.block_size
+    return {
+        "queried": stats.num_prefix_query_tokens,
+        "device": stats.num_prefix_hit_tokens - host,
+        "host": host,
+        "disk": int(stats.store.get("num_store_hit_tokens", 0)),
+    }
 
 
 class _Columns:
@@ -314,4 +327,5 @@ class _Run:
             wall_s=wall_s,
             digest=self.tap.digest,
             skipped_lines=self.workload.broken.count,
+            hits=hits_by_tier(self.core.kv),
         )

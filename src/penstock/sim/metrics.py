@@ -163,6 +163,7 @@ def metrics(result: SimResult, slo: Slo | None = None) -> dict[str, Any]:
         "prefix_cache": {
             "hit_tokens": int(r.cached.sum()),
             "hit_rate": float(r.cached.sum()) / max(1, prompt),
+            "tokens_by_tier": dict(result.hits),
         },
         "preemptions": {
             "count": stats.num_preemptions,

@@ -76,3 +76,6 @@ class SimResult:
     skipped_lines: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+    hits: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that were found, by the tier that had them; every admission counts, also those after preemptions.
+    "queried": tokens of all prompts that looked."""
