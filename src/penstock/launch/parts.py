@@ -13,7 +13,7 @@ from penstock.core.page_ops import DISK, REMOTE
 from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
-from penstock.launch.kv_store import address_of, block_key
+from penstock.launch.kv_store import address_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -69,7 +69,8 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     offload = offload_of(config.cache.kv_offload)
     if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
-        layout = (block_key(config, offload), storage.planes, storage.pages_per_slab, slots)
+        codec = make_block_codec(config.cache.kv_offload_format, plan.groups, plan.block_size)
+        layout = (block_key(config, offload), storage.planes, storage.pages_per_slab, slots, codec)
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
             tiers[DISK] = BlockFiles(offload.disk.folder, *layout)
