@@ -461,6 +461,18 @@ PST_API int32_t pst_sample(pst_sampler *sampler, pst_pool *pool, pst_sample_row 
 /* 0, or -1; also for tokens that are not in the vocabulary. */
 PST_API int32_t pst_logprobs(pst_sampler *sampler, pst_pool *pool, pst_logprob_row *rows, int32_t count);
 
+/* ---- keys and values as a stream of bits ----------------------------------------------------------------------- */
+
+/* x [layers, tokens, heads, dim] of `dtype` (PST_F32, PST_F16, PST_BF16), at most 4,096 tokens. Numbers are rounded to steps
+ * of bins[layer] quarters of the median range of a head's components; a head that holds no number comes back as none. Returns
+ * the bytes that it takes in `out`, -1 if there are fewer than that, or a shape cannot be.
+ * Source: CacheGen, Liu et al., arXiv 2310.07240, section 5. */
+PST_API int64_t pst_kv_encode(const void *x, int32_t dtype, int32_t layers, int32_t tokens, int32_t heads, int32_t dim,
+                              const float *bins, uint8_t *out, int64_t size);
+/* What pst_kv_encode rounded to, bit for bit. 0, or -1 if it did not write this; then x holds anything. */
+PST_API int32_t pst_kv_decode(const uint8_t *in, int64_t size, int32_t dtype, int32_t layers, int32_t tokens, int32_t heads,
+                              int32_t dim, void *x);
+
 /* ---- limits -------------------------------------------------------------------------------------------------- */
 
 /* Read `bytes` from `data` with all threads of the pool; the sum keeps the reads alive. */

@@ -32,6 +32,7 @@ void test_packing();
 void test_blocks();
 void test_rows();
 void test_streams();
+void test_kv_stream();
 void test_model();
 void test_lines();
 void test_experts();

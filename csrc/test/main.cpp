@@ -79,6 +79,7 @@ int main(int argc, char** argv) {
     run("pool", test_pool);
     run("rows", test_rows);
     run("streams", test_streams);
+    run("kv_stream", test_kv_stream);
     run("model", test_model);
     run("lines", test_lines);
     run("experts", test_experts);

@@ -1,4 +1,4 @@
-"""Codecs of keys and values on nano: what they cost, and which costs less (rows F36, F37, F39, F41).
+"""Codecs of keys and values on nano: what they cost, and which costs less (rows B26, F36, F37, F39, F41).
 
 The built-in sample, one window of 512 tokens and what follows; benchmarks/quality/codecs.py measures the same on more.
 """
@@ -83,6 +83,16 @@ def test_F39_whole_first_tokens_change_something() -> None:
     """What it is worth is in docs/concepts/kv-quantisation.md: on nano nothing that can be told from chance."""
     plain, sinks = ({"dtype": "int2", "recent": RECENT, "sinks": n} for n in (0, 32))
     assert measured(sinks).mean_kl < measured(plain).mean_kl
+
+
+@pytest.mark.parametrize(("more", "fewer"), [("int8", "int4"), ("int4", "int2")])
+def test_B26_keys_need_the_bits_more_than_values(more: str, fewer: str) -> None:
+    """K8V4 before K4V8, at equal bytes (LeanKV)."""
+    keys, values = {"dtype": {"k": more, "v": fewer}}, {"dtype": {"k": fewer, "v": more}}
+    assert bytes_of(keys) == bytes_of(values)
+    a, b = measured(keys), measured(values)
+    assert a.score.perplexity <= b.score.perplexity
+    assert a.mean_kl < 0.6 * b.mean_kl
 
 
 def test_F41_keys_lose_less_when_they_are_turned() -> None:

@@ -16,6 +16,7 @@ from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
+from penstock.core.block_codec import BLOCK_CODECS, PLAIN
 from penstock.core.kv_format import parse_kv_format
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -165,6 +166,12 @@ class CacheConfig(Section):
         None,
         "A file with the secret that engines and a server of blocks (kv_offload remote:HOST:PORT) share: one line of "
         "32 characters or more. Engines may have a second line, which the server has not: it then cannot make blocks.",
+    )
+    kv_offload_format: str = setting(
+        "plain",
+        "How blocks are written there. plain: as they are in memory. cachegen: rounded to some 2.6 bits for a number "
+        "and range-coded, for slow disks and links; tokens may become others. Has blocks of its own.",
+        choices=(PLAIN, *BLOCK_CODECS.names()),
     )
     kv_load_policy: str = setting(
         "wait",

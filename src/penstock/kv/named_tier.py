@@ -105,5 +105,5 @@ class NamedTier:
         elif (get := self._gets.pop(move, None)) is not None:
             path, num_bytes = get
             self.num_loaded += good
-            self.read_bytes += num_bytes * good
+            self.read_bytes += (self.index.num_bytes_of(path) or num_bytes) * good
             self.complete_load((path,), good=good)

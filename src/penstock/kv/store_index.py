@@ -124,7 +124,11 @@ class StoreIndex:
         for path in gone:
             self._forget(path)
         for block in sorted(blocks, key=lambda b: b.tick):
-            if self.wants(block.path):
+            known = self._entries.get(block.path) or self._coming.get(block.path)
+            if known is not None:  # our own: a codec made less of it than was thought
+                self.num_bytes += block.num_bytes - known.num_bytes
+                known.num_bytes = block.num_bytes
+            else:
                 self.tick += 1
                 self._enter(block.path, _Entry(block.num_bytes, self.tick, depth_of(block.path)))
 
@@ -132,6 +136,11 @@ class StoreIndex:
         """How many of the first of these are there, without a gap."""
         entries = self._entries
         return next((n for n, path in enumerate(paths) if path not in entries), len(paths))
+
+    def num_bytes_of(self, path: str) -> int:
+        """What it takes there, as far as is known; 0 if it is not there."""
+        entry = self._entries.get(path)
+        return 0 if entry is None else entry.num_bytes
 
     def touch(self, paths: Iterable[str], tick: int) -> None:
         """They are of use now."""

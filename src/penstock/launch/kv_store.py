@@ -24,6 +24,8 @@ from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
 from penstock.config import EngineConfig
 from penstock.config.offload import DiskStore, OutsideStores, RemoteServer, offload_of
+from penstock.core.block_codec import BLOCK_CODECS, PLAIN, BlockCodec, BlockPart
+from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import DISK, REMOTE
 from penstock.formats.files import quoted
@@ -113,6 +115,7 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
         "device",
         "attention_backend",
         "block_size",
+        "kv_offload_format",
     )
     parts = [
         _version(), ABI, machine, plan.block_size, plan.dtype, plan.kv_dtype, repr(checkpoint.spec),
@@ -124,6 +127,25 @@ def fingerprint(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, machin
 def _version() -> str:
     """Of this package, which imports this room: so it is not imported here."""
     return str(sys.modules["penstock"].__version__)
+
+
+def make_block_codec(name: str, groups: Sequence[CacheGroup], block_size: int) -> BlockCodec | None:
+    """The codec `name` (`kv_offload_format`) for the planes of a block, in the order of its file; None: it is plain.
+
+    Raises ConfigError.
+    """
+    if name == PLAIN:
+        return None
+    kept = [group for group in groups if group.spec.per_token]
+    last = max(1, *(layer for group in kept for layer in group.layers)) if kept else 1
+    parts = []
+    for group in kept:
+        depths = tuple(layer / last for layer in group.layers for _ in range(group.spec.lanes))
+        rows = [(plane, block_size) for plane in group.spec.planes]
+        rows += [(plane, plane.page_rows(block_size)) for plane in group.spec.page_planes]
+        for plane, tokens in rows:
+            parts.append(BlockPart(plane.dtype, depths, tokens, plane.heads // group.spec.lanes, plane.dim))
+    return BLOCK_CODECS.get(name)(tuple(parts))
 
 
 class StoreModel(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from penstock.core.protocols import Drafter
 from penstock.core.selection import KVSelector
 from penstock.kv.virtual import virtual_slabs
 from penstock.kv.vtensor import chunk_blocks, vtensor_model_len
-from penstock.launch.kv_store import address_of, block_key
+from penstock.launch.kv_store import address_of, block_key, make_block_codec
 from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
@@ -80,7 +80,8 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     offload = offload_of(config.cache.kv_offload)
     if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
-        layout = (block_key(config, offload), storage.planes[:num_own], storage.pages_per_slab, slots)
+        codec = make_block_codec(config.cache.kv_offload_format, plan.own_groups, plan.block_size)
+        layout = (block_key(config, offload), storage.planes[:num_own], storage.pages_per_slab, slots, codec)
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
             tiers[DISK] = BlockFiles(offload.disk.folder, *layout)

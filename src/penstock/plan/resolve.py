@@ -13,6 +13,7 @@ from penstock.config.kv_events import parse_kv_events
 from penstock.config.offload import offload_of
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
+from penstock.core.block_codec import BLOCK_CODECS, PLAIN
 from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
@@ -242,6 +243,15 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: 
         problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
     if problem:
         raise ConfigError(f"{field}: {problem}", field=field)
+    if field == "kv_offload" and cache.kv_offload_format != PLAIN:
+        known = BLOCK_CODECS.traits(cache.kv_offload_format).dtypes
+        kept = {plane.dtype for g in groups if g.spec.per_token for plane in (*g.spec.planes, *g.spec.page_planes)}
+        if not kept <= {*known}:
+            raise ConfigError(
+                f"kv_offload_format: {cache.kv_offload_format} writes {', '.join(known)}, and kv_cache_dtype "
+                f"{cache.kv_cache_dtype} keeps {', '.join(sorted(kept - {*known}))}; use plain, or another type",
+                field="kv_offload_format",
+            )
 
 
 def _check_events(config: EngineConfig, groups: tuple[CacheGroup, ...]) -> None:

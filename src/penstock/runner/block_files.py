@@ -1,8 +1,9 @@
 """Blocks as files: written behind the steps and read beside them, by threads.
 
 A file is a header of 16 bytes (magic, length of what follows it), the pages of every plane of every group one after
-the other, and an HMAC-SHA256 of its path, header and pages. It gets its name by a rename when it is whole. Whatever is
-wrong with one - short, changed, another block's, not there, a disk that does not answer - is a miss.
+the other (or what a codec has made of them), and an HMAC-SHA256 of its path, header and pages. It gets its name by a
+rename when it is whole. Whatever is wrong with one - short, changed, another block's, not there, a disk that does not
+answer - is a miss.
 
 Content is not encrypted: who can read the folder can read what was computed from the texts.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.block_codec import BlockCodec
 from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.ops.plan import Planes
 
@@ -61,11 +63,19 @@ class BlockFiles:
         secret: of the folder.
         planes: the device's, per group, as `Storage.planes`; `widths`: pages of a slab of each group.
         slots: groups whose pages are states: they have files of their own.
+        codec: of blocks; states are written as they are.
     """
 
     def __init__(
-        self, folder: Path, secret: bytes, planes: Sequence[Planes], widths: Sequence[int], slots: Collection[int] = ()
+        self,
+        folder: Path,
+        secret: bytes,
+        planes: Sequence[Planes],
+        widths: Sequence[int],
+        slots: Collection[int] = (),
+        codec: BlockCodec | None = None,
     ) -> None:
+        self._codec = codec
         self._folder = folder
         self._key = secret
         self._planes, self._widths = planes, widths
@@ -216,9 +226,11 @@ class BlockFiles:
             return
         op, copy = order
         good = True
-        seal(self._key, op.path, copy)
         try:
-            good = self._write(op.path, copy)
+            coded = self._coded(op.path, copy)
+            if good := coded is not None:
+                seal(self._key, op.path, coded)
+                good = self._write(op.path, coded)
         except (OSError, ValueError) as error:
             good = False
             self._paused_s = time.monotonic() + RETRY_S
@@ -230,6 +242,13 @@ class BlockFiles:
             self._waiting_bytes -= len(copy) - OVERHEAD
             if len(copy) == self._bytes[False] + OVERHEAD:
                 self._free.append(copy)
+
+    def _coded(self, path: str, copy: bytearray) -> bytearray | None:
+        """As it is written; None if the codec makes no less of it, and it is not."""
+        if self._codec is None or path.endswith(STATE):
+            return copy
+        data = self._codec.encode(memoryview(copy)[16:-MAC_BYTES])
+        return None if data is None else bytearray(16) + data + bytes(MAC_BYTES)
 
     def _miss(self, reason: str) -> bool:
         """One block was not read. False."""
@@ -298,15 +317,17 @@ class BlockFiles:
                 self._done.notify_all()
 
     def _read(self, path: str, into: bytearray) -> bool:
+        codec = None if path.endswith(STATE) else self._codec
         try:
             self.trouble("store-read", self._folder / path)
             # NONBLOCK: a pipe of this name must not make us wait; on files it means nothing.
             fd = os.open(self._folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 info = os.fstat(fd)
-                size = len(into) if stat.S_ISREG(info.st_mode) and info.st_size == len(into) else 0
+                fits = info.st_size == len(into) if codec is None else OVERHEAD <= info.st_size <= len(into)
+                size = info.st_size if stat.S_ISREG(info.st_mode) and fits else 0
                 view, at = memoryview(into), 0
-                while at < size and (num := os.readv(fd, [view[at:]])):
+                while at < size and (num := os.readv(fd, [view[at:size]])):
                     at += num
                 os.utime(fd)
             finally:
@@ -320,11 +341,15 @@ class BlockFiles:
 
     def _is_good(self, path: str, into: bytearray, size: int) -> bool:
         """Whether the block, of which so many bytes were read, is what was written under its name."""
-        end = len(into) - MAC_BYTES
-        head = MAGIC + (end - 16).to_bytes(8, "little")
-        if size != len(into):
+        codec = None if path.endswith(STATE) else self._codec
+        end = size - MAC_BYTES
+        head = MAGIC + max(0, end - 16).to_bytes(8, "little")
+        view = memoryview(into)
+        if not OVERHEAD <= size <= len(into) or (codec is None and size != len(into)):
             reason = "short"
-        elif into[:16] == head and hmac.compare_digest(into[end:], mac_of(self._key, path, memoryview(into)[:end])):
+        elif into[:16] != head or not hmac.compare_digest(into[end:size], mac_of(self._key, path, view[:end])):
+            reason = "changed"
+        elif codec is None or codec.decode(memoryview(into[16:end]), view[16:-MAC_BYTES]):
             return True
         else:
             reason = "changed"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from penstock.core.block_codec import BlockCodec
 from penstock.ops.plan import Planes
 from penstock.runner.block_files import BlockFiles
 from penstock.runner.block_peer import Address, peer_of
@@ -22,8 +23,9 @@ class RemoteBlocks(BlockFiles):
         planes: Sequence[Planes],
         widths: Sequence[int],
         slots: Collection[int] = (),
+        codec: BlockCodec | None = None,
     ) -> None:
-        super().__init__(Path(), secret, planes, widths, slots)
+        super().__init__(Path(), secret, planes, widths, slots, codec)
         self._peer = peer_of(address)
         self._bad: set[str] = set()
 

@@ -60,6 +60,7 @@ LABELS: dict[str, Label] = {
     "enable_hierarchical_cache": _SYSTEM,
     "kv_offload": _SYSTEM,
     "kv_offload_secret_file": _SYSTEM,
+    "kv_offload_format": _NUMBERS,
     "kv_load_policy": _SYSTEM,
     "kv_pin_share": _SYSTEM,
     "kv_offload_eviction": _SYSTEM,
@@ -83,6 +84,7 @@ LABELS: dict[str, Label] = {
 VALUES: dict[tuple[str, Any], Label | None] = {
     ("kv_selector", "none"): None,
     ("quantization", "none"): None,
+    ("kv_offload_format", "plain"): None,
     ("kv_cache_dtype", "auto"): _NUMBERS,
     **{("kv_cache_dtype", codec): _NUMBERS for codec in KV_CODECS if not KV_CODECS.traits(codec).quantises},
 }

@@ -325,6 +325,14 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "pst_sampler_free": (None, [c.c_void_p]),
     "pst_sample": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
     "pst_logprobs": (c.c_int32, [c.c_void_p, c.c_void_p, c.c_void_p, c.c_int32]),
+    "pst_kv_encode": (
+        c.c_int64,
+        [c.c_void_p, c.c_int32, c.c_int32, c.c_int32, c.c_int32, c.c_int32, c.c_void_p, c.c_void_p, c.c_int64],
+    ),
+    "pst_kv_decode": (
+        c.c_int32,
+        [c.c_void_p, c.c_int64, c.c_int32, c.c_int32, c.c_int32, c.c_int32, c.c_int32, c.c_void_p],
+    ),
     "pst_read": (c.c_uint64, [c.c_void_p, c.c_void_p, c.c_int64]),
     "pst_multiply": (c.c_int64, [c.c_void_p, c.c_int32, c.c_int32, c.c_int64]),
 }
