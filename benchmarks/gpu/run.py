@@ -54,7 +54,7 @@ class Run:
         self.began_s = time.monotonic()
         self.end_s = self.began_s + 60 * args.minutes
         self.started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.log = ""
+        self.log, self.workers = "", 0
         self.broken: dict[str, str] = {}
         """Stages that did not end by themselves, and why."""
 
@@ -90,7 +90,8 @@ class Run:
         left_s = self.end_s - time.monotonic()
         command = [sys.executable, "-m", self.worker, str(self.lines), ",".join(todo), "--device",
                    self.args.device, "--seconds", f"{left_s:.1f}", *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
-        log = self.out / "worker.log"
+        log = self.out / f"worker-{self.workers}.log"
+        self.workers += 1
         old = len(self.entries())
         with log.open("w", encoding="utf-8") as errors:
             worker = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True, cwd=ROOT)

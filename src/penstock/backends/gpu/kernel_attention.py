@@ -48,7 +48,7 @@ class KernelAttention(TorchAttention):
         if cache is None:
             self.counts["torch"] += 1
             return super().attend(
-                q, step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
+                q.float(), step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
                 soft_cap=soft_cap, slopes=slopes, sinks=sinks, rotation=rotation, kept=kept, pages=pages,
             )  # fmt: skip
         rule = Rule(scale, window, chunk, soft_cap, slopes, sinks)

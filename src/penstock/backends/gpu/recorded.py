@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.backends.gpu.step import HostRead
 
@@ -151,7 +151,7 @@ def _again(func: Any, args: Any, named: Any, out: Any) -> None:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else [x for x in out if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
 
 @contextmanager
