@@ -32,8 +32,11 @@ class Bench:
         known: figures so far, those of earlier processes included: name -> value.
     """
 
-    def __init__(self, device: str, tiny: bool, lines: Path, until_s: float = float("inf")) -> None:
-        """`device`: as the setting of this name: cuda, cuda:N or cpu-torch."""
+    def __init__(
+        self, device: str, tiny: bool, lines: Path, until_s: float = float("inf"), *, depth: int = 1
+    ) -> None:  # fmt: skip
+        """`device`, `depth`: as the settings of these names: cuda, cuda:N or cpu-torch; steps in flight."""
+        self.depth = depth
         self.name = device
         self.device = torch.device("cpu" if device == "cpu-torch" else device)
         self.tiny = tiny

@@ -133,6 +133,7 @@ def engine_on(
 ) -> Machine:  # fmt: skip
     """`num_seqs` sequences of `num_tokens` tokens fit, or of `in_all` tokens altogether; a step takes at most `budget`
     tokens of prompts."""
+    settings = {"depth": bench.depth, **settings}
     config = from_kwargs(model="(random)", device=bench.name, enable_prefix_caching=False, **settings)
     block = config.cache.block_size
     groups = cache_groups(spec, kv_dtype)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.gpu.kernels.attention_decode import (
+    LOG2_E,
     Cache,
     Rule,
     capped,
@@ -59,15 +60,19 @@ def _tile(
     s_at = page * scale_page + place * scale_slot
     if SCALED:
         s = s * load_number(key_scales + s_at, mask=there, other=0.0)[None, :]
-    s = capped(s * scale, CAP)
+    # Shares are powers of two: with no more to do a score is multiplied once, as its exponent.
+    power = scale * LOG2_E
+    if CAP is not None or ALIBI:
+        s = capped(s * scale, CAP)
+        power = scale * 0.0 + LOG2_E
     if ALIBI:
         s = s - slope[:, None] * (p[:, None] - n[None, :]).to(tl.float32)
     if MASKED:
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= p[:, None]), s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
-    base_m = tl.where(new == float("-inf"), 0.0, new)
-    weights = tl.exp(s - base_m[:, None])
-    alpha = tl.exp(m - base_m)
+    base_m = tl.where(new == float("-inf"), 0.0, new) * power
+    weights = tl.exp2(s * power - base_m[:, None])
+    alpha = tl.exp2(m * power - base_m)
     total = total * alpha + tl.sum(weights, 1)
     if SCALED:
         weights = weights * load_number(value_scales + s_at, mask=there, other=0.0)[None, :]
@@ -115,6 +120,8 @@ def _prefill(
         slope = load_number(slopes + head, mask=own, other=0.0)
     if SINKS:
         m = load_number(sinks + head, mask=own, other=0.0)
+        if CAP is None and not ALIBI:
+            m = m / scale  # as scores that are still to be scaled
         total = total + 1.0
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     table = pages + b.to(tl.int64) * pages_stride
@@ -178,14 +185,14 @@ def attend_rows(
     products, wide = products_of(q, cache, operands), padded(width)
     # What keeps registers and shared memory within every target: `tools/gpu_kernels.py`.
     codes = cache.keys.element_size() == 1
-    rows, warps, stages = 128, 8, 3
+    rows, warps, stages = 64, 4, 3
     if wide > 128:
         rows, warps, stages = 32, 4, 2
     elif products == "float32":
-        rows, stages = 32, 2
+        rows, warps, stages = 32, 8, 2
     elif codes:
-        rows, stages = 64, 1
-    tile = tile_of(size, 32)
+        warps, stages = 8, 1
+    tile = tile_of(size, 16 if products == "float32" else 32)
     if shape is not None:
         rows, tile, warps, stages = shape
     rows = min(rows, padded(longest * group))
