@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 _HEAD_START = 2_000_000
 """Cycles of the device, about a millisecond, in which the host starts what is measured."""
 

@@ -54,8 +54,8 @@ def logits(bench: Bench, name: str, dtype: str = "float32") -> None:
     may = TOLERANCE if dtype == "float32" else ROUNDED
     good = bool(np.isfinite(got).all()) and off <= may
     label = name if dtype == "float32" else f"{name}.{dtype}"
-    bench.check(f"logits.{label}", good, f"{'largest' if dtype == 'float32' else 'median'} difference {off:.1e} of the largest logit; "
-                f"{may:.0e} may be")  # fmt: skip
+    kind = "largest" if dtype == "float32" else "median"
+    bench.check(f"logits.{label}", good, f"{kind} difference {off:.1e} of the largest logit; {may:.0e} may be")
 
 
 def tokens(bench: Bench, name: str) -> None:

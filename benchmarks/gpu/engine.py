@@ -45,9 +45,8 @@ def stage(name: str) -> Callable[[Bench], None]:
             bench.attempt(f"{name}.decode1", lambda: decode(bench, name, machine, 1, context))
             bench.attempt(f"{name}.host", lambda: host_share(bench, name, machine, 1, context))
             bench.attempt(f"{name}.decode{batch}", lambda: decode(bench, name, machine, batch, context))
-            bench.attempt(
-                f"{name}.host{batch}", lambda: host_share(bench, f"{name}.rows{batch}", machine, batch, context)
-            )
+            rows = f"{name}.rows{batch}"
+            bench.attempt(rows, lambda: host_share(bench, rows, machine, batch, context))
             bench.attempt(f"{name}.prefill", lambda: prefill(bench, name, machine, prompt))
         made.clear()
         _free(bench)

@@ -266,6 +266,7 @@ def _draw(launcher: Any, device: torch.device) -> Results:
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
     "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
-    "product_int4": _product(4), "product_fixed": _product(16), "product_row": _row, "coded_row": _coded_row, "experts": _experts, "argmax": _argmax, "draw": _draw,
+    "product_int4": _product(4), "product_fixed": _product(16),
+    "product_row": _row, "coded_row": _coded_row, "experts": _experts, "argmax": _argmax, "draw": _draw,
 }  # fmt: skip
 """By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""

@@ -89,7 +89,8 @@ class Run:
         """One worker, until it is done or has to be ended."""
         left_s = self.end_s - time.monotonic()
         command = [sys.executable, "-m", self.worker, str(self.lines), ",".join(todo), "--device",
-                   self.args.device, "--seconds", f"{left_s:.1f}", "--depth", str(self.args.depth), *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
+                   self.args.device, "--seconds", f"{left_s:.1f}", "--depth", str(self.args.depth),
+                   *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
         log = self.out / f"worker-{self.workers}.log"
         self.workers += 1
         old = len(self.entries())

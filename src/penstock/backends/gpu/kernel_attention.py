@@ -32,8 +32,8 @@ class KernelAttention(TorchAttention):
     name, reads_tables = "triton", True
 
     def __init__(self, *, prompts: bool = True) -> None:
-        """`prompts`: many tokens of a sequence by the kernel for prompts, whose bits are not those of the other; and cuts
-        that a row's company decides."""
+        """`prompts`: many tokens of a sequence by the kernel for prompts, whose bits are not those of the other; and
+        cuts that a row's company decides."""
         self._prompts = prompts
         self.counts = {"tokens": 0, "rows": 0, "torch": 0}
 

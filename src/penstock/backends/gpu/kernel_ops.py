@@ -41,8 +41,8 @@ class KernelTable(OpTable):
     """
 
     def __init__(self, base: OpTable, *, invariant: bool = False) -> None:
-        own: dict[str, Op] = {name: getattr(self, name)
-                              for name in ("linear", "rms_norm", "layer_norm", "activate_gated", "columns")}  # fmt: skip
+        names = ("linear", "rms_norm", "layer_norm", "activate_gated", "columns")
+        own: dict[str, Op] = {name: getattr(self, name) for name in names}
         super().__init__("triton", {**base, **own}, batch_invariant=invariant or base.batch_invariant)
         self._base, self._invariant = base, invariant
         self._fused: dict[str, Op] = {name: getattr(self, name) for name in FUSED}
@@ -180,7 +180,7 @@ def _type(narrow: str | None) -> torch.dtype:
 def _product(x: Tensor, weight: Tensor, into: torch.dtype) -> Tensor:
     """Added in float32, and rounded once."""
     if into == torch.float32:
-        return torch.mm(x, weight.t(), out_dtype=into)  # type: ignore[call-overload,no-any-return]
+        return torch.mm(x, weight.t(), out_dtype=into)
     return torch.mm(x, weight.t())
 
 

@@ -3,9 +3,9 @@
 As with a graph, Python runs once: an operation finds its arguments where they were, a number that Python read is the
 number it was, and every result lands where it landed first. Memory that was there before is not kept alive: a run that
 finds it gone is an error here (a GPU reads what others have put there). Graphs that share a pool overwrite each other's
-results, so a run spoils those of the others. What a CUDA graph refuses (to read a tensor from the host, or sizes that follow from
-what is in one) is refused here, too; what is copied from the host is not, unless it comes by `torch.tensor`. Launches
-of Triton's interpreter are recorded whole.
+results, so a run spoils those of the others. What a CUDA graph refuses (to read a tensor from the host, or sizes that
+follow from what is in one) is refused here, too; what is copied from the host is not, unless it comes by
+`torch.tensor`. Launches of Triton's interpreter are recorded whole.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Outside:
         """Raises: RuntimeError if its memory is gone."""
         if self._memory.expired():
             raise RuntimeError(f"a graph's {self._op} reads memory that nobody holds any more")
-        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)  # type: ignore[attr-defined]
+        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         return torch.empty(0, dtype=self._dtype).set_(memory, *self._view)
 
 

@@ -1,9 +1,10 @@
 """Attention of single tokens over paged keys and values, with the keys split at fixed positions.
 
-A sequence's keys are cut at multiples of `split`, counted from position 0. One program reduces one token's query heads of
-one kv head over one cut; a second kernel puts the cuts together in order. So with one size of cuts a token's bits depend
-on its own position and nothing else: neither on the batch, nor on how many of its sequence's tokens run beside it. A tree of drafts is read
-along each node's path, so an accepted node has the bits that plain decoding would have given.
+A sequence's keys are cut at multiples of `split`, counted from position 0. One program reduces one token's query heads
+of one kv head over one cut; a second kernel puts the cuts together in order. So with one size of cuts a token's bits
+depend on its own position and nothing else: neither on the batch, nor on how many of its sequence's tokens run beside
+it. A tree of drafts is read along each node's path, so an accepted node has the bits that plain decoding would have
+given.
 
 Source: Dao, "Flash-Decoding" (2023); Milakov and Gimelshein, arXiv 1805.02867 (online softmax).
 Shape letters: T tokens, B sequences, H query heads, G kv heads, D key dim, W value dim, S block size, M blocks.

@@ -197,16 +197,16 @@ def _launch(
     cuts = max(1, min(_FILL // triton.cdiv(m, rows), tiles // 4))
     per_cut = triton.cdiv(tiles, cuts) * tile
     cuts = triton.cdiv(k, per_cut)
-    into = out if cuts == 1 else torch.empty((cuts, t, m), dtype=torch.float32, device=x.device)
+    target = out if cuts == 1 else torch.empty((cuts, t, m), dtype=torch.float32, device=x.device)
     name = operands_of(operands)
     _product[triton.cdiv(m, rows), triton.cdiv(t, width), cuts](
-        x, codes, scales, zeros, bias, into, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
+        x, codes, scales, zeros, bias, target, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
         0 if scales is None else scales.stride(0),
         K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=how.zeros_are,
         OFFSET=float(0 if how.zeros_are != "none" else how.offset), BIAS=bias is not None, OPERANDS=name,
         CODE=how.code, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
     )  # fmt: skip
     if cuts > 1:
-        _add_cuts[triton.cdiv(t * m, 1024),](into, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
+        _add_cuts[triton.cdiv(t * m, 1024),](target, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
                                              num_warps=4, **LAUNCH)  # fmt: skip
     return out
