@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+_HEAD_START = 2_000_000
+"""Cycles of the device, about a millisecond, in which the host starts what is measured."""
+
 
 class Stop(Exception):
     """A measurement that cannot be made, with the reason. The stage goes on."""
@@ -28,8 +31,11 @@ class Bench:
         known: figures so far, those of earlier processes included: name -> value.
     """
 
-    def __init__(self, device: str, tiny: bool, lines: Path, until_s: float = float("inf")) -> None:
-        """`device`: as the setting of this name: cuda, cuda:N or cpu-torch."""
+    def __init__(
+        self, device: str, tiny: bool, lines: Path, until_s: float = float("inf"), *, depth: int = 1
+    ) -> None:  # fmt: skip
+        """`device`, `depth`: as the settings of these names: cuda, cuda:N or cpu-torch; steps in flight."""
+        self.depth = depth
         self.name = device
         self.device = torch.device("cpu" if device == "cpu-torch" else device)
         self.tiny = tiny
@@ -94,7 +100,8 @@ class Bench:
     def seconds(self, work: Callable[[], object], repeats: int = 20, warm: int = 3) -> dict[str, Any]:
         """Of one call, from its start until the device is done: median, low and high of at most `repeats`.
 
-        On a GPU the device's own clock (events) around each call, after `warm` calls that compile; fewer repeats where
+        On a GPU the device's own clock (events) around each call, after `warm` calls that compile, and the device is
+        kept waiting until the host has started all of it: what is measured is the device's part. Fewer repeats where
         one takes long.
         """
         for _ in range(warm):
@@ -118,6 +125,7 @@ class Bench:
             return time.perf_counter() - began
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()

@@ -129,17 +129,19 @@ class Machine(msgspec.Struct):
 
 def engine_on(
     bench: Bench, spec: ModelSpec, *, num_seqs: int, num_tokens: int, budget: int, codes: str = "none",
-    kv_dtype: str = "bfloat16", backend: Any = None, **settings: Any,
+    kv_dtype: str = "bfloat16", backend: Any = None, in_all: int | None = None, **settings: Any,
 ) -> Machine:  # fmt: skip
-    """`num_seqs` sequences of `num_tokens` tokens fit; a step takes at most `budget` tokens of prompts."""
+    """`num_seqs` sequences of `num_tokens` tokens fit, or of `in_all` tokens altogether; a step takes at most `budget`
+    tokens of prompts."""
+    settings = {"depth": bench.depth, **settings}
     config = from_kwargs(model="(random)", device=bench.name, enable_prefix_caching=False, **settings)
     block = config.cache.block_size
     groups = cache_groups(spec, kv_dtype)
-    slabs = tuple(num_seqs * (-(-num_tokens // block) + 1) for _ in groups)
+    slabs = tuple(-(-(in_all or num_seqs * num_tokens) // block) + num_seqs for _ in groups)
     plan = Plan(
         dtype="bfloat16", kv_dtype=kv_dtype, max_model_len=num_tokens, block_size=block, groups=groups,
         num_slabs=slabs, max_num_seqs=num_seqs, max_num_batched_tokens=budget, long_prefill_token_threshold=0,
-        step_tokens=tokens_in_flight(config, num_tokens, budget), kv_capacity_tokens=num_seqs * num_tokens,
+        step_tokens=tokens_in_flight(config, num_tokens, budget), kv_capacity_tokens=slabs[0] * block,
         weight_bytes=0, kv_bytes=sum(n * g.slab_bytes(block) for n, g in zip(slabs, groups, strict=True)),
         num_host_slabs=(0,) * len(groups),
     )  # fmt: skip

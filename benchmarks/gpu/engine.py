@@ -35,7 +35,7 @@ def stage(name: str) -> Callable[[Bench], None]:
         def make() -> None:
             began = time.perf_counter()
             made.append(engine_on(bench, spec, num_seqs=batch, num_tokens=max(prompt, context) + 2 * SPARE,
-                                  budget=prompt))  # fmt: skip
+                                  in_all=max(prompt, batch * context) + 2 * batch * SPARE, budget=prompt))  # fmt: skip
             bench.sync()
             bench.figure(f"{name}.made_s", time.perf_counter() - began, "s", said="random weights, made on the device")
             bench.figure(f"{name}.weight_bytes", made[0].weight_bytes, "B")
@@ -45,6 +45,8 @@ def stage(name: str) -> Callable[[Bench], None]:
             bench.attempt(f"{name}.decode1", lambda: decode(bench, name, machine, 1, context))
             bench.attempt(f"{name}.host", lambda: host_share(bench, name, machine, 1, context))
             bench.attempt(f"{name}.decode{batch}", lambda: decode(bench, name, machine, batch, context))
+            rows = f"{name}.rows{batch}"
+            bench.attempt(rows, lambda: host_share(bench, rows, machine, batch, context))
             bench.attempt(f"{name}.prefill", lambda: prefill(bench, name, machine, prompt))
         made.clear()
         _free(bench)
@@ -119,8 +121,7 @@ def decode(bench: Bench, label: str, machine: Machine, batch: int, context: int)
         began = time.monotonic()
         while len(samples) < num and (len(samples) < 3 or time.monotonic() - began < 0.25 * bench.left_s()):
             start_s = time.perf_counter()
-            out = machine.core.step()
-            bench.sync()
+            out = machine.core.step()  # its tokens are here: with one step in flight the device is done
             samples.append(time.perf_counter() - start_s)
             produced = sum(len(o.token_ids) for o in out)
             if produced != batch:
@@ -155,6 +156,14 @@ def prefill(bench: Bench, label: str, machine: Machine, length: int) -> None:
         if time.monotonic() - began > 0.3 * bench.left_s():
             break
     took = samples[1:] or samples
+    if bench.left_s() > 5:
+
+        def prompt() -> None:
+            ask(machine.core, 20_000, length, 1, machine.spec.vocab_size)
+            while machine.core.has_work:
+                machine.core.step()
+
+        bench.note(f"{label}.prefill.microseconds", str(_busy(bench, prompt, 1)[2]))
     flops = prefill_flops(machine.spec, length)
     best = statistics.median(took)
     said = f"{length} tokens in one step, the median of {len(took)}" + ("" if samples[1:] else "; the first, cold")
@@ -199,11 +208,11 @@ def host_share(bench: Bench, label: str, machine: Machine, batch: int, context: 
             core.step()
         bench.sync()
         wall_s = (time.perf_counter() - start_s) / num
-        busy_s, kernels = _busy(bench, core.step, num)
+        busy_s, kernels, by_kernel = _busy(bench, core.step, num)
         waits = _waits(bench, core.step)
     finally:
         finish(machine)
-    bench.figure(f"{label}.kernels_per_step", kernels, "launches")
+    bench.figure(f"{label}.kernels_per_step", kernels, "launches", microseconds=by_kernel)
     if bench.device.type != "cuda":
         bench.note(f"{label}.host_share", "the CPU is both host and device")
     else:
@@ -212,8 +221,8 @@ def host_share(bench: Bench, label: str, machine: Machine, batch: int, context: 
         bench.figure(f"{label}.waits_per_step", sum(waits.values()), "waits", places=dict(waits.most_common(20)))
 
 
-def _busy(bench: Bench, step: Callable[[], object], num: int) -> tuple[float, float]:
-    """Seconds that the device worked, and its operations, per step."""
+def _busy(bench: Bench, step: Callable[[], object], num: int) -> tuple[float, float, dict[str, float]]:
+    """Per step: seconds that the device worked, its operations, and microseconds of those that took most."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = bench.device.type == "cuda"
@@ -222,14 +231,18 @@ def _busy(bench: Bench, step: Callable[[], object], num: int) -> tuple[float, fl
             step()
         bench.sync()
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == kind)
+    events = [e for e in seen.events() if e.device_type == kind]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    took: Counter[str] = Counter()
+    for event in events:
+        took[event.name[:80]] += event.time_range.end - event.time_range.start
     if on_gpu and not spans:
         raise Stop("the profiler saw nothing on the device")
     busy, reached = 0.0, float("-inf")
     for first, last in spans:  # what overlaps counts once
         busy += max(0.0, last - max(first, reached))
         reached = max(reached, last)
-    return busy / num / 1e6, len(spans) / num
+    return busy / num / 1e6, len(spans) / num, {name: round(us / num, 1) for name, us in took.most_common(16)}
 
 
 def _waits(bench: Bench, step: Callable[[], object]) -> Counter[str]:

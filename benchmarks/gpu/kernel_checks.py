@@ -176,6 +176,24 @@ def _product(bits: int) -> Callable[[Any, torch.device], Results]:
     return each
 
 
+def _row(launcher: Any, device: torch.device) -> Results:
+    for outputs, inputs in ((96, 512), (130, 300), (4096, 4096)):
+        x, weight, bias = _normal(1, 1, inputs), _normal(2, outputs, inputs).to(torch.bfloat16), _normal(3, outputs)
+        out = launcher(x.to(device), weight.to(device), bias.to(device))
+        yield f"{inputs} to {outputs}", _off(out, x.double() @ weight.double().t() + bias.double()), 1e-5
+
+
+def _coded_row(launcher: Any, device: torch.device) -> Results:
+    for outputs, inputs, group, bits in ((96, 512, 128, 4), (130, 256, 64, 8), (64, 4096, 32, 4), (70, 384, 128, 4)):
+        draw = torch.Generator().manual_seed(2)
+        x, scales = _normal(1, 1, inputs), _normal(3, outputs, inputs // group).abs() + 0.1
+        wide = scales.double().repeat_interleave(group, 1)
+        codes = torch.randint(0, 16 if bits == 4 else 256, (outputs, inputs), generator=draw)
+        held = (codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes).to(torch.uint8)
+        out = launcher(x.to(device), held.to(device), scales.to(device), bits=bits, offset=8)
+        yield f"{inputs} to {outputs}, {bits} bits", _off(out, x.double() @ ((codes.double() - 8) * wide).t()), 2e-4
+
+
 def _experts(launcher: Any, device: torch.device) -> Results:
     """Experts with gates, floats and int4, fewer and more pairs of an expert than its narrow tiles have."""
     stack: Any = import_module(f"{KERNELS}.experts").Stack
@@ -248,6 +266,7 @@ def _draw(launcher: Any, device: torch.device) -> Results:
 CHECKS: dict[str, Callable[[Any, torch.device], Results]] = {
     "attention_decode": _attention(False), "attention_prefill": _attention(True), "rms_norm": _norm(False),
     "layer_norm": _norm(True), "activate_gated": _gates, "rope_write": _rope, "product_int8": _product(8),
-    "product_int4": _product(4), "product_fixed": _product(16), "experts": _experts, "argmax": _argmax, "draw": _draw,
+    "product_int4": _product(4), "product_fixed": _product(16),
+    "product_row": _row, "coded_row": _coded_row, "experts": _experts, "argmax": _argmax, "draw": _draw,
 }  # fmt: skip
 """By the names of the list of kernels. Tolerances are those of the operands' types on tensor cores."""

@@ -54,7 +54,7 @@ class Run:
         self.began_s = time.monotonic()
         self.end_s = self.began_s + 60 * args.minutes
         self.started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.log = ""
+        self.log, self.workers = "", 0
         self.broken: dict[str, str] = {}
         """Stages that did not end by themselves, and why."""
 
@@ -89,8 +89,10 @@ class Run:
         """One worker, until it is done or has to be ended."""
         left_s = self.end_s - time.monotonic()
         command = [sys.executable, "-m", self.worker, str(self.lines), ",".join(todo), "--device",
-                   self.args.device, "--seconds", f"{left_s:.1f}", *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
-        log = self.out / "worker.log"
+                   self.args.device, "--seconds", f"{left_s:.1f}", "--depth", str(self.args.depth),
+                   *(["--tiny"] if self.args.tiny else [])]  # fmt: skip
+        log = self.out / f"worker-{self.workers}.log"
+        self.workers += 1
         old = len(self.entries())
         with log.open("w", encoding="utf-8") as errors:
             worker = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True, cwd=ROOT)
@@ -172,7 +174,7 @@ def result(entries: list[dict[str, Any]], run: Run) -> dict[str, Any]:
     told = {k: v for k, v in about.items() if k not in ("stage", "kind")}
     return {
         "about": {"started": run.started, "seconds": round(time.monotonic() - run.began_s, 1), "minutes": args.minutes,
-                  "tiny": args.tiny, "commit": commit(), **driver(), **told},
+                  "tiny": args.tiny, "depth": args.depth, "commit": commit(), **driver(), **told},
         "goals": judged(figures, why_not),
         "stages": stages,
     }  # fmt: skip
@@ -207,6 +209,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu-torch")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all stages")
     parser.add_argument("--only", default=",".join(NAMES), help=f"some of: {', '.join(NAMES)}")
+    parser.add_argument("--depth", type=int, default=1, help="steps in flight")
     parser.add_argument("--tiny", action="store_true", help="shapes for trying the script")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--dry-run", action="store_true", help="no GPU: which operations a step would run there")

@@ -50,12 +50,13 @@ def main() -> int:
     parser.add_argument("stages")
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--seconds", type=float, required=True, help="for all of them")
     args = parser.parse_args()
     end_s = time.monotonic() + args.seconds
     if args.tiny:
         torch.set_num_threads(1)
-    bench = Bench(args.device, args.tiny, args.lines)
+    bench = Bench(args.device, args.tiny, args.lines, depth=args.depth)
     bench.write("about", **about(bench))
     torch.manual_seed(0)
     named = args.stages.split(",")

@@ -131,6 +131,33 @@ def test_long_contexts_are_cut_at_fixed_positions(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(run("decode", alone, rule)[0], out[b])
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_smaller_cuts_say_the_same(size: int) -> None:
+    """Over more cuts than are put together at once, and with a window that begins behind some."""
+    step = naive.paged_step(7, (1233, 63), (1, 1), heads=2, kv_heads=1, dims={"k": 16, "v": 16}, size=32)
+    most = int(step.positions.max())
+    cache = decode.Cache(step.planes["k"], step.planes["v"], step.pages)
+    for rule in (rule_of(2), rule_of(2, window=400, sinks=True)):
+        out = decode.attend_tokens(step.q, cache, rule, step.query_start_loc, step.positions, most, split=size)
+        assert far(out, naive.attention(step, rule)) < TOLERANCE["float32"]
+
+
+def test_few_programs_have_smaller_cuts() -> None:
+    assert [decode.split_of(n, 4095) for n in (8, 16, 64, 512)] == [128, 128, 512, 512]
+    assert decode.split_of(8, 32767) == 512
+    assert decode.split_of(1, 0) == 128
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 4, 2), (16, 128, 4, 2), (128, 32, 4, 1)])
+def test_tiles_of_several_pages(shape: tuple[int, int, int, int]) -> None:
+    """Of prompts: pages of 32 tokens, one of which is gone, and tiles that some rows see in part."""
+    step = naive.paged_step(8, (170, 3), (40, 77), heads=4, kv_heads=2, dims={"k": 16, "v": 16}, size=32)
+    cache = prefill.Cache(step.planes["k"], step.planes["v"], step.pages)
+    for rule in (rule_of(4), rule_of(4, window=70, sinks=True), rule_of(4, chunk=48), rule_of(4, soft_cap=2.0)):
+        out = prefill.attend_rows(step.q, cache, rule, step.query_start_loc, step.positions, 77, shape=shape)
+        assert far(out, naive.attention(step, rule)) < TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("kernel", ["decode", "prefill"])
 def test_pages_before_the_window_may_be_gone(kernel: str) -> None:
     step = naive.paged_step(8, (70,), (3,), dims={"k": 16, "v": 16}, drop=3)

@@ -15,6 +15,7 @@ from tests.stored import random_stored  # noqa: E402
 
 products: Any = pytest.importorskip("penstock.backends.gpu.kernels.products", reason=naive.ABSENT)
 from penstock.backends.gpu.kernel_ops import KernelTable  # noqa: E402
+from penstock.backends.gpu.kernels import row_products as rows  # noqa: E402
 
 
 def normal(seed: int, *shape: int) -> Any:
@@ -61,6 +62,44 @@ def test_int4(tokens: int, outputs: int, inputs: int, group: int, zeros: bool) -
     assert 1e-5 < far(products.product_int4(x, packed, scales, zero, bias), wanted) < 1e-2
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 192), (33, 100), (5, 4096), (130, 2100)])
+@pytest.mark.parametrize("kind", list(naive.FLOATS))
+def test_a_row_of_floats(outputs: int, inputs: int, kind: str) -> None:
+    x, w, bias = normal(1, 1, inputs), normal(2, outputs, inputs).to(naive.FLOATS[kind]), normal(3, outputs)
+    wanted = x.double() @ w.double().t()
+    assert far(rows.product_row(x, w), wanted) < 1e-6, "x is not narrowed"
+    assert far(rows.product_row(x, w, bias * 50), wanted + bias.double() * 50) < 1e-6
+    assert rows.product_row(x, w, into=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [
+    (70, 192, 32), (16, 128, 64), (5, 4096, 128), (33, 384, 128), (3, 2048, 2048), (9, 4160, 64),
+])  # fmt: skip
+@pytest.mark.parametrize("zeros", ["none", "codes", "values"])
+@pytest.mark.parametrize(("bits", "code"), [(4, "int"), (4, "e2m1"), (8, "int")])
+def test_a_row_of_codes(outputs: int, inputs: int, group: int, zeros: str, bits: int, code: str) -> None:
+    """Against the product of many rows, which is compared with the decoded matrix."""
+    x, scales = normal(1, 1, inputs), normal(3, outputs, inputs // group).abs() + 0.1
+    codes = codes_of(2, outputs, inputs, 0, 16 if bits == 4 else 256).to(torch.uint8)
+    held = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+    how: dict[str, Any] = {"zeros_are": "codes" if zeros == "none" else zeros, "code": code, "offset": 0}
+    if zeros == "none":
+        how["offset"] = 0 if code == "e2m1" else 8
+    zero = None if zeros == "none" else normal(5, *scales.shape) * 4
+    bias = normal(6, outputs)
+    product = products.product_int4 if bits == 4 else products.product_int8
+    wanted = product(x, held, scales, zeros=zero, bias=bias, operands=torch.float32, **how)
+    assert far(rows.coded_row(x, held, scales, zero, bias, bits=bits, **how), wanted) < 1e-4
+
+
+def test_rows_of_other_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 48 inputs: a row takes powers of two from 16 on"):
+        rows.coded_row(normal(1, 1, 96), codes_of(2, 4, 96, 0, 9).to(torch.uint8), torch.ones(4, 2), bits=8)
+    assert not rows.fits(96, 2, 8)
+    assert not rows.fits(64, 4, 4)
+    assert rows.fits(64, 4, 8)
+
+
 @pytest.mark.parametrize("kind", list(naive.FLOATS))
 def test_floats_in_a_fixed_order(kind: str) -> None:
     """The bits of a row alone are those it has in a batch of any size."""
@@ -103,7 +142,7 @@ def test_stored_weights_are_multiplied_as_they_are_held(name: str, tokens: int) 
     x = normal(1, tokens, 512)
     wanted = x.double() @ torch.from_numpy(matrix.values()).double().t()
     assert far(table.linear(x, held), wanted) < 1e-2
-    assert table.counts == {f"product_int{4 if held.paired else 8}": 1}
+    assert table.counts == {"coded_row" if tokens == 1 else f"product_int{4 if held.paired else 8}": 1}
 
 
 def test_others_are_decoded_and_counted() -> None:

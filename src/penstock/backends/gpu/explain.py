@@ -54,7 +54,7 @@ def _operations(spec: ModelSpec, *, fused: bool) -> Counter[str]:
     weights = {name: np.broadcast_to(element, shape) for name, shape in weight_shapes(spec).items()}
     groups = group_layers([cache_spec(layer, "bfloat16") for layer in spec.layers])
     graph = build(spec, weights, groups, max_model_len=1)
-    graph = fuse_for_kernels(graph) if fused else graph
+    graph = fuse_for_kernels(graph, products=False) if fused else graph
     return Counter(node.op for node in graph.nodes if node.op not in _UNSEEN)
 
 

@@ -5,16 +5,105 @@ This module can be imported without torch.
 
 from __future__ import annotations
 
-from penstock.model.fuse import inputs_of, readers
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from penstock.core.matrix_format import is_kept
+from penstock.model.fuse import fuse, inputs_of, readers
 from penstock.model.graph import Graph, Node, Value
+from penstock.ops.stored import StoredMatrix, Weight, alike
 
 
-def fuse_for_kernels(graph: Graph) -> Graph:
-    """A copy with the fused operations of `KernelTable`: a sum with the norm of it, rotations with the cache write."""
+class Joined(list[Weight]):
+    """Matrices [M_i, K] that are alike, to be placed as one, each below the one before."""
+
+
+def fuse_for_kernels(graph: Graph, *, products: bool = True) -> Graph:
+    """A copy with the fused operations of `KernelTable`: a sum with the norm of it, rotations with the cache write,
+    and `products`: those of one input as one. What nobody needs in float32 is left in 16 bits."""
     graph = graph.copy()
     _fuse_norms(graph)
     _fuse_rotations(graph)
+    if products:
+        _join_products(graph)
+        _narrow(graph)
     return graph
+
+
+def _join_products(graph: Graph) -> None:
+    """Products of one input, as q, k and v, or gate and up, are one with all their rows."""
+    fuse(graph, ("siblings",), same=_joins)
+    for node in graph.nodes:
+        parts = node.more.get("parts", ())
+        if len(parts) < 2:
+            continue
+        node.weights = tuple(part.name for part in parts)
+        node.bound = (Joined(part.weight for part in parts),)
+        if any(part.bias is not None for part in parts):
+            own = [np.zeros(len(p.weight), np.float32) if p.bias is None else p.bias for p in parts]
+            node.bound += (np.concatenate(own),)
+        node.label = ", ".join(node.weights)
+
+
+def _joins(a: Weight, b: Weight) -> bool:
+    return alike(a, b) and a.shape[1] == b.shape[1]
+
+
+def _narrow(graph: Graph) -> None:
+    """Products with weights of 16 bits round their inputs to these anyway, so what only they read may be stored so, and
+    what they give is rounded once where kernels read it: half the bytes, and no pass that converts.
+
+    Marks nodes by `named["narrow"]`, the name of the type.
+    """
+    read_by: dict[int, list[Node | None]] = defaultdict(list)
+    for node in graph.nodes:
+        for v in inputs_of(node):
+            read_by[id(v.maker)].append(node)
+    for v in (graph.hidden, graph.logits, *graph.residuals):
+        read_by[id(v.maker)].append(None)
+
+    def kind(node: Node) -> str | None:
+        """The type of a product's operands, if it has 16 bits."""
+        if node.op != "linear" or any(map(is_kept, node.weights[:1])):
+            return None
+        first: Any = node.bound[0][0] if isinstance(node.bound[0], Joined) else node.bound[0]
+        if isinstance(first, StoredMatrix) or first.dtype == np.uint16:
+            return "bfloat16"
+        return "float16" if first.dtype == np.float16 else None
+
+    def kinds(made: Node) -> str | None:
+        """The type of all products that read it, if nobody else does and it is one."""
+        found = {None if node is None else kind(node) for node in read_by[id(made)]}
+        return found.pop() if len(found) == 1 else None
+
+    def taken(made: Node) -> bool:
+        """Whether all who read a product take 16 bits, and give it on to none who does not."""
+        for reader in read_by[id(made)]:
+            match None if reader is None else reader.op:
+                case "rms_norm" | "layer_norm" | "add_rms_norm" | "add_layer_norm":
+                    continue
+                case "linear" | "activate_gated" | "attention" if reader is not None:
+                    if reader.op == "linear" or kinds(reader) is not None:
+                        continue
+                case "rope_write" if reader is not None:
+                    turned = read_by[id(reader)]
+                    if all(r is not None and r.op == "attention" and kinds(r) is not None for r in turned):
+                        continue
+            return False
+        return bool(read_by[id(made)])
+
+    for node in graph.nodes:
+        own = kind(node)
+        if own is not None and taken(node):
+            node.named = {**node.named, "narrow": own}
+        if node.op in ("rms_norm", "layer_norm") and (into := kinds(node)) is not None:
+            node.named = {**node.named, "narrow": into}
+        if node.op == "part" and node.bound == (1,) and (into := kinds(node)) is not None:
+            both = node.inputs[0].maker
+            assert both is not None
+            both.named = {**both.named, "narrow": into}
 
 
 def _fuse_norms(graph: Graph) -> None:

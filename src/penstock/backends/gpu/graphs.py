@@ -147,7 +147,10 @@ class _Shape(NamedTuple):
 
 
 class _DecodeGraph:
-    """A captured step, and where its inputs lie."""
+    """A captured step, and where its inputs lie.
+
+    `step`: what was captured. A graph knows addresses alone, so what the step made before has to live as long.
+    """
 
     def __init__(self, shape: _Shape, inputs: _Inputs, num_groups: int, block_size: int) -> None:
         self.shape, self._inputs = shape, inputs
@@ -156,6 +159,7 @@ class _DecodeGraph:
         for own in ((shape.rows,), (shape.rows,), *[(shape.rows, -(-shape.context // block_size))] * num_groups):
             self._spans.append((self.size, own))
             self.size += -(-int(np.prod(own)) // _ALIGNED) * _ALIGNED
+        self.step: Callable[[], Tensor] | None = None
         self.graph: CapturedGraph | None = None
         self._arrays: list[list[Any]] = []
 
@@ -219,7 +223,8 @@ class DecodeGraphs:
         for shape in self._shapes:
             one = _DecodeGraph(shape, self._inputs, len(self._groups), self._block_size)
             try:
-                one.graph = self._graphs.capture(self._step(one))
+                one.step = self._step(one)
+                one.graph = self._graphs.capture(one.step)
             except (HostRead, RuntimeError) as error:
                 self._made.clear()
                 self.problem = str(error).partition("\n")[0]

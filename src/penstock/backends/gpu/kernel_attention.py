@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.backends.gpu.attention import TorchAttention
-from penstock.backends.gpu.kernels.attention_decode import Cache, Rule, attend_tokens, sequences_of
+from penstock.backends.gpu.kernels.attention_decode import SPLIT, Cache, Rule, attend_tokens, sequences_of
 from penstock.backends.gpu.kernels.attention_prefill import attend_rows
 from penstock.backends.gpu.staging import bring, ragged
 from penstock.backends.gpu.step import TorchStep
@@ -32,7 +32,8 @@ class KernelAttention(TorchAttention):
     name, reads_tables = "triton", True
 
     def __init__(self, *, prompts: bool = True) -> None:
-        """`prompts`: many tokens of a sequence by the kernel for prompts, whose bits are not those of the other."""
+        """`prompts`: many tokens of a sequence by the kernel for prompts, whose bits are not those of the other; and
+        cuts that a row's company decides."""
         self._prompts = prompts
         self.counts = {"tokens": 0, "rows": 0, "torch": 0}
 
@@ -48,7 +49,7 @@ class KernelAttention(TorchAttention):
         if cache is None:
             self.counts["torch"] += 1
             return super().attend(
-                q, step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
+                q.float(), step, group, layer, keys=keys, value=value, scale=scale, window=window, chunk=chunk,
                 soft_cap=soft_cap, slopes=slopes, sinks=sinks, rotation=rotation, kept=kept, pages=pages,
             )  # fmt: skip
         rule = Rule(scale, window, chunk, soft_cap, slopes, sinks)
@@ -57,7 +58,10 @@ class KernelAttention(TorchAttention):
             self.counts["rows"] += 1
             return attend_rows(q, cache, rule, at.starts, at.positions, at.longest)
         self.counts["tokens"] += 1
-        return attend_tokens(q, cache, rule, at.starts, at.positions, at.last, sequences=at.sequences, mask=at.mask)
+        split = None if self._prompts else SPLIT
+        return attend_tokens(
+            q, cache, rule, at.starts, at.positions, at.last, sequences=at.sequences, mask=at.mask, split=split,
+        )  # fmt: skip
 
 
 class _Places:

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from penstock.backends.gpu.cache_ops import CACHE_OPS
 from penstock.backends.gpu.held import product_why_not
-from penstock.backends.gpu.kernels import activation, norm, products, rope
+from penstock.backends.gpu.kernels import activation, norm, products, rope, row_products
 from penstock.backends.gpu.placed import Matrix, StoredTensor
 from penstock.backends.gpu.step import TorchStep
 from penstock.core.cache_spec import run_name
 from penstock.core.kv_codec import scales_name
 from penstock.ops.table import Op, OpTable
 
+_NARROW = (torch.bfloat16, torch.float16)
 _PLANES = {torch.float32, torch.float16, torch.bfloat16, torch.int8}
 
 
@@ -40,8 +41,8 @@ class KernelTable(OpTable):
     """
 
     def __init__(self, base: OpTable, *, invariant: bool = False) -> None:
-        own: dict[str, Op] = {name: getattr(self, name)
-                              for name in ("linear", "rms_norm", "layer_norm", "activate_gated")}  # fmt: skip
+        names = ("linear", "rms_norm", "layer_norm", "activate_gated", "columns")
+        own: dict[str, Op] = {name: getattr(self, name) for name in names}
         super().__init__("triton", {**base, **own}, batch_invariant=invariant or base.batch_invariant)
         self._base, self._invariant = base, invariant
         self._fused: dict[str, Op] = {name: getattr(self, name) for name in FUSED}
@@ -56,47 +57,77 @@ class KernelTable(OpTable):
 
     # -- products --------------------------------------------------------------------------------------------------
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-        """Codes are decoded on the way where `held.product_why_not` has nothing against it."""
-        columns = 64 if self._invariant else None
+    def linear(
+        self, x: Tensor, weight: Matrix, bias: Tensor | None = None, narrow: str | None = None
+    ) -> Tensor:  # fmt: skip
+        """Codes are decoded on the way where `held.product_why_not` has nothing against it. `narrow`: the type of what
+        comes out; None: float32."""
+        into = _type(narrow)
         if isinstance(weight, StoredTensor):
-            form = weight.format
-            if product_why_not(form, weight.shape) is not None:
-                return self._torch("linear", x, weight, bias)  # type: ignore[no-any-return]
-            bits = 4 if weight.paired else 8
-            self.counts[f"product_int{bits}"] += 1
-            product: Callable[..., Tensor] = products.product_int4 if weight.paired else products.product_int8
-            return product(_rows(x), weight.codes, weight.scales, zeros=weight.zeros, bias=bias,
-                           zeros_are=form.zeros_are, offset=form.offset, code=form.code, columns=columns)  # fmt: skip
+            return self._coded(x, weight, bias, into)
         if self._invariant:
             self.counts["product_fixed"] += 1
-            return products.product_fixed(_rows(x), weight, bias)
-        return self._torch("linear", x, weight, bias)  # type: ignore[no-any-return]
+            return products.product_fixed(_rows(x), weight, bias, into=into)
+        if len(x) == 1 and weight.dtype in _NARROW:
+            self.counts["product_row"] += 1
+            return row_products.product_row(_rows(x), weight, bias, into=into)
+        if x.is_cuda and weight.dtype in _NARROW:
+            self.counts["torch linear"] += 1
+            out = _product(x.to(weight.dtype), weight, into)
+            return out if bias is None else (out + bias).to(into)
+        return self._torch("linear", x.float(), weight, bias).to(into)  # type: ignore[no-any-return]
+
+    def _coded(self, x: Tensor, weight: StoredTensor, bias: Tensor | None, into: torch.dtype) -> Tensor:
+        form = weight.format
+        if product_why_not(form, weight.shape) is not None:
+            return self._torch("linear", x.float(), weight, bias).to(into)  # type: ignore[no-any-return]
+        bits, scales = 4 if weight.paired else 8, weight.scales
+        how: dict[str, Any] = {"zeros_are": form.zeros_are, "offset": form.offset, "code": form.code, "into": into}
+        if len(x) == 1 and not self._invariant and row_products.fits(weight.shape[1], scales.shape[1], bits):
+            self.counts["coded_row"] += 1
+            return row_products.coded_row(_rows(x), weight.codes, scales, weight.zeros, bias, bits=bits, **how)
+        self.counts[f"product_int{bits}"] += 1
+        product: Callable[..., Tensor] = products.product_int4 if weight.paired else products.product_int8
+        return product(_rows(x), weight.codes, scales, zeros=weight.zeros, bias=bias,
+                       columns=64 if self._invariant else None, **how)  # fmt: skip
+
+    @staticmethod
+    def columns(x: Tensor, start: int, stop: int) -> Tensor:
+        """Rows keep their distance: kernels take it as it is."""
+        return x[:, start:stop]
 
     # -- norms -----------------------------------------------------------------------------------------------------
 
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, narrow: str | None = None) -> Tensor:
         """Over the last axis: of hidden states, and of every head."""
         if weight is not None and weight.ndim > 1:
-            return self._torch("rms_norm", x, weight, eps)  # type: ignore[no-any-return]
+            return self._torch("rms_norm", x.float(), weight, eps).to(_type(narrow))  # type: ignore[no-any-return]
         self.counts["rms_norm"] += 1
-        return norm.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps)[1].reshape(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        return norm.rms_norm(rows, weight, eps, into=_type(narrow))[1].reshape(x.shape)
 
-    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, narrow: str | None = None
+    ) -> Tensor:  # fmt: skip
         if any(w is not None and w.ndim > 1 for w in (weight, bias)):
-            return self._torch("layer_norm", x, weight, bias, eps)  # type: ignore[no-any-return]
+            out: Tensor = self._torch("layer_norm", x.float(), weight, bias, eps)
+            return out.to(_type(narrow))
         self.counts["layer_norm"] += 1
-        return norm.layer_norm(x.reshape(-1, x.shape[-1]), weight, bias, eps)[1].reshape(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        return norm.layer_norm(rows, weight, bias, eps, into=_type(narrow))[1].reshape(x.shape)
 
-    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> Summed:
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, narrow: str | None = None
+    ) -> Summed:  # fmt: skip
+        """The sum is float32."""
         self.counts["add_rms_norm"] += 1
-        return Summed(*norm.rms_norm(_rows(x), weight, eps, _rows(y)))
+        return Summed(*norm.rms_norm(_wide(x, y), weight, eps, _rows(y), into=_type(narrow)))
 
     def add_layer_norm(
-        self, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        self, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, narrow: str | None = None,
     ) -> Summed:  # fmt: skip
         self.counts["add_layer_norm"] += 1
-        return Summed(*norm.layer_norm(_rows(x), weight, bias, eps, _rows(y)))
+        return Summed(*norm.layer_norm(_wide(x, y), weight, bias, eps, _rows(y), into=_type(narrow)))
 
     @staticmethod
     def part(both: Summed, which: int) -> Tensor:
@@ -107,7 +138,8 @@ class KernelTable(OpTable):
 
     def activate_gated(self, gate: Tensor, up: Tensor, name: str, limit: float | None = None) -> Tensor:
         if name not in activation.ACTIVATIONS:
-            return self._torch("activate_gated", gate, up, name, limit)  # type: ignore[no-any-return]
+            out: Tensor = self._torch("activate_gated", gate.float(), up.float(), name, limit)
+            return out.to(gate.dtype)
         self.counts["activate_gated"] += 1
         return activation.activate_gated(_rows(gate), _rows(up), name, limit)
 
@@ -118,9 +150,11 @@ class KernelTable(OpTable):
         """`rope` of q and of k, and `write_kv` of k and v. Mutates: the planes `names`."""
         if angles.ndim != 3 or not _writes(step, group, names):
             self.counts["torch rope_write"] += 1
+            kind = q.dtype
+            q, k, v = q.float(), k.float(), v.float()
             turned: Tensor = self._base["rope"](q, angles, interleaved, first)
             CACHE_OPS["write_kv"](step, self._base["rope"](k, angles, interleaved, first), v, group, layer, names)
-            return turned
+            return turned.to(kind)
         self.counts["rope_write"] += 1
         pages, offsets = step.slots_of(group)
         if "rope_rows" not in step.memo:  # the angles' own rows: they were looked up by position
@@ -136,6 +170,23 @@ class KernelTable(OpTable):
 
 
 FUSED = ("add_rms_norm", "add_layer_norm", "part", "rope_write")
+
+
+def _type(narrow: str | None) -> torch.dtype:
+    found: torch.dtype = torch.float32 if narrow is None else getattr(torch, narrow)
+    return found
+
+
+def _product(x: Tensor, weight: Tensor, into: torch.dtype) -> Tensor:
+    """Added in float32, and rounded once."""
+    if into == torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=into)
+    return torch.mm(x, weight.t())
+
+
+def _wide(x: Tensor, y: Tensor) -> Tensor:
+    """x, as float32 if both are narrower: the sum has the wider type."""
+    return _rows(x if torch.float32 in (x.dtype, y.dtype) else x.float())
 
 
 def _rows(x: Tensor) -> Tensor:

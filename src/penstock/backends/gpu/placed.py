@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 import torch
 
+from penstock.backends.gpu.fused import Joined
 from penstock.backends.gpu.rounded import under
 from penstock.base.small_floats import E2M1, E4M3
 from penstock.core.matrix_format import NONE, MatrixFormat, Scheme, is_kept
@@ -190,6 +191,8 @@ class Placement:
     def place(self, bound: Any, scheme: Scheme = NONE) -> Any:
         """The same with arrays as tensors: of tuples and lists each part, anything else as it is. Experts that are
         alike become an `ExpertStack`. Matrices are rounded as `scheme` says."""
+        if isinstance(bound, Joined):
+            return self._once(bound, scheme, lambda: _together([self._matrix(under(scheme, part)) for part in bound]))
         if isinstance(bound, np.ndarray | StoredMatrix):
             return self._once([bound], scheme, lambda: self._matrix(under(scheme, bound)))
         if isinstance(bound, tuple) and hasattr(bound, "_fields"):

@@ -39,6 +39,8 @@ KERNELS = (
     KernelEntry("product_int8", f"{_HERE}.products:product_int8", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_int4", f"{_HERE}.products:product_int4", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("product_fixed", f"{_HERE}.products:product_fixed", "penstock.ops.ref.product:linear", _PRODUCTS),
+    KernelEntry("product_row", f"{_HERE}.row_products:product_row", "penstock.ops.ref.product:linear", _PRODUCTS),
+    KernelEntry("coded_row", f"{_HERE}.row_products:coded_row", "penstock.ops.ref.product:linear", _PRODUCTS),
     KernelEntry("experts", f"{_HERE}.experts:run_experts", "penstock.ops.ref.experts:experts", _EXPERTS),
     KernelEntry("argmax", f"{_HERE}.sample:argmax", "penstock.runner.sampler:Sampler.sample", _SAMPLE, True),
     KernelEntry("draw", f"{_HERE}.sample:draw", "penstock.runner.sampler:draw", _SAMPLE, True),

@@ -1,9 +1,10 @@
 """Attention of single tokens over paged keys and values, with the keys split at fixed positions.
 
-A sequence's keys are cut at multiples of SPLIT, counted from position 0. One program reduces one token's query heads of
-one kv head over one cut; a second kernel puts the cuts together in order. So a token's bits depend on its own position
-and nothing else: neither on the batch, nor on how many of its sequence's tokens run beside it. A tree of drafts is read
-along each node's path, so an accepted node has the bits that plain decoding would have given.
+A sequence's keys are cut at multiples of `split`, counted from position 0. One program reduces one token's query heads
+of one kv head over one cut; a second kernel puts the cuts together in order. So with one size of cuts a token's bits
+depend on its own position and nothing else: neither on the batch, nor on how many of its sequence's tokens run beside
+it. A tree of drafts is read along each node's path, so an accepted node has the bits that plain decoding would have
+given.
 
 Source: Dao, "Flash-Decoding" (2023); Milakov and Gimelshein, arXiv 1805.02867 (online softmax).
 Shape letters: T tokens, B sequences, H query heads, G kv heads, D key dim, W value dim, S block size, M blocks.
@@ -20,7 +21,14 @@ import triton.language as tl
 from penstock.backends.gpu.kernels.loads import LAUNCH, as_bytes, dot, load, load_number, operands_of, padded, store
 
 SPLIT = 512
+"""Keys of a cut, where the device is full anyway."""
+_LEAST_SPLIT = 128
+_FILL = 512
+"""Programs that a device should have: else cuts are smaller."""
 _BLOCK_M = 16
+_CUTS = tl.constexpr(16)
+"""Cuts that are put together at once."""
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Rule(NamedTuple):
@@ -100,14 +108,14 @@ def node_at(mask, depth):
     return node
 
 
-@triton.jit(do_not_specialize=("num_splits", "pages_stride"))
+@triton.jit(do_not_specialize=("num_splits", "shift", "pages_stride"))
 def _split(
     q, keys, key_scales, rope_keys, values, value_scales, pages, sequences, starts, positions, mask, slopes,
-    out, out_m, out_l, scale, window, chunk, heads, group, num_splits,
+    out, out_m, out_l, scale, window, chunk, heads, group, num_splits, shift,
     q_stride, key_page, key_slot, key_head, rope_page, rope_slot, rope_head, value_page, value_slot, value_head,
     scale_page, scale_slot, pages_stride,
     D: tl.constexpr, D2: tl.constexpr, W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_D2: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SIZE: tl.constexpr,
     CAP: tl.constexpr, OPERANDS: tl.constexpr, E4M3: tl.constexpr, SCALED: tl.constexpr, TREE: tl.constexpr,
     ALIBI: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +125,7 @@ def _split(
     cut = tl.program_id(2)
     p = load_number(positions + t)
     first = first_key(p, window, chunk)
-    if cut < first // SPLIT or cut > p // SPLIT:
+    if cut < (first >> shift) or cut > (p >> shift):
         return
     b = load_number(sequences + t)
     at = part * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,8 +146,8 @@ def _split(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     table = pages + b.to(tl.int64) * pages_stride
-    begin = tl.maximum(first // BLOCK_N * BLOCK_N, cut * SPLIT)
-    end = tl.minimum(p + 1, (cut + 1) * SPLIT)
+    begin = tl.maximum(first // BLOCK_N * BLOCK_N, cut << shift)
+    end = tl.minimum(p + 1, (cut + 1) << shift)
     for base in range(begin, end, BLOCK_N):
         n = base + tl.arange(0, BLOCK_N)
         seen = (n >= first) & (n <= p)
@@ -185,10 +193,10 @@ def _split(
     store(out + line[:, None] * W + w[None, :], acc, mask=own[:, None] & (w < W)[None, :])
 
 
-@triton.jit(do_not_specialize=("num_splits",))
+@triton.jit(do_not_specialize=("num_splits", "shift"))
 def _combine(
-    parts, parts_m, parts_l, positions, sinks, out, window, chunk, heads, num_splits,
-    W: tl.constexpr, BLOCK_W: tl.constexpr, SPLIT: tl.constexpr, SINKS: tl.constexpr,
+    parts, parts_m, parts_l, positions, sinks, out, window, chunk, heads, num_splits, shift,
+    W: tl.constexpr, BLOCK_W: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = load_number(positions + t)
@@ -201,12 +209,16 @@ def _combine(
         m = load_number(sinks + head)
         total = total + 1.0
     acc = tl.zeros([BLOCK_W], tl.float32)
-    for cut in range(first // SPLIT, p // SPLIT + 1):
-        own = load_number(parts_m + line + cut)
-        new = tl.maximum(m, own)
+    c = tl.arange(0, _CUTS)
+    for base in range((first >> shift) // _CUTS * _CUTS, (p >> shift) + 1, _CUTS):
+        cut = base + c
+        there = (cut >= (first >> shift)) & (cut <= (p >> shift))
+        own = load_number(parts_m + line + cut, mask=there, other=float("-inf"))
+        new = tl.maximum(m, tl.max(own, 0))
         old, fresh = tl.exp(m - new), tl.exp(own - new)
-        total = total * old + load_number(parts_l + line + cut) * fresh
-        acc = acc * old + load(parts + (line + cut) * W + w, mask=w < W) * fresh
+        total = total * old + tl.sum(load_number(parts_l + line + cut, mask=there, other=0.0) * fresh, 0)
+        part = load(parts + (line + cut)[:, None] * W + w[None, :], mask=there[:, None] & (w < W)[None, :])
+        acc = acc * old + tl.sum(part * fresh[:, None], 0)
         m = new
     store(out + (t * heads + head) * W + w, acc / total, mask=w < W)
 
@@ -220,7 +232,7 @@ def sequences_of(query_start_loc: torch.Tensor, num_tokens: int) -> torch.Tensor
 def attend_tokens(
     q: torch.Tensor, cache: Cache, rule: Rule, query_start_loc: torch.Tensor, positions: torch.Tensor,
     max_position: int, *, sequences: torch.Tensor | None = None, mask: torch.Tensor | None = None,
-    out: torch.Tensor | None = None, operands: torch.dtype | None = None,
+    out: torch.Tensor | None = None, operands: torch.dtype | None = None, split: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Each token over its own keys, for decoding and for trees of drafts: [T, H, W], of q's type.
 
@@ -228,6 +240,8 @@ def attend_tokens(
     without tokens that the layer has forgotten; sequences int32 [T] (`sequences_of`); mask int64 [T], the bits of
     `ops.tree`, or None; `max_position`: no token of the step stands later (it sizes the grid and the partial results).
     `operands`: what products multiply; None: the type of the planes, and for codes q's (bfloat16, if that is float32).
+    `split`: keys of a cut, a power of two from 64 on; None: fewer where there would be few programs. A token's bits
+    depend on it.
     """
     t, heads, dim = q.shape
     _, size, kv_heads, width = cache.values.shape
@@ -240,7 +254,9 @@ def attend_tokens(
         return out
     if sequences is None:
         sequences = sequences_of(query_start_loc, t)
-    splits = max_position // SPLIT + 1
+    split = split or split_of(t * kv_heads * triton.cdiv(group, _BLOCK_M), max_position)
+    shift = split.bit_length() - 1  # cuts are powers of two: shifting takes fewer registers than division
+    splits = max_position // split + 1
     parts = torch.empty((t, heads, splits, width), dtype=torch.float32, device=q.device)
     parts_m, parts_l = (torch.empty((t, heads, splits), dtype=torch.float32, device=q.device) for _ in range(2))
     keys, values = as_bytes(cache.keys), as_bytes(cache.values)
@@ -254,20 +270,28 @@ def attend_tokens(
     stages = 2 if wide > 256 or rule.soft_cap is not None or rule.slopes is not None else 3
     _split[t, kv_heads * triton.cdiv(group, _BLOCK_M), splits](
         q, keys, scales, rope_keys, values, cache.value_scales, cache.pages, sequences, query_start_loc, positions,
-        mask, rule.slopes, parts, parts_m, parts_l, rule.scale, window, chunk, heads, group, splits,
+        mask, rule.slopes, parts, parts_m, parts_l, rule.scale, window, chunk, heads, group, splits, shift,
         q.stride(0), *keys.stride()[:3], *rope_keys.stride()[:3], *values.stride()[:3],
         *((0, 0) if scales is None else scales.stride()[:2]), cache.pages.stride(0),
         D=d, D2=dim - d, W=width, BLOCK_D=padded(d), BLOCK_D2=padded(dim - d), BLOCK_W=wide, BLOCK_M=_BLOCK_M,
-        BLOCK_N=tile_of(size, tile), SPLIT=SPLIT, SIZE=size,
+        BLOCK_N=tile_of(size, tile), SIZE=size,
         CAP=rule.soft_cap, OPERANDS=products,
         E4M3=cache.keys.dtype == torch.float8_e4m3fn, SCALED=scales is not None, TREE=mask is not None,
         ALIBI=rule.slopes is not None, num_warps=warps, num_stages=stages, **LAUNCH,
     )  # fmt: skip
     _combine[t, heads](
-        parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits,
-        W=width, BLOCK_W=wide, SPLIT=SPLIT, SINKS=rule.sinks is not None, num_warps=4, **LAUNCH,
+        parts, parts_m, parts_l, positions, rule.sinks, out, window, chunk, heads, splits, shift,
+        W=width, BLOCK_W=wide, SINKS=rule.sinks is not None, num_warps=4, **LAUNCH,
     )  # fmt: skip
     return out
+
+
+def split_of(programs: int, max_position: int) -> int:
+    """Keys of a cut, if there are so many programs for each."""
+    split = SPLIT
+    while split > _LEAST_SPLIT and programs * (max_position // split + 1) < _FILL:
+        split //= 2
+    return split
 
 
 def tile_of(size: int, most: int) -> int:

@@ -20,6 +20,7 @@ from penstock.backends.gpu.kernels.experts import Stack, run_experts
 from penstock.backends.gpu.kernels.norm import layer_norm, rms_norm
 from penstock.backends.gpu.kernels.products import product_fixed, product_int4, product_int8
 from penstock.backends.gpu.kernels.rope import rope_write
+from penstock.backends.gpu.kernels.row_products import coded_row, product_row
 from penstock.backends.gpu.kernels.sample import argmax, draw
 
 Call = Callable[[], Any]
@@ -126,6 +127,17 @@ def product(device: str, tokens: int, bits: int, group: int = 0, zeros: bool = F
     return lambda: product_int4(x, packed, scales, scales if zeros else None, **how)
 
 
+def row_product(device: str, bits: int, group: int = 128, **how: Any) -> Call:
+    """`product` of one token."""
+    x = _normal(device, 1, E)
+    if bits == 16:
+        weight = _normal(device, F, E)
+        return lambda: product_row(x, weight)
+    codes = torch.full((F, E * bits // 8), 0x57, dtype=torch.uint8, device=device)
+    scales = torch.ones((F, E // group), dtype=F32, device=device)
+    return lambda: coded_row(x, codes, scales, bits=bits, **how)
+
+
 def expert_case(device: str, tokens: int, bits: int = 16) -> Call:
     """Experts with gates; codes with zero points in groups of 128."""
     num, choices, hidden, width = 128, 8, 2048, 768
@@ -204,6 +216,11 @@ CASES: dict[str, Case] = {
     "e4m3 in groups of 128, 512 tokens": Case("products", lambda d: product(d, 512, 8, 128, code="e4m3")),
     "6 bits in groups of 16, 1 token": Case("products", lambda d: product(d, 1, 8, 16, offset=32), E * F),
     "int4 in groups of 128, 512 tokens": Case("products", lambda d: product(d, 512, 4, 128)),
+    "a row, bf16": Case("row_products", lambda d: row_product(d, 16), E * F * 2),
+    "a row, int8 in groups of 128": Case("row_products", lambda d: row_product(d, 8), E * F),
+    "a row, int4 in groups of 128": Case("row_products", lambda d: row_product(d, 4, offset=8), E * F // 2),
+    "a row, int4 in groups of 32": Case("row_products", lambda d: row_product(d, 4, 32, offset=8), E * F // 2),
+    "a row, e2m1 in groups of 32": Case("row_products", lambda d: row_product(d, 4, 32, code="e2m1"), E * F // 2),
     "bf16 in a fixed order": Case("products", lambda d: product(d, 64, 16), E * F * 2),
     "experts, 1 token": Case("experts", lambda d: expert_case(d, 1), 8 * 3 * 2048 * 768 * 2),
     "experts, 512 tokens": Case("experts", lambda d: expert_case(d, 512), 128 * 3 * 2048 * 768 * 2),

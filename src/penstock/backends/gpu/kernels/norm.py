@@ -39,31 +39,33 @@ def _norm(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h, h / sqrt(mean(h^2) + eps) * weight) with h = x + residual, both [T, E] of x's type, computed in float32.
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None, *,
+    into: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(h, h / sqrt(mean(h^2) + eps) * weight) with h = x + residual, both [T, E], computed in float32.
 
     Shapes: x, residual [T, E] float32, float16 or bfloat16, rows of which lie side by side; weight [E]. Without a
-    residual h is x itself.
+    residual h is x itself. A sum has the wider of the two types; `into`: the norm's type, None: the sum's.
     """
-    return _launch(x, residual, weight, None, eps, centred=False)
+    return _launch(x, residual, weight, None, eps, into, centred=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, *, into: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(h, (h - mean(h)) / sqrt(var(h) + eps) * weight + bias) with h = x + residual. Shapes: as in `rms_norm`."""
-    return _launch(x, residual, weight, bias, eps, centred=True)
+    return _launch(x, residual, weight, bias, eps, into, centred=True)
 
 
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
-    centred: bool,
+    into: torch.dtype | None, centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     t, e = x.shape
-    out = torch.empty((t, e), dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(out)
+    kind = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    out = torch.empty((t, e), dtype=into or kind, device=x.device)
+    total = x if residual is None else torch.empty((t, e), dtype=kind, device=x.device)
     if not t:
         return total, out
     block = padded(e)

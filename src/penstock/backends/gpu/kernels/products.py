@@ -117,9 +117,10 @@ def _add_cuts(parts, bias, out, count, m_count, num_cuts, BLOCK: tl.constexpr, B
 def product_int8(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None, *,
     zeros: torch.Tensor | None = None, zeros_are: str = "codes", offset: int = 0, code: str = "int",
-    operands: torch.dtype | None = None, columns: int | None = None,
+    operands: torch.dtype | None = None, columns: int | None = None, into: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """x W^T + bias with W[m, k] = (codes[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of x's type.
+    """x W^T + bias with W[m, k] = (codes[m, k] - zeros[m, k // group]) * scales[m, k // group]: [T, M] of the type
+    `into`, by default x's.
 
     Shapes: x [T, K] float32, float16 or bfloat16; codes int8 or uint8 [M, K]; scales, zeros float32 [M, G] (G divides
     K; 1: one for an output); bias [M]. Without zeros `offset` is taken; zeros that are "values" are subtracted behind
@@ -130,13 +131,13 @@ def product_int8(
     groups = scales.shape[1]
     group = 0 if groups == 1 and zeros is None else x.shape[1] // groups
     how = _Codes(8, group, "none" if zeros is None else zeros_are, offset, code)
-    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns)
+    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns, into)
 
 
 def product_int4(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, *, zeros_are: str = "codes", offset: int = 8, code: str = "int",
-    operands: torch.dtype | None = None, columns: int | None = None,
+    operands: torch.dtype | None = None, columns: int | None = None, into: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`product_int8` with codes uint8 [M, K/2], input 2 j in the low half of byte j and 2 j + 1 in the high one.
 
@@ -144,17 +145,18 @@ def product_int4(
     Raises: ValueError for groups that are no multiple of 32.
     """
     how = _Codes(4, x.shape[1] // scales.shape[1], "none" if zeros is None else zeros_are, offset, code)
-    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns)
+    return _launch(x, codes, scales, zeros, bias, how, operands or _narrow(x), columns, into)
 
 
 def product_fixed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, operands: torch.dtype | None = None
-) -> torch.Tensor:
-    """x W^T + bias, [T, M] of x's type, each row of which has the same bits in every batch.
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, operands: torch.dtype | None = None,
+    into: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x W^T + bias, [T, M] of the type `into`, by default x's, each row of which has the same bits in every batch.
 
     Shapes: x [T, K] float32, float16 or bfloat16; weight [M, K] likewise; bias [M]. `operands`: None: weight's type.
     """
-    return _launch(x, weight, None, None, bias, _Codes(16), operands or weight.dtype, 64)
+    return _launch(x, weight, None, None, bias, _Codes(16), operands or weight.dtype, 64, into)
 
 
 class _Codes(NamedTuple):
@@ -174,6 +176,7 @@ def _narrow(x: torch.Tensor) -> torch.dtype:
 def _launch(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None,
     bias: torch.Tensor | None, how: _Codes, operands: torch.dtype, columns: int | None,
+    into: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     (t, k), m = x.shape, codes.shape[0]
     bits, group = how.bits, how.group
@@ -182,7 +185,7 @@ def _launch(
         raise ValueError(
             f"groups of {group} inputs: this product takes multiples of {least}; decode the weight instead"
         )
-    out = torch.empty((t, m), dtype=x.dtype, device=x.device)
+    out = torch.empty((t, m), dtype=into or x.dtype, device=x.device)
     if not t or not m:
         return out
     width = columns or (16 if t <= 16 else 64)
@@ -194,16 +197,16 @@ def _launch(
     cuts = max(1, min(_FILL // triton.cdiv(m, rows), tiles // 4))
     per_cut = triton.cdiv(tiles, cuts) * tile
     cuts = triton.cdiv(k, per_cut)
-    into = out if cuts == 1 else torch.empty((cuts, t, m), dtype=torch.float32, device=x.device)
+    target = out if cuts == 1 else torch.empty((cuts, t, m), dtype=torch.float32, device=x.device)
     name = operands_of(operands)
     _product[triton.cdiv(m, rows), triton.cdiv(t, width), cuts](
-        x, codes, scales, zeros, bias, into, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
+        x, codes, scales, zeros, bias, target, t, m, cuts, per_cut, x.stride(0), codes.stride(0),
         0 if scales is None else scales.stride(0),
         K=k, GROUP=group, BLOCK_M=rows, BLOCK_T=width, BLOCK_K=tile, BITS=bits, ZEROS=how.zeros_are,
         OFFSET=float(0 if how.zeros_are != "none" else how.offset), BIAS=bias is not None, OPERANDS=name,
         CODE=how.code, CUT=cuts > 1, num_warps=4 if width == 16 else 8, num_stages=3, **LAUNCH,
     )  # fmt: skip
     if cuts > 1:
-        _add_cuts[triton.cdiv(t * m, 1024),](into, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
+        _add_cuts[triton.cdiv(t * m, 1024),](target, bias, out, t * m, m, cuts, BLOCK=1024, BIAS=bias is not None,
                                              num_warps=4, **LAUNCH)  # fmt: skip
     return out

@@ -97,7 +97,8 @@ def rope_write(
     interleaved: bool = False, first: int = 0, key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Turned queries [T, H, D] of q's type; turned keys, and values, go to places[t] of page pages[t] of their planes.
+    """Turned queries [T, H, D] of q's type, or float32 for planes of that; turned keys, and values, go to places[t] of
+    page pages[t] of their planes.
 
     Shapes: q [T, H, D], k [T, G, D], v [T, G, W] float32, float16 or bfloat16, heads of a token side by side;
     positions, pages, places int32 or int64 [T]; table float32 [2, positions, n] (cosines and sines of n pairs from
@@ -108,7 +109,7 @@ def rope_write(
     t, heads, d = q.shape
     kv_heads, w = v.shape[1:]
     half = table.shape[-1]
-    turned = torch.empty((t, heads, d), dtype=q.dtype, device=q.device)
+    turned = torch.empty((t, heads, d), dtype=keys.dtype if keys.dtype == torch.float32 else q.dtype, device=q.device)
     if not t:
         return turned
     kind = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3"}.get(keys.dtype, "float")
