@@ -155,6 +155,22 @@ def test_browsers_may_send_from_configured_pages_only(guarded: LiveServer) -> No
         assert client.options("/v1/models", headers=mine).status_code == 401, "no preflight, no exception"
 
 
+def test_a_store_of_blocks_knows_keys_again_after_a_restart(tmp_path: Path) -> None:
+    """Each key finds its own blocks in a folder, and no other's, whichever server wrote them."""
+    prompt = "There was a little girl who had a red ball and a blue ball and a dog. " * 3
+    config = serve_from_kwargs(
+        model=bundled(), port=0, ops="blas", engine_in_process=True, max_model_len=256, num_gpu_blocks_override=64,
+        api_key=f"{USER},{OTHER}", kv_offload=f"disk:{tmp_path / 'kv'}",
+    )  # fmt: skip
+    found = []
+    for key in (USER, USER, OTHER):
+        with LiveServer(config) as server:
+            ask = {"prompt": prompt, "max_tokens": 1}
+            answer = httpx.post(server.url + "/v1/completions", json=ask, headers=bearer(key), timeout=20).json()
+            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert found == [False, True, False]
+
+
 def test_cached_prompts_are_not_shared_between_keys(guarded: LiveServer) -> None:
     """Rows 40, 41: the same prompt, also with the same salt, is found by its own key and no other."""
     prompt = "There was a little girl who had a red ball and a blue ball and a dog. " * 3

@@ -124,6 +124,8 @@ def test_two_who_ask_for_one_text_at_once_read_it_once(tmp_path: Path, lost: boo
     assert [*stored._reading, *stored._read_by, *stored._sharers] == []
     stored.tiers[0].index.check_invariants()
     assert_idle(core)
+
+
 def test_with_and_without_a_draft_model_a_folder_is_the_same(tmp_path: Path) -> None:
     """Its entries are not stored: whoever begins with another draft model, or none, finds the blocks."""
     spec, weights = tiny("llama_gqa")

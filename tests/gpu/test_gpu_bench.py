@@ -151,7 +151,7 @@ def test_a_stage_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def arguments(out: Path) -> argparse.Namespace:
-    return argparse.Namespace(out=out, minutes=1.0, only=list(NAMES), tiny=False, device="cuda")
+    return argparse.Namespace(out=out, minutes=1.0, only=list(NAMES), tiny=False, device="cuda", depth=1)
 
 
 @pytest.mark.parametrize(("value", "state"), [(0.85, "met"), (0.9, "met"), (0.84, "missed"), (None, "not measured")])

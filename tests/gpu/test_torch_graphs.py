@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 CAPTURED = [
     "llama_gqa", "llama_mha", "llama_mqa", "llama_rope3", "llama_biased", "layernorm", "latent", "scores", "parallel",
     "sandwich", "windowed", "all_windowed", "gated", "narrow_values", "experts", "shared_kv", "streams", "inner_norms",
-    "key_bias",
+    "key_bias", "fixed_experts", "yoco",
 ]  # fmt: skip
 IDS = [3 + i * 7 % 50 for i in range(60)]
 

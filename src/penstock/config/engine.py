@@ -110,7 +110,7 @@ class CacheConfig(Section):
         "paged",
         "How sequences get KV memory. paged: blocks on demand. Baselines, without sharing: contiguous reserves "
         "max_model_len, contiguous-pow2 a power of two, contiguous-oracle prompt + max_tokens; virtual reserves "
-        "addresses only, vtensor backs these with chunks.",
+        "addresses, vtensor backs these with chunks.",
     )
     enable_prefix_caching: bool = setting(True, "Reuse KV blocks of prompts that begin alike.")
     prefix_cache: str = setting("radix", "Which prefix cache.")
@@ -299,7 +299,7 @@ class ExecutionConfig(Section):
         "Where the model runs. inproc: in the engine's own thread. multiproc: in a process of its own, so that with "
         "depth 2 the engine schedules while it runs.",
     )
-    depth: int = setting(1, "Steps that may be in flight.", minimum=1)
+    depth: int = setting(1, "Steps that may be in flight; by default 2 on a GPU.", minimum=1)
     log_file: str | None = setting(
         None,
         "File to which processes of the engine append their stacks when they are stuck or crash, and tracebacks; by "

@@ -217,6 +217,8 @@ def engine_config(given: Mapping[str, Given]) -> EngineConfig:
     values = {name: item.value for name, item in given.items() if name in SETTINGS}
     if "model" not in values:
         raise ConfigError("model: is missing; name the folder or file of the model", field="model")
+    if str(values.get("device")).startswith("cuda"):
+        values.setdefault("depth", 2)  # while a GPU computes, the host plans what comes next
     by_section: dict[str, dict[str, Any]] = {title: {} for title in SECTIONS}
     for name, value in values.items():
         by_section[SETTINGS[name].section][name] = value

@@ -20,14 +20,23 @@ def paged(
     return KVManager(groups, num_slabs, block_size, **options)
 
 
+_OF_SHARING = (
+    "prefix_cache", "eviction", "slot_checkpoint_rule", "step_tokens", "keeping", "offload", "store", "events",
+    "pin_share",
+)  # fmt: skip
+"""Options of KVManager that say how blocks are kept and shared, which a baseline does not do."""
+
+
+def _own(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _OF_SHARING}
+
+
 def _contiguous(
     reserve: Reserve, groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
-    max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
-    slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
-    offload: bool = False, store: None = None, events: None = None, pin_share: float = 0.0,
-    **options: Any,
+    max_model_len: int, max_num_seqs: int, **options: Any,
 ) -> KVManager:  # fmt: skip
-    return ContiguousManager(groups, num_slabs, block_size, max_model_len=max_model_len, reserve=reserve, **options)
+    own = _own(options)
+    return ContiguousManager(groups, num_slabs, block_size, max_model_len=max_model_len, reserve=reserve, **own)
 
 
 def contiguous(*args: Any, **options: Any) -> KVManager:
@@ -46,25 +55,18 @@ def contiguous_oracle(*args: Any, **options: Any) -> KVManager:
 
 
 def virtual(
-    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
-    max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
-    slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
-    offload: bool = False, store: None = None, events: None = None, pin_share: float = 0.0,
+    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *, max_model_len: int, max_num_seqs: int,
     **options: Any,
 ) -> KVManager:  # fmt: skip
     """Addresses for max_model_len, memory for what was written: vAttention."""
-    return VirtualManager(
-        groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **options
-    )
+    own = _own(options)
+    return VirtualManager(groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **own)
 
 
 def vtensor(
-    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *,
-    max_model_len: int, max_num_seqs: int, prefix_cache: str = "none", eviction: str = "lru",
-    slot_checkpoint_rule: str = "distance", step_tokens: int | None = None, keeping: None = None,
-    offload: bool = False, store: None = None, events: None = None, **options: Any,
+    groups: Sequence[CacheGroup], num_slabs: Sequence[int], block_size: int, *, max_model_len: int, max_num_seqs: int,
+    **options: Any,
 ) -> KVManager:  # fmt: skip
     """The same, with memory in chunks that go from one sequence to the next: vTensor."""
-    return VTensorManager(
-        groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **options
-    )
+    own = _own(options)
+    return VTensorManager(groups, num_slabs, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, **own)

@@ -12,7 +12,6 @@ import ipaddress
 import logging
 import math
 import re
-import secrets
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,11 +50,10 @@ class Keys:
         self._config = config
         self._clock = clock
         self._fixed = _fixed_keys(config)
-        self._salt = secrets.token_bytes(32)
         self._path = None if config.api_keys_file is None else Path(config.api_keys_file)
         self._stamp = self._look()
         self._checked_s = clock.now()
-        self._keys = self._salted(_with_file(self._fixed, self._path))
+        self._keys = self._apart(_with_file(self._fixed, self._path))
 
     @property
     def has_admin(self) -> bool:
@@ -98,13 +96,13 @@ class Keys:
                 found = key.tenant  # and on: every key takes part in the comparison
         return found
 
-    def _salted(self, keys: list[Key]) -> list[Key]:
-        """Tenants with secrets of their own; with a single key there is nobody to keep caches apart from."""
+    def _apart(self, keys: list[Key]) -> list[Key]:
+        """Tenants with secrets of their own, the same after every start, or stores that outlive the process would find
+        nothing; with a single key there is nobody to keep caches apart from."""
         if len(keys) == 1:
             return keys
         return [
-            replace(key, tenant=replace(key.tenant, secret=hmac.digest(self._salt, key.digest, "sha256")))
-            for key in keys
+            replace(key, tenant=replace(key.tenant, secret=hmac.digest(key.digest, b"kv", "sha256"))) for key in keys
         ]
 
     def _look(self) -> tuple[int, int, int]:
@@ -127,7 +125,7 @@ class Keys:
             return
         self._stamp = stamp
         try:
-            self._keys = self._salted(_with_file(self._fixed, self._path))
+            self._keys = self._apart(_with_file(self._fixed, self._path))
         except ConfigError as error:
             log.error("the keys stay as they were: %s", error)
         else:
