@@ -44,8 +44,9 @@ def attention(bench: Bench, batch: int, context: int) -> None:
     mixer: Any = spec.layers[0].mixer
     q = torch.randn(batch, mixer.num_heads, mixer.head_dim, device=bench.device)
 
+    step = TorchStep(plan, planes, bench.device)
+
     def attend() -> Any:
-        step = TorchStep(plan, planes, bench.device)
         return call.fn(*(step if i == 0 else q for i in call.inputs), *call.bound, **call.named)
 
     with torch.inference_mode():
@@ -53,7 +54,7 @@ def attention(bench: Bench, batch: int, context: int) -> None:
     moved = batch * context * machine.kv_bytes
     name = f"{ATTENTION}{batch}"
     bench.figure(f"{name}.s", took["median"], "s", seconds=took, said=f"{batch} tokens behind {context}, bfloat16 keys "
-                 "and values; the backend's own call, its tables brought to the device each time")  # fmt: skip
+                 "and values; the backend's own call, its tables on the device")  # fmt: skip
     share = bench.share(name, COPY, moved / took["median"])
     bench.figure(f"{name}.copy_share", share, "of the copy bandwidth", bytes=moved)
 

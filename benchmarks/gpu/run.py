@@ -209,11 +209,12 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu-torch")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all stages")
     parser.add_argument("--only", default=",".join(NAMES), help=f"some of: {', '.join(NAMES)}")
-    parser.add_argument("--depth", type=int, default=1, help="steps in flight")
+    parser.add_argument("--depth", type=int, help="steps in flight; by default 2 on a GPU, as the engine has it")
     parser.add_argument("--tiny", action="store_true", help="shapes for trying the script")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--dry-run", action="store_true", help="no GPU: which operations a step would run there")
     args = parser.parse_args()
+    args.depth = args.depth or (2 if args.device.startswith("cuda") else 1)
     args.out, args.only = args.out.resolve(), args.only.split(",")
     unknown = sorted(set(args.only) - set(NAMES))
     if unknown:

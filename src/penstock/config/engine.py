@@ -262,7 +262,7 @@ class ExecutionConfig(Section):
     device: str = setting(
         "auto",
         "Where the model runs. cpu: kernels of this package. cuda, cuda:N: a GPU, by torch, which penstock[gpu] "
-        "brings; its speed is unmeasured. cpu-torch: what runs on a GPU, on the CPU, to try it; slow. auto: cpu.",
+        "brings. cpu-torch: what runs on a GPU, on the CPU, to try it; slow. auto: cpu.",
     )
     threads: int | None = setting(
         None,

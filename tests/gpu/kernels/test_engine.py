@@ -15,6 +15,7 @@ import torch
 
 from penstock.backends.gpu.backend import TorchBackend
 from penstock.backends.gpu.kernels import products
+from penstock.base.bf16 import narrow
 from penstock.ops.tree import tree_mask
 from tests import specs
 from tests.paged import Paged
@@ -89,6 +90,40 @@ def _planes_are_alike(plain: Paged, own: Paged) -> None:
     for want, got in zip(plain.planes, own.planes, strict=True):
         for name, array in want.items():
             np.testing.assert_allclose(np.asarray(got[name]), array, atol=2e-5 * float(np.nanmax(np.abs(array))))
+
+
+SHORT: tuple[dict[str, Any], ...] = ({"a": (IDS[:6], [5])}, {"a": ([5], [0])})
+
+
+@pytest.mark.parametrize("name", [
+    "latent", "indexed", "narrow_values", "inner_norms", "key_bias", "mamba2", "rwkv6", "gated", "entries", "experts",
+    "parallel", "sandwich", "shared_kv", "blocks", "yoco", "streams", "gated_lru", "shared",
+])  # fmt: skip
+def test_every_kind_of_layer(name: str) -> None:
+    """Fused and joined as kernels have it, a prompt and decode steps say what the reference says."""
+    spec, weights = specs.make(name)
+    plain, own = drivers_of(spec, weights, block_size=16)
+    for step in SHORT:
+        want, got = plain.run(step), own.run(step)
+        for seq in step:
+            np.testing.assert_allclose(got[seq], want[seq], atol=2e-4 * float(np.abs(want[seq]).max()))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_gqa", "llama_biased", "inner_norms", "parallel", "sandwich", "blocks", "scores"]
+)
+def test_rows_of_16_bits_where_nobody_needs_more(name: str) -> None:
+    """With weights of 16 bits, what is stored between operations is, too: most logits differ by a few roundings."""
+    spec, weights = specs.make(name)
+    short = {key: narrow(w) if w.ndim == 2 else w for key, w in weights.items()}
+    plain, own = drivers_of(spec, short, block_size=16, kv_dtype="bfloat16")
+    narrowed = [call for call in own.program.code if call.named.get("narrow")]
+    assert narrowed, "nothing is"
+    for step in SHORT:
+        want, got = plain.run(step), own.run(step)
+        for seq in step:
+            apart = np.abs(got[seq] - want[seq]) / np.abs(want[seq]).max()
+            assert 0 < np.median(apart) < 3e-2
 
 
 def test_stored_weights_go_through_the_products() -> None:

@@ -129,6 +129,12 @@ def _fuse_norms(graph: Graph) -> None:
             part.op, part.inputs, part.bound, part.label = "part", [both.out], (which,), str(which)
 
 
+def _head_dim(node: Node) -> int:
+    """Of what is turned: an indexer's keys may be narrower than the keys it chooses among."""
+    x = node.inputs[0]
+    return x.width // (x.heads or 1)
+
+
 def _fuse_rotations(graph: Graph) -> None:
     """Queries and keys that are turned by the same angles, with the write of these keys and their values."""
     counts = readers(graph)
@@ -141,7 +147,7 @@ def _fuse_rotations(graph: Graph) -> None:
         _, angles = keys.inputs
         queries = next((node for node in reversed(graph.nodes[:at]) if node.op == "rope" and node is not keys
                         and node.bound == keys.bound and node.inputs[1].same(angles)
-                        and node.layer == write.layer), None)  # fmt: skip
+                        and node.layer == write.layer and _head_dim(node) == _head_dim(keys)), None)  # fmt: skip
         if queries is None or any(v.maker is queries for node in graph.nodes[:at] for v in inputs_of(node)):
             continue
         queries.op, queries.inputs = "rope_write", [queries.inputs[0], keys.inputs[0], v, angles]

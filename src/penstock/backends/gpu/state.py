@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-UNMEASURED = "speed on GPUs is unmeasured"
+MEASURED = "speed was measured on one H100 (docs/guides/gpu.md)"
 DRIVERS = ("dev/nvidiactl", "dev/kfd")
 """What the drivers of NVIDIA's and AMD's GPUs leave under /."""
 
@@ -17,10 +17,10 @@ def gpu_state(root: Path = Path("/")) -> str:
         torch_version = version("torch")
     except PackageNotFoundError:
         found = "there is one" if there else "none found"
-        return f"{found}; --device cuda needs torch: pip install 'penstock[gpu]'; {UNMEASURED}"
+        return f"{found}; --device cuda needs torch: pip install 'penstock[gpu]'; {MEASURED}"
     if not there:
-        return f"none found; torch {torch_version} is here, so --device cpu-torch tries that backend; {UNMEASURED}"
-    return f"{_seen(torch_version)}; {UNMEASURED}"
+        return f"none found; torch {torch_version} is here, so --device cpu-torch tries that backend; {MEASURED}"
+    return f"{_seen(torch_version)}; {MEASURED}"
 
 
 def _seen(torch_version: str) -> str:

@@ -220,7 +220,7 @@ def coded_row(
     out = torch.empty((1, m), dtype=into or x.dtype, device=x.device)
     rows, columns, warps = shape or (8, 1024, 4)
     if bits == 4 and code != "e2m1" and codes.data_ptr() % 16 == 0 and codes.stride(0) % 16 == 0:
-        rows, columns, warps = shape or ((8, 4096, 4) if k % 4096 == 0 else (8, 2048, 2))
+        rows, columns, warps = shape or ((8, 4096, 4) if k % 4096 == 0 else (8, 2048, 4))
         _words[triton.cdiv(m, rows),](
             x, codes.view(torch.int32), scales, zeros, bias, out, m, codes.stride(0) // 4, scales.stride(0),
             K=k, GROUP=group, BLOCK_M=rows, GROUPS=min(padded(groups, 1), max(1, columns // group)),
