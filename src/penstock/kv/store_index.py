@@ -75,6 +75,7 @@ class StoreIndex:
         """Changes whenever something is forgotten."""
         self._entries: dict[str, _Entry] = {}
         self._coming: dict[str, _Entry] = {}
+        self._told: set[str] = set()  # of those on their way, which a look found
         self._holds: dict[str, int] = {}  # loads by path: what they read may be forgotten, and known anew, meanwhile
         self.tick = 0
         """Of the last use of anything."""
@@ -123,11 +124,14 @@ class StoreIndex:
         """A look at the store: what others brought, and what they took away."""
         for path in gone:
             self._forget(path)
+            self._told.discard(path)
         for block in sorted(blocks, key=lambda b: b.tick):
             known = self._entries.get(block.path) or self._coming.get(block.path)
             if known is not None:  # our own: a codec made less of it than was thought
-                self.num_bytes += block.num_bytes - known.num_bytes
+                self._count(block.path, block.num_bytes - known.num_bytes)
                 known.num_bytes = block.num_bytes
+                if block.path in self._coming:
+                    self._told.add(block.path)
             else:
                 self.tick += 1
                 self._enter(block.path, _Entry(block.num_bytes, self.tick, depth_of(block.path)))
@@ -189,17 +193,17 @@ class StoreIndex:
             self._forget(victim)
             self.num_evicted += 1
         self._coming[path] = _Entry(num_bytes, tick, depth_of(path))
-        self.num_bytes += num_bytes
-        self._bytes[space_in(path)] += num_bytes
+        self._count(path, num_bytes)
         return True, gone
 
     def complete_store(self, path: str, *, good: bool) -> None:
         entry = self._coming.pop(path, None)
         if entry is None:
             return
-        self.num_bytes -= entry.num_bytes
-        self._bytes[space_in(path)] -= entry.num_bytes
-        if good and path not in self._entries:
+        self._count(path, -entry.num_bytes)
+        told = path in self._told
+        self._told.discard(path)
+        if (good or told) and path not in self._entries:  # what a look has found is there, whatever became of ours
             self._enter(path, entry)
 
     def take_changes(self) -> list[tuple[str, bool]]:
@@ -211,11 +215,14 @@ class StoreIndex:
 
     def _enter(self, path: str, entry: _Entry) -> None:
         self._entries[path] = entry
-        self.num_bytes += entry.num_bytes
-        self._bytes[space_in(path)] += entry.num_bytes
+        self._count(path, entry.num_bytes)
         if self.keeps_changes:
             self._changes.append((path, True))
         self._push(path, entry)
+
+    def _count(self, path: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._bytes[space_in(path)] += num_bytes
 
     def _push(self, path: str, entry: _Entry) -> None:
         queue = self._queues.setdefault(space_in(path) if self._shares else "", [])
@@ -247,8 +254,7 @@ class StoreIndex:
     def _forget(self, path: str) -> None:
         entry = self._entries.pop(path, None)
         if entry is not None:
-            self.num_bytes -= entry.num_bytes
-            self._bytes[space_in(path)] -= entry.num_bytes
+            self._count(path, -entry.num_bytes)
             self.version += 1
             if self.keeps_changes:
                 self._changes.append((path, False))

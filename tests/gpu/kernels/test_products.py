@@ -89,7 +89,7 @@ def test_a_row_of_codes(outputs: int, inputs: int, group: int, zeros: str, bits:
     bias = normal(6, outputs)
     product = products.product_int4 if bits == 4 else products.product_int8
     wanted = product(x, held, scales, zeros=zero, bias=bias, operands=torch.float32, **how)
-    assert far(rows.coded_row(x, held, scales, zero, bias, bits=bits, **how), wanted) < 1e-4
+    assert far(rows.coded_row(x, held, scales, zero, bias, bits=bits, **how), wanted) < 4e-4
 
 
 def test_rows_of_other_groups_are_refused() -> None:

@@ -157,3 +157,22 @@ def test_the_books_hold_whatever_comes() -> None:
             index.check_invariants()
             assert index.num_bytes == 10 * len(there) <= limit
             assert {p for p, here in there.items() if here} == set(index._entries)
+
+
+def test_what_a_look_finds_stays_whatever_becomes_of_our_own() -> None:
+    """A server of blocks that comes back has what is just being written again, and refuses that."""
+    for good in (False, True):
+        index = StoreIndex(100)
+        assert index.prepare_store("a-0", 10, 1) == (True, [])
+        index.found([FoundBlock("a-0", 10, 0)])
+        assert index.lookup(["a-0"]) == 0, "not before it is known to be whole"
+        index.complete_store("a-0", good=good)
+        assert index.lookup(["a-0"]) == 1
+        index.check_invariants()
+    index = StoreIndex(100)
+    index.prepare_store("a-0", 10, 1)
+    index.found([FoundBlock("a-0", 8, 0)])
+    index.found([], ["a-0"])
+    index.complete_store("a-0", good=False)
+    assert len(index) == index.num_bytes == 0
+    index.check_invariants()

@@ -33,7 +33,7 @@ UNSUPPORTED = {
     "lightning", "indexed", "gated_lru", "mlstm", "diagonal", "retention", "shared",
     "streams",
     "entries",
-    "key_bias",
+    "key_bias", "fixed_experts", "blocks", "gated_diagonal",
 }  # fmt: skip
 """Specs that nothing here trains: state space models, RWKV and their like, sparse experts, an indexer's choice, entries
 of several tokens."""
