@@ -109,9 +109,7 @@ def test_every_kind_of_layer(name: str) -> None:
             np.testing.assert_allclose(got[seq], want[seq], atol=2e-4 * float(np.abs(want[seq]).max()))
 
 
-@pytest.mark.parametrize(
-    "name", ["llama_gqa", "llama_biased", "inner_norms", "parallel", "blocks"]
-)
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_biased", "inner_norms", "parallel", "blocks"])
 def test_rows_of_16_bits_where_nobody_needs_more(name: str) -> None:
     """With weights of 16 bits, what is stored between operations is, too: most logits differ by a few roundings."""
     spec, weights = specs.make(name)
