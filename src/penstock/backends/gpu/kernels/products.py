@@ -23,7 +23,7 @@ _FILL = 256
 
 
 @triton.jit
-def _value(code, CODE: tl.constexpr):
+def code_value(code, CODE: tl.constexpr):
     """What a code of 4 bits stands for: itself, or a number of e2m1 (1, 2 and 1 bits, bias 1)."""
     if CODE == "e2m1":
         exponent, half = (code >> 1) & 3, code & 1
@@ -61,8 +61,8 @@ def _product(
             at_group = row * scales_stride + base // GROUP
             even = load(column + 2 * j[:, None], mask=there[None, :] & near[:, None])
             odd = load(column + 2 * j[:, None] + 1, mask=there[None, :] & (2 * j + 1 < K)[:, None])
-            part = dot(_value(pair & 15, CODE) - OFFSET, even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
-            part = dot(_value(pair >> 4, CODE) - OFFSET, odd, part, OPERANDS)
+            part = dot(code_value(pair & 15, CODE) - OFFSET, even, tl.zeros([BLOCK_M, BLOCK_T], tl.float32), OPERANDS)
+            part = dot(code_value(pair >> 4, CODE) - OFFSET, odd, part, OPERANDS)
             if ZEROS != "none":
                 whole = _total(even, OPERANDS) + _total(odd, OPERANDS)
             if ZEROS == "codes":

@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.gpu.kernels.loads import INTERPRETED, LAUNCH, load, load_number, padded, store
-
-_MAGIC = 128
-"""128 + a code of 4 bits is a float whose upper bits are constant: two instructions make it."""
+from penstock.backends.gpu.kernels.products import code_value
 
 
 @triton.jit
@@ -39,28 +37,6 @@ def _floats(
 
 
 @triton.jit
-def _halves(pair, CODE: tl.constexpr):
-    """The low and the high half of bytes as floats: `_MAGIC` more than codes, or numbers of e2m1."""
-    low, high = (pair & 15).to(tl.int32), (pair >> 4).to(tl.int32)
-    if CODE == "e2m1":
-        return _small(low), _small(high)
-    return _above(low), _above(high)
-
-
-@triton.jit
-def _above(code):
-    return ((code << 16) | 0x43000000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _small(code):
-    exponent, half = (code >> 1) & 3, code & 1
-    normal = (((exponent + 126) << 23) | (half << 22)).to(tl.float32, bitcast=True)
-    size = tl.where(exponent == 0, half.to(tl.float32) * 0.5, normal)
-    return tl.where(code > 7, -size, size)
-
-
-@triton.jit
 def _codes(
     x, codes, scales, zeros, bias, out, m_count, codes_stride, scales_stride,
     K: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
@@ -82,13 +58,13 @@ def _codes(
         if BITS == 4:
             even, odd = tl.split(tl.reshape(a, [GROUPS, GROUP // 2, 2]))
             pair = load_number(at + base // 2, mask=own[:, :, None])
-            low, high = _halves(pair, CODE)
+            low, high = code_value(pair & 15, CODE), code_value(pair >> 4, CODE)
             part = tl.sum(low * even[None, :, :] + high * odd[None, :, :], 2)
         else:
             w = load(at + base, mask=own[:, :, None], e4m3=CODE == "e4m3")
             part = tl.sum(w * tl.reshape(a, [GROUPS, GROUP])[None, :, :], 2)
         if ZEROS == "codes":
-            part -= (load(zeros + scale_at + base // GROUP, mask=own) + OFFSET) * whole[None, :]
+            part -= load(zeros + scale_at + base // GROUP, mask=own) * whole[None, :]
         else:
             part -= OFFSET * whole[None, :]
         acc += part * load(scales + scale_at + base // GROUP, mask=own)
@@ -228,12 +204,11 @@ def coded_row(
             BIAS=bias is not None, PTX=_has_ptx(), num_warps=warps, **LAUNCH,
         )  # fmt: skip
         return out
-    shift = _MAGIC if bits == 4 and code != "e2m1" else 0
     _codes[triton.cdiv(m, rows),](
         x, codes, scales, zeros, bias, out, m, codes.stride(0), scales.stride(0),
         K=k, GROUP=group, BLOCK_M=rows, GROUPS=min(padded(groups, 1), max(1, columns // group)), BITS=bits,
         ZEROS="none" if zeros is None else zeros_are,
-        OFFSET=float(shift + (0 if zeros is not None else offset)), BIAS=bias is not None, CODE=code,
+        OFFSET=float(0 if zeros is not None else offset), BIAS=bias is not None, CODE=code,
         num_warps=warps, **LAUNCH,
     )  # fmt: skip
     return out
