@@ -43,6 +43,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False, "max_position_embeddings": 131072,
     },
+    "mha-0.5b": _BOTH | {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 896, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 14, "intermediate_size": 4864, "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "attention_bias": False, "mlp_bias": False,
+    },
+    "tiny-mha": _BOTH | {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 1024,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 1024, "attention_bias": False,
+        "mlp_bias": False, "tie_word_embeddings": False,
+    },
     "tiny": _BOTH | {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 1024,
@@ -50,7 +61,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": None, "max_window_layers": 2, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""`tiny` is for trying the harness. It has a head of its own: with two layers and a tied one it would repeat itself."""
+"""`tiny` is for trying the harness. It has a head of its own: with two layers and a tied one it would repeat itself.
+`mha`: with as many heads of keys and values as of queries; `mha-0.5b` is Qwen2.5-0.5B's shape but for that."""
 
 
 def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -13,7 +13,7 @@ Seconds to the first token behind a link of so many MB/s (0: as it is), with eve
 parts of the text computed while the rest is read. Drawn order, by `--seed`; a process for each link and round.
 `--remote`: the same with a server of blocks (`penstock cache serve`) on this machine, which keeps them in memory, in
 place of the folder; no `cold`, no `read`; and what an engine takes whose server was killed after it had told what it
-has.
+has. `--format`: how blocks are written (`--kv-offload-format`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.common import about, figures, save
 from rich.console import Console
 
 NEW = 16
-PARTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
+PARTS = [0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0]
 """Of a text, computed while the rest is read."""
 
 
@@ -69,10 +69,10 @@ def first_token(llm: Any, ids: list[int]) -> tuple[float, list[int], int]:
     return stamps[1] - stamps[0], list(last.outputs[0].token_ids), last.num_cached_tokens
 
 
-def once(model: str, folder: str, length: int, policy: str, kill: int = 0) -> dict[str, Any]:
+def once(model: str, folder: str, length: int, policy: str, kill: int = 0, form: str = "plain") -> dict[str, Any]:
     """In a process of its own: a short answer to warm up, then the document, then a step beside it. `kill`: the process
     that has the blocks, which is killed before the document."""
-    more = {"kv_load_policy": policy} if folder else {}
+    more = {"kv_load_policy": policy, "kv_offload_format": form} if folder else {}
     llm = engine(model, folder, length, **more)
     first_token(llm, [5] * 40)
     if kill:
@@ -107,6 +107,7 @@ def drop(folder: Path) -> None:
 def told(args: argparse.Namespace, *more: str) -> dict[str, Any]:
     """What this command says in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.serving.kv_store", args.model, "--tokens", str(args.tokens)]
+    command += ["--format", args.format, "--parts", *map(str, args.parts)]
     run = subprocess.run([*command, *more], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found
@@ -172,7 +173,7 @@ def swept(args: argparse.Namespace, folder: str, mb_s: float, number: int) -> di
     """In a process of its own: seconds by what was done, and what was measured and chosen."""
     if mb_s:
         throttle(mb_s)
-    llm = engine(args.model, folder, args.tokens, kv_load_policy="auto")
+    llm = engine(args.model, folder, args.tokens, kv_load_policy="auto", kv_offload_format=args.format)
     kv = llm.engine.core.kv
     stored, settings = kv.stored, kv.stored._settings
     ids = prompt(args.tokens, 0)
@@ -191,7 +192,7 @@ def swept(args: argparse.Namespace, folder: str, mb_s: float, number: int) -> di
 
     take("auto at first", "auto", None)
     modes: list[tuple[str, str, float | None]] = [(name, name, None) for name in ("cake", "split", "auto")]
-    modes += [(f"part {part:.2f}", "split", part) for part in PARTS]
+    modes += [(f"part {part:.2f}", "split", part) for part in args.parts]
     random.Random(f"{args.seed}-{mb_s}-{number}").shuffle(modes)
     for mode in modes:
         take(*mode)
@@ -316,12 +317,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--remote", action="store_true", help="a server of blocks in place of a folder")
     parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--sweep", help="speeds of the link to the folder, in MB/s; 0: as it is")
+    parser.add_argument("--parts", type=float, nargs="+", default=PARTS, help="of a text that are computed, in a sweep")
+    parser.add_argument("--format", default="plain", help="of blocks: --kv-offload-format")
     parser.add_argument("--seed", type=int, default=0, help="of the order in a sweep")
     parser.add_argument("--sweep-once", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--out")
     args = parser.parse_args(argv)
     if args.once:
-        print(json.dumps(once(args.model, args.once[0], args.tokens, args.once[1], int(args.once[2]))))
+        print(json.dumps(once(args.model, args.once[0], args.tokens, args.once[1], int(args.once[2]), args.format)))
         return 0
     if args.sweep_once:
         folder, mb_s, number = args.sweep_once

@@ -23,6 +23,7 @@ from penstock.launch.assemble import assemble, connect, engine_core
 from penstock.launch.kv_store import open_store
 from penstock.launch.selection import keeping_of
 from penstock.plan.drafts import NamedSpec, plan_drafts
+from penstock.plan.hidden import keeps_hidden
 from penstock.plan.keeping import groups_of
 from penstock.plan.resolve import Plan, tokens_in_flight
 from penstock.sched.drafts.fixed import FixedDrafts
@@ -62,6 +63,7 @@ class Knobs:
     offload: bool = False  # what the prefix cache gives up waits on the host: full groups only
     kv_offload: str = "none"  # a store of blocks outside the process: full groups only
     kv_offload_secret_file: str | None = None
+    kv_offload_format: str = "plain"
     kv_load_policy: str = "wait"
     kv_offload_eviction: str = "lru"
     kv_allocator: str = "paged"
@@ -79,7 +81,7 @@ def plan_for(spec: ModelSpec, k: Knobs, draft_models: Sequence[ModelSpec] = ()) 
     max_model_len = k.max_model_len or spec.max_position
     groups, drafts, _ = plan_drafts(
         [NamedSpec(f"draft{i}", draft_model) for i, draft_model in enumerate(draft_models)],
-        groups_of(spec, k.kv_dtype, keeping_of(config_for(k))),
+        groups_of(spec, k.kv_dtype, keeping_of(config_for(k)), hidden=keeps_hidden(config_for(k))),
         held=[HeldWeights("float32")] * len(draft_models),
         kv_dtype=k.kv_dtype,
         max_model_len=max_model_len,
@@ -125,6 +127,7 @@ def config_for(k: Knobs, speculation: dict[str, Any] | None = None) -> Any:
         enable_hierarchical_cache=k.offload,
         kv_offload=k.kv_offload,
         kv_offload_secret_file=k.kv_offload_secret_file,
+        kv_offload_format=k.kv_offload_format,
         kv_load_policy=k.kv_load_policy,
         kv_offload_eviction=k.kv_offload_eviction,
         kv_allocator=k.kv_allocator,
@@ -171,12 +174,13 @@ def real_engine(
     `speculation`: as `speculative_config`; `draft_models`: those it names, and their weights.
     """
     plan = plan_for(spec, k, [draft_model for draft_model, _ in draft_models])
+    decides = repr((spec, k.ops, k.kv_dtype, k.kv_offload_format)).encode()
     return assemble(
         config_for(k, speculation),
         spec,
         weights,
         plan,
-        store=open_store(config_for(k), lambda: digest(repr((spec, k.ops, k.kv_dtype)).encode()).hex(), plan),
+        store=open_store(config_for(k), lambda: digest(decides).hex(), plan),
         clock=MonotonicClock(),
         check_invariants=True,
         poison=True,

@@ -328,10 +328,11 @@ def drafts_of(name: str, rng: random.Random, k: Knobs) -> dict[str, Any]:
 
 def run_seed(
     name: str, seed: int, truth: dict[str, bytes], *, engines: int = 3, folder: Path | None = None,
-    drafted: bool = False,
+    drafted: bool = False, form: str = "plain",
 ) -> int:  # fmt: skip
     """Engines one after the other over one folder. Returns how many blocks they have read. Raises AssertionError with
-    what was drawn if a law is broken. `drafted`: somebody drafts (`DRAFTED`)."""
+    what was drawn if a law is broken. `drafted`: somebody drafts (`DRAFTED`). `form`: of the files
+    (`kv_offload_format`), one that loses nothing."""
     spec, weights = tiny(name)
     rng = random.Random(f"{name}-{seed}")
     place = Path(tempfile.mkdtemp(prefix="penstock-draws-")) if folder is None else folder
@@ -346,6 +347,7 @@ def run_seed(
         served: dict[str, bytes] = {}
         for number in range(engines):
             disk, k = Disk(rng, truth, served), knobs_of(rng, kv, full=full)
+            k.kv_offload_format = form
             drafts = drafted and rng.random() < 0.8
             more = drafts_of(name, rng, k) if drafts else {}
             note = f"{name}, seed {seed}, engine {number}: {k}"
@@ -390,6 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--spec", choices=sorted({*SPECS, *DRAFTED}), action="append", help="all by default")
     parser.add_argument("--drafted", action="store_true", help="with draft models and heads that draft")
+    parser.add_argument("--form", default="plain", help="plain or hidden, which is for llama_mha")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--keep-going", action="store_true", help="tell what failed, and go on")
@@ -400,7 +403,7 @@ def main() -> None:
     while time.monotonic() < until:
         for name in args.spec or (DRAFTED if args.drafted else SPECS):
             try:
-                num_loaded += run_seed(name, seed, truths.setdefault(name, {}), drafted=args.drafted)
+                num_loaded += run_seed(name, seed, truths.setdefault(name, {}), drafted=args.drafted, form=args.form)
             except AssertionError as error:
                 num_failed += 1
                 print(f"{error}\n    {type(error.__cause__).__name__}: {str(error.__cause__)[:300]}", flush=True)

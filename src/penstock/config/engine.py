@@ -16,7 +16,7 @@ from penstock.config.positions import parse_rope_scaling
 from penstock.config.selection import SelectionConfig, parse_selection
 from penstock.config.setting import Section, Setting, setting, settings_of
 from penstock.config.speculative import SpeculativeConfig, parse_speculative
-from penstock.core.block_codec import BLOCK_CODECS, PLAIN
+from penstock.core.block_codec import BLOCK_CODECS, HIDDEN, PLAIN
 from penstock.core.kv_format import parse_kv_format
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -169,9 +169,10 @@ class CacheConfig(Section):
     )
     kv_offload_format: str = setting(
         "plain",
-        "How blocks are written there. plain: as they are in memory. cachegen: rounded to some 2.6 bits for a number "
-        "and range-coded, for slow disks and links; tokens may become others. Has blocks of its own.",
-        choices=(PLAIN, *BLOCK_CODECS.names()),
+        "How blocks are written there. plain: as in memory. cachegen: in some 2.6 bits a number; tokens may change. "
+        "hidden: what keys and values are made of, half of their bytes if all heads have their own; exact in float32. "
+        "Each has its own blocks.",
+        choices=(PLAIN, *BLOCK_CODECS.names(), HIDDEN),
     )
     kv_load_policy: str = setting(
         "wait",

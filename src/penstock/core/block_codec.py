@@ -1,7 +1,9 @@
 """How blocks are written in a store outside the process: the setting `kv_offload_format`.
 
-An entry of `BLOCK_CODECS` names a function that makes a `BlockCodec` for the parts of a block. Codecs of what is in
-memory are another thing: `core.kv_codec`.
+`HIDDEN` is none of the codecs: pages have a plane more, with the normed hidden states that keys and values are products
+of, and only that plane is written; keys and values are worked out again (`runner.restored`; HCache, Gao et al., arXiv
+2410.05004). An entry of `BLOCK_CODECS` names a function that makes a `BlockCodec` for the parts of a block. Codecs of
+what is in memory are another thing: `core.kv_codec`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class BlockCodecTraits(NamedTuple):
     what: str
 
 
-PLAIN = "plain"
+PLAIN, HIDDEN = "plain", "hidden"
 BLOCK_CODECS: Registry[MakeBlockCodec, BlockCodecTraits] = Registry("kv_offload_format")
 BLOCK_CODECS.add("cachegen", "penstock.runner.cachegen:CacheGen",
                  BlockCodecTraits(("float32", "float16", "bfloat16"), "rounded and range-coded"))  # fmt: skip

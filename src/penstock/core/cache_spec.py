@@ -14,6 +14,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types that a model computes with, and bytes of a number."""
 CACHE_DTYPE_BYTES = DTYPE_BYTES | {"int8": 1, "uint8": 1}
 """Types that a plane may hold."""
+HIDDEN = "hidden"
+"""The plane with what keys and values are made of, where a store is given that (`core.block_codec.HIDDEN`)."""
 
 
 class PlaneSpec(NamedTuple):

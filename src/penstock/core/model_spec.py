@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.core.cache_spec import CacheGroup, CacheSpec, PlaneSpec, group_layers
+from penstock.core.cache_spec import HIDDEN, CacheGroup, CacheSpec, PlaneSpec, group_layers
 from penstock.core.kv_codec import KV_CODECS
 from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers import Shapes
@@ -293,13 +293,15 @@ def cache_spec(layer: Layer, kv_dtype: str, lanes: int = 1, *, bounds: bool = Fa
     return spec if lanes == 1 else msgspec.structs.replace(spec, lanes=lanes)
 
 
-def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> list[tuple[CacheSpec, ...]]:
+def cache_specs(
+    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, hidden: bool = False
+) -> list[tuple[CacheSpec, ...]]:
     """What every layer keeps: mostly one cache, none without a mixer; newest and first tokens, if they are kept apart,
     are further ones (`core.mixers.attention.Attention.caches`), and so are entries of several tokens
     (`core.mixers.compressed.EntryAttention.caches`). `kv_dtype`: see `core.kv_format`.
 
     `lanes`, `bounds`: see `cache_spec`. Only attention has such formats; a recurrent layer's state is what it always
-    is.
+    is. `hidden`: pages also have what keys and values are made of, in their type (`plan.hidden` says of which models).
     """
     kv = parse_kv_format(kv_dtype)
     out: list[tuple[CacheSpec, ...]] = []
@@ -311,13 +313,18 @@ def cache_specs(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool 
             out.append(layer.mixer.caches(how.plain or "float32"))
         else:
             one = cache_spec(layer, how.plain or "float32", lanes, bounds=bounds)
+            if hidden and one is not None:
+                more = PlaneSpec(HIDDEN, 1, spec.hidden_size, how.plain or "float32")
+                one = msgspec.structs.replace(one, planes=(*one.planes, more))
             out.append(() if one is None else (one,))
     return out
 
 
-def cache_groups(spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False) -> tuple[CacheGroup, ...]:
+def cache_groups(
+    spec: ModelSpec, kv_dtype: str, lanes: int = 1, *, bounds: bool = False, hidden: bool = False
+) -> tuple[CacheGroup, ...]:
     """The groups of a model: first those of what every layer keeps, then those of newest, then of first tokens."""
-    kept = cache_specs(spec, kv_dtype, lanes, bounds=bounds)
+    kept = cache_specs(spec, kv_dtype, lanes, bounds=bounds, hidden=hidden)
     groups: list[CacheGroup] = []
     for i in range(max((len(own) for own in kept), default=0)):
         more = group_layers([own[i] if i < len(own) else None for own in kept])

@@ -29,6 +29,7 @@ from penstock.launch.speculation import DraftMeans, make_controller
 from penstock.model.forward import Forward
 from penstock.ops.ref.product import take_rows
 from penstock.ops.stored import Weight
+from penstock.plan.hidden import keeps_hidden
 from penstock.plan.probe import Free, free_memory
 from penstock.plan.resolve import Plan
 from penstock.runner.assemble import DecoderModel
@@ -162,6 +163,7 @@ def model_parts(
     return Parts(
         forward=forward,
         vocab_size=spec.vocab_size,
+        restoring=partial(model.restoring, backend, forward) if keeps_hidden(config) else None,
         backend=backend,
         grammars=grammars,
         means=DraftMeans(draft_models(config, plan, loaded_drafts, backend), target, encode),
@@ -173,7 +175,7 @@ def model_parts(
 def model_of(config: EngineConfig, spec: ModelSpec, weights: Mapping[str, Weight], plan: Plan) -> DecoderModel:
     return DecoderModel(
         spec=spec, weights=weights, groups=plan.own_groups, max_model_len=plan.max_model_len,
-        rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config)),
+        rotation=config.cache.kv_rotation, reading=reading_of(keeping_of(config), hidden=keeps_hidden(config)),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from penstock.base.errors import ConfigError
 from penstock.base.flock import lock_file
 from penstock.config import EngineConfig
 from penstock.config.offload import DiskStore, OutsideStores, RemoteServer, offload_of
-from penstock.core.block_codec import BLOCK_CODECS, PLAIN, BlockCodec, BlockPart
+from penstock.core.block_codec import BLOCK_CODECS, BlockCodec, BlockPart
 from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import DISK, REMOTE
@@ -36,7 +36,7 @@ from penstock.launch.shared_secret import FIELD, Secrets, read_secrets
 from penstock.ops.native.abi import ABI
 from penstock.ops.native.content_key import FileHashes
 from penstock.plan.resolve import Plan
-from penstock.runner.block_files import OVERHEAD, BlockFiles, is_whole
+from penstock.runner.block_files import BlockFiles, file_bytes, is_whole
 from penstock.runner.block_peer import Address
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def make_block_codec(name: str, groups: Sequence[CacheGroup], block_size: int) -
 
     Raises ConfigError.
     """
-    if name == PLAIN:
+    if name not in BLOCK_CODECS:
         return None
     kept = [group for group in groups if group.spec.per_token]
     last = max(1, *(layer for group in kept for layer in group.layers)) if kept else 1
@@ -292,9 +292,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
         _describe(folder / name, StoreModel(config.model.model, plan.kv_dtype, plan.block_size, _version()))
     if offload.remote is not None:
         limits[REMOTE] = NO_LIMIT
-    sizes = {True: OVERHEAD, False: OVERHEAD}
-    for group in plan.own_groups:
-        sizes[group.spec.per_token] += group.slab_bytes(plan.block_size)
+    block_bytes, state_bytes = file_bytes(plan.own_groups, plan.block_size)
     both = all(group.spec.kind == "paged" for group in plan.groups)
     load, order = config.cache.kv_load_policy, config.cache.kv_offload_eviction
     if order == "recompute" and (load == "wait" or not both):
@@ -303,7 +301,7 @@ def open_store(config: EngineConfig, print_: Callable[[], str], plan: Plan) -> K
             "read: set kv_load_policy to auto, split or cake, with a model whose layers all keep their whole context",
             field="kv_offload_eviction",
         )
-    settings = StoreSettings(secret, name, limits, sizes[True], sizes[False], both_ends=both, load=load, order=order,
+    settings = StoreSettings(secret, name, limits, block_bytes, state_bytes, both_ends=both, load=load, order=order,
                              num_groups=len(plan.own_groups))  # fmt: skip
     looks: list[FolderLook | RemoteStore] = []
     if offload.disk is not None:

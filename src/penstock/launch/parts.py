@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +10,7 @@ from penstock.backends.backend import Backend
 from penstock.base.clock import Clock
 from penstock.config import EngineConfig
 from penstock.config.offload import offload_of
+from penstock.core.cache_spec import HIDDEN
 from penstock.core.model_spec import ModelSpec
 from penstock.core.page_ops import DISK, REMOTE
 from penstock.core.protocols import Drafter
@@ -21,6 +22,7 @@ from penstock.launch.progress import warming_up
 from penstock.launch.selection import keeping_of, make_selections
 from penstock.launch.speculation import DraftMeans, make_drafter, make_verifier
 from penstock.model.forward import Forward, StepLimits, WarmedForward
+from penstock.ops.plan import Planes
 from penstock.plan.resolve import Plan
 from penstock.runner.ahead import AheadRunner, can_run_ahead
 from penstock.runner.assemble import make_sampler
@@ -29,6 +31,7 @@ from penstock.runner.chunks import ChunkedStorage
 from penstock.runner.lazy import LazyStorage
 from penstock.runner.outside import Outside
 from penstock.runner.remote_blocks import RemoteBlocks
+from penstock.runner.restored import RestoredOutside, Restorer
 from penstock.runner.rows import RowStore
 from penstock.runner.runner import Runner
 from penstock.runner.storage import Storage
@@ -46,6 +49,7 @@ class Parts(NamedTuple):
         grammars: what structured outputs need; without it no request may ask for them.
         means: what a drafter may be made of; `drafter`: another than the settings name (tests).
         select: the KV selector, and the model that it was made for.
+        restoring: makes what makes keys and values of hidden states (`DecoderModel.restoring`), where pages have them.
     """
 
     forward: Forward
@@ -55,6 +59,7 @@ class Parts(NamedTuple):
     means: DraftMeans = DraftMeans()
     drafter: Drafter | None = None
     select: tuple[KVSelector, ModelSpec] | None = None
+    restoring: Callable[[Sequence[Planes]], Forward] | None = None
 
 
 def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, poison: bool = False) -> Runner:
@@ -81,13 +86,19 @@ def make_rank(config: EngineConfig, plan: Plan, parts: Parts, clock: Clock, *, p
     if offload is not None:
         slots = [g.index for g in plan.groups if not g.spec.per_token]
         codec = make_block_codec(config.cache.kv_offload_format, plan.own_groups, plan.block_size)
-        layout = (block_key(config, offload), storage.planes[:num_own], storage.pages_per_slab, slots, codec)
+        planes: Sequence[Planes] = storage.planes[:num_own]
+        if parts.restoring is not None:
+            planes = [{HIDDEN: own[HIDDEN]} for own in planes]
+        layout = (block_key(config, offload), planes, storage.pages_per_slab, slots, codec)
         tiers: dict[int, BlockFiles] = {}
         if offload.disk is not None:
             tiers[DISK] = BlockFiles(offload.disk.folder, *layout)
         if offload.remote is not None:
             tiers[REMOTE] = RemoteBlocks(address_of(config, offload.remote), *layout)
         storage.outside = Outside(tiers)
+        if parts.restoring is not None:
+            restorer = Restorer(parts.restoring(storage.planes), storage.planes, plan.own_groups, plan.block_size)
+            storage.outside = RestoredOutside(tiers, restorer, plan.block_size)
     rows = RowStore(plan.groups, num_slabs, plan.block_size, parts.vocab_size)
     sampler = make_sampler(parts.backend, parts.vocab_size, parts.grammars)
     selections = None

@@ -52,10 +52,10 @@ def keeping_of(config: EngineConfig) -> Keeping | None:
     return Keeping(selection, *KV_SELECTORS.traits(selection.method))
 
 
-def reading_of(keeping: Keeping | None) -> Reading:
-    """What the model has to do otherwise for it."""
+def reading_of(keeping: Keeping | None, *, hidden: bool = False) -> Reading:
+    """What the model has to do otherwise for it. `hidden`: see `Reading`."""
     if keeping is None:
-        return Reading()
+        return Reading(hidden=hidden)
     if keeping.drops == "nothing":
         return Reading(pages=page_reads(keeping.config))
     return Reading(raw_keys=keeping.cache_positions, observe=keeping.drops == "tokens" and keeping.watches != "nothing")

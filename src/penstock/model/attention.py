@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.core.cache_spec import HIDDEN
 from penstock.core.model_spec import Attention, Indexer, Latent, QkNorm, QueryScale
 from penstock.core.selection import BOUNDS
 from penstock.model.emitter import Emitter, Place
@@ -68,6 +69,10 @@ def attention(
         b.emit("write_kv", ("step", "k", "v"), "", bound=(*place, ("k", "v")), **bounded)
     else:
         b.emit("write_kept", ("step", "k", "v"), "", bound=(*place, kept))
+    if b.reading.hidden:
+        # One plane is written where the operation takes two: the same rows twice.
+        b.emit("heads", (x,), "hidden", bound=(1,))
+        b.emit("write_kv", ("step", "hidden", "hidden"), "", bound=(*place, (HIDDEN, HIDDEN)))
     if b.reading.observe and m.kv_from is None:
         b.emit("observe", ("q", "step"), "", bound=place)
     more: dict[str, Any] = {} if reads is None else {"pages": reads}

@@ -27,11 +27,13 @@ class Reading(NamedTuple):
         raw_keys: keys are kept as they are and turn when they are read (positions inside the cache).
         observe: the program shows its queries (`model.forward.ObservedForward`).
         pages: tokens behind their prompt read some pages only; pages have bounds (`core.model_spec.cache_spec`).
+        hidden: what keys and values are made of is kept beside them, for a store (`core.block_codec.HIDDEN`).
     """
 
     raw_keys: bool = False
     observe: bool = False
     pages: PageReads | None = None
+    hidden: bool = False
 
 
 PLAIN = Reading()

@@ -53,10 +53,12 @@ def _check_positions(n: int, mixer: Attention, wrong: object) -> None:
         raise wrong(f"keeps keys as they are before their rotation, and layer {n} does more behind it; use another")
 
 
-def groups_of(spec: ModelSpec, kv_dtype: str, keeping: Keeping | None) -> tuple[CacheGroup, ...]:
-    """The cache groups of a model whose cache is cut, or read in part."""
+def groups_of(
+    spec: ModelSpec, kv_dtype: str, keeping: Keeping | None, *, hidden: bool = False
+) -> tuple[CacheGroup, ...]:
+    """The cache groups of a model whose cache is cut, or read in part. `hidden`: see `core.model_spec.cache_specs`."""
     bounds = keeping is not None and keeping.drops == "nothing"
-    return cache_groups(spec, kv_dtype, lanes_of(spec, keeping), bounds=bounds)
+    return cache_groups(spec, kv_dtype, lanes_of(spec, keeping), bounds=bounds, hidden=hidden)
 
 
 def lanes_of(spec: ModelSpec, keeping: Keeping | None) -> int:

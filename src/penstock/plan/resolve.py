@@ -13,7 +13,7 @@ from penstock.config.kv_events import parse_kv_events
 from penstock.config.offload import offload_of
 from penstock.config.selection import Keeping
 from penstock.core.backend import REFERENCE, BackendTraits
-from penstock.core.block_codec import BLOCK_CODECS, PLAIN
+from penstock.core.block_codec import BLOCK_CODECS
 from penstock.core.cache_spec import CacheGroup, without_windows
 from penstock.core.events import Decision
 from penstock.core.held_weights import HeldWeights
@@ -22,6 +22,7 @@ from penstock.core.machine import Machine
 from penstock.core.matrix_format import NONE
 from penstock.core.model_spec import ModelSpec
 from penstock.plan.drafts import DraftPlan, NamedSpec, check_draft_weights, plan_drafts
+from penstock.plan.hidden import hidden_decision
 from penstock.plan.keeping import check_keeping, groups_of
 from penstock.plan.kv_format import check_kv_format
 from penstock.plan.memory import Budget, CacheSizes, Demand, budget_for, check_weights, gib, plan_memory
@@ -120,10 +121,12 @@ def resolve(
         decisions.append(regime)
     max_num_seqs, max_num_batched_tokens = _limits(config, max_model_len, traits, decisions)
 
+    hidden = hidden_decision(config, spec, kv_dtype)
+    decisions.extend([hidden] if hidden is not None else [])
     draft_models = [NamedSpec(*draft) for draft in drafts]
     groups, planned, why_drafts = plan_drafts(
         draft_models,
-        groups_of(spec, kv_dtype, keeping),
+        groups_of(spec, kv_dtype, keeping, hidden=hidden is not None),
         held=[_draft_weights(config, draft, dtype, traits) for draft in draft_models],
         kv_dtype=parse_kv_format(kv_dtype).default.plain or dtype,
         max_model_len=max_model_len,
@@ -243,7 +246,7 @@ def _check_offload(config: EngineConfig, groups: tuple[CacheGroup, ...], field: 
         problem = "is for models whose layers all keep their whole context, unlike this one's; leave it off"
     if problem:
         raise ConfigError(f"{field}: {problem}", field=field)
-    if field == "kv_offload" and cache.kv_offload_format != PLAIN:
+    if field == "kv_offload" and cache.kv_offload_format in BLOCK_CODECS:
         known = BLOCK_CODECS.traits(cache.kv_offload_format).dtypes
         kept = {plane.dtype for g in groups if g.spec.per_token for plane in (*g.spec.planes, *g.spec.page_planes)}
         if not kept <= {*known}:

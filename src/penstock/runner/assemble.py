@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,13 @@ from penstock.model.builder import build
 from penstock.model.emitter import PLAIN, Reading
 from penstock.model.forward import Forward
 from penstock.model.graph import Graph
+from penstock.model.restoring import restoring
 from penstock.ops.draws import StartingKernel
+from penstock.ops.plan import Planes
 from penstock.ops.stored import Weight
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.kernel_sampler import KernelSampler
+from penstock.runner.restored import RESTORED_TOKENS
 from penstock.runner.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -64,6 +67,11 @@ class DecoderModel:
         """The model without all layers but these, over the weights of `whole`, which are not held twice."""
         groups = tuple(rank_groups) or self.groups
         return backend.compile(self.graph.copy(layers), groups, max_tokens=max_tokens, like=whole)
+
+    def restoring(self, backend: Backend, whole: Forward, planes: Sequence[Planes]) -> Forward:
+        """What makes keys and values of hidden states in `planes` again (`model.restoring`), over the same weights."""
+        graph = restoring(self.graph, self.groups, planes)
+        return backend.compile(graph, self.groups, max_tokens=RESTORED_TOKENS, like=whole)
 
 
 def make_sampler(backend: Backend | None, vocab_size: int, grammars: GrammarCache | None = None) -> Sampler:

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.block_codec import BlockCodec
+from penstock.core.cache_spec import HIDDEN, CacheGroup
 from penstock.core.page_ops import STATE, DropOp, GetOp, PutOp
 from penstock.ops.plan import Planes
 
@@ -390,6 +391,15 @@ def _close(files: weakref.ref[BlockFiles]) -> None:
 def block_bytes(planes: Sequence[Planes], widths: Sequence[int], groups: Iterable[int]) -> int:
     """Bytes of one slab of each of these groups, all planes."""
     return sum(widths[g] * array.nbytes // len(array) for g in groups for array in planes[g].values())
+
+
+def file_bytes(groups: Iterable[CacheGroup], block_size: int) -> tuple[int, int]:
+    """Of a block's file, and of a state's. Of pages with hidden states only these are written."""
+    sizes = {True: OVERHEAD, False: OVERHEAD}
+    for group in groups:
+        hidden = sum(len(group.layers) * block_size * p.num_bytes for p in group.spec.planes if p.name == HIDDEN)
+        sizes[group.spec.per_token] += hidden or group.slab_bytes(block_size)
+    return sizes[True], sizes[False]
 
 
 def seal(secret: bytes, path: str, block: bytearray) -> None:

@@ -10,13 +10,12 @@ import math
 from typing import Any
 
 from penstock.base.errors import InputError
-from penstock.core.cache_spec import CacheGroup
 from penstock.core.events import StoreNews
 from penstock.core.page_ops import DISK
 from penstock.executor.sim_files import DiskRates, SimFiles, SimFolder
 from penstock.kv.stored import StoreSettings
 from penstock.plan.resolve import Plan
-from penstock.runner.block_files import OVERHEAD
+from penstock.runner.block_files import file_bytes
 
 LOOK_S = 10.0
 """Between two looks at what others do in the folder, as of servers."""
@@ -62,14 +61,6 @@ class SimStore:
         """The engine ends: others may make room."""
         if self.folder.evictor is self:
             self.folder.evictor = None
-
-
-def file_bytes(groups: tuple[CacheGroup, ...], block_size: int) -> tuple[int, int]:
-    """Of a block's file, and of a state's."""
-    sizes = {True: OVERHEAD, False: OVERHEAD}
-    for group in groups:
-        sizes[group.spec.per_token] += group.slab_bytes(block_size)
-    return sizes[True], sizes[False]
 
 
 def parse_rates(text: str) -> DiskRates:

@@ -83,12 +83,11 @@ class NativeBackend:
         self, graph: Graph, groups: Sequence[CacheGroup], *, max_tokens: int, quantization: str = "none",
         matrices: Mapping[str, Packed] | None = None, like: Forward | None = None,
     ) -> NativeForward:  # fmt: skip
-        if like is not None:
-            assert isinstance(like, NativeForward), "made by this backend"
-            matrices = like.matrices
+        assert like is None or isinstance(like, NativeForward), "made by this backend"
         return NativeForward(
-            graph, groups, self.pool, parse_scheme(quantization), max_tokens=max_tokens,
-            matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
+            graph, groups, self.pool, parse_scheme(quantization) if like is None else like.scheme,
+            max_tokens=max_tokens, matrices=None if matrices is None else dict(matrices), row_bits=self.row_bits,
+            like=like,
         )  # fmt: skip
 
     def matrices(self, forward: Forward) -> Mapping[str, Packed]:

@@ -17,7 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.matrix_format import NONE, Scheme, is_kept
 from penstock.model.fuse import PASSES, check_order, fuse
 from penstock.model.graph import Graph
-from penstock.ops.native.abi import Kind
+from penstock.ops.native.abi import PANEL, Kind
 from penstock.ops.native.matrix import Packed, pack
 from penstock.ops.native.packers import has_even_groups
 from penstock.ops.native.program import NativeOp, NativeProgram, Pool, StepMemory
@@ -41,22 +41,29 @@ class NativeForward:
     def __init__(
         self, graph: Graph, groups: Sequence[CacheGroup], pool: Pool, scheme: Scheme, *, max_tokens: int,
         matrices: dict[str, Packed] | None = None, passes: Collection[str] = PASSES, row_bits: int = 8,
+        like: NativeForward | None = None,
     ) -> None:  # fmt: skip
         """`matrices`: packed before, by `matrix_name`; else they are packed here. `passes`: see `fuse`. `row_bits`: of
-        rows before products with stored codes, where no scheme rounds; see `packing`."""
+        rows before products with stored codes, where no scheme rounds; see `packing`. `like`: a program whose matrices
+        are used, whole or in part."""
+        self.scheme = scheme
         self.vocab_size, self.max_model_len = graph.vocab_size, graph.max_model_len
         graph = graph.copy()
         # Rows are prepared once for all matrices side by side, whatever their formats.
         same = partial(alike_under, scheme)
         fuse(graph, passes, same=same, together=same_order)
         check_order(graph)
+        found = matrix_runs(graph, same)
+        runs = {name: StackRun([tuple(run.parts)], run.pair, run.heads) for name, run in found.items()}
+        self._rows = {name: [(p.name, p.weight.shape[0]) for p in run.matrices[0]] for name, run in runs.items()}
+        isa = pool.library.pst_isa_name().decode()
+        if like is not None:
+            matrices = like.matrices | {
+                name: like.part(self._rows[name]) or _packed(pool, scheme, run, row_bits, isa, stacked=False)
+                for name, run in runs.items() if name not in like.matrices
+            }  # fmt: skip
         if matrices is None:
-            isa = pool.library.pst_isa_name().decode()
             matrices, num_bytes = {}, 0
-            runs = {
-                name: StackRun([tuple(run.parts)], run.pair, run.heads)
-                for name, run in matrix_runs(graph, same).items()
-            }
             stacks = stack_runs(graph, same)
             for name, run in (runs | stacks).items():
                 matrices[name] = _packed(pool, scheme, run, row_bits, isa, stacked=name in stacks)
@@ -65,7 +72,7 @@ class NativeForward:
                     # What is packed would be in memory twice otherwise, as long as files are mapped.
                     release_pages({part.name: part.weight for part in run.parts})
                     num_bytes = 0
-        self.matrices = matrices
+        self.matrices: dict[str, Packed] = matrices
         self._code: Emitted = emit(graph, groups, matrices, max_tokens=self.max_model_len, same=same)
         self._pool = pool
         self._max_tokens = max_tokens
@@ -115,6 +122,16 @@ class NativeForward:
         if num_logits:
             native.run(self._memory.args(plan, plan.logits_indices), self._code.head, self._end)
         return native.values(self._code.logits, num_logits), hidden
+
+    def part(self, wanted: Sequence[tuple[str, int]]) -> Packed | None:
+        """Parts (name, rows) that lie next to each other in one of the matrices, in its memory; None if there are none,
+        or they do not begin with a panel."""
+        for name, rows in self._rows.items():
+            for at in range(len(rows) - len(wanted) + 1):
+                first = sum(n for _, n in rows[:at])
+                if rows[at : at + len(wanted)] == list(wanted) and first % PANEL == 0:
+                    return self.matrices[name].part(first, sum(n for _, n in wanted))
+        return None
 
     def watch(self, progress: int) -> None:
         """See `model.forward.WatchedForward`. What else runs on the same threads is counted too."""

@@ -83,6 +83,26 @@ class Packed:
     def num_bytes(self) -> int:
         return self.data.nbytes
 
+    def part(self, first: int, num_rows: int) -> Packed:
+        """Outputs from `first`, which begins a panel, on, in this one's memory; of one matrix that is no pair."""
+        assert self.count == 1, "a stack has no part"
+        assert first % PANEL == 0, f"output {first} begins no panel"
+        m, padded = self.struct, -(-self.num_rows // PANEL) * PANEL
+        last = first + -(-num_rows // PANEL) * PANEL
+        data = self.data[len(self.data) * first // padded : len(self.data) * last // padded]
+        bias = None if self.bias is None else self.bias[first:last]
+        return Packed(
+            Format(m.format),
+            Act(m.act),
+            num_rows,
+            self.num_cols,
+            False,
+            data,
+            bias,
+            panels=self.panels,
+            order=self.order,
+        )
+
     def values(self, library: Any) -> F32:
         """What the panels of a matrix (of a stack: the first) stand for, [padded N, K], in the order of the panels;
         inputs in that of rows."""
