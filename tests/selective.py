@@ -66,7 +66,9 @@ class SelectiveModel(NaiveModel):
         if self.selector.drops == "blocks":
             self._cut_blocks(lines, budget)
             return
-        views = [self._view(i, line, stats[i], end) for i, line in enumerate(lines)]
+        # Where nothing is lost, all tokens may be chosen again.
+        held = [list(range(end)) for _ in lines] if self.selector.aside else lines
+        views = [self._view(i, line, stats[i], end) for i, line in enumerate(held)]
         if self.selector.watches == "all":
             for i, view in enumerate(views):
                 before = len(view) - (end - start)
@@ -79,7 +81,7 @@ class SelectiveModel(NaiveModel):
             return
         at = Selecting(end, self.prompt_len, budget, np.array(token_ids[:end], np.int32))
         for i, kept in enumerate(self.selector.select(at, views)):
-            lines[i][:] = [lines[i][slot] for slot in kept.tolist()]
+            lines[i][:] = [held[i][slot] for slot in kept.tolist()]
             stats[i] = {name: x[kept] for name, x in views[i].stats.items()}
 
     def _cut_blocks(self, lines: Lines, budget: int) -> None:

@@ -68,7 +68,11 @@ SWITCHES: tuple[Switch, ...] = (
     selector("scissorhands"),
     selector("snapkv", headline=True),
     selector("pyramidkv"),
+    selector("alisa"),
     selector("adakv"),
+    Switch("selector leankv", "selection", {
+        "kv_selector": "leankv", "kv_budget": "50%", "kv_cache_dtype": '{"dtype": {"k": "int8", "v": "int4"}}',
+    }, exact=False),
     selector("fastgen"),
     selector("retrieval", profile="{files}/heads.json"),
     selector("quest", headline=True),
@@ -133,7 +137,7 @@ SWITCHES: tuple[Switch, ...] = (
 )  # fmt: skip
 """What does not exist yet (a selector without its file, a type that kv_cache_dtype does not know) is left out until it
 does. "exact" of another op table would be too much: it adds in another order."""
-BY_BLOCKS = {"selector streaming", "selector quest", "KV kivi4", "KV kivi2", "KV mixed"}
+BY_BLOCKS = {"selector streaming", "selector quest", "selector leankv", "KV kivi4", "KV kivi2", "KV mixed"}
 """What they lose goes by whole blocks, and so depends on the size of one."""
 PLAIN: dict[str, set[str]] = {
     "kv_allocator": {"paged"}, "prefix_cache": {"radix"}, "eviction": {"lru"},

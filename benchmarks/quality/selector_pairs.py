@@ -117,7 +117,8 @@ def main() -> None:
     spec = f"perplexity:{args.text}?window={args.window}&stride={half}&tokens={half * (args.windows + 1)}"
     llm = LLM(args.model, **args.engine)
     text, *tasks = prepare(llm, make_tasks([spec, *args.tasks], data=args.data), limit=args.limit, bos=args.bos)
-    tasks += prepare(llm, make_tasks(args.chat_tasks, data=args.data), limit=args.limit, chat=True)
+    if args.chat_tasks:
+        tasks += prepare(llm, make_tasks(args.chat_tasks, data=args.data), limit=args.limit, chat=True)
     close(llm)
     cases: dict[str, dict[str, Any]] = {"full": {}, "window": {"kv_selector": "window"}}
     for seed in range(args.seeds):

@@ -25,7 +25,8 @@ from tests.selective import SelectiveModel
 
 MODELS = ["llama_gqa", "llama_mha"]
 OPTIONS: dict[str, Any] = {"sinks": 2, "recent": 3, "interval": 5, "observe": 4, "pool": 3, "history": 16}
-CUTTING = [name for name in KV_SELECTORS if KV_SELECTORS.traits(name).drops != "nothing" and name != "retrieval"]
+CUTTING = [name for name in KV_SELECTORS if KV_SELECTORS.traits(name).drops != "nothing" and name != "retrieval"
+           and not KV_SELECTORS.traits(name).halves]  # fmt: skip
 CONTROLS = ["preempt", "preempt", "reset_prefix_cache"]
 
 

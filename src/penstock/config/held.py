@@ -46,6 +46,17 @@ def kept_blocks(keeping: Keeping, num_tokens: int, block_size: int) -> int:
     return max(blocks_of(kept, block_size), blocks_of(keeping.config.options.sinks, block_size)) + 1
 
 
+def most_chosen(keeping: Keeping, num_tokens: int, block_size: int, prompt_len: int | None = None) -> int:
+    """Blocks besides all that a sequence has of up to `num_tokens` tokens, where nothing is lost: of what was chosen,
+    of what came since, and one that others look at, too."""
+    first = _uncut(keeping, block_size) if prompt_len is None else first_cut(keeping, prompt_len, block_size)
+    if first > num_tokens:
+        return 0
+    options = keeping.config.options
+    gap = max(options.interval, options.prompt_interval)
+    return kept_blocks(keeping, num_tokens, block_size) + blocks_of(gap, block_size) + 1
+
+
 def most_blocks(
     keeping: Keeping, num_tokens: int, block_size: int, prompt_len: int | None = None, *, was_cut: bool = False
 ) -> int:
@@ -56,6 +67,8 @@ def most_blocks(
     whole, options = blocks_of(num_tokens, block_size), keeping.config.options
     if keeping.drops == "nothing":
         return whole
+    if keeping.aside:
+        return whole + most_chosen(keeping, num_tokens, block_size, prompt_len)
     gap = max(options.prompt_interval or num_tokens, options.interval)
     if prompt_len is None:
         first = _uncut(keeping, block_size) + gap

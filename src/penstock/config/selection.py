@@ -37,10 +37,10 @@ class SelectionOptions(Section):
         0, "Selections within the prompt, at multiples of so many tokens; 0: only at its end.", minimum=0
     )
     observe: int = setting(
-        32, "snapkv, pyramidkv, adakv, fastgen: last tokens whose attention decides.", minimum=1, maximum=512
+        32, "snapkv, pyramidkv, adakv, alisa, fastgen: last tokens whose attention decides.", minimum=1, maximum=512
     )
     pool: int = setting(5, "snapkv, pyramidkv, adakv: neighbours over which attention is smoothed.", minimum=1)
-    heavy: float = setting(0.5, "h2o: share of the budget that heavy hitters get.", minimum=0.0, maximum=1.0)
+    heavy: float = setting(0.5, "h2o, alisa: share of the budget that heavy hitters get.", minimum=0.0, maximum=1.0)
     history: int = setting(256, "scissorhands: tokens whose attention is counted.", minimum=1)
     threshold: float = setting(
         0.95, "fastgen: share of the attention that a head's policy has to recover.", above=0.0, maximum=1.0
@@ -55,6 +55,10 @@ class SelectionOptions(Section):
     floor: float = setting(
         0.2, "adakv: share of the budget that every head gets before heads compete.", minimum=0.0, maximum=1.0
     )
+    middle: float = setting(
+        0.5, "leankv: share of the budget that holds tokens at half the bits, two in the room of one.", minimum=0.0,
+        maximum=1.0,
+    )  # fmt: skip
     dense_layers: int = setting(2, "quest: first layers that read everything.", minimum=0)
     profile: str | None = setting(None, "retrieval: file with each head's score, as penstock writes it.")
     heads: float = setting(0.25, "retrieval: share of heads that keep everything.", minimum=0.0, maximum=1.0)
@@ -96,6 +100,8 @@ class Keeping(NamedTuple):
     per_head: bool
     cache_positions: bool
     always: bool = False
+    aside: bool = False
+    halves: bool = False
 
 
 def parse_budget(text: str) -> Budget:

@@ -36,10 +36,14 @@ class LayerFormat(msgspec.Struct, frozen=True):
     sinks: int = 0
 
     @property
+    def pair(self) -> bool:
+        """One codec for all keys, one for all values, and nothing besides."""
+        return len(self.keys) == len(self.values) == 1 and not self.recent
+
+    @property
     def plain(self) -> str | None:
         """The codec of everything, if there is but one and nothing besides."""
-        one = len(self.keys) == 1 and self.keys == self.values and not self.recent
-        return self.keys[0] if one else None
+        return self.keys[0] if self.pair and self.keys == self.values else None
 
 
 class KvFormat(msgspec.Struct, frozen=True):

@@ -55,12 +55,17 @@ class LoadOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=2):
 
 class PackOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=3):
     """What the selection of sequence `seq_id` keeps moves, line by line, from the pages `sources` (one line: slabs, of
-    all lines) into the pages `lines`."""
+    all lines) into the pages `lines`.
+
+    `aside`: where all of its tokens are from now on, block by block (`BlockTable.aside`); those that are not there yet
+    are copied there. Without `lines` nothing else moves. Without `sources` all of them are there already.
+    """
 
     group: int
     seq_id: int
     lines: tuple[tuple[int, ...], ...]
     sources: tuple[tuple[int, ...], ...]
+    aside: tuple[int, ...] = ()
 
 
 class PutOp(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=4):

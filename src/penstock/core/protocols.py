@@ -319,6 +319,10 @@ class PageStore(Protocol):
         """
         ...
 
+    def look(self, group: int) -> Mapping[str, npt.NDArray[Any]]:
+        """All pages that it has of a group, to read some of them where they are."""
+        ...
+
     def begin(self) -> None:
         """The step's operations are done, and it is about to compute."""
         ...

@@ -71,6 +71,7 @@ class KVLine:
             new tokens begin with 0.
         keys: gives the keys [n, D], rotated as they stand in the cache.
         values: gives the values [n, W].
+        coarse: bool [n], which of them are at half the bits; they can only stay so, or go. None: none are.
         recent: gives the attention weights float32 [w, H/G, n] of the last w <= `observe` tokens, head by head of those
             that read this line, over its n slots: a row sums to 1, and has zeros for tokens behind its own (it is all
             zeros for a token whose own slot and all before it are gone). Only for selectors that watch something.
@@ -83,6 +84,7 @@ class KVLine:
     keys: Callable[[], F32] = lambda: _missing("keys")
     values: Callable[[], F32] = lambda: _missing("values")
     recent: Callable[[], F32] = lambda: _missing("attention")
+    coarse: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -116,6 +118,10 @@ class KVSelector(Protocol):
     """Whether kv heads of a layer may keep different tokens; else a layer is a line."""
     cache_positions: bool
     """Whether tokens stand, for rotary positions, where they stand in the cache (StreamingLLM), not where they came."""
+    aside: bool
+    """Whether what is not chosen is set aside (`kv.aside`): its lines hold all tokens, and all may be chosen again."""
+    halves: bool
+    """Whether it keeps some tokens at half the bits, two in the room of one: then `levels` is asked."""
 
     def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """Told of tokens that have just run, if it watches all: attention weights float32 [t, H/G, n] of tokens at
@@ -129,4 +135,9 @@ class KVSelector(Protocol):
         Must follow from its arguments alone. At a full budget everything is kept, unless the selector is one that
         `always` chooses (`select.Traits`). Mutates: nothing but line.stats.
         """
+        ...
+
+    def levels(self, at: Selecting, lines: Seq[KVLine]) -> tuple[list[I32], list[I32]]:
+        """As `select`, of a selector with `halves`: what is kept whole, ascending, and what at half the bits, the best
+        first, of which as many stay as fill pages. Half of the second and all of the first are within the budget."""
         ...

@@ -118,6 +118,7 @@ class Audit:
                 assert not tail, f"{seq} may write slabs {tail} of group {g}, which the prefix cache keeps"
             self.slabs[g].update(table.held)
             self.slabs[g].update(table.spare)
+            self.slabs[g].update(slab for slab in table.aside if slab >= 0)
             assert not table.spare or seq.num_inflight, f"{seq} has set memory aside, and no step works on it"
             for pages in table.held_pages:
                 self.pages[g].update(pages)

@@ -15,9 +15,11 @@ class BlockTable:
         dropped: tokens that a selection has taken out of each line (of a shared table: one number for all), so that the
             token at position p is in slot p - dropped; empty as long as nothing was.
         spare: slabs set aside for what a selection at the end of a step in flight will copy.
+        aside: of a table that chose some tokens and lost none (`kv.aside`), where all are that it had computed by then,
+            block by block: a slab, or ~i for the tier's i; one that is not full is not there.
     """
 
-    __slots__ = ("base", "dropped", "ids", "layers", "spare")
+    __slots__ = ("aside", "base", "dropped", "ids", "layers", "spare")
 
     def __init__(self, ids: list[int] | None = None, layers: list[list[int]] | None = None, base: int = 0) -> None:
         self.ids: list[int] = [] if ids is None else ids
@@ -25,6 +27,7 @@ class BlockTable:
         self.base = base
         self.dropped: list[int] = []
         self.spare: list[int] = []
+        self.aside: list[int] = []
 
     @property
     def held(self) -> list[int]:

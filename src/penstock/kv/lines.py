@@ -93,7 +93,7 @@ def num_missing(table: BlockTable, pool: BlockPool, counts: Sequence[int], block
 
 def cut_lines(
     table: BlockTable, pool: BlockPool, counts: Sequence[int], num_tokens: int, block_size: int,
-    seq_id: int, group: int, outbox: Outbox,
+    seq_id: int, group: int, outbox: Outbox, aside: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """The table becomes ragged, with lines of `counts` slots out of the `num_tokens` tokens computed; the rest is free.
 
@@ -131,7 +131,7 @@ def cut_lines(
         pages += more
     pool.unref_pages(spare)
     # What was freed here is handed out, and zeroed, behind this.
-    outbox.pack(seq_id, group, kept, sources)
+    outbox.pack(seq_id, group, kept, sources, list(aside))
     table.ids, table.layers = [], kept
     table.dropped = [num_tokens - count for count in counts]
     outbox.whole_table(seq_id, group, table)

@@ -17,6 +17,7 @@ from penstock.core.cache_spec import CacheGroup
 from penstock.core.page_ops import AnyPageOp
 from penstock.core.protocols import EvictionPolicy, PrefixCache
 from penstock.core.sequence import NEVER, NO_LOAD, Sequence
+from penstock.kv.aside import selections_of
 from penstock.kv.audit import Audit
 from penstock.kv.backing import Backing
 from penstock.kv.block_pool import BlockPool
@@ -28,11 +29,10 @@ from penstock.kv.eviction import EVICTION_POLICIES
 from penstock.kv.growth import apply_growth, make_ragged, plan_growth
 from penstock.kv.hints import Hints
 from penstock.kv.leaving import Leaving
-from penstock.kv.lines import share_table
 from penstock.kv.outbox import Outbox
 from penstock.kv.prefix import PREFIX_CACHES
 from penstock.kv.room import Room, Want
-from penstock.kv.selection import KeepAll, Selections
+from penstock.kv.selection import KeepAll
 from penstock.kv.sharing import Sharing
 from penstock.kv.stats import KVStats, kv_stats
 from penstock.kv.stored import StoredBlocks, StoreSettings, recorder_of
@@ -131,9 +131,10 @@ class KVManager:
         self.selections = KeepAll(block_size)
         if keeping is not None:
             assert len(self.groups) == len(self._full) == 1, "selections are for one full group"
-            self.selections = Selections(
-                keeping, 0, self.pools[0], self._room, self._outbox, block_size, self._withdraw
-            )
+            self.selections = selections_of(
+                keeping, self.pools[0], self._room, self._outbox, block_size, self._withdraw, self.swaps.tier,
+                lambda seq: self._leaving.leave(seq.node),
+            )  # fmt: skip
         self._leaving = Leaving(self.cache, self._room, self.swaps, bounded=not self._full)
         self.hints = Hints(
             self.cache, policy, self._room, self._leaving, self.pools[self._paged[0]] if self._paged else None,
@@ -339,7 +340,8 @@ class KVManager:
             seq.taint_start = seq.num_computed
         cursor: PrefixCursor = seq.node
         self._stop_following(cursor)
-        self._leaving.leave(cursor)
+        if not self.selections.stays:
+            self._leaving.leave(cursor)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Nothing more of `seq` enters the prefix cache, and what only it uses of what is there leaves it.
@@ -418,7 +420,7 @@ class KVManager:
             if g in self._slots:
                 copy = BlockTable([slots[self._slots.index(g)]])
             else:
-                copy = share_table(table, self.pools[g], parent.num_computed, self.block_size)
+                copy = self.selections.share(table, self.pools[g], parent, child)
             child.tables.append(copy)
             self._outbox.whole_table(child.seq_id, g, copy)
         cursor: PrefixCursor = parent.node
@@ -461,10 +463,7 @@ class KVManager:
         """
         self._outbox.discard(seq.seq_id)
         for g, table in enumerate(seq.tables):
-            self.pools[g].unref_slabs(reversed(table.held))
-            self.pools[g].unref_slabs(table.spare, unseen=True)
-            for pages in table.held_pages:
-                self.pools[g].unref_pages(reversed(pages))
+            self.selections.release(seq, table, self.pools[g])
         if seq.node is not None:
             self._states.drop_staged(seq.node)
             self.hints.leave(seq)
@@ -520,9 +519,9 @@ class KVManager:
         )
 
     def stats(self) -> KVStats:
-        cut, copies = self.selections.num_cut, self._num_cow_copies
         return kv_stats(
-            self.groups, self.pools, self.cache, self._room, self.swaps, self.stored, num_cow_copies=copies, num_cut=cut
+            self.groups, self.pools, self.cache, self._room, self.swaps, self.stored, self.selections,
+            num_cow_copies=self._num_cow_copies,
         )  # fmt: skip
 
     @property

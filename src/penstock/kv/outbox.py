@@ -60,13 +60,13 @@ class Outbox:
         assert src >= 0, "a block that is gone is copied"
         self._ops.append(PageOp(group, src, dst, 1))
 
-    def pack(self, seq_id: int, group: int, lines: list[list[int]], sources: list[list[int]]) -> None:
+    def pack(self, seq_id: int, group: int, lines: list[list[int]], sources: list[list[int]], aside: list[int]) -> None:
         """What the sequence's selection keeps moves from the pages `sources` into the pages `lines`.
 
         Both are named, because the rank's own table may be older (a block may have changed for that of the prefix
         cache since), and newer (a fork goes on with the new pages when the sequence itself has ended).
         """
-        self._ops.append(PackOp(group, seq_id, tuple(map(tuple, lines)), tuple(map(tuple, sources))))
+        self._ops.append(PackOp(group, seq_id, tuple(map(tuple, lines)), tuple(map(tuple, sources)), tuple(aside)))
 
     def add(self, op: AnyPageOp) -> None:
         """An operation of somebody else's making (a tier's)."""

@@ -17,7 +17,7 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.block_table import BlockTable
 from penstock.kv.cursor import PrefixCursor
 from penstock.kv.growth import apply_growth, plan_growth
-from penstock.kv.lines import apply_lines, cut_lines, line_blocks, num_missing, plan_lines
+from penstock.kv.lines import apply_lines, cut_lines, line_blocks, num_missing, plan_lines, share_table
 from penstock.kv.outbox import Outbox
 from penstock.kv.room import Room, Want
 
@@ -30,6 +30,10 @@ class KeepAll:
 
     num_cut = 0
     """Selections that took something away."""
+    num_sent = 0
+    """Blocks that were set aside and went to the tier."""
+    stays = False
+    """Whether a sequence that was cut still needs the blocks that the prefix cache has of it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -64,6 +68,17 @@ class KeepAll:
     def cut(self, seq: Sequence, counts: Seq[int]) -> None:
         """`seq` keeps what the rank has chosen, `counts` slots per line."""
         raise NotImplementedError
+
+    def share(self, table: BlockTable, pool: BlockPool, parent: Sequence, child: Sequence) -> BlockTable:
+        """The table of a fork, with a reference on everything in it."""
+        return share_table(table, pool, parent.num_computed, self._block_size)
+
+    def release(self, seq: Sequence, table: BlockTable, pool: BlockPool) -> None:
+        """`seq` gives up all that is in `table`."""
+        pool.unref_slabs(reversed(table.held))
+        pool.unref_slabs(table.spare, unseen=True)
+        for pages in table.held_pages:
+            pool.unref_pages(reversed(pages))
 
 
 class Selections(KeepAll):

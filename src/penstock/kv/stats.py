@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.kv.block_pool import BlockPool
     from penstock.kv.named_tier import NamedTier
     from penstock.kv.room import Room
+    from penstock.kv.selection import KeepAll
     from penstock.kv.stored import StoredBlocks
     from penstock.kv.swap import Swaps
 
@@ -40,7 +41,8 @@ class KVStats:
 
     `num_cow_copies` counts slabs (pages, for ragged tables) copied because they were shared and about to be written.
     Prefix counters count every admission that looked, also those after a preemption. `num_selections`: times that a
-    sequence gave up a part of its cache. `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
+    sequence gave up a part of its cache. `num_aside_blocks`: that one had set aside on the device, and that went to
+    host memory (`kv.aside`). `num_offloaded_blocks`, `num_loaded_blocks`: that the prefix cache gave to a
     tier, and had back.
     """
 
@@ -51,6 +53,7 @@ class KVStats:
     num_evicted_blocks: int
     num_checkpoints: int
     num_selections: int = 0
+    num_aside_blocks: int = 0
     num_offloaded_blocks: int = 0
     num_loaded_blocks: int = 0
     num_offloaded_bytes: int = 0
@@ -60,8 +63,8 @@ class KVStats:
 
     def counters(self) -> dict[str, float]:
         """What is not counted elsewhere, as flat numbers."""
-        names = ("num_evicted_blocks", "num_selections", "num_offloaded_blocks", "num_loaded_blocks",
-                 "num_offloaded_bytes", "num_loaded_bytes")  # fmt: skip
+        names = ("num_evicted_blocks", "num_selections", "num_aside_blocks", "num_offloaded_blocks",
+                 "num_loaded_blocks", "num_offloaded_bytes", "num_loaded_bytes")  # fmt: skip
         return {name: float(getattr(self, name)) for name in names} | self.store
 
 
@@ -78,7 +81,7 @@ def group_stats(group: CacheGroup, pool: BlockPool, cache: PrefixCache) -> Group
 
 def kv_stats(
     groups: Sequence[CacheGroup], pools: Sequence[BlockPool], cache: PrefixCache, room: Room, swaps: Swaps,
-    stored: StoredBlocks | None, *, num_cow_copies: int, num_cut: int,
+    stored: StoredBlocks | None, selections: KeepAll, *, num_cow_copies: int,
 ) -> KVStats:  # fmt: skip
     """What the parts of a manager have counted."""
     offloaded, loaded = swaps.num_blocks
@@ -89,7 +92,8 @@ def kv_stats(
         num_prefix_hit_tokens=cache.num_hit_tokens,
         num_evicted_blocks=room.num_evicted_blocks,
         num_checkpoints=cache.num_checkpoints,
-        num_selections=num_cut,
+        num_selections=selections.num_cut,
+        num_aside_blocks=selections.num_sent,
         num_offloaded_blocks=offloaded,
         num_loaded_blocks=loaded,
         num_offloaded_bytes=offloaded * swaps.block_bytes,

@@ -224,6 +224,8 @@ class Swaps:
                 held[g] += column
         copies = [load.copy for load in self.loads.values()]
         for seq in live:
+            for g, table in enumerate(seq.tables):
+                held[g] += [~slab for slab in table.aside if slab < 0]
             if seq.swapped is not None:
                 assert not seq.tables, f"{seq} owns device memory and a copy in tier {self.tier.name}"
                 copies.append(seq.swapped)

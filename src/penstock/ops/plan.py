@@ -32,6 +32,9 @@ class GroupPlan:
     `dropped[b]` is None, or [num_layers]: how many tokens before this step each line has forgotten. The
     token at position p is in *slot* p - dropped of the line, and sees slots 0 ... p - dropped: what is kept stands
     together, in order, with the keys as they were rotated when they came. None for all: `dropped` is None.
+
+    `low[b]` is None, or [num_layers]: how many of a line's first pages have two tokens in each slot, at half the bits
+    (`ops.ref.codecs.halves`). They are as many slots as any page, and `dropped` counts slots.
     """
 
     num_layers: int
@@ -39,6 +42,7 @@ class GroupPlan:
     tables: tuple[I32, ...]
     lanes: int = 1
     dropped: tuple[I32 | None, ...] | None = None
+    low: tuple[I32 | None, ...] | None = None
 
     def pages(self, b: int, layer: int, lane: int = 0) -> I32:
         """Pages [M] of sequence `b` for a lane of the `layer`-th layer of the group."""
@@ -50,6 +54,11 @@ class GroupPlan:
         """Tokens that a lane of sequence `b` has forgotten."""
         gone = None if self.dropped is None else self.dropped[b]
         return 0 if gone is None else int(gone[layer * self.lanes + lane])
+
+    def num_low(self, b: int, layer: int, lane: int = 0) -> int:
+        """Pages at the front of a lane of sequence `b` that are at half the bits."""
+        low = None if self.low is None else self.low[b]
+        return 0 if low is None else int(low[layer * self.lanes + lane])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from penstock.core.kv_format import parse_kv_format
 from penstock.core.mixers.attention import Attention
 from penstock.core.model_spec import ModelSpec, cache_groups
 
+HALVED = '{"dtype":{"k":"int8","v":"int4"}}'
+"""The one kv_cache_dtype of selectors that halve bits."""
+
 
 def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> None:
     """Raises: ConfigError, with what to change, if the selector cannot serve this model or these settings."""
@@ -25,9 +28,11 @@ def check_keeping(config: EngineConfig, spec: ModelSpec, keeping: Keeping) -> No
         raise wrong("cannot be combined with speculative_config: drafts are verified against the whole context")
     given = config.cache.kv_cache_dtype
     if keeping.drops == "nothing" and given != "auto":
-        codecs = [how.plain for how in parse_kv_format(given).every if how.plain is not None]
-        if not all(KV_CODECS.traits(codec).bounds for codec in codecs):
+        codecs = [how.plain for how in parse_kv_format(given).every]
+        if not all(codec is not None and KV_CODECS.traits(codec).bounds for codec in codecs):
             raise wrong(f"keeps bounds of keys, and {given} has none of its own; use int8 or auto")
+    if keeping.halves and given.replace(" ", "") != HALVED:
+        raise wrong(f"halves 8-bit keys and 4-bit values; use kv_cache_dtype '{HALVED}'")
     if keeping.cache_positions and config.cache.kv_rotation != "none":
         raise wrong(f"turns keys when they are read, and kv_rotation {config.cache.kv_rotation} before; leave it away")
     for n, layer in enumerate(spec.layers):

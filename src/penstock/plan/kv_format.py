@@ -42,7 +42,7 @@ def check_kv_format(config: EngineConfig, spec: ModelSpec) -> None:
             f"{short} encodes blocks as a whole and cannot take back rejected drafts; leave speculative_config away "
             "or use int8, int4"
         )
-    if config.cache.kv_selector != "none":
+    if config.cache.kv_selector != "none" and (kv.layers or not kv.default.pair):
         raise wrong(
             f"{short} is kept in several caches or planes, from which kv_selector {config.cache.kv_selector} cannot "
             "drop tokens; use a plain one such as int4, or kv_selector none"

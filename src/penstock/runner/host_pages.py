@@ -44,6 +44,9 @@ class HostPages:
             planes[name][op.dst : op.dst + op.count] = array[op.src : op.src + op.count]
         return True
 
+    def look(self, group: int) -> Planes:
+        return self.planes[group]
+
     def begin(self) -> None:
         """Nothing is done beside the steps."""
 

@@ -192,7 +192,8 @@ class InputBatch:
         group, size = self._rows.groups[g], self._rows.block_size
         own = [row.tables[g] for row in chosen]
         tables = tuple([t.view(-(-t.slots(self._words[4][b]) // size)) for b, t in enumerate(own)])
-        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes, tuple([t.dropped for t in own]))
+        gone, low = tuple([t.dropped for t in own]), tuple([t.low for t in own])
+        return GroupPlan(group.pages_per_slab, size, tables, group.spec.lanes, gone, low)
 
     def _reserve(self, num_tokens: int, num_rows: int) -> None:
         self._tokens, self._positions, self._logits = (np.empty(2 * num_tokens, np.int32) for _ in range(3))

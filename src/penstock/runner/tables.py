@@ -17,13 +17,14 @@ class RowTable:
     between the two (slab = page), so its table always has one line. With lanes a line is one of them: `num_layers` is
     the number of pages in a slab.
 
-    `dropped`: None, or int32 [num_layers]: tokens that each line has forgotten (`ops.plan.GroupPlan`).
+    `dropped`: None, or int32 [num_layers]: tokens that each line has forgotten (`ops.plan.GroupPlan`); `low`: pages of
+    each that are at half the bits.
 
     Entries from before a rollback stay behind the end of the sequence; nobody reads them, because a plan sees only the
     blocks that the tokens need. With `window` blocks may be GONE.
     """
 
-    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "_view", "dropped", "num_layers", "num_slabs")
+    __slots__ = ("_ids", "_least", "_lengths", "_unmoved", "_view", "dropped", "low", "num_layers", "num_slabs")
 
     def __init__(self, num_layers: int, num_slabs: int, *, window: bool = False) -> None:
         self.num_layers = num_layers
@@ -34,6 +35,7 @@ class RowTable:
         self._lengths = [0]
         self._unmoved: set[int] = set()
         self.dropped: I32 | None = None
+        self.low: I32 | None = None
 
     @property
     def ragged(self) -> bool:

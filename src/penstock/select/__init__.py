@@ -21,6 +21,8 @@ class Traits(NamedTuple):
     cache_positions: bool = False
     always: bool = False
     """Whether it chooses even where the budget would hold everything: it has a measure of its own."""
+    aside: bool = False
+    halves: bool = False
 
 
 KV_SELECTORS: Registry[Callable[[SelectionBench], KVSelector], Traits] = Registry("kv_selector")
@@ -32,6 +34,8 @@ KV_SELECTORS.add("scissorhands", "penstock.select.scissorhands:make", Traits(wat
 KV_SELECTORS.add("snapkv", "penstock.select.snapkv:make", Traits(watches="recent"))
 KV_SELECTORS.add("pyramidkv", "penstock.select.pyramidkv:make", Traits(watches="recent"))
 KV_SELECTORS.add("adakv", "penstock.select.adakv:make", Traits(watches="recent"))
+KV_SELECTORS.add("alisa", "penstock.select.alisa:make", Traits(watches="recent", aside=True))
+KV_SELECTORS.add("leankv", "penstock.select.leankv:make", Traits(watches="recent", halves=True))
 KV_SELECTORS.add("fastgen", "penstock.select.fastgen:make", Traits(watches="recent", always=True))
 KV_SELECTORS.add("retrieval", "penstock.select.retrieval:make", Traits())
 KV_SELECTORS.add("quest", "penstock.select.quest:make", Traits("nothing", per_head=False))

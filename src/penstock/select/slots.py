@@ -29,12 +29,18 @@ class TokenSelector:
     watches: Watches = "nothing"
     per_head: bool = True
     cache_positions: bool = False
+    aside: bool = False
+    halves: bool = False
 
     def __init__(self, bench: SelectionBench) -> None:
         self.options: SelectionOptions = bench.config.options
 
     def watch(self, line: KVLine, weights: F32, first: int) -> None:
         """See `KVSelector.watch`."""
+
+    def levels(self, at: Selecting, lines: Seq[KVLine]) -> tuple[list[I32], list[I32]]:
+        """See `KVSelector.levels`."""
+        raise NotImplementedError
 
 
 def always(line: KVLine, at: Selecting, options: SelectionOptions, recent: int | None = None) -> Mask:

@@ -77,6 +77,7 @@ _ENGINE_COUNTERS = (
     ("store_evicted_blocks", "Blocks that left the store to make room.", "num_store_evicted_blocks", OURS),
     ("kv_events", "Events of KV blocks for subscribers.", "num_kv_events", OURS),
     ("kv_events_dropped", "Events of KV blocks that found the queue full.", "num_dropped_kv_events", OURS),
+    ("kv_aside_blocks", "Blocks set aside by a selection that went to host memory.", "num_aside_blocks", OURS),
     ("kv_selections", "Times that a sequence gave up a part of its cache.", "num_selections", OURS),
     ("kv_growths", "Times that KV took more memory.", "num_kv_growths", OURS),
     ("kv_refusals", "Times that the machine had too little memory for KV to grow.", "num_kv_refusals", OURS),

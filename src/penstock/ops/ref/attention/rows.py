@@ -16,6 +16,7 @@ from penstock.ops.kept import Kept
 from penstock.ops.plan import I32
 from penstock.ops.ref.attention.kept import contexts
 from penstock.ops.ref.attention.pages import attend_pages, read_bounds
+from penstock.ops.ref.codecs.halves import read_halves
 from penstock.ops.ref.rotary import rope, rope_angles
 from penstock.ops.ref.storage import read_kv
 from penstock.ops.step import Step
@@ -46,6 +47,10 @@ class _Lane(NamedTuple):
     sinks: F32 | None
     rotation: Rotation | None
     pages: PageReads | None
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.keys, self.value}
 
 
 class AttendRow(Protocol):
@@ -127,7 +132,11 @@ class RowBackend:
         end = start + hi - lo
         base = first_key(start, call.window, call.chunk)
         pages = where.pages(b, layer, lane)
-        parts = {name: read_kv(planes, name, pages, base, end) for name in {*call.keys, call.value}}
+        low, more = where.num_low(b, layer, lane), 0
+        parts = {name: read_kv(planes, name, pages, max(base, low * where.block_size), end) for name in call.names}
+        if low:  # two tokens in each slot of these pages; nothing but selections makes them
+            parts = {name: np.concatenate([read_halves(planes, name, pages[:low]), x]) for name, x in parts.items()}
+            more = low * where.block_size
         k = parts[call.keys[0]] if len(call.keys) == 1 else np.concatenate([parts[n] for n in call.keys], axis=-1)
         v = parts[call.value]
         if call.rotation is not None:
@@ -141,7 +150,7 @@ class RowBackend:
         for t in range(lo, hi):
             p = int(plan.positions[t]) - gone
             first = first_key(p, call.window, call.chunk)
-            reach: slice | I32 = slice(first - base, p + 1 - base)
+            reach: slice | I32 = slice(first - base, p + 1 - base + more)
             if paths is not None:
                 cached = np.arange(start - base, dtype=np.int32)
                 seen = np.array(paths[t - lo], np.int32) + np.int32(start - base - lo)
